@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one hop works on: this rank's queries, the visiting keys, and everything global about both."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import axes
+from .hops import Plan
+from .layout import columns, indices
+from .parcels import Packed
+from .protocol import Block, BlockKernel
+from .rule import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The static half of a call to the engine."""
+
+    kernel: BlockKernel
+    rule: Rule
+    plan: Plan
+    layout: str
+    axis: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    head_axes: tuple[str, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Differentiable:
+    """The inputs with a gradient. Replicated ones are aligned, so that JAX sums their gradients."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sinks: jax.Array | None
+    bias: jax.Array | None
+    slopes: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """The inputs without a gradient; those of the keys are gathered over the ring."""
+
+    q_segments: jax.Array | None
+    kv_segments: jax.Array | None
+    q_positions: jax.Array | None
+    kv_positions: jax.Array | None
+    mask: jax.Array | None
+    seed: jax.Array | None
+
+
+def gathered(ring: Ring, fixed: Fixed) -> Fixed:
+    """Ids and positions of all keys, in the order of the ranks: gathered once, so that only K,V travels."""
+    if not ring.axis:
+        return fixed
+
+    def gather(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jax.lax.all_gather(x, ring.axis, axis=1, tiled=True)
+
+    return dataclasses.replace(fixed, kv_segments=gather(fixed.kv_segments), kv_positions=gather(fixed.kv_positions))
+
+
+def source(ring: Ring, offset: Any) -> Any:
+    """The rank whose keys this rank works on after they have come `offset` ranks."""
+    return (axes.coordinate(ring.axis) - offset) % ring.plan.ranks if ring.axis else 0
+
+
+def block(ring: Ring, inputs: Differentiable, q: jax.Array, kv: Packed, fixed: Fixed, offset: Any) -> Block:
+    """This rank's queries against the keys that have come `offset` ranks; `fixed` is gathered."""
+    rank, origin, ranks = axes.coordinate(ring.axis), source(ring, offset), ring.plan.ranks
+    batch, q_length, heads, _ = q.shape
+    kv_length = kv.shape[-3]
+    q_index = indices(ring.layout, ranks, rank, q_length)[None]
+    kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
+
+    def visiting(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, 1)
+
+    def of_columns(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else columns(x, ring.layout, ranks, origin)
+
+    return Block(
+        q=q,
+        kv=kv,
+        q_positions=q_index if fixed.q_positions is None else fixed.q_positions,
+        kv_positions=kv_index if fixed.kv_positions is None else visiting(fixed.kv_positions),
+        q_index=q_index,
+        kv_index=kv_index,
+        batch_index=axes.coordinate(ring.batch_axes) * batch + jnp.arange(batch, dtype=jnp.int32),
+        head_index=axes.coordinate(ring.head_axes) * heads + jnp.arange(heads, dtype=jnp.int32),
+        q_segments=fixed.q_segments,
+        kv_segments=visiting(fixed.kv_segments),
+        bias=of_columns(inputs.bias),
+        mask=of_columns(fixed.mask),
+        slopes=None if inputs.slopes is None else inputs.slopes[None].astype(jnp.float32),
+        seed=None if fixed.seed is None else jnp.broadcast_to(fixed.seed, (batch,)),
+        rule=ring.rule,
+    )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a backend is told to run: block sizes and the like, frozen, hashable, equal when equal."""
+
+import dataclasses
+import difflib
+import json
+import operator
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+from .errors import InputError
+
+_EJKERNEL_FIELDS: Final = frozenset(
+    ("blocksize_m", "blocksize_k", "blocksize_n", "blocksize_heads", "blocksize_keys", "num_key_splits")
+)
+_PLATFORM_ALIASES: Final = {"pallas": "tpu"}
+_HARDWARE: Final = frozenset(("cpu", "gpu", "mps"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """Sizes that are `None` or positive, and in `extra` the named values that only some backends read."""
+
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            object.__setattr__(self, name, self._size(name))
+        pairs = self.extra.items() if isinstance(self.extra, Mapping) else self.extra
+        frozen = tuple(sorted(((name, _freeze(value)) for name, value in pairs), key=operator.itemgetter(0)))
+        for name, value in frozen:
+            try:
+                hash(value)
+            except TypeError:
+                raise InputError(
+                    f"{type(self).__name__}.extra",
+                    f"{name}={value!r} cannot be hashed",
+                    "Use numbers, strings or tuples",
+                ) from None
+        object.__setattr__(self, "extra", frozen)
+
+    def _size(self, name: str) -> int | None:
+        value = getattr(self, name)
+        if value is None:
+            return None
+        try:
+            size = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            size = -1
+        if size < 1:
+            raise InputError(
+                f"{type(self).__name__}.{name}",
+                f"self.{name}={value!r} must be a positive integer",
+                "Leave it None to let the backend choose",
+            )
+        return size
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """`value` as these parameters: `None`, a mapping, or any dataclass such as `ejkernel`'s.
+
+        Fields of a foreign dataclass that mean nothing here go to `extra`, where they are not `None`.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls._from_fields(dict(value), foreign=_EJKERNEL_FIELDS)
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, _Params)):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return cls._from_fields(fields, foreign=frozenset(fields))
+        raise InputError(
+            cls.__name__,
+            f"got {value!r}, a {type(value).__name__}",
+            f"Pass a {cls.__name__}, a dict of its fields, or None",
+        )
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any], foreign: frozenset[str]) -> Self:
+        known = {name: fields.pop(name) for name in (*_SIZES, "extra") if name in fields}
+        unknown = {name: value for name, value in fields.items() if name not in foreign}
+        _refuse_unknown(
+            cls.__name__, unknown, (*_SIZES, "extra"), "Values that only some backends read go in extra={...}"
+        )
+        more = {name: value for name, value in fields.items() if value is not None}
+        if more:
+            known["extra"] = {**dict(known.get("extra") or ()), **more}
+        return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that are set, as plain data; the inverse of `of`."""
+        sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
+        return {**sizes, "extra": dict(self.extra)} if self.extra else sizes
+
+
+_SIZES: Final = tuple(field.name for field in dataclasses.fields(_Params) if field.name != "extra")
+
+
+@dataclasses.dataclass(frozen=True)
+class FwdParams(_Params):
+    """How the forward kernel runs; `None` means that the backend chooses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdParams(_Params):
+    """How the backward kernels run; `None` means that the backend chooses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RingAttentionConfig:
+    """Which backend, and how it runs. `platform` is `ejkernel`'s word for the backend; "pallas" there is "tpu" here."""
+
+    fwd_params: FwdParams = FwdParams()
+    bwd_params: BwdParams = BwdParams()
+    platform: str = "auto"
+    backend: str = "any"
+
+    def __init__(self, fwd_params: Any = None, bwd_params: Any = None, platform: str = "auto", backend: str = "any"):
+        object.__setattr__(self, "fwd_params", FwdParams.of(fwd_params))
+        object.__setattr__(self, "bwd_params", BwdParams.of(bwd_params))
+        for name, value, default in (("platform", platform, "auto"), ("backend", backend, "any")):
+            if not isinstance(value, str) or not value:
+                raise InputError(f"RingAttentionConfig.{name}", f"got {value!r}", f"Pass a name, or {default!r}")
+            object.__setattr__(self, name, str(value))
+        named = _PLATFORM_ALIASES.get(platform, platform)
+        if platform != "auto" and backend not in ("any", "auto", named, *_HARDWARE):
+            raise InputError(
+                "RingAttentionConfig", f"platform={platform!r} and backend={backend!r} name two backends", "Pass one"
+            )
+
+    @property
+    def backend_name(self) -> str | None:
+        """The name of the backend asked for; `None` where any will do."""
+        if self.platform != "auto":
+            return _PLATFORM_ALIASES.get(self.platform, self.platform)
+        return None if self.backend in ("any", "auto") else self.backend
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, from which `from_dict` makes an equal configuration."""
+        return {
+            "fwd_params": self.fwd_params.to_dict(),
+            "bwd_params": self.bwd_params.to_dict(),
+            "platform": self.platform,
+            "backend": self.backend,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; a key that it does not know is refused by name."""
+        if not isinstance(data, Mapping):
+            raise InputError(cls.__name__, f"got a {type(data).__name__}", "Pass a mapping")
+        names = tuple(field.name for field in dataclasses.fields(cls))
+        _refuse_unknown(cls.__name__, {name: data[name] for name in data if name not in names}, names, "Remove it")
+        return cls(**data)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON, the same text for equal configurations."""
+        try:
+            return json.dumps(self.to_dict(), sort_keys=True)
+        except TypeError as error:
+            raise InputError(
+                type(self).__name__, f"cannot be written as JSON: {error}", "Keep numbers, strings and tuples in extra"
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise InputError(cls.__name__, f"not JSON: {error}", "Pass what to_json wrote") from error
+        return cls.from_dict(data)
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _refuse_unknown(owner: str, unknown: Mapping[str, Any], known: tuple[str, ...], remedy: str) -> None:
+    for name in unknown:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        guess = f" (did you mean {close[0]!r}?)" if close else ""
+        raise InputError(owner, f"unknown field {name!r}{guess}", f"Known fields: {', '.join(known)}. {remedy}")

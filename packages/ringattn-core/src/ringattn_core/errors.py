@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception that ringattn raises, and what its message says: fact, value, remedy."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+
+class RingAttnError(Exception):
+    """Whatever ringattn raises of its own accord."""
+
+
+class InputError(RingAttnError, ValueError):
+    """An argument that no backend could compute with."""
+
+    def __init__(self, argument: str, fact: str, remedy: str):
+        self.argument = argument
+        super().__init__(f"{argument}: {fact}. {remedy}")
+
+
+class MeshError(RingAttnError, ValueError):
+    """A mesh or an axis name that does not fit the call."""
+
+
+class UnsupportedFeatureError(RingAttnError, NotImplementedError):
+    """A backend was asked for something that it does not declare as supported."""
+
+    def __init__(self, backend: str, feature: str, why: str, others: Sequence[str]):
+        self.backend, self.feature, self.others = backend, feature, tuple(others)
+        if others:
+            fallback = ", ".join(repr(name) for name in (backend, *others[:1]))
+            remedy = (
+                f"Installed backends that do: {', '.join(others)}. Pass backend=({fallback}) to allow the fallback."
+            )
+        else:
+            remedy = "No installed backend does; 'pip install ringattn-xla' brings one that supports everything."
+        super().__init__(f"backend {backend!r} does not support {feature} ({why}). {remedy}")
+
+
+class BackendNotFoundError(RingAttnError, LookupError):
+    """No installed distribution registers a backend of this name, or any backend at all."""
+
+    def __init__(self, name: str | None, installed: Sequence[str]):
+        self.name, self.installed = name, tuple(installed)
+        known = {*installed, "xla", "triton", "tpu"}
+        if name is None:
+            message = "no ring-attention backend is installed. Add one: pip install ringattn-xla"
+        else:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            guess = f" (did you mean {close[0]!r}?)" if close else ""
+            wanted = close[0] if close else name
+            listed = ", ".join(installed) or "none"
+            message = f"no ring-attention backend {name!r}{guess}. Installed: {listed}."
+            if wanted not in installed:
+                message += f" To add it: pip install ringattn-{wanted}"
+        super().__init__(message)
+
+
+class BackendLoadError(RingAttnError, ImportError):
+    """An installed backend whose entry point, kernel or probe cannot be imported."""
+
+    def __init__(self, name: str, distribution: str, what: str, reason: BaseException | str):
+        self.backend = name
+        told = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else reason
+        super().__init__(
+            f"backend {name!r} of {distribution} cannot load {what}: {told}. "
+            f"Reinstall it (pip install --force-reinstall {distribution}) or name another backend."
+        )
+
+
+class BackendVersionError(RingAttnError):
+    """A backend written for another version of the backend API."""
+
+    def __init__(self, name: str, distribution: str, api: object, supported: range):
+        self.backend, self.api = name, api
+        spoken = ", ".join(str(number) for number in supported)
+        newer = isinstance(api, int) and api >= supported.stop
+        upgrade = "ringattn-core" if newer else distribution
+        super().__init__(
+            f"backend {name!r} of {distribution} speaks backend API {api!r}; this ringattn-core speaks {spoken}. "
+            f"Upgrade the older side: pip install --upgrade {upgrade}"
+        )
+
+
+class DuplicateBackendError(RingAttnError):
+    """Two distributions register a backend under one name."""
+
+    def __init__(self, name: str, distributions: Sequence[str]):
+        self.backend, self.distributions = name, tuple(distributions)
+        super().__init__(
+            f"backend {name!r} is registered by {len(self.distributions)} distributions: {', '.join(distributions)}. "
+            f"Uninstall all but one: pip uninstall {distributions[-1]}"
+        )
+
+
+class BackendUnavailableError(RingAttnError, RuntimeError):
+    """A backend that is installed but cannot run on these devices."""
+
+    def __init__(self, name: str, reason: str):
+        self.backend, self.reason = name, reason
+        super().__init__(f"backend {name!r} cannot run here: {reason}. Leave backend unset, or name another one.")
+
+
+class NoBackendError(RingAttnError, RuntimeError):
+    """Several backends were considered and each has a reason of its own not to run this call."""
+
+    def __init__(self, platform: str, reasons: Mapping[str, str]):
+        self.platform, self.reasons = platform, dict(reasons)
+        listed = "".join(f"\n  {name}: {reason}" for name, reason in self.reasons.items())
+        super().__init__(
+            f"no ring-attention backend can run this call on {platform!r}:{listed}\n"
+            "Drop the option that is missing, or add a backend that runs everywhere: pip install ringattn-xla"
+        )
+
+
+class AmbiguousBackendError(RingAttnError, RuntimeError):
+    """Several backends are equally good for a platform, so that core will not choose."""
+
+    def __init__(self, platform: str, priority: int, names: Sequence[str]):
+        self.platform, self.names = platform, tuple(names)
+        listed = ", ".join(repr(name) for name in names)
+        super().__init__(
+            f"backends {listed} have the same priority {priority} on {platform!r}. "
+            f"Choose one: backend={names[0]!r}, or RINGATTN_BACKEND={names[0]}"
+        )

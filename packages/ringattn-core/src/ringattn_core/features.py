@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend can be asked for, a sentence each, and how far it answers."""
+
+import enum
+
+
+class Feature(enum.Enum):
+    """One capability that a backend declares; what it does not declare, core refuses in its name."""
+
+    GRADIENTS = "The gradients of query, key and value."
+    FLOAT32 = "float32 inputs, exact to float32 unless `precision` says otherwise."
+    FLOAT16 = "float16 inputs."
+    BFLOAT16 = "bfloat16 inputs."
+    CAUSAL = "A query sees no key after it."
+    SLIDING_WINDOW = "A query sees the keys within a distance on either side."
+    CHUNKED = "A query sees its own chunk, causally."
+    SEGMENT_IDS = "A query sees the keys of its own segment; negative ids are padding."
+    POSITIONS = "Positions of the caller's own replace those of the layout."
+    MASK_BUILDER = "A mask of the mask algebra, or anything indexable, for each head."
+    ATTENTION_MASK = "A dense boolean mask."
+    GROUPED_HEADS = "Fewer key heads than query heads (GQA, MQA)."
+    UNEQUAL_VALUE_DIM = "Values of another size than queries and keys."
+    CROSS_LENGTHS = "As many queries as the caller likes, whatever the number of keys."
+    SOFT_CAP = "Scores are capped by tanh."
+    SINKS = "Logits that enter the denominator only, with their gradient."
+    BIAS = "A bias on the scores, with its gradient."
+    ALIBI = "A slope for each head times the distance, with its gradient."
+    DROPOUT = "Probabilities are dropped by a counter of global indices."
+    RETURN_LSE = "The log of the denominator comes back too, and is differentiable."
+    ZIGZAG = "Rank r holds chunks r and 2D-1-r."
+    STRIPED = "Token i lies on rank i mod D."
+    PRECISION = "Matrix products of float32 at a lower precision, where the caller asks."
+    FUSED_BACKWARD = "A one-pass backward that may accumulate in any order, where the caller asks."
+
+
+class Support(enum.Enum):
+    """How far a backend answers a feature. Only FULL runs; everything else raises, undeclared ones too."""
+
+    FULL = "supported"
+    PLANNED = "planned"
+    IMPOSSIBLE = "impossible"

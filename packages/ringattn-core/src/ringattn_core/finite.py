@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of NaN and infinity: whoever may see one gets NaN, nobody else does.
+
+A product with a matrix mixes rows that see a key with rows that do not, and `0 * NaN` is NaN. So kernels get
+operands that are finite where they are summed over, and the poison travels in scores (forward) and in the
+log-sum-exp (backward), which are selected by visibility, element by element.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from .parcels import Packed, pack
+from .protocol import Partial
+
+
+def queries(q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], Bool[Array, "B T N"]]:
+    """The queries with bad rows zeroed, and which rows are bad."""
+    bad = ~jnp.isfinite(q).all(-1)
+    return jnp.where(bad[..., None], 0, q), bad
+
+
+def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poison: bool) -> Packed:
+    """K and V packed, where a key with anything bad in it has no value and is itself NaN (`poison`) or zero."""
+    bad = ~(jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1))[..., None]
+    return pack(jnp.where(bad, jnp.nan if poison else 0, k).astype(k.dtype), jnp.where(bad, 0, v))
+
+
+def poisoned(partial: Partial, bad: Bool[Array, "B T N"]) -> Partial:
+    """The result where bad queries that see any key are NaN."""
+    lost = jnp.swapaxes(bad, 1, 2) & ~jnp.isneginf(partial.lse)
+    out = jnp.where(jnp.swapaxes(lost, 1, 2)[..., None], jnp.nan, partial.out)
+    return Partial(out, jnp.where(lost, jnp.nan, partial.lse))
+
+
+def cotangents(
+    dout: Float[Array, "B T N Hv"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    seen: Bool[Array, "B N T"],
+) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"], Float32[Array, "B N T"]]:
+    """`dout`, `lse` and `delta` for the kernels: zero for rows that see nothing; bad rows are NaN in `lse` only."""
+    bad = seen & ~(jnp.isfinite(delta) & jnp.isfinite(lse))
+    usable = seen & ~bad
+    dout = jnp.where(jnp.swapaxes(usable, 1, 2)[..., None], dout, 0)
+    return dout, jnp.where(bad, jnp.nan, lse), jnp.where(usable, delta, 0.0)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which shard is where at each hop, which hops are needed, and what is sent between them."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from .layout import order
+from .masks import Coordinates, Mask
+from .rule import Rule
+from .visibility import of_positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """One permute: every rank sends `shift` ranks onward; `keys` is a packed K,V, `gradients` its float32 dk,dv."""
+
+    shift: int
+    keys: bool
+    gradients: bool
+
+    def bytes(self, elements: int, itemsize: int) -> int:
+        """How much one rank sends, where a shard's packed K,V has so many elements of this size."""
+        return elements * (itemsize * self.keys + 4 * self.gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """At hop `t` rank `r` works on the keys of rank `(r - offsets[t]) % ranks`; hop 0 is its own shard."""
+
+    ranks: int
+    offsets: tuple[int, ...]
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """How far the keys go after each hop but the last, which sends nothing."""
+        return tuple(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+
+    @property
+    def forward(self) -> tuple[Send, ...]:
+        return tuple(Send(shift, keys=True, gradients=False) for shift in self.shifts)
+
+    @property
+    def backward(self) -> tuple[Send, ...]:
+        """Own shard last: its gradients need no journey, and its work hides that of the others home."""
+        shifts = self.shifts
+        sends = [Send(shift, keys=True, gradients=False) for shift in shifts[:1]]
+        for onward, behind in zip((*shifts[1:], None), (None, *shifts[1:]), strict=True):
+            sends += parcel_sends(onward, behind)
+        return (*sends, *self.homeward)
+
+    @property
+    def homeward(self) -> tuple[Send, ...]:
+        last = self.offsets[-1]
+        return (Send(self.ranks - last, keys=False, gradients=True),) if last else ()
+
+
+def parcel_sends(onward: int | None, behind: int | None) -> tuple[Send, ...]:
+    """What is sent during one hop of the backward: keys `onward`, the gradients of the hop before after them.
+
+    One array where both go equally far.
+    """
+    if onward is not None and onward == behind:
+        return (Send(onward, keys=True, gradients=True),)
+    keys = () if onward is None else (Send(onward, keys=True, gradients=False),)
+    gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
+    return keys + gradients
+
+
+@functools.lru_cache(maxsize=256)
+def plan(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> Plan:
+    """The hops on which some rank's queries can see some key; lengths are those of one shard.
+
+    Masks that are not bounded by position, ids that are known at run time only, and positions of the caller's own
+    rule out nothing.
+    """
+    every = tuple(range(ranks))
+    if not rule.increasing or ranks == 1:
+        return Plan(ranks, every)
+    masks = [*of_positions(rule)]
+    if rule.masks and all(mask.bounded for mask in rule.masks):
+        masks.append(functools.reduce(lambda a, b: a | b, rule.masks))
+    if not masks:
+        return Plan(ranks, every)
+    meets = _meetings(masks, layout, ranks, q_length, kv_length)
+    rank = np.arange(ranks)
+    return Plan(ranks, (0, *(offset for offset in every[1:] if meets[rank, (rank - offset) % ranks].any())))
+
+
+def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int) -> np.ndarray:
+    """Whether any query of each rank may see any key of each rank, `[ranks, ranks]`, from minima and maxima."""
+    q, q_parts = _shards(layout, ranks, q_length)
+    kv, kv_parts = _shards(layout, ranks, kv_length)
+    some = functools.reduce(lambda a, b: a & b, (np.asarray(mask.tiles(q, kv)[0]) for mask in masks))
+    return np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts)).reshape(ranks, q_parts, ranks, kv_parts).any((1, 3))
+
+
+def _shards(layout: str, ranks: int, length: int) -> tuple[Coordinates, int]:
+    """Every rank's tokens, in as many runs as keep the bounds of a run tight."""
+    parts = 2 if layout == "zigzag" else 1
+    index = order(layout, ranks, ranks * length).reshape(1, ranks * parts, length // parts)
+    return Coordinates(index, index), parts

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: drives any block kernel round the ring, forward and backward, under one custom_vjp."""
+
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from . import batching, finite, merge, parcels
+from .blocks import Differentiable, Fixed, Ring, block, gathered, source
+from .hops import parcel_sends
+from .layout import put_columns
+from .protocol import Gradients, Partial
+from .varying import align, axes_of
+
+UNROLLED: Final = 8
+"""Hops up to which the ring is unrolled: XLA overlaps an unrolled ring best; beyond, a scan keeps programs small."""
+
+Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
+    """`(out, lse)` of this rank's queries against the keys of all ranks."""
+    return _forward(ring, inputs, fixed)[0]
+
+
+def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, tuple[Any, ...]]:
+    fixed = gathered(ring, fixed)
+    q, bad = finite.queries(inputs.q)
+    kv = finite.keys_and_values(inputs.k, inputs.v, poison=True)
+    kernel, tie = batching.forward(ring.kernel), _tie(ring)
+    first = block(ring, inputs, q, kv, fixed, 0)
+    partial = _aligned(ring, merge.empty(first), inputs)
+
+    def hop(kv: parcels.Packed, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Packed, Partial]:
+        # The send is issued before the kernel, and not before the kernel of the last hop is done.
+        following = kv if shift is None else _send(ring, tie(kv, partial.out), shift)
+        return following, kernel(block(ring, inputs, q, kv, fixed, offset), partial)
+
+    offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
+    if len(offsets) > UNROLLED and set(ring.plan.shifts) == {1}:
+        looped = len(offsets) - 1
+        (kv, partial), _ = jax.lax.scan(
+            lambda carry, offset: (hop(*carry, offset, 1), None), (kv, partial), jnp.arange(looped, dtype=jnp.int32)
+        )
+        offsets, shifts = offsets[looped:], shifts[looped:]
+    for offset, shift in zip(offsets, shifts, strict=True):
+        kv, partial = hop(kv, partial, offset, shift)
+    partial = finite.poisoned(partial, bad)
+    whole = merge.with_sinks(partial, _sinks(inputs))
+    return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
+
+
+def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tuple[Differentiable, None]:
+    inputs, fixed, out, keys_lse = residuals
+    dout, dlse = cotangents
+    sinks = _sinks(inputs)
+    lse = merge.with_sinks(Partial(out, keys_lse), sinks).lse
+    seen = ~jnp.isneginf(keys_lse)
+    dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
+    delta = jnp.einsum("btnh,btnh->bnt", dout, out, preferred_element_type=jnp.float32, precision="highest") - dlse
+    dsinks = None if sinks is None else -jnp.einsum("bnt,bnts->ns", delta, jnp.exp(sinks[:, None, :] - lse[..., None]))
+    sums = _gradients(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
+    dk, dv = parcels.unpack(sums["kv"], inputs.q.shape[-1])
+    gradients = Differentiable(sums["q"], dk, dv, dsinks, sums["bias"], sums["slopes"])
+    return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs), None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _gradients(
+    ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
+) -> dict[str, Any]:
+    """The sums over all hops. Each parcel brings the next keys, and the gradients of the keys that left before."""
+    q = finite.queries(inputs.q)[0]
+    own = finite.keys_and_values(inputs.k, inputs.v, poison=False)
+    kernel, tie, dtype = batching.backward(ring.kernel), _tie(ring), inputs.k.dtype
+    zeros = {"q": q, "bias": inputs.bias, "slopes": inputs.slopes}
+    sums = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in zeros.items()}
+    sums = _aligned(ring, sums, inputs)
+
+    def compute(kv: parcels.Packed, sums: dict[str, Any], offset: Any) -> tuple[jax.Array, dict[str, Any]]:
+        found = kernel(block(ring, inputs, q, kv, fixed, offset), dout, lse, delta, sums["q"])
+        return parcels.pack(found.dk, found.dv), _added(ring, sums, found, offset)
+
+    def hop(
+        kv: parcels.Packed, behind: jax.Array | None, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Works on `kv` while it goes `onward` and the gradients `behind` it follow by `back`."""
+        sends = parcel_sends(onward, back)
+        if len(sends) == 1 and sends[0].keys and sends[0].gradients:
+            parcel = _send(ring, tie(parcels.join(kv, behind), sums["q"]), sends[0].shift)
+            following, arrived = parcels.split(parcel, dtype)
+        else:
+            following = None if onward is None else _send(ring, tie(kv, sums["q"]), onward)
+            arrived = None if back is None else _send(ring, tie(behind, sums["q"]), back)
+        mine, sums = compute(kv, sums, offset)
+        return following, mine if arrived is None else mine + arrived, sums
+
+    kv, behind = own, None
+    offsets, shifts = ring.plan.offsets[1:], ring.plan.shifts
+    if offsets:
+        kv = _send(ring, tie(kv, dout), shifts[0])
+        kv, behind, sums = hop(kv, behind, sums, offsets[0], *(*shifts[1:2], None)[:1], None)
+        steps = list(zip(offsets[1:], (*shifts[2:], None), shifts[1:], strict=True))
+        if len(steps) > UNROLLED and set(shifts) == {1}:
+            (kv, behind, sums), _ = jax.lax.scan(
+                lambda carry, offset: (hop(*carry, offset, 1, 1), None), (kv, behind, sums), jnp.asarray(offsets[1:-1])
+            )
+            steps = steps[-1:]
+        for offset, onward, back in steps:
+            kv, behind, sums = hop(kv, behind, sums, offset, onward, back)
+    home = ring.plan.homeward
+    _, total, sums = hop(own, behind, sums, 0, None, home[0].shift if home else None)
+    return {**sums, "kv": total}
+
+
+def _added(ring: Ring, sums: dict[str, Any], found: Gradients, offset: Any) -> dict[str, Any]:
+    """The sums with what one hop found; every hop has columns of the bias for itself."""
+    bias, slopes = sums["bias"], sums["slopes"]
+    if bias is not None:
+        bias = put_columns(bias, found.dbias, ring.layout, ring.plan.ranks, source(ring, offset))
+    if slopes is not None:
+        slopes = slopes + found.dslopes.reshape(slopes.shape)
+    return {"q": found.dq, "bias": bias, "slopes": slopes}
+
+
+def _sinks(inputs: Differentiable) -> Float32[Array, "N n"] | None:
+    if inputs.sinks is None:
+        return None
+    sinks = inputs.sinks.astype(jnp.float32)
+    return jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)
+
+
+def _send(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
+    ranks = ring.plan.ranks
+    return jax.lax.ppermute(x, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
+
+
+def _tie(ring: Ring) -> Any:
+    return getattr(ring.kernel, "tie", lambda x, token: jax.lax.optimization_barrier((x, token))[0])
+
+
+def _aligned(ring: Ring, tree: Any, inputs: Differentiable) -> Any:
+    """Fresh accumulators vary over whatever the inputs vary over."""
+    return align(tree, axes_of(inputs))

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The per-shard signature that every backend answers to."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+
+class RingAttention(Protocol):
+    """Exact attention over a ring, seen from one shard.
+
+    `axis_name=None` is one device and no ring; a tuple of names is one ring over their product. With
+    `return_lse=True` the result is `(out, lse)`. Names, order and defaults up to `fused_backward` never change.
+    """
+
+    def __call__(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K Hv"],
+        q_segment_ids: Int[Array, "B T"] | None = None,
+        kv_segment_ids: Int[Array, "B S"] | None = None,
+        softmax_aux: Float[Array, "N n"] | Float[Array, " n"] | None = None,
+        bias: Float[Array, "b n t S*ring"] | None = None,
+        mask_builder: Callable[[int, int, int, int, int], Any] | None = None,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        chunk_size: int | None = None,
+        causal: bool = False,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        fwd_params: Any = None,
+        bwd_params: Any = None,
+        fused_backward: bool = False,
+        *,
+        attention_mask: Bool[Array, "b n T S*ring"] | None = None,
+        q_positions: Int[Array, "*b T"] | None = None,
+        kv_positions: Int[Array, "*b S"] | None = None,
+        q_position_ids: Int[Array, "*b T"] | None = None,
+        kv_position_ids: Int[Array, "*b S"] | None = None,
+        alibi_slopes: Float32[Array, " N"] | None = None,
+        dropout_prob: float = 0.0,
+        dropout_seed: int | Int[Array, ""] | None = None,
+        batch_axis_name: str | tuple[str, ...] | None = None,
+        head_axis_name: str | tuple[str, ...] | None = None,
+        layout: str = "contiguous",
+        precision: Any = None,
+        return_lse: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+PARAMETERS = tuple(inspect.signature(RingAttention.__call__).parameters.values())[1:]
+
+
+def mismatch(function: Callable[..., Any]) -> str | None:
+    """Why a function does not answer to the signature: the first name, kind or default that differs."""
+    given = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values()):
+        return None
+    for wanted in PARAMETERS:
+        have = given.get(wanted.name)
+        if have is None:
+            return f"it has no parameter {wanted.name!r}"
+        if have.default is not wanted.default and have.default != wanted.default:
+            return f"{wanted.name!r} defaults to {have.default!r}, not to {wanted.default!r}"
+    return None

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block kernel that core drives: forward and backward, each traced once for all hops of a ring."""
+
+from typing import Final
+
+import jax
+from jaxtyping import Array, Float, Float32
+from ringattn_core.protocol import Block, Gradients, Partial
+
+from . import backward, forward
+
+_forward = jax.jit(forward.forward)
+_backward = jax.jit(backward.backward)
+
+
+class XlaKernel:
+    """Blockwise attention in `jax.lax`: any shape, every feature, memory linear in the lengths, no tile without work."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        return _forward(block, partial)
+
+    def backward(
+        self,
+        block: Block,
+        dout: Float[Array, "B T N Hv"],
+        lse: Float32[Array, "B N T"],
+        delta: Float32[Array, "B N T"],
+        dq: Float32[Array, "B T N H"],
+    ) -> Gradients:
+        return _backward(block, dout, lse, delta, dq)
+
+
+KERNEL: Final = XlaKernel()

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this backend tells core about itself, without importing any kernel."""
+
+from typing import Final
+
+from ringattn_core.features import Feature, Support
+from ringattn_core.protocol import Backend
+
+BACKEND: Final = Backend(
+    name="xla",
+    api=1,
+    platforms=("cpu", "cuda", "rocm", "gpu", "tpu"),
+    features=dict.fromkeys(Feature, Support.FULL),
+    kernel="ringattn_xla.block:KERNEL",
+    priority=0,
+)

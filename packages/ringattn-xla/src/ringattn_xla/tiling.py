@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a block is cut into steps: tile sizes, heads a step, and which steps have work."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.protocol import Block
+from ringattn_core.tiles import tiles
+
+Carry = TypeVar("Carry")
+
+_TARGET: Final = 512
+_BUDGET: Final = 512 * 512
+
+
+class Cut(NamedTuple):
+    """Some of each axis of a block: batch rows, key heads, queries and keys. As sizes or as starts."""
+
+    batch: Any
+    heads: Any
+    q: Any
+    kv: Any
+
+
+_AXES: Final = {
+    "q": "BTN.",
+    "q_positions": "BT",
+    "kv_positions": "BS",
+    "q_index": "BT",
+    "kv_index": "BS",
+    "batch_index": "B",
+    "head_index": "N",
+    "q_segments": "BT",
+    "kv_segments": "BS",
+    "bias": "BNTS",
+    "mask": "BNTS",
+    "slopes": "BN",
+    "seed": "B",
+}
+
+
+def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
+    """The sizes of a step: near-equal tiles, so that padding wastes little, and as many heads as the budget has room for."""
+    q = near_equal(block.q_length, params.q_blocksize or _TARGET)
+    kv = near_equal(block.kv_length, params.kv_blocksize or _TARGET)
+    room = _BUDGET // (q * kv * block.group)
+    heads = largest_divisor(block.kv.shape[-2], room)
+    batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv.shape[-2] else 1
+    return Cut(batch, heads, q, kv)
+
+
+def near_equal(length: int, target: int) -> int:
+    """The size of the tiles when `length` is cut into the fewest near-equal ones of at most `target`."""
+    count = -(-length // target)
+    size = -(-length // count)
+    rounded = -(-size // 8) * 8
+    return rounded if count > 1 and rounded <= target else size
+
+
+def largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(max(min(number, most), 1), 0, -1) if number % n == 0)
+
+
+def pad(block: Block, size: Cut) -> Block:
+    """The block grown to whole tiles."""
+    return block.padded_to(-(-block.q_length // size.q) * size.q, -(-block.kv_length // size.kv) * size.kv)
+
+
+def pad_rows(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:
+    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if length != x.shape[axis] else x
+
+
+def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, Carry], Carry], carry: Carry) -> Carry:
+    """`body(start, size, carry)` over every step that any query can use, query tile by query tile.
+
+    Tiles where nothing is visible are not in the list, so they cost nothing, and a block without any is an empty loop.
+    """
+    some, _ = tiles(block, size.q, size.kv)
+    per_batch, q_count, kv_count = some.shape
+    if per_batch > 1:
+        size = size._replace(batch=1)
+    batch_steps = 1 if per_batch > 1 else block.q.shape[0] // size.batch
+    head_steps = block.kv.shape[-2] // size.heads
+    number = jnp.arange(some.size, dtype=jnp.int32)
+    listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
+    count = some.sum(dtype=jnp.int32)
+
+    def step(at: Any, carry: Carry) -> Carry:
+        unit, tile = at // count, listed[at % count]
+        group, tile = tile // (q_count * kv_count), tile % (q_count * kv_count)
+        batch = group if per_batch > 1 else unit // head_steps
+        start = Cut(
+            batch * size.batch, unit % head_steps * size.heads, tile // kv_count * size.q, tile % kv_count * size.kv
+        )
+        return body(start, size, carry)
+
+    return jax.lax.fori_loop(0, count * (batch_steps * head_steps), step, carry)
+
+
+def part(block: Block, start: Cut, size: Cut) -> Block:
+    """The block of one step."""
+    names = [(name, axes) for name, axes in _AXES.items() if getattr(block, name) is not None]
+    kv_axes = ".BSK." if block.kv.ndim == 5 else "BSK."
+    return dataclasses.replace(
+        block,
+        kv=take(block.kv, kv_axes, block, start, size),
+        **{name: take(getattr(block, name), axes, block, start, size) for name, axes in names},
+    )
+
+
+def take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
+    """The part of `x` that belongs to a step; its axes are named by letters, and those of length 1 broadcast."""
+    starts, sizes = _window(x, axes, block, start, size)
+    return x if sizes == x.shape else jax.lax.dynamic_slice(x, starts, sizes)
+
+
+def put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
+    """`x` with the part that `take` gives replaced."""
+    starts, sizes = _window(x, axes, block, start, size)
+    return part if sizes == x.shape else jax.lax.dynamic_update_slice(x, part, starts)
+
+
+def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tuple[list[Any], tuple[int, ...]]:
+    group = block.group
+    of = {
+        "B": (block.q.shape[0], start.batch, size.batch),
+        "K": (block.kv.shape[-2], start.heads, size.heads),
+        "N": (block.q.shape[2], start.heads * group, size.heads * group),
+        "T": (block.q_length, start.q, size.q),
+        "S": (block.kv_length, start.kv, size.kv),
+    }
+    starts, sizes = [], []
+    for axis, length in zip(axes, x.shape, strict=True):
+        whole, at, many = of.get(axis, (None, 0, length))
+        full = whole is None or length != whole or many == whole
+        starts.append(0 if full else at)
+        sizes.append(length if full else many)
+    return starts, tuple(sizes)
+
+
+def varying_alike(tree: Any) -> Any:
+    """The arrays, all marked as varying over every mesh axis that any of them varies over: loops insist on it."""
+    axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
+    union = frozenset().union(*axes)
+
+    def mark(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
