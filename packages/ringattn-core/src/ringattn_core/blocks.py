@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
-from . import axes
 from .hops import Plan
 from .layout import columns, indices
 from .parcels import Packed
@@ -24,8 +24,6 @@ class Ring:
     plan: Plan
     layout: str
     axis: tuple[str, ...]
-    batch_axes: tuple[str, ...]
-    head_axes: tuple[str, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -44,8 +42,14 @@ class Differentiable:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """The inputs without a gradient; those of the keys are gathered over the ring."""
+    """The inputs without a gradient; those of the keys are gathered over the ring.
 
+    `rank`, and the global indices of batch and heads, are inputs because a vmapped axis is bound in the forward only.
+    """
+
+    rank: Int32[Array, ""]
+    batch_index: Int32[Array, " B"]
+    head_index: Int32[Array, " N"]
     q_segments: jax.Array | None
     kv_segments: jax.Array | None
     q_positions: jax.Array | None
@@ -65,17 +69,17 @@ def gathered(ring: Ring, fixed: Fixed) -> Fixed:
     return dataclasses.replace(fixed, kv_segments=gather(fixed.kv_segments), kv_positions=gather(fixed.kv_positions))
 
 
-def source(ring: Ring, offset: Any) -> Any:
+def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
     """The rank whose keys this rank works on after they have come `offset` ranks."""
-    return (axes.coordinate(ring.axis) - offset) % ring.plan.ranks if ring.axis else 0
+    return (fixed.rank - offset) % ring.plan.ranks
 
 
 def block(ring: Ring, inputs: Differentiable, q: jax.Array, kv: Packed, fixed: Fixed, offset: Any) -> Block:
     """This rank's queries against the keys that have come `offset` ranks; `fixed` is gathered."""
-    rank, origin, ranks = axes.coordinate(ring.axis), source(ring, offset), ring.plan.ranks
-    batch, q_length, heads, _ = q.shape
+    origin, ranks = source(ring, fixed, offset), ring.plan.ranks
+    batch, q_length = q.shape[:2]
     kv_length = kv.shape[-3]
-    q_index = indices(ring.layout, ranks, rank, q_length)[None]
+    q_index = indices(ring.layout, ranks, fixed.rank, q_length)[None]
     kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
 
     def visiting(x: jax.Array | None) -> jax.Array | None:
@@ -91,8 +95,8 @@ def block(ring: Ring, inputs: Differentiable, q: jax.Array, kv: Packed, fixed: F
         kv_positions=kv_index if fixed.kv_positions is None else visiting(fixed.kv_positions),
         q_index=q_index,
         kv_index=kv_index,
-        batch_index=axes.coordinate(ring.batch_axes) * batch + jnp.arange(batch, dtype=jnp.int32),
-        head_index=axes.coordinate(ring.head_axes) * heads + jnp.arange(heads, dtype=jnp.int32),
+        batch_index=fixed.batch_index,
+        head_index=fixed.head_index,
         q_segments=fixed.q_segments,
         kv_segments=visiting(fixed.kv_segments),
         bias=of_columns(inputs.bias),

@@ -4,6 +4,8 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from . import axes
 from .blocks import Differentiable, Fixed, Ring
@@ -28,11 +30,12 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
         plan=plan(rule, call.layout, ranks, q_length, kv_length),
         layout=call.layout,
         axis=axis,
-        batch_axes=call.batch_axis_name or (),
-        head_axes=call.head_axis_name or (),
     )
     inputs = Differentiable(call.query, call.key, call.value, call.softmax_aux, call.bias, call.alibi_slopes)
     fixed = Fixed(
+        jnp.asarray(axes.coordinate(axis), jnp.int32),
+        _indices(call.batch_axis_name, call.query.shape[0]),
+        _indices(call.head_axis_name, call.query.shape[2]),
         call.q_segment_ids,
         call.kv_segment_ids,
         _grouped(call.q_positions),
@@ -40,15 +43,18 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
         call.attention_mask,
         call.dropout_seed,
     )
-    named = (axes.coordinate((name,)) for name in (*ring.axis, *ring.batch_axes, *ring.head_axes))
-    every = axes_of(inputs, fixed, *named)
-    return _attend(ring, *align((inputs, fixed), every))
+    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
     """Compiled once for equal calls, also where the caller does not use `jax.jit`."""
     return attend(ring, inputs, fixed)
+
+
+def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
+    """The global indices of this rank's share of an axis."""
+    return jnp.asarray(axes.coordinate(axis or ()) * count + jnp.arange(count), jnp.int32)
 
 
 def _grouped(positions: jax.Array | None) -> jax.Array | None:

@@ -32,8 +32,12 @@ class UnsupportedFeatureError(RingAttnError, NotImplementedError):
                 f"Installed backends that do: {', '.join(others)}. Pass backend=({fallback}) to allow the fallback."
             )
         else:
-            remedy = "No installed backend does; 'pip install ringattn-xla' brings one that supports everything."
+            add = "" if backend == "xla" else ", or add a backend that supports everything: pip install ringattn-xla"
+            remedy = f"No installed backend does. Drop the option{add}"
         super().__init__(f"backend {backend!r} does not support {feature} ({why}). {remedy}")
+
+
+_OWN = ("xla", "triton", "tpu")
 
 
 class BackendNotFoundError(RingAttnError, LookupError):
@@ -41,17 +45,17 @@ class BackendNotFoundError(RingAttnError, LookupError):
 
     def __init__(self, name: str | None, installed: Sequence[str]):
         self.name, self.installed = name, tuple(installed)
-        known = {*installed, "xla", "triton", "tpu"}
         if name is None:
             message = "no ring-attention backend is installed. Add one: pip install ringattn-xla"
         else:
-            close = difflib.get_close_matches(name, sorted(known), n=1)
+            close = difflib.get_close_matches(name, sorted({*installed, *_OWN}), n=1)
             guess = f" (did you mean {close[0]!r}?)" if close else ""
-            wanted = close[0] if close else name
-            listed = ", ".join(installed) or "none"
-            message = f"no ring-attention backend {name!r}{guess}. Installed: {listed}."
-            if wanted not in installed:
-                message += f" To add it: pip install ringattn-{wanted}"
+            message = f"no ring-attention backend {name!r}{guess}. Installed: {', '.join(installed) or 'none'}."
+            # Only our own names: a command that installs whatever was mistyped is no remedy.
+            if not close:
+                message += f" Of ringattn's own ({', '.join(_OWN)}), to add one: pip install ringattn-xla"
+            elif close[0] not in installed:
+                message += f" To add it: pip install ringattn-{close[0]}"
         super().__init__(message)
 
 

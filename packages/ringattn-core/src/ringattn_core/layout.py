@@ -70,9 +70,14 @@ def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
 
 def _reorder(x: Any, layout: str, ring_size: int, axis: int, inverse: bool) -> Any:
     layout = canonical(layout)
-    length, parts = x.shape[axis], ring_size * pieces(layout)
+    x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
+    if ring_size < 1:
+        raise InputError("ring_size", f"got {ring_size}", "Pass the number of ranks, 1 or more")
+    if not -x.ndim <= axis < x.ndim:
+        raise InputError("axis", f"got {axis} for an array of {x.ndim} axes", "Pass the axis that is the sequence")
     if layout == "contiguous":
         return x
+    length, parts = x.shape[axis], ring_size * pieces(layout)
     if length % parts:
         following = -(-length // parts) * parts
         raise InputError(

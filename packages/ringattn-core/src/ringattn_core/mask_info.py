@@ -28,9 +28,9 @@ class MaskInfo:
 
     q_segment_ids: Int32[Array, "B T"] | None = None
     kv_segment_ids: Int32[Array, "B S"] | None = None
-    q_positions: Int32[Array, "*B T"] | None = None
-    kv_positions: Int32[Array, "*B S"] | None = None
-    attention_mask: Bool[Array, "B|1 N|1 T S"] | None = None
+    q_positions: Int32[Array, "*b T"] | None = None
+    kv_positions: Int32[Array, "*b S"] | None = None
+    attention_mask: Bool[Array | np.ndarray, "b n T S"] | None = None
 
     @classmethod
     def from_segments(cls, q: Any, kv: Any = None) -> Self:

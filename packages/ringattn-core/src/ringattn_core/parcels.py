@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How keys, values and their gradients are packed, so that one permute carries them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,3 +38,10 @@ def split(parcel: jax.Array, dtype: Any) -> tuple[Packed, jax.Array]:
         return parcel[0], parcel[1]
     kv = jax.lax.bitcast_convert_type(parcel[..., 0], dtype)
     return kv, jax.lax.bitcast_convert_type(parcel[..., 1:], jnp.float32)
+
+
+def transported(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """What arrives of `x`, bit for bit: narrow floats travel as integers, because XLA widens them on some platforms."""
+    if x.dtype in (jnp.bfloat16, jnp.float16):
+        return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+    return send(x)

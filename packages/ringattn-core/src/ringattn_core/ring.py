@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from . import batching, finite, merge, parcels
+from . import batching, finite, merge, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .hops import parcel_sends
 from .layout import put_columns
@@ -31,13 +31,14 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
     fixed = gathered(ring, fixed)
     q, bad = finite.queries(inputs.q)
     kv = finite.keys_and_values(inputs.k, inputs.v, poison=True)
-    kernel, tie = batching.forward(ring.kernel), _tie(ring)
+    kernel, tied = batching.forward(ring.kernel), tie.of(ring.kernel)
     first = block(ring, inputs, q, kv, fixed, 0)
     partial = _aligned(ring, merge.empty(first), inputs)
 
     def hop(kv: parcels.Packed, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Packed, Partial]:
         # The send is issued before the kernel, and not before the kernel of the last hop is done.
-        following = kv if shift is None else _send(ring, tie(kv, partial.out), shift)
+        kv = kv if shift is None else tied(kv, partial.out)
+        following = kv if shift is None else _send(ring, kv, shift)
         return following, kernel(block(ring, inputs, q, kv, fixed, offset), partial)
 
     offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
@@ -62,7 +63,10 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     seen = ~jnp.isneginf(keys_lse)
     dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
     delta = jnp.einsum("btnh,btnh->bnt", dout, out, preferred_element_type=jnp.float32, precision="highest") - dlse
-    dsinks = None if sinks is None else -jnp.einsum("bnt,bnts->ns", delta, jnp.exp(sinks[:, None, :] - lse[..., None]))
+    dsinks = None
+    if sinks is not None:
+        share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
+        dsinks = -jnp.einsum("bnt,bnts->ns", delta, share)
     sums = _gradients(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
     dk, dv = parcels.unpack(sums["kv"], inputs.q.shape[-1])
     gradients = Differentiable(sums["q"], dk, dv, dsinks, sums["bias"], sums["slopes"])
@@ -77,36 +81,41 @@ def _gradients(
 ) -> dict[str, Any]:
     """The sums over all hops. Each parcel brings the next keys, and the gradients of the keys that left before."""
     q = finite.queries(inputs.q)[0]
-    own = finite.keys_and_values(inputs.k, inputs.v, poison=False)
-    kernel, tie, dtype = batching.backward(ring.kernel), _tie(ring), inputs.k.dtype
+    kernel, tied, dtype = batching.backward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
     zeros = {"q": q, "bias": inputs.bias, "slopes": inputs.slopes}
     sums = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in zeros.items()}
     sums = _aligned(ring, sums, inputs)
 
     def compute(kv: parcels.Packed, sums: dict[str, Any], offset: Any) -> tuple[jax.Array, dict[str, Any]]:
         found = kernel(block(ring, inputs, q, kv, fixed, offset), dout, lse, delta, sums["q"])
-        return parcels.pack(found.dk, found.dv), _added(ring, sums, found, offset)
+        return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 
     def hop(
         kv: parcels.Packed, behind: jax.Array | None, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Works on `kv` while it goes `onward` and the gradients `behind` it follow by `back`."""
+        kv = tied(kv, sums["q"])
         sends = parcel_sends(onward, back)
         if len(sends) == 1 and sends[0].keys and sends[0].gradients:
-            parcel = _send(ring, tie(parcels.join(kv, behind), sums["q"]), sends[0].shift)
+            parcel = _send(ring, parcels.join(kv, behind), sends[0].shift)
             following, arrived = parcels.split(parcel, dtype)
         else:
-            following = None if onward is None else _send(ring, tie(kv, sums["q"]), onward)
-            arrived = None if back is None else _send(ring, tie(behind, sums["q"]), back)
+            following = None if onward is None else _send(ring, kv, onward)
+            arrived = None if back is None else _send(ring, tied(behind, sums["q"]), back)
         mine, sums = compute(kv, sums, offset)
         return following, mine if arrived is None else mine + arrived, sums
 
-    kv, behind = own, None
+    def own(token: jax.Array) -> parcels.Packed:
+        """Packed when it is needed, twice, and not kept between."""
+        return finite.keys_and_values(tied(inputs.k, token), tied(inputs.v, token), poison=False)
+
+    behind = None
     offsets, shifts = ring.plan.offsets[1:], ring.plan.shifts
     if offsets:
-        kv = _send(ring, tie(kv, dout), shifts[0])
-        kv, behind, sums = hop(kv, behind, sums, offsets[0], *(*shifts[1:2], None)[:1], None)
-        steps = list(zip(offsets[1:], (*shifts[2:], None), shifts[1:], strict=True))
+        kv = _send(ring, own(dout), shifts[0])
+        onward = (*shifts[1:], None)
+        kv, behind, sums = hop(kv, behind, sums, offsets[0], onward[0], None)
+        steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
         if len(steps) > UNROLLED and set(shifts) == {1}:
             (kv, behind, sums), _ = jax.lax.scan(
                 lambda carry, offset: (hop(*carry, offset, 1, 1), None), (kv, behind, sums), jnp.asarray(offsets[1:-1])
@@ -115,15 +124,15 @@ def _gradients(
         for offset, onward, back in steps:
             kv, behind, sums = hop(kv, behind, sums, offset, onward, back)
     home = ring.plan.homeward
-    _, total, sums = hop(own, behind, sums, 0, None, home[0].shift if home else None)
+    _, total, sums = hop(own(sums["q"]), behind, sums, 0, None, home[0].shift if home else None)
     return {**sums, "kv": total}
 
 
-def _added(ring: Ring, sums: dict[str, Any], found: Gradients, offset: Any) -> dict[str, Any]:
+def _added(ring: Ring, sums: dict[str, Any], found: Gradients, origin: Any) -> dict[str, Any]:
     """The sums with what one hop found; every hop has columns of the bias for itself."""
     bias, slopes = sums["bias"], sums["slopes"]
     if bias is not None:
-        bias = put_columns(bias, found.dbias, ring.layout, ring.plan.ranks, source(ring, offset))
+        bias = put_columns(bias, found.dbias, ring.layout, ring.plan.ranks, origin)
     if slopes is not None:
         slopes = slopes + found.dslopes.reshape(slopes.shape)
     return {"q": found.dq, "bias": bias, "slopes": slopes}
@@ -138,11 +147,9 @@ def _sinks(inputs: Differentiable) -> Float32[Array, "N n"] | None:
 
 def _send(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
     ranks = ring.plan.ranks
-    return jax.lax.ppermute(x, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
-
-
-def _tie(ring: Ring) -> Any:
-    return getattr(ring.kernel, "tie", lambda x, token: jax.lax.optimization_barrier((x, token))[0])
+    return parcels.transported(
+        lambda wire: jax.lax.ppermute(wire, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)]), x
+    )
 
 
 def _aligned(ring: Ring, tree: Any, inputs: Differentiable) -> Any:

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a send is kept from starting before the work of the hop before it is done.
+
+XLA is free to run all sends first, which needs memory for every shard at once and hides no transfer.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32, Shaped
+
+
+def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
+    """`x`, such that nothing that reads the result starts before `token` is there."""
+    return jax.lax.platform_dependent(x, token, cpu=_by_loop, default=_by_barrier)
+
+
+def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier((x, token))[0]
+
+
+def _by_loop(x: jax.Array, token: jax.Array) -> jax.Array:
+    """A loop that never runs, for a reason that no compiler can see: XLA drops barriers on CPU before it schedules."""
+    turns = _nought(token)
+
+    def clear(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        turn, held = state
+        return turn + 1, held.at[(0,) * held.ndim].set(jnp.zeros((), held.dtype))
+
+    _, held = jax.lax.while_loop(lambda state: state[0] < turns, clear, (turns * 0, x))
+    return held
+
+
+def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:
+    """Zeros that take up no memory before `token` is there, and vary over the mesh axes that it varies over."""
+    return jnp.broadcast_to(_nought(token).astype(jnp.float32), shape)
+
+
+def _nought(token: jax.Array) -> Int32[Array, ""]:
+    """Zero, computed from `token` in a way that no compiler sees through."""
+    bits = jax.lax.bitcast_convert_type(token[(0,) * token.ndim].astype(jnp.float32), jnp.int32)
+    return jnp.minimum(bits & 1, 0)
+
+
+def of(kernel: Any) -> Any:
+    """The kernel's own `tie` where it has one."""
+    return getattr(kernel, "tie", tie)
