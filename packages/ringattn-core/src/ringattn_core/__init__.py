@@ -13,7 +13,6 @@ from .features import Support as Support
 from .layout import from_layout as from_layout
 from .layout import to_layout as to_layout
 from .mask_info import MaskInfo as MaskInfo
-from .merge import merge as merge
 from .merge import merging as merging
 from .protocol import Backend as Backend
 from .protocol import Block as Block

@@ -18,6 +18,7 @@ from .errors import (
     RingAttnError,
 )
 from .protocol import API_VERSIONS, Backend, BlockKernel
+from .signature import mismatch
 
 GROUP: Final = "ringattn.backends"
 
@@ -71,10 +72,10 @@ class Registration:
             if missing or not isinstance(loaded, BlockKernel):
                 reason = f"a block kernel needs {' and '.join(missing)}, which {loaded!r} lacks"
                 raise BackendLoadError(self.name, self.distribution, path, reason)
-        elif not callable(loaded):
-            raise BackendLoadError(
-                self.name, self.distribution, path, f"a ring function must be callable, got {loaded!r}"
-            )
+            return loaded
+        reason = mismatch(loaded) if callable(loaded) else f"a ring function must be callable, got {loaded!r}"
+        if reason is not None:
+            raise BackendLoadError(self.name, self.distribution, path, reason)
         return loaded
 
     def _probe(self) -> str | None:
@@ -194,6 +195,6 @@ def _defect(backend: Any, name: str, owner: str) -> RingAttnError | None:
 def _again(error: RingAttnError) -> RingAttnError:
     """An equal error to raise: one that is kept would gather the tracebacks and notes of all its callers."""
     fresh = type(error).__new__(type(error), *error.args)
-    fresh.__dict__.update({name: value for name, value in error.__dict__.items() if name != "__notes__"})
+    fresh.__dict__.update(error.__dict__)
     fresh.__cause__ = error.__cause__
     return fresh

@@ -49,7 +49,7 @@ class BackendNotFoundError(RingAttnError, LookupError):
             message = "no ring-attention backend is installed. Add one: pip install ringattn-xla"
         else:
             close = difflib.get_close_matches(name, sorted({*installed, *_OWN}), n=1)
-            guess = f" (did you mean {close[0]!r}?)" if close else ""
+            guess = f" (did you mean {close[0]!r}?)" if close and close[0] != name else ""
             message = f"no ring-attention backend {name!r}{guess}. Installed: {', '.join(installed) or 'none'}."
             # Only our own names: a command that installs whatever was mistyped is no remedy.
             if not close:

@@ -18,8 +18,8 @@ class Coordinates(NamedTuple):
     Masks use operators and methods only, so that NumPy arrays serve as well as traced ones.
     """
 
-    positions: Int32[Array, "*tokens"]
-    index: Int32[Array, "*tokens"]
+    positions: Int32[Array | np.ndarray, "*tokens"]
+    index: Int32[Array | np.ndarray, "*tokens"]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def rows(self) -> "Coordinates":
         """Tokens as queries: an axis for the keys follows."""
@@ -35,8 +35,8 @@ class Mask:
 
     `visible(q, kv)` broadcasts `rows` of queries against `columns` of keys. `tiles(q, kv)` takes the tokens of
     each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, all)`, each
-    `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. Where `bounded`, both come
-    from minima and maxima, at no cost of size `T * S`.
+    `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. Where `bounded`,
+    both come from minima and maxima, at no cost of size `T * S`.
     """
 
     bounded: bool = True
@@ -51,10 +51,14 @@ class Mask:
             seen = self.visible(
                 Coordinates(*(x[:, None, :, None] for x in tile)), Coordinates(*(x[:, :, None, :] for x in kv))
             )
-            seen = jnp.broadcast_to(seen, (tile.index.shape[0], kv.index.shape[1], tile.index.shape[1], kv.index.shape[2]))
+            seen = jnp.broadcast_to(
+                seen, (tile.index.shape[0], kv.index.shape[1], tile.index.shape[1], kv.index.shape[2])
+            )
             return seen.any((-2, -1)), seen.all((-2, -1))
 
-        groups = np.broadcast_shapes(q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1])
+        groups = np.broadcast_shapes(
+            q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1]
+        )
         q = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in q))
         kv = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in kv))
         some, every = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
@@ -151,8 +155,8 @@ class Causal(Mask):
         return kv.positions <= q.positions + self.offset
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        q, kv = q.positions + self.offset, kv.positions
-        return _columns(kv.min(-1)) <= _rows(q.max(-1)), _columns(kv.max(-1)) <= _rows(q.min(-1))
+        i, j = q.positions + self.offset, kv.positions
+        return _columns(j.min(-1)) <= _rows(i.max(-1)), _columns(j.max(-1)) <= _rows(i.min(-1))
 
 
 @dataclasses.dataclass(frozen=True)

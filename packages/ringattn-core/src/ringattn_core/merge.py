@@ -18,8 +18,8 @@ def empty(block: Block) -> Partial:
 
 def merge(a: Partial, b: Partial) -> Partial:
     """Both sets of keys at once. Associative and commutative up to rounding; `empty` is the identity."""
-    lse = logaddexp(a.lse, b.lse)
-    return Partial(a.out * weight(a.lse, lse) + b.out * weight(b.lse, lse), lse)
+    lse, share_a, share_b = combined(a.lse, b.lse)
+    return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse)
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
@@ -29,21 +29,25 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
     largest = jnp.max(sinks, axis=-1)
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     total = safe + jnp.log(jnp.sum(jnp.exp(sinks - safe[:, None]), axis=-1))
-    lse = logaddexp(partial.lse, total[None, :, None])
-    return Partial(partial.out * weight(partial.lse, lse), lse)
+    lse, share, _ = combined(partial.lse, total[None, :, None])
+    return Partial(partial.out * _over_out(share), lse)
 
 
-def weight(part: Float32[Array, "B N T"], whole: Float32[Array, "B N T"]) -> Float32[Array, "B T N 1"]:
-    """The share of `part` in `whole`, laid out to scale an `out`; 0 where there is no part."""
-    share = jnp.where(jnp.isneginf(part), 0.0, jnp.exp(part - jnp.where(jnp.isneginf(whole), 0.0, whole)))
-    return jnp.swapaxes(share, 1, 2)[..., None]
-
-
-def logaddexp(a: Float32[Array, "*x"], b: Float32[Array, "*x"]) -> Float32[Array, "*x"]:
-    """`ln(e^a + e^b)`; `-inf` is the identity, NaN absorbs."""
+def combined(
+    a: Float32[Array, "*x"], b: Float32[Array, "*x"]
+) -> tuple[Float32[Array, "*x"], Float32[Array, "*x"], Float32[Array, "*x"]]:
+    """`ln(e^a + e^b)`, and the shares of `a` and `b` in it. `-inf` is the identity, with a share of 0; NaN absorbs."""
     largest = jnp.maximum(a, b)
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
-    return safe + jnp.log(jnp.exp(a - safe) + jnp.exp(b - safe))
+    weight_a, weight_b = jnp.exp(a - safe), jnp.exp(b - safe)
+    total = weight_a + weight_b
+    # Not exp(a - lse): at 1e4 the lse is rounded to 1e-3, and the shares would no longer add up to 1.
+    divisor = jnp.where(total == 0, 1.0, total)
+    return safe + jnp.log(total), weight_a / divisor, weight_b / divisor
+
+
+def _over_out(share: Float32[Array, "B N T"]) -> Float32[Array, "B T N 1"]:
+    return jnp.swapaxes(share, 1, 2)[..., None]
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial], Partial]:

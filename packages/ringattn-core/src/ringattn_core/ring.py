@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: drives any block kernel round the ring, forward and backward, under one custom_vjp."""
 
+import dataclasses
 import functools
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
         # The send is issued before the kernel, and not before the kernel of the last hop is done.
         kv = kv if shift is None else tied(kv, partial.out)
         following = kv if shift is None else _send(ring, kv, shift)
-        return following, kernel(block(ring, inputs, q, kv, fixed, offset), partial)
+        return following, kernel(block(ring, inputs, q, kv, _at(fixed, partial.lse), offset), partial)
 
     offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
     if len(offsets) > UNROLLED and set(ring.plan.shifts) == {1}:
@@ -87,7 +88,8 @@ def _gradients(
     sums = _aligned(ring, sums, inputs)
 
     def compute(kv: parcels.Packed, sums: dict[str, Any], offset: Any) -> tuple[jax.Array, dict[str, Any]]:
-        found = kernel(block(ring, inputs, q, kv, fixed, offset), dout, lse, delta, sums["q"])
+        visited = block(ring, inputs, q, kv, _at(fixed, sums["q"]), offset)
+        found = kernel(visited, dout, lse, delta, sums["q"])
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 
     def hop(
@@ -143,6 +145,11 @@ def _sinks(inputs: Differentiable) -> Float32[Array, "N n"] | None:
         return None
     sinks = inputs.sinks.astype(jnp.float32)
     return jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)
+
+
+def _at(fixed: Fixed, token: jax.Array) -> Fixed:
+    """The same for one hop: the tables that a kernel makes of it are not made for all hops at the start."""
+    return dataclasses.replace(fixed, rank=tie.number(fixed.rank, token))
 
 
 def _send(ring: Ring, x: jax.Array, shift: int) -> jax.Array:

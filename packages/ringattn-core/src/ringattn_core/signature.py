@@ -56,14 +56,13 @@ PARAMETERS = tuple(inspect.signature(RingAttention.__call__).parameters.values()
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:
-    """Why a function does not answer to the signature: the first name, kind or default that differs."""
+    """Why a function does not answer to the signature: the first name or default that differs, or `None`."""
     given = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values()):
-        return None
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
     for wanted in PARAMETERS:
         have = given.get(wanted.name)
-        if have is None:
-            return f"it has no parameter {wanted.name!r}"
-        if have.default is not wanted.default and have.default != wanted.default:
-            return f"{wanted.name!r} defaults to {have.default!r}, not to {wanted.default!r}"
+        if have is None and not takes_any:
+            return f"a ring function needs the parameter {wanted.name!r}, or **options"
+        if have is not None and have.default != wanted.default:
+            return f"its parameter {wanted.name!r} must default to {wanted.default!r}, not to {have.default!r}"
     return None

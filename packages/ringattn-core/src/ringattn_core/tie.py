@@ -32,6 +32,11 @@ def _by_loop(x: jax.Array, token: jax.Array) -> jax.Array:
     return held
 
 
+def number(x: Int32[Array, ""], token: Shaped[Array, "*t"]) -> Int32[Array, ""]:
+    """`x`, such that on CPU what is computed from it takes up no memory before `token` is there."""
+    return jax.lax.platform_dependent(x, token, cpu=lambda x, token: x + _nought(token), default=lambda x, _: x)
+
+
 def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:
     """Zeros that take up no memory before `token` is there, and vary over the mesh axes that it varies over."""
     return jnp.broadcast_to(_nought(token).astype(jnp.float32), shape)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test of core stands on: eight CPU devices, strict promotion, and distributions that a test makes up."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+from ringattn_core import discovery
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+hypothesis.settings.register_profile("promises", derandomize=True, deadline=None, database=None, max_examples=60)
+hypothesis.settings.load_profile("promises")
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Writes a distribution of these modules and entry points, in a group that nothing else registers in."""
+    monkeypatch.setattr(discovery, "GROUP", "ringattn.backends.of.a.test")
+    before = set(sys.modules)
+
+    def write(distribution: str, entries: dict[str, str], modules: dict[str, str], version: str = "1.0") -> None:
+        site = tmp_path / distribution
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
+        (info / "entry_points.txt").write_text(f"[{discovery.GROUP}]\n{lines}")
+        for name, source in modules.items():
+            (site / f"{name}.py").write_text(textwrap.dedent(source))
+        monkeypatch.syspath_prepend(site)
+        discovery.clear()
+
+    discovery.clear()
+    yield write
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    discovery.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for variable in [name for name in os.environ if name.startswith("RINGATTN_")]:
+        monkeypatch.delenv(variable)
+    discovery.clear()
+    yield
+    discovery.clear()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the logger "ringattn" says, at every level."""
+    caplog.set_level(logging.DEBUG, logger="ringattn")
+    return caplog

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vmap folds into the batch, inside and outside of everything, and every example has the gradient it would have alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention
+from ringattn_core.merge import empty, merge
+
+V, B, T, N, H = 3, 2, 6, 2, 4
+
+
+def inputs() -> dict[str, jax.Array]:
+    key = iter(jax.random.split(jax.random.key(0), 8))
+    x = {name: jax.random.normal(next(key), (V, B, T, N, H)) for name in "qkv"}
+    x["bias"] = jax.random.normal(next(key), (V, 1, N, 1, T))
+    x["slopes"] = jax.random.uniform(next(key), (V, N))
+    x["sinks"] = jax.random.normal(next(key), (V, N))
+    x["ids"] = jax.random.randint(next(key), (V, B, T), -1, 2)
+    x["positions"] = jnp.sort(jax.random.randint(next(key), (V, T), 0, 9), -1)
+    return x
+
+
+def one(x: dict[str, Any], seed: Any = 3) -> Any:
+    return ring_attention(
+        x["q"], x["k"], x["v"], x["sinks"], x["bias"], alibi_slopes=x["slopes"], q_segment_ids=x["ids"],
+        q_positions=x["positions"], causal=True, dropout_prob=0.2, dropout_seed=seed,
+    )  # fmt: skip
+
+
+FLOATS = ("q", "k", "v", "bias", "slopes", "sinks")
+
+
+@pytest.mark.parametrize("shared", [(), ("bias", "slopes"), ("k", "v"), ("q", "ids", "positions", "sinks"), FLOATS])
+def test_a_vmapped_call_and_its_gradients_are_those_of_each_example(shared: tuple[str, ...]):
+    x = inputs()
+    x = {name: a[0] if name in shared else a for name, a in x.items()}
+    axes = {name: None if name in shared else 0 for name in x}
+    weight = jax.random.normal(jax.random.key(9), (V, B, T, N, H))
+
+    def loss(batched: bool) -> Any:
+        def f(floats: dict[str, Any]) -> Any:
+            everything = {**x, **floats}
+            if batched:
+                return (jax.vmap(one, (axes,))(everything) * weight).sum()
+            picked = [{name: a if axes[name] is None else a[i] for name, a in everything.items()} for i in range(V)]
+            return sum((one(example) * weight[i]).sum() for i, example in enumerate(picked))
+
+        return jax.jit(jax.value_and_grad(f))
+
+    floats = {name: x[name] for name in FLOATS}
+    got, wanted = loss(True)(floats), loss(False)(floats)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), got, wanted)
+
+
+def test_a_gradient_may_be_vmapped_too():
+    x = inputs()
+    rest = {name: x[name] for name in ("ids", "positions")}
+    floats = {name: x[name] for name in FLOATS}
+
+    def gradient(floats: Any, rest: Any) -> Any:
+        return jax.grad(lambda f: (one({**f, **rest}) ** 2).sum())(floats)
+
+    got = jax.jit(jax.vmap(gradient))(floats, rest)
+    for i in range(V):
+        wanted = gradient(*jax.tree.map(lambda a: a[i], (floats, rest)))  # noqa: B023
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=5e-5), got, wanted)  # noqa: B023
+
+
+def test_two_vmaps_and_a_vmapped_seed_are_examples_like_any_other():
+    x = inputs()
+    seeds = jnp.arange(V, dtype=jnp.uint32)
+    got = jax.vmap(lambda s: jax.vmap(one, (0, None))(x, s))(seeds)
+    for s in range(V):
+        for i in range(V):
+            np.testing.assert_allclose(got[s, i], one(jax.tree.map(lambda a: a[i], x), seeds[s]), atol=2e-5)  # noqa: B023
+
+
+def test_a_kernel_without_batching_rules_is_never_vmapped():
+    shapes = []
+
+    class Spy:
+        """Attends to nothing, and notes what it is given."""
+
+        def forward(self, block: Any, partial: Partial) -> Partial:
+            shapes.append((block.q.shape, block.kv.shape, block.q_positions.shape))
+            return merge(partial, empty(block))
+
+        def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+            return Gradients(dq, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape))
+
+    spy = Backend(name="spy", api=1, platforms=("cpu",), kernel="a:b", features={Feature.FLOAT32: Support.FULL})
+    x = inputs()
+    with discovery.registered(spy, Spy()):
+        jax.vmap(lambda q, k, v: ring_attention(q, k, v, backend="spy"))(x["q"], x["k"], x["v"])
+    assert shapes[-1] == ((V * B, T, N, H), (2, V * B, T, N, H), (1, T))
+
+
+def test_examples_whose_heads_have_other_indices_are_computed_one_by_one():
+    x = inputs()
+
+    def sharded(q: Any, k: Any, v: Any) -> Any:
+        return ring_attention(q, k, v, head_axis_name="heads", dropout_prob=0.5, dropout_seed=1)
+
+    split = [jnp.moveaxis(x[name][0].reshape(B, T, 2, N // 2, H), 2, 0) for name in "qkv"]
+    got = jax.vmap(sharded, axis_name="heads")(*split)
+    whole = ring_attention(x["q"][0], x["k"][0], x["v"][0], dropout_prob=0.5, dropout_seed=1)
+    np.testing.assert_allclose(jnp.moveaxis(got, 0, 2).reshape(B, T, N, H), whole, atol=2e-5)
+
+

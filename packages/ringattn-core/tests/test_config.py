@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the configuration: equal when equal, round trips, and nothing unknown is taken."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.errors import InputError
+
+FULL = RingAttentionConfig(
+    {"q_blocksize": 128, "num_warps": 4, "extra": {"order": [1, 2]}}, BwdParams(kv_blocksize=64), backend="triton"
+)
+
+
+@dataclasses.dataclass
+class ForeignParams:
+    """The shape of `ejkernel`'s parameters."""
+
+    blocksize_m: int | None = None
+    blocksize_n: int | None = None
+    q_blocksize: int | None = None
+    num_stages: int | None = None
+
+
+@pytest.mark.parametrize("params", [FwdParams, BwdParams])
+class TestParams:
+    def test_equal_values_are_equal_and_hash_equal(self, params: Any) -> None:
+        a, b = (
+            params(q_blocksize=128, extra={"b": 1, "a": 2}),
+            params(q_blocksize=np.int64(128), extra={"a": 2, "b": 1}),
+        )
+        assert a == b
+        assert hash(a) == hash(b)
+
+    def test_different_values_differ(self, params: Any) -> None:
+        assert params(q_blocksize=128) != params(q_blocksize=64)
+        assert params(extra={"a": 1}) != params(extra={"a": 2})
+
+    def test_they_are_frozen(self, params: Any) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            params().q_blocksize = 1
+
+    @pytest.mark.parametrize("field", ["q_blocksize", "kv_blocksize", "num_warps", "num_stages"])
+    @pytest.mark.parametrize("value", [0, -1, 1.5, "128", True])
+    def test_a_size_that_is_no_positive_integer_is_refused_by_name(self, params: Any, field: str, value: Any) -> None:
+        with pytest.raises(InputError) as caught:
+            params(**{field: value})
+        assert f"self.{field}={value!r} must be a positive integer" in str(caught.value)
+        assert "Leave it None" in str(caught.value)
+
+    def test_what_cannot_be_hashed_is_refused(self, params: Any) -> None:
+        with pytest.raises(InputError, match=r"table=\{1: 2\} cannot be hashed"):
+            params(extra={"table": {1: 2}})
+
+    def test_none_is_the_default_and_its_own_class_is_itself(self, params: Any) -> None:
+        given = params(q_blocksize=8)
+        assert params.of(None) == params()
+        assert params.of(given) is given
+
+    def test_a_mapping_is_converted(self, params: Any) -> None:
+        assert params.of({"q_blocksize": 8, "kv_blocksize": None}) == params(q_blocksize=8)
+
+    def test_a_misspelt_key_is_refused_with_the_nearest_name(self, params: Any) -> None:
+        with pytest.raises(InputError) as caught:
+            params.of({"q_blocksze": 8})
+        assert "unknown field 'q_blocksze' (did you mean 'q_blocksize'?)" in str(caught.value)
+        assert "extra={...}" in str(caught.value)
+
+    def test_a_foreign_dataclass_keeps_what_it_sets_and_drops_its_nones(self, params: Any) -> None:
+        foreign = ForeignParams(blocksize_n=32, blocksize_m=64, q_blocksize=128)
+        assert params.of(foreign) == params(q_blocksize=128, extra=(("blocksize_m", 64), ("blocksize_n", 32)))
+        assert params.of(ForeignParams(blocksize_m=64)) == params(extra=(("blocksize_m", 64),))
+
+    def test_the_same_foreign_fields_are_taken_from_a_mapping(self, params: Any) -> None:
+        foreign = ForeignParams(blocksize_n=32, q_blocksize=128)
+        assert params.of(dataclasses.asdict(foreign)) == params.of(foreign)
+
+    @pytest.mark.parametrize("value", [128, "128", ForeignParams, [("q_blocksize", 8)]])
+    def test_anything_else_is_refused(self, params: Any, value: Any) -> None:
+        with pytest.raises(InputError, match=f"Pass a {params.__name__}, a dict of its fields, or None"):
+            params.of(value)
+
+    def test_plain_data_gives_them_back(self, params: Any) -> None:
+        given = params(kv_blocksize=64, extra={"order": (1, 2)})
+        assert params.of(given.to_dict()) == given
+
+
+def test_forward_and_backward_parameters_are_not_each_other() -> None:
+    assert FwdParams() != BwdParams()
+    with pytest.raises(InputError, match="FwdParams: got BwdParams"):
+        FwdParams.of(BwdParams())
+
+
+class TestRingAttentionConfig:
+    def test_equal_configurations_are_equal_and_hash_equal(self) -> None:
+        again = RingAttentionConfig.from_dict(FULL.to_dict())
+        assert again == FULL
+        assert hash(again) == hash(FULL)
+        assert RingAttentionConfig() == RingAttentionConfig(FwdParams(), {}, "auto", "any")
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"fwd_params": {"q_blocksize": 64}}, {"bwd_params": None}, {"backend": "xla"}, {"platform": "triton"}],
+    )
+    def test_configurations_that_differ_in_one_field_differ(self, change: dict[str, Any]) -> None:
+        other = RingAttentionConfig(**{**FULL.to_dict(), **change})
+        assert other != FULL
+        assert len({other, FULL}) == 2
+
+    def test_it_is_frozen(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            FULL.backend = "xla"  # pyright: ignore[reportAttributeAccessIssue]
+
+    def test_json_gives_it_back(self) -> None:
+        assert RingAttentionConfig.from_json(FULL.to_json()) == FULL
+        assert RingAttentionConfig.from_json(RingAttentionConfig().to_json()) == RingAttentionConfig()
+
+    def test_a_copy_with_one_field_replaced_keeps_the_others(self) -> None:
+        copy = dataclasses.replace(FULL, backend="xla")
+        assert (copy.fwd_params, copy.bwd_params, copy.backend) == (FULL.fwd_params, FULL.bwd_params, "xla")
+
+    def test_an_unknown_key_is_refused_by_name(self) -> None:
+        with pytest.raises(InputError, match=r"unknown field 'fwd_parms' \(did you mean 'fwd_params'\?\)"):
+            RingAttentionConfig.from_dict({"fwd_parms": {}})
+
+    @pytest.mark.parametrize(("text", "fact"), [("{", "not JSON"), ("[1]", "got a list")])
+    def test_text_that_is_no_configuration_is_refused(self, text: str, fact: str) -> None:
+        with pytest.raises(InputError, match=fact):
+            RingAttentionConfig.from_json(text)
+
+    def test_a_value_that_json_cannot_hold_is_refused(self) -> None:
+        with pytest.raises(InputError, match="cannot be written as JSON"):
+            RingAttentionConfig({"extra": {"kind": frozenset()}}).to_json()
+
+    @pytest.mark.parametrize(
+        ("given", "name"),
+        [
+            ({}, None),
+            ({"backend": "auto"}, None),
+            ({"backend": "xla"}, "xla"),
+            ({"platform": "xla"}, "xla"),
+            ({"platform": "pallas"}, "tpu"),
+            ({"platform": "pallas", "backend": "tpu"}, "tpu"),
+            ({"platform": "triton", "backend": "gpu"}, "triton"),
+        ],
+    )
+    def test_it_names_the_backend_in_either_vocabulary(self, given: dict[str, str], name: str | None) -> None:
+        assert RingAttentionConfig(**given).backend_name == name
+
+    def test_two_names_that_disagree_are_refused(self) -> None:
+        with pytest.raises(InputError, match="platform='xla' and backend='triton' name two backends"):
+            RingAttentionConfig(platform="xla", backend="triton")
+
+    @pytest.mark.parametrize("field", ["platform", "backend"])
+    @pytest.mark.parametrize("value", ["", None, 3])
+    def test_a_name_that_is_none_is_refused(self, field: str, value: Any) -> None:
+        with pytest.raises(InputError, match=rf"RingAttentionConfig\.{field}: got {value!r}"):
+            RingAttentionConfig(**{field: value})

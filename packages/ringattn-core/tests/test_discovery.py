@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of discovery: it loads nothing heavy, and a broken backend is told apart and takes no other along."""
+
+import sys
+from typing import Any
+
+import pytest
+from ringattn_core import discovery
+from ringattn_core.errors import (
+    BackendLoadError,
+    BackendNotFoundError,
+    BackendVersionError,
+    DuplicateBackendError,
+    InputError,
+)
+from ringattn_core.features import Feature, Support
+from ringattn_core.protocol import Backend
+
+PLUGIN = """
+    from ringattn_core.features import Feature, Support
+    from ringattn_core.protocol import Backend
+    BACKEND = Backend("{name}", {api}, ("cpu",), {{Feature.CAUSAL: Support.FULL}}, {where}, probe={probe!r})
+"""
+KERNEL = """
+    class Kernel:
+        def forward(self, block, partial): ...
+        def backward(self, block, dout, lse, delta, dq): ...
+    KERNEL, CLASS, HALF = Kernel(), Kernel, type("Half", (), {"forward": lambda *a: None})()
+    class nested:
+        kernel = KERNEL
+    def ring(query, key, value, **options): ...
+    number = 3
+    asked = []
+    def sound(): asked.append(1)
+    def unsound(): asked.append(1); return "no such device"
+    def crash(): raise OSError("libfoo.so is missing")
+"""
+
+
+def plugin(name: str, api: object = 1, where: str = "kernel='good_kernel:KERNEL'", probe: str | None = None) -> str:
+    return PLUGIN.format(name=name, api=api, where=where, probe=probe)
+
+
+def good(install: Any, **options: Any) -> discovery.Registration:
+    install(
+        "ringattn-good",
+        {"good": "good_plugin:BACKEND"},
+        {"good_plugin": plugin("good", **options), "good_kernel": KERNEL},
+    )
+    return discovery.registrations()["good"]
+
+
+class Kernel:
+    def forward(self, block: Any, partial: Any) -> Any: ...
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any: ...
+
+
+def backend(name: str = "made", **options: Any) -> Backend:
+    return Backend(
+        name,
+        **{
+            "api": 1,
+            "platforms": ("cpu",),
+            "features": {Feature.CAUSAL: Support.FULL},
+            "kernel": "no:where",
+            **options,
+        },
+    )
+
+
+class TestWhatIsInstalled:
+    def test_a_distribution_with_an_entry_point_is_found(self, install: Any) -> None:
+        registration = good(install)
+        assert (registration.name, registration.distribution, registration.version) == ("good", "ringattn-good", "1.0")
+        assert registration.error is None
+        assert discovery.get("good") is registration
+
+    def test_the_group_is_the_one_that_backends_are_told_of(self) -> None:
+        assert discovery.GROUP == "ringattn.backends"
+
+    def test_looking_imports_no_kernel(self, install: Any) -> None:
+        registration = good(install)
+        assert "good_plugin" in sys.modules
+        assert "good_kernel" not in sys.modules
+        registration.implementation()
+        assert "good_kernel" in sys.modules
+
+    def test_it_is_found_once_until_cleared(self, install: Any) -> None:
+        registration = good(install)
+        assert discovery.registrations()["good"] is registration
+        discovery.clear()
+        assert discovery.registrations()["good"] is not registration
+
+    def test_an_unknown_name_is_answered_with_the_nearest(self, install: Any) -> None:
+        good(install)
+        with pytest.raises(BackendNotFoundError, match=r"no ring-attention backend 'god' \(did you mean 'good'\?\)"):
+            discovery.get("god")
+
+    def test_nothing_installed_is_an_empty_answer(self, install: Any) -> None:
+        assert discovery.registrations() == {}
+
+
+class TestBrokenOnes:
+    @pytest.mark.parametrize(
+        ("entry", "source", "error", "message"),
+        [
+            (
+                "gone:BACKEND",
+                "",
+                BackendLoadError,
+                "its entry point gone:BACKEND: ModuleNotFoundError: No module named 'gone'",
+            ),
+            ("bad_plugin:NAME", "", BackendLoadError, "AttributeError: .*NAME"),
+            ("bad_plugin:B", "raise RuntimeError('boom')", BackendLoadError, "RuntimeError: boom"),
+            ("bad_plugin:B", "B = 3", BackendLoadError, "expected a ringattn_core.Backend, got 3"),
+            ("bad_plugin:BACKEND", plugin("other"), BackendLoadError, "it calls itself 'other'"),
+            ("bad_plugin:BACKEND", plugin("bad", api=2), BackendVersionError, "speaks backend API 2"),
+            ("bad_plugin:BACKEND", plugin("bad", api=True), BackendVersionError, "speaks backend API True"),
+            ("bad_plugin:BACKEND", plugin("bad", where="kernel=None"), BackendLoadError, "exactly one of"),
+            ("bad_plugin:BACKEND", plugin("bad").replace('("cpu",)', '"cpu"'), BackendLoadError, "must be a tuple"),
+        ],
+    )
+    def test_it_is_listed_with_its_error_and_the_others_work(
+        self, install: Any, entry: str, source: str, error: type[Exception], message: str
+    ) -> None:
+        install("ringattn-bad", {"bad": entry}, {"bad_plugin": source})
+        registration = good(install)
+        broken = discovery.registrations()["bad"]
+        assert broken.backend is None
+        assert isinstance(broken.error, error)
+        assert str(broken.error) in str(broken.why_unavailable())
+        with pytest.raises(error, match=message) as caught:
+            discovery.get("bad")
+        assert "ringattn-bad" in str(caught.value)
+        assert discovery.get("good") is registration
+
+    def test_the_cause_of_a_failed_import_is_kept(self, install: Any) -> None:
+        install("ringattn-bad", {"bad": "bad_plugin:B"}, {"bad_plugin": "raise RuntimeError('boom')"})
+        with pytest.raises(BackendLoadError) as caught:
+            discovery.get("bad")
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+    def test_an_error_raised_twice_gathers_no_notes(self, install: Any) -> None:
+        install("ringattn-bad", {"bad": "gone:B"}, {})
+        for _ in range(2):
+            with pytest.raises(BackendLoadError) as caught:
+                discovery.get("bad")
+            assert not hasattr(caught.value, "__notes__")
+            caught.value.add_note("from this call")
+
+    def test_two_distributions_under_one_name_are_an_error_only_for_that_name(self, install: Any) -> None:
+        for owner in ("ringattn-one", "ringattn-two"):
+            install(owner, {"twin": "twin_plugin:BACKEND"}, {"twin_plugin": plugin("twin")})
+        registration = good(install)
+        assert isinstance(discovery.registrations()["twin"].error, DuplicateBackendError)
+        with pytest.raises(DuplicateBackendError) as caught:
+            discovery.get("twin")
+        assert set(caught.value.distributions) == {"ringattn-one", "ringattn-two"}
+        assert discovery.get("good") is registration
+
+
+class TestImplementation:
+    @pytest.mark.parametrize("path", ["good_kernel:KERNEL", "good_kernel:nested.kernel"])
+    def test_it_is_what_the_descriptor_names(self, install: Any, path: str) -> None:
+        loaded = good(install, where=f"kernel={path!r}").implementation()
+        assert loaded is sys.modules["good_kernel"].KERNEL
+
+    def test_a_ring_function_serves_as_well(self, install: Any) -> None:
+        assert good(install, where="ring='good_kernel:ring'").implementation() is sys.modules["good_kernel"].ring
+
+    @pytest.mark.parametrize(
+        ("where", "message"),
+        [
+            ("kernel='gone:KERNEL'", "cannot load gone:KERNEL: ModuleNotFoundError"),
+            ("kernel='good_kernel:GONE'", "AttributeError"),
+            ("kernel='good_kernel'", "cannot load good_kernel: "),
+            ("kernel='good_kernel:HALF'", "needs backward"),
+            ("kernel='good_kernel:CLASS'", "it is a class, not an instance"),
+            ("ring='good_kernel:number'", "a ring function must be callable, got 3"),
+        ],
+    )
+    def test_what_is_no_implementation_is_a_load_error(self, install: Any, where: str, message: str) -> None:
+        registration = good(install, where=where)
+        for _ in range(2):
+            with pytest.raises(BackendLoadError, match=message):
+                registration.implementation()
+
+
+class TestAvailability:
+    def test_without_a_probe_a_backend_is_available(self, install: Any) -> None:
+        assert good(install).why_unavailable() is None
+
+    @pytest.mark.parametrize(("probe", "reason"), [("sound", None), ("unsound", "no such device")])
+    def test_the_probe_is_asked_once_until_cleared(self, install: Any, probe: str, reason: str | None) -> None:
+        registration = good(install, probe=f"good_kernel:{probe}")
+        assert [registration.why_unavailable() for _ in range(2)] == [reason, reason]
+        assert len(sys.modules["good_kernel"].asked) == 1
+        discovery.clear()
+        assert registration.why_unavailable() == reason
+        assert len(sys.modules["good_kernel"].asked) == 2
+
+    @pytest.mark.parametrize(
+        ("probe", "reason"),
+        [("good_kernel:crash", "OSError: libfoo.so is missing"), ("good_kernel:gone", "AttributeError")],
+    )
+    def test_a_probe_that_fails_is_a_reason_and_no_crash(self, install: Any, probe: str, reason: str) -> None:
+        told = good(install, probe=probe).why_unavailable()
+        assert told is not None
+        assert probe in told
+        assert reason in told
+
+
+class TestRegisteredInThisProcess:
+    def test_it_is_found_until_the_exit(self, install: Any) -> None:
+        kernel = Kernel()
+        with discovery.registered(backend(), kernel) as registration:
+            assert discovery.get("made") is registration
+            assert registration.implementation() is kernel
+        assert "made" not in discovery.registrations()
+
+    def test_it_shadows_an_installed_one_and_restores_it_even_after_an_error(self, install: Any) -> None:
+        installed = good(install)
+        with discovery.registered(backend("good"), Kernel()) as outer:
+            with pytest.raises(ZeroDivisionError), discovery.registered(backend("good"), Kernel()):
+                raise ZeroDivisionError
+            assert discovery.get("good") is outer
+        assert discovery.get("good") is installed
+
+    def test_without_an_implementation_the_descriptor_says_where_it_is(self, install: Any) -> None:
+        good(install)
+        with discovery.registered(backend(kernel="good_kernel:KERNEL")) as registration:
+            assert registration.implementation() is sys.modules["good_kernel"].KERNEL
+
+    def test_it_is_held_to_the_same_rules(self, install: Any) -> None:
+        with discovery.registered(backend(api=9), Kernel()), pytest.raises(BackendVersionError):
+            discovery.get("made")
+        with (
+            discovery.registered(backend(), object()) as registration,
+            pytest.raises(BackendLoadError, match="forward and backward"),
+        ):
+            registration.implementation()
+
+    def test_what_is_no_descriptor_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"Pass a ringattn_core\.Backend"), discovery.registered(Kernel()):  # pyright: ignore[reportArgumentType]
+            pass

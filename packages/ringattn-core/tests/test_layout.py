@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the layouts: every token is somewhere, once, in increasing order, and gets back."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core import layout as layouts
+from ringattn_core.errors import InputError
+
+NAMES = pytest.mark.parametrize("layout", layouts.LAYOUTS)
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+SHARDS = st.tuples(st.sampled_from(layouts.LAYOUTS), st.integers(1, 6), st.integers(1, 5))
+
+
+def length_of(layout: str, ranks: int, each: int) -> int:
+    return ranks * each * layouts.pieces(layout)
+
+
+class TestWhereTokensAre:
+    @NAMES
+    @RANKS
+    def test_the_ranks_hold_every_token_once(self, layout: str, ranks: int) -> None:
+        held = np.concatenate([layouts.indices(layout, ranks, rank, 6) for rank in range(ranks)])
+        np.testing.assert_array_equal(np.sort(held), np.arange(6 * ranks))
+
+    @NAMES
+    @RANKS
+    def test_every_rank_holds_them_in_increasing_order(self, layout: str, ranks: int) -> None:
+        for rank in range(ranks):
+            assert (np.diff(layouts.indices(layout, ranks, rank, 6)) > 0).all()
+
+    @NAMES
+    @RANKS
+    def test_the_whole_order_is_that_of_the_ranks_one_after_another(self, layout: str, ranks: int) -> None:
+        held = np.concatenate([layouts.indices(layout, ranks, rank, 6) for rank in range(ranks)])
+        np.testing.assert_array_equal(layouts.order(layout, ranks, 6 * ranks), held)
+
+    @NAMES
+    def test_the_rank_may_be_traced(self, layout: str) -> None:
+        for rank in range(4):
+            traced = jax.jit(lambda r: layouts.indices(layout, 4, r, 6))(rank)
+            assert traced.dtype == jnp.int32
+            np.testing.assert_array_equal(traced, layouts.indices(layout, 4, rank, 6))
+
+    def test_each_layout_is_the_one_that_its_name_says(self) -> None:
+        expected = {
+            "contiguous": [0, 1, 2, 3, 4, 5, 6, 7],
+            "zigzag": [0, 1, 6, 7, 2, 3, 4, 5],
+            "dual_chunk_swap": [0, 1, 6, 7, 2, 3, 4, 5],
+            "striped": [0, 2, 4, 6, 1, 3, 5, 7],
+        }
+        for layout, order in expected.items():
+            np.testing.assert_array_equal(layouts.order(layout, 2, 8), order)
+
+    def test_zigzag_gives_every_rank_the_same_causal_work(self) -> None:
+        work = [int(layouts.indices("zigzag", 4, rank, 8).sum()) for rank in range(4)]
+        assert len(set(work)) == 1
+
+
+class TestReordering:
+    @hypothesis.given(
+        shard=SHARDS, axis=st.sampled_from([0, 1, 2, -1, -2]), make=st.sampled_from([np.asarray, jnp.asarray])
+    )
+    def test_to_and_from_are_inverse_on_any_axis(self, shard: tuple[str, int, int], axis: int, make: Any) -> None:
+        layout, ranks, _ = shard
+        shape = [2, 3, 2]
+        shape[axis] = length_of(*shard)
+        x = make(np.arange(np.prod(shape), dtype=np.int32).reshape(shape))
+        there = layouts.to_layout(x, layout, ranks, axis)
+        assert isinstance(there, type(x))
+        np.testing.assert_array_equal(layouts.from_layout(there, layout, ranks, axis), x)
+        np.testing.assert_array_equal(
+            layouts.to_layout(layouts.from_layout(x, layout, ranks, axis), layout, ranks, axis), x
+        )
+
+    @hypothesis.given(shard=SHARDS)
+    def test_an_even_split_gives_each_rank_its_tokens(self, shard: tuple[str, int, int]) -> None:
+        layout, ranks, _ = shard
+        length = length_of(*shard)
+        x = layouts.to_layout(np.arange(length, dtype=np.int32)[None], layout, ranks)
+        for rank, part in enumerate(np.split(x[0], ranks)):
+            np.testing.assert_array_equal(part, layouts.indices(layout, ranks, rank, length // ranks))
+
+    def test_the_alias_means_the_same(self) -> None:
+        x = np.arange(16)[None]
+        np.testing.assert_array_equal(layouts.to_layout(x, "dual_chunk_swap", 4), layouts.to_layout(x, "zigzag", 4))
+
+    def test_lists_are_taken_too(self) -> None:
+        np.testing.assert_array_equal(layouts.to_layout([[0, 1, 2, 3]], "striped", 2), [[0, 2, 1, 3]])
+
+    def test_natural_order_needs_no_even_split(self) -> None:
+        np.testing.assert_array_equal(layouts.to_layout(np.arange(7)[None], "contiguous", 4), np.arange(7)[None])
+
+    @pytest.mark.parametrize(
+        ("layout", "length", "parts", "following"), [("striped", 10, 4, 12), ("zigzag", 12, 8, 16)]
+    )
+    def test_a_length_that_does_not_divide_is_refused_with_the_next_that_does(
+        self, layout: Any, length: int, parts: int, following: int
+    ) -> None:
+        for reorder in (layouts.to_layout, layouts.from_layout):
+            with pytest.raises(InputError) as caught:
+                reorder(np.zeros((1, length)), layout, 4)
+            assert f"length {length}, which {layout!r} on 4 ranks cannot split into {parts}" in str(caught.value)
+            assert f"Pad it to {following}" in str(caught.value)
+            reorder(np.zeros((1, following)), layout, 4)
+
+    @pytest.mark.parametrize("ring_size", [0, -2])
+    def test_a_ring_of_no_ranks_is_refused(self, ring_size: int) -> None:
+        with pytest.raises(InputError, match=f"ring_size: got {ring_size}"):
+            layouts.to_layout(np.zeros((1, 8)), "striped", ring_size)
+
+    @pytest.mark.parametrize("axis", [2, -3])
+    def test_an_axis_that_is_not_there_is_refused(self, axis: int) -> None:
+        with pytest.raises(InputError, match=f"axis: got {axis} for an array of 2 axes"):
+            layouts.to_layout(np.zeros((1, 8)), "striped", 2, axis)
+
+    def test_an_unknown_layout_is_refused_with_those_that_are_known(self) -> None:
+        with pytest.raises(InputError) as caught:
+            layouts.to_layout(np.zeros((1, 8)), "zigzg", 2)
+        assert "layout: got 'zigzg'" in str(caught.value)
+        for known in (*layouts.LAYOUTS, "dual_chunk_swap"):
+            assert repr(known) in str(caught.value)
+
+    def test_the_gradient_goes_back_the_same_way(self) -> None:
+        weights = jnp.arange(8.0)[None]
+        gradient = jax.grad(lambda x: (layouts.to_layout(x, "zigzag", 2) * weights).sum())(jnp.zeros((1, 8)))
+        np.testing.assert_array_equal(gradient, layouts.from_layout(weights, "zigzag", 2))
+
+
+class TestColumns:
+    @NAMES
+    @RANKS
+    def test_they_are_those_of_the_tokens_that_the_rank_holds(self, layout: str, ranks: int) -> None:
+        whole = jnp.asarray(np.random.default_rng(0).random((2, 3, 6 * ranks)))
+        for rank in range(ranks):
+            held = np.asarray(layouts.indices(layout, ranks, rank, 6))
+            np.testing.assert_array_equal(layouts.columns(whole, layout, ranks, rank), whole[..., held])
+
+    @NAMES
+    @RANKS
+    def test_putting_them_back_changes_nothing_else(self, layout: str, ranks: int) -> None:
+        rng = np.random.default_rng(0)
+        whole, part = jnp.asarray(rng.random((2, 3, 6 * ranks))), jnp.asarray(rng.random((2, 3, 6)))
+        for rank in range(ranks):
+            put = jax.jit(lambda r: layouts.put_columns(whole, part, layout, ranks, r))(rank)
+            np.testing.assert_array_equal(layouts.columns(put, layout, ranks, rank), part)
+            for other in set(range(ranks)) - {rank}:
+                np.testing.assert_array_equal(
+                    layouts.columns(put, layout, ranks, other), layouts.columns(whole, layout, ranks, other)
+                )
+
+    @NAMES
+    def test_all_ranks_together_rebuild_the_whole(self, layout: str) -> None:
+        whole = jnp.arange(24.0)[None]
+        rebuilt = jnp.zeros_like(whole)
+        for rank in range(4):
+            rebuilt = layouts.put_columns(rebuilt, layouts.columns(whole, layout, 4, rank), layout, 4, rank)
+        np.testing.assert_array_equal(rebuilt, whole)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the mask algebra: what is visible, which tiles are, and the laws of sets."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core.masks import (
+    And,
+    Causal,
+    Chunked,
+    Coordinates,
+    Document,
+    Full,
+    Local,
+    Mask,
+    Not,
+    Numpy,
+    Or,
+    Predicate,
+    Prefix,
+    same_segment,
+)
+
+LENGTH = 24
+IDS = np.repeat([0, 1, 0, 2, -1], [5, 7, 4, 5, 3])
+KV_IDS = np.repeat([0, 1, 2, -1], [3, 9, 8, 4])
+DENSE = np.random.default_rng(0).random((LENGTH, LENGTH)) < 0.4
+
+
+def parity(i: Any, j: Any) -> Any:
+    return (i + j) % 3 != 0
+
+
+Definition = Callable[[int, int], bool]
+BOUNDED: list[tuple[Mask, Definition]] = [
+    (Full(), lambda i, j: True),
+    (Causal(), lambda i, j: j <= i),
+    (Causal(-1), lambda i, j: j <= i - 1),
+    (Causal(3), lambda i, j: j <= i + 3),
+    (Local(2, 3), lambda i, j: i - 2 <= j <= i + 3),
+    (Local(4, None), lambda i, j: i - 4 <= j),
+    (Local(None, 0), lambda i, j: j <= i),
+    (Local(0, 0), lambda i, j: i == j),
+    (Local(), lambda i, j: True),
+    (Chunked(4), lambda i, j: i // 4 == j // 4 and j <= i),
+    (Chunked(1), lambda i, j: i == j),
+    (Prefix(5), lambda i, j: j < 5),
+]
+BY_INDEX: list[tuple[Mask, Definition]] = [
+    (Document(IDS), lambda i, j: IDS[i] == IDS[j] and IDS[i] >= 0),
+    (Document(IDS, KV_IDS), lambda i, j: IDS[i] == KV_IDS[j] and IDS[i] >= 0),
+    (Numpy(DENSE), lambda i, j: DENSE[i, j]),
+    (Predicate(parity), lambda i, j: (i + j) % 3 != 0),
+]
+COMPOUND: list[tuple[Mask, Definition]] = [
+    (Causal() & Document(IDS), lambda i, j: j <= i and IDS[i] == IDS[j] and IDS[i] >= 0),
+    (Prefix(4) | Causal(), lambda i, j: j < 4 or j <= i),
+    (~Local(3, 3), lambda i, j: abs(i - j) > 3),
+    (~(Causal() & ~Numpy(DENSE)) & Chunked(8), lambda i, j: (DENSE[i, j] or j > i) and i // 8 == j // 8 and j <= i),
+]
+EVERY = BOUNDED + BY_INDEX + COMPOUND
+MASKS = st.sampled_from([mask for mask, _ in BOUNDED + BY_INDEX])
+
+
+def named(cases: list[tuple[Mask, Definition]]) -> Any:
+    return pytest.mark.parametrize(("mask", "definition"), cases, ids=[str(mask) for mask, _ in cases])
+
+
+def natural(length: int = LENGTH) -> Coordinates:
+    index = np.arange(length, dtype=np.int32)
+    return Coordinates(index, index)
+
+
+def on_device(where: Coordinates) -> Coordinates:
+    return Coordinates(*(jnp.asarray(x) for x in where))
+
+
+def seen(mask: Mask, q: Coordinates, kv: Coordinates) -> np.ndarray:
+    """What is visible, in full."""
+    pairs = np.asarray(mask.visible(q.rows(), kv.columns()))
+    return np.broadcast_to(pairs, (*np.shape(q.positions), kv.index.shape[-1]))
+
+
+def tiled(where: Coordinates, size: int) -> Coordinates:
+    return Coordinates(*(x.reshape(1, -1, size) for x in where))
+
+
+def by_tile(pairs: np.ndarray, q_size: int, kv_size: int) -> np.ndarray:
+    rows, columns = pairs.shape
+    return pairs.reshape(rows // q_size, q_size, columns // kv_size, kv_size).swapaxes(1, 2)
+
+
+def orders() -> Iterator[tuple[str, np.ndarray]]:
+    """Positions in the orders that a caller may give."""
+    yield "natural", np.arange(LENGTH, dtype=np.int32)
+    yield "restarts", np.arange(LENGTH, dtype=np.int32) % 7
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        yield f"shuffled {seed}", rng.permutation(LENGTH).astype(np.int32)
+        yield f"gaps {seed}", np.sort(rng.choice(3 * LENGTH, LENGTH, replace=False) - LENGTH).astype(np.int32)
+
+
+class TestVisible:
+    @named(EVERY)
+    @pytest.mark.parametrize("place", [on_device, lambda where: where], ids=["jax", "numpy"])
+    def test_it_is_the_set_that_the_definition_says(self, mask: Mask, definition: Definition, place: Any) -> None:
+        where = place(natural())
+        expected = [[bool(definition(i, j)) for j in range(LENGTH)] for i in range(LENGTH)]
+        np.testing.assert_array_equal(seen(mask, where, where), expected)
+
+    @named(BOUNDED)
+    def test_it_compares_positions_and_not_indices(self, mask: Mask, definition: Definition) -> None:
+        rng = np.random.default_rng(1)
+        q_positions, kv_positions = rng.integers(-20, 40, (2, LENGTH)).astype(np.int32)
+        index = natural().index
+        got = seen(mask, Coordinates(q_positions, index), Coordinates(kv_positions, index))
+        np.testing.assert_array_equal(got, [[definition(int(i), int(j)) for j in kv_positions] for i in q_positions])
+
+    @named([BY_INDEX[0], BY_INDEX[1], BY_INDEX[2]])
+    def test_arrays_are_addressed_by_index_and_not_by_position(self, mask: Mask, definition: Definition) -> None:
+        where = natural()
+        elsewhere = Coordinates(where.positions * 0 + 7, where.index)
+        np.testing.assert_array_equal(seen(mask, elsewhere, elsewhere), seen(mask, where, where))
+
+    def test_every_row_of_a_batch_has_positions_of_its_own(self) -> None:
+        index = np.arange(3, dtype=np.int32)[None]
+        batch = Coordinates(np.array([[0, 1, 2], [0, 1, 0]], np.int32), index)
+        got = seen(Causal(), batch, batch)
+        np.testing.assert_array_equal(got[0], np.tril(np.ones((3, 3), bool)))
+        np.testing.assert_array_equal(got[1], [[1, 0, 1], [1, 1, 1], [1, 0, 1]])
+
+    @named(EVERY)
+    def test_it_can_be_traced(self, mask: Mask, definition: Definition) -> None:
+        where = on_device(natural())
+        got = jax.jit(lambda q, kv: mask.visible(q.rows(), kv.columns()))(where, where)
+        np.testing.assert_array_equal(np.broadcast_to(got, (LENGTH, LENGTH)), seen(mask, where, where))
+
+    def test_a_mask_that_defines_nothing_says_so(self) -> None:
+        with pytest.raises(NotImplementedError, match=r"Mask must define visible\(q, kv\)"):
+            Mask().visible(natural(), natural())
+
+
+class TestTiles:
+    @named(EVERY)
+    @pytest.mark.parametrize("sizes", [(1, 1), (4, 6), (8, 3), (24, 2)])
+    def test_they_never_err_on_the_wrong_side(self, mask: Mask, definition: Definition, sizes: tuple[int, int]) -> None:
+        tiles = mask.tiles if mask.bounded else jax.jit(mask.tiles)
+        for kind, positions in orders():
+            where = Coordinates(positions, natural().index)
+            some, every = (np.asarray(x) for x in tiles(tiled(where, sizes[0]), tiled(where, sizes[1])))
+            truth = by_tile(seen(mask, where, where), *sizes)
+            assert some.shape == every.shape == (1, LENGTH // sizes[0], LENGTH // sizes[1])
+            assert not (truth.any((-2, -1)) & ~some[0]).any(), f"{kind}: a tile with a visible pair is not `some`"
+            assert not (every[0] & ~truth.all((-2, -1))).any(), f"{kind}: a tile with a hidden pair is `all`"
+
+    @named([*BOUNDED, BY_INDEX[2], BY_INDEX[3]])
+    @pytest.mark.parametrize("sizes", [(1, 1), (4, 6), (8, 3), (24, 2)])
+    @pytest.mark.parametrize("offset", [0, 5, 24])
+    def test_they_are_exact_for_consecutive_positions(
+        self, mask: Mask, definition: Definition, sizes: tuple[int, int], offset: int
+    ) -> None:
+        q, kv = Coordinates(natural().positions + np.int32(offset), natural().index), natural()
+        some, every = mask.tiles(tiled(q, sizes[0]), tiled(kv, sizes[1]))
+        truth = by_tile(seen(mask, q, kv), *sizes)
+        np.testing.assert_array_equal(np.asarray(some)[0], truth.any((-2, -1)))
+        np.testing.assert_array_equal(np.asarray(every)[0], truth.all((-2, -1)))
+
+    @pytest.mark.parametrize("offset", [-3, 0, 4])
+    def test_causal_ones_are_exact_in_any_order(self, offset: int) -> None:
+        where = Coordinates(np.random.default_rng(2).permutation(LENGTH).astype(np.int32), natural().index)
+        some, every = Causal(offset).tiles(tiled(where, 4), tiled(where, 6))
+        truth = by_tile(seen(Causal(offset), where, where), 4, 6)
+        np.testing.assert_array_equal(some[0], truth.any((-2, -1)))
+        np.testing.assert_array_equal(every[0], truth.all((-2, -1)))
+
+    def test_documents_one_after_another_are_exact_and_padding_is_never_seen(self) -> None:
+        ids = np.repeat([0, 1, 2, -1], 6)
+        some, every = Document(ids).tiles(tiled(natural(), 3), tiled(natural(), 3))
+        truth = by_tile(seen(Document(ids), natural(), natural()), 3, 3)
+        np.testing.assert_array_equal(some[0], truth.any((-2, -1)))
+        np.testing.assert_array_equal(every[0], truth.all((-2, -1)))
+
+    @named(EVERY)
+    def test_they_can_be_traced(self, mask: Mask, definition: Definition) -> None:
+        where = on_device(natural())
+        q, kv = tiled(where, 4), tiled(where, 6)
+        for got, expected in zip(jax.jit(mask.tiles)(q, kv), mask.tiles(q, kv), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+    def test_evaluated_ones_follow_the_positions_of_each_row_of_the_batch(self) -> None:
+        positions = np.stack([np.arange(LENGTH), np.arange(LENGTH)[::-1]]).astype(np.int32)
+        index = natural().index[None]
+        mask = Predicate(lambda i, j: j <= i)
+        some, every = mask.tiles(
+            Coordinates(jnp.asarray(positions).reshape(2, -1, 4), jnp.asarray(index).reshape(1, -1, 4)),
+            Coordinates(jnp.asarray(positions).reshape(2, -1, 6), jnp.asarray(index).reshape(1, -1, 6)),
+        )
+        assert some.shape == (2, 6, 4)
+        for row in range(2):
+            truth = by_tile(positions[row][None, :] <= positions[row][:, None], 4, 6)
+            np.testing.assert_array_equal(some[row], truth.any((-2, -1)))
+            np.testing.assert_array_equal(every[row], truth.all((-2, -1)))
+
+    @pytest.mark.parametrize("mask", [mask for mask, _ in EVERY if mask.bounded], ids=str)
+    def test_bounded_ones_cost_no_square_of_the_length_even_on_the_host(self, mask: Mask) -> None:
+        length = 2**21
+        where = natural(length)
+        some, every = mask.tiles(tiled(where, length // 4), tiled(where, length // 4))
+        assert isinstance(some, np.ndarray | np.bool_), "the hop planner must not touch a device"
+        assert np.shape(some) == np.shape(every) == (1, 4, 4)
+
+    def test_a_compound_is_bounded_where_all_its_parts_are(self) -> None:
+        assert (Causal() & ~Local(1, 1) | Document(IDS)).bounded
+        for loose in (Numpy(DENSE), Predicate(parity)):
+            assert not (Causal() & loose).bounded
+            assert not (loose | Causal()).bounded
+            assert not (~loose).bounded
+
+    def test_segments_that_meet_in_one_id_may_see_each_other(self) -> None:
+        q, kv = np.array([[[0, 0], [1, 2], [-1, -1]]]), np.array([[[0, 0], [2, 3], [-1, -1]]])
+        some, every = same_segment(q, kv)
+        np.testing.assert_array_equal(some[0], [[1, 0, 0], [0, 1, 0], [0, 0, 0]])
+        np.testing.assert_array_equal(every[0], [[1, 0, 0], [0, 0, 0], [0, 0, 0]])
+
+
+class TestLaws:
+    @hypothesis.given(a=MASKS, b=MASKS, c=MASKS)
+    def test_they_are_those_of_sets(self, a: Mask, b: Mask, c: Mask) -> None:
+        laws = [
+            (a & b, b & a),
+            (a | b, b | a),
+            ((a & b) & c, a & (b & c)),
+            ((a | b) | c, a | (b | c)),
+            (a & (b | c), (a & b) | (a & c)),
+            (a | (b & c), (a | b) & (a | c)),
+            (~(a & b), ~a | ~b),
+            (~(a | b), ~a & ~b),
+            (~~a, a),
+            (a & a, a),
+            (a & Full(), a),
+            (a | ~a, Full()),
+        ]
+        where = natural()
+        for left, right in laws:
+            np.testing.assert_array_equal(
+                seen(left, where, where), seen(right, where, where), err_msg=f"{left} {right}"
+            )
+
+    def test_the_operators_build_what_they_say(self) -> None:
+        assert Causal() & Full() == And(Causal(), Full())
+        assert Causal() | Full() == Or(Causal(), Full())
+        assert ~Causal() == Not(Causal())
+
+
+class TestIdentity:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: Causal(2),
+            lambda: Local(1, None),
+            lambda: Document(IDS.copy(), KV_IDS.tolist()),
+            lambda: Numpy(DENSE.copy()),
+            lambda: Predicate(parity),
+            lambda: Causal() & ~Numpy(DENSE.copy()) | Document(IDS.copy()),
+        ],
+    )
+    def test_masks_made_alike_are_equal_and_hash_equal(self, make: Callable[[], Mask]) -> None:
+        assert make() == make()
+        assert hash(make()) == hash(make())
+
+    def test_masks_that_differ_are_not_equal(self) -> None:
+        flipped = ~DENSE
+        masks = [
+            Causal(),
+            Causal(1),
+            Local(1, 2),
+            Local(2, 1),
+            Chunked(4),
+            Prefix(4),
+            Document(IDS),
+            Document(IDS, KV_IDS),
+        ]
+        masks += [
+            Numpy(DENSE),
+            Numpy(flipped),
+            Numpy(DENSE.reshape(12, 48)),
+            ~Causal(),
+            Causal() & Full(),
+            Causal() | Full(),
+        ]
+        assert all((a == b) == (i == j) for i, a in enumerate(masks) for j, b in enumerate(masks))
+
+    def test_a_mask_does_not_follow_the_array_it_was_made_from(self) -> None:
+        ids, dense = IDS.copy(), DENSE.copy()
+        document, held = Document(ids), Numpy(dense)
+        ids[:], dense[:] = 0, True
+        assert document == Document(IDS)
+        np.testing.assert_array_equal(seen(held, natural(), natural()), DENSE)
+
+    def test_a_dense_mask_says_its_shape_and_does_not_print_itself(self) -> None:
+        assert Numpy(DENSE[:3]).shape == (3, LENGTH)
+        assert repr(Numpy(DENSE)) == f"Numpy(held=array({LENGTH}, {LENGTH}))"

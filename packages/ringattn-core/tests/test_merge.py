@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of merging: a commutative monoid, whose sums are the softmax over all keys and sinks."""
+
+import dataclasses
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core.merge import combined, merge, merging, with_sinks
+from ringattn_core.protocol import Partial
+
+B, T, N, H = 2, 3, 2, 4
+INF = np.float32(np.inf)
+LSE = st.one_of(st.just(-INF), st.floats(-1e4, 1e4, width=32, allow_subnormal=False))
+
+
+def partial(lse: Any, seed: int = 0) -> Partial:
+    """A partial of this lse, whose `out` is 0 where there are no keys."""
+    lse = np.broadcast_to(np.float32(lse), (B, N, T))
+    out = np.random.default_rng(seed).standard_normal((B, T, N, H)).astype(np.float32)
+    return Partial(jnp.asarray(out * np.isfinite(lse).swapaxes(1, 2)[..., None]), jnp.asarray(lse))
+
+
+def identity() -> Partial:
+    return Partial(jnp.zeros((B, T, N, H), jnp.float32), jnp.full((B, N, T), -INF))
+
+
+def attention(scores: np.ndarray, values: np.ndarray, sinks: np.ndarray | None = None) -> Partial:
+    """The definition, in float64: `scores [B, N, T, S]`, `values [B, S, N, H]`, `sinks [N, n]`."""
+    scores, values = scores.astype(np.float64), values.astype(np.float64)
+    extra = np.zeros((N, 0)) if sinks is None else sinks.astype(np.float64)
+    every = np.concatenate([scores, np.broadcast_to(extra[None, :, None], (B, N, T, extra.shape[-1]))], -1)
+    top = every.max(-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0)
+    total = np.exp(every - top).sum(-1)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + top[..., 0]
+    p = np.exp(scores - top) / np.where(total == 0, 1, total)[..., None]
+    out = np.einsum("bnts,bsnh->btnh", p, values)
+    return Partial(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32))
+
+
+def case(seed: int, keys: int, hidden: float) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    scores = np.where(rng.random((B, N, T, keys)) < hidden, -np.inf, rng.standard_normal((B, N, T, keys)) * 8)
+    return scores, rng.standard_normal((B, keys, N, H))
+
+
+def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
+    np.testing.assert_allclose(a.lse, b.lse, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(a.out, b.out, rtol=0, atol=tolerance * 4)
+
+
+class TestMonoid:
+    @hypothesis.given(a=LSE, b=LSE)
+    def test_it_is_commutative_to_the_bit(self, a: float, b: float) -> None:
+        x, y = partial(a, 1), partial(b, 2)
+        jax.tree.map(np.testing.assert_array_equal, merge(x, y), merge(y, x))
+
+    @hypothesis.given(a=LSE, b=LSE, c=LSE)
+    def test_it_is_associative_up_to_rounding(self, a: float, b: float, c: float) -> None:
+        x, y, z = partial(a, 1), partial(b, 2), partial(c, 3)
+        left, right = merge(merge(x, y), z), merge(x, merge(y, z))
+        # A weight is exp of a difference of two lse, each rounded at its own size.
+        rounding = 4 * max(abs(v) if np.isfinite(v) else 0 for v in (a, b, c)) * 2.0**-23
+        np.testing.assert_allclose(left.lse, right.lse, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(left.out, right.out, rtol=0, atol=4 * rounding + 4e-6)
+
+    @hypothesis.given(a=LSE)
+    def test_what_saw_no_key_is_the_identity_to_the_bit(self, a: float) -> None:
+        x = partial(a)
+        for merged in (merge(x, identity()), merge(identity(), x)):
+            jax.tree.map(np.testing.assert_array_equal, merged, x)
+
+    def test_nothing_and_nothing_is_nothing_without_nan(self) -> None:
+        jax.tree.map(np.testing.assert_array_equal, merge(identity(), identity()), identity())
+
+    def test_nan_absorbs_in_its_own_row_and_in_no_other(self) -> None:
+        lse = np.zeros((B, N, T), np.float32)
+        lse[0, 1, 2] = np.nan
+        for other in (partial(1.0), identity()):
+            merged = merge(partial(lse), other)
+            assert np.isnan(merged.lse[0, 1, 2])
+            assert np.isnan(merged.out[0, 2, 1]).all()
+            assert np.isnan(merged.lse).sum() == 1
+            assert np.isnan(merged.out).sum() == H
+
+    @pytest.mark.parametrize("large", [1e4, 1e30, -1e4, -1e30])
+    def test_scores_of_any_size_are_safe(self, large: float) -> None:
+        merged = merge(partial(large, 1), partial(large, 2))
+        np.testing.assert_allclose(merged.lse, np.float32(large + np.log(2)))
+        np.testing.assert_allclose(merged.out, (partial(large, 1).out + partial(large, 2).out) / 2, rtol=1e-6)
+
+
+class TestMeaning:
+    @hypothesis.given(seed=st.integers(0, 2**16), cut=st.integers(0, 6), hidden=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    def test_the_parts_of_the_keys_make_the_whole(self, seed: int, cut: int, hidden: float) -> None:
+        scores, values = case(seed, 6, hidden)
+        left = attention(scores[..., :cut], values[:, :cut])
+        right = attention(scores[..., cut:], values[:, cut:])
+        assert_same(merge(left, right), attention(scores, values), 4e-6)
+
+    @hypothesis.given(seed=st.integers(0, 2**16), n=st.integers(1, 3), hidden=st.sampled_from([0.0, 0.5, 1.0]))
+    def test_sinks_enter_the_denominator_only(self, seed: int, n: int, hidden: float) -> None:
+        scores, values = case(seed, 5, hidden)
+        sinks = np.random.default_rng(seed).standard_normal((N, n)).astype(np.float32) * 4
+        merged = with_sinks(attention(scores, values), jnp.asarray(sinks))
+        assert_same(merged, attention(scores, values, sinks), 4e-6)
+
+    def test_a_row_without_keys_has_output_zero_and_the_lse_of_its_sinks(self) -> None:
+        sinks = jnp.array([[0.0, 1.0], [2.0, -3.0]])
+        got = with_sinks(identity(), sinks)
+        np.testing.assert_array_equal(got.out, 0)
+        np.testing.assert_allclose(got.lse[1, :, 2], jax.nn.logsumexp(sinks, -1), rtol=1e-6)
+
+    def test_no_sinks_change_nothing(self) -> None:
+        x = partial(0.5)
+        jax.tree.map(np.testing.assert_array_equal, with_sinks(x, None), x)
+        jax.tree.map(np.testing.assert_array_equal, with_sinks(x, jnp.full((N, 2), -INF)), x)
+        jax.tree.map(np.testing.assert_array_equal, with_sinks(identity(), jnp.full((N, 2), -INF)), identity())
+
+    @pytest.mark.parametrize("large", [1e4, -1e4, 1e30])
+    def test_sinks_of_any_size_are_safe(self, large: float) -> None:
+        got = with_sinks(partial(0.0), jnp.full((N, 2), large))
+        assert not np.isnan(got.out).any()
+        np.testing.assert_allclose(got.lse, max(large + np.log(2), 0), rtol=1e-6)
+
+
+class TestCombined:
+    @pytest.mark.parametrize(
+        ("a", "b", "expected"),
+        [
+            (-INF, -INF, -INF),
+            (-INF, 3.0, 3.0),
+            (3.0, -INF, 3.0),
+            (0.0, 0.0, np.log(2)),
+            (1e30, -1e30, 1e30),
+            (np.nan, -INF, np.nan),
+            (0.0, np.nan, np.nan),
+        ],
+    )
+    def test_it_is_the_log_of_the_sum(self, a: float, b: float, expected: float) -> None:
+        np.testing.assert_allclose(combined(jnp.float32(a), jnp.float32(b))[0], np.float32(expected), rtol=1e-7)
+
+    @pytest.mark.parametrize(
+        ("a", "b", "shares"),
+        [(-INF, -INF, (0, 0)), (-INF, 3.0, (0, 1)), (3.0, -INF, (1, 0)), (1e4, 1e4, (0.5, 0.5)), (1e30, 0.0, (1, 0))],
+    )
+    def test_the_shares_add_up_to_one_where_there_is_anything(self, a: float, b: float, shares: Any) -> None:
+        assert tuple(float(x) for x in combined(jnp.float32(a), jnp.float32(b))[1:]) == shares
+
+
+def test_a_kernel_of_one_block_becomes_one_that_continues() -> None:
+    own, before = partial(1.0, 1), partial(2.0, 2)
+    continued = merging(lambda block: own)
+    jax.tree.map(np.testing.assert_array_equal, continued(None, before), merge(before, own))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_partial_is_a_pytree_of_its_two_arrays() -> None:
+    x = partial(0.0)
+    assert [leaf.shape for leaf in jax.tree.leaves(x)] == [x.out.shape, x.lse.shape]
+    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse"}

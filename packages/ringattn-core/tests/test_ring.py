@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: unrolled or looped, with parcels of any dtype, it is one computation; its memory does not grow with the ring."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ringattn_core import parcels, ring, ring_attention, tie
+
+N, K, H = 4, 2, 8
+
+
+def arrays(length: int, dtype: Any = jnp.float32, dims: tuple[int, int] = (H, H)) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((N, dims[0]), (K, dims[0]), (K, dims[1]))
+    return [jax.random.normal(key, (1, length, *shape), dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def mesh_of(ranks: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((ranks,), ("sp",), axis_types=(AxisType.Auto,))
+
+
+def differentiated(ranks: int, **options: Any) -> Callable[..., Any]:
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return (ring_attention(q, k, v, mesh=mesh_of(ranks), axis_name="sp", **options).astype(jnp.float32) ** 2).sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(sliding_window=3), dict(causal=True, layout="zigzag")], ids=str)
+def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(monkeypatch: pytest.MonkeyPatch, dtype: Any, options: dict[str, Any]):
+    operands = arrays(32, dtype)
+    unrolled = differentiated(8, **options)(*operands)
+    monkeypatch.setattr(ring, "UNROLLED", 1)
+    jax.clear_caches()
+    jaxpr = str(jax.make_jaxpr(differentiated(8, **options))(*operands))
+    looped = differentiated(8, **options)(*operands)
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert ("scan" in jaxpr) == ("sliding_window" not in options)
+    for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(looped), strict=True):
+        assert (a == b).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dims", [(4, 4), (4, 6)])
+def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple[int, int]):
+    k, v = (jax.random.normal(jax.random.key(n), (2, 3, 1, d), dtype) for n, d in enumerate(dims))
+    kv = parcels.pack(k, v)
+    gradients = jax.random.normal(jax.random.key(9), kv.shape) * jnp.float32(1e-30)
+    got, sums = parcels.split(parcels.transported(lambda x: x, parcels.join(kv, gradients)), dtype)
+    assert (got == kv).all() and (sums == gradients).all()
+    assert all((a == b).all() for a, b in zip(parcels.unpack(got, dims[0]), (k, v), strict=True))
+
+
+def compiled(ranks: int, length: int, gradient: bool) -> Any:
+    shape = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return ring_attention(q, k, v, causal=True, mesh=mesh_of(ranks), axis_name="sp")
+
+    f = jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2)) if gradient else attend
+    spec = jax.NamedSharding(mesh_of(ranks), P(None, "sp"))
+    return jax.jit(f, in_shardings=spec).lower(shape, shape, shape).compile()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bool):
+    packed = 2 * 1024 * 2 * 64 * 4
+    small, large = (compiled(n, n * 1024, gradient).memory_analysis().temp_size_in_bytes for n in (3, 8))
+    one = compiled(1, 1024, gradient).memory_analysis().temp_size_in_bytes
+    assert large <= small + packed // 4
+    assert large <= one + 2.5 * packed * (2 if gradient else 1)
+
+
+def test_the_tie_orders_two_computations_on_cpu():
+    """Without it XLA sees nothing between them, and the compiled program has no loop."""
+
+    def f(x: Any, token: Any) -> Any:
+        return tie.tie(x, token) * 2
+
+    x, token = jnp.arange(4.0), jnp.full((2, 2), jnp.nan)
+    assert (jax.jit(f)(x, token) == x * 2).all()
+    assert "while" in jax.jit(f).lower(x, token).compile().as_text()
+
+
+def test_zeros_after_a_token_are_zero_whatever_the_token():
+    for token in (jnp.full(3, jnp.nan), jnp.full(3, -jnp.inf), jnp.full(3, 1.5, jnp.bfloat16), jnp.arange(1, 3)):
+        assert (jax.jit(lambda t: tie.zeros((2, 2), t))(token) == 0).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_gradients_of_replicated_inputs_mean_what_the_documentation_says(check_vma: bool, where: str):
+    q, k, v = arrays(16)
+    sinks, slopes = jnp.arange(4.0), jnp.linspace(0.1, 0.4, 4)
+    bias = jax.random.normal(jax.random.key(5), (1, 1, 1, 16))
+    weight = jax.random.normal(jax.random.key(6), q.shape)
+
+    def local(w: Any, *x: Any, axis: Any = "sp") -> Any:
+        return (ring_attention(*x[:5], alibi_slopes=x[5], axis_name=axis, causal=True) * w).sum()
+
+    wanted = jax.grad(local, range(1, 7))(weight, q, k, v, sinks, bias, slopes, axis=None)
+    tokens = P(None, "sp")
+    specs = (tokens,) * 4 + (P(), P(), P())
+    mesh = mesh_of(4)
+    if where == "outside":
+        total = jax.shard_map(
+            lambda *x: jax.lax.psum(local(*x), "sp"), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
+        )
+        got = jax.jit(jax.grad(total, range(1, 7)))(weight, q, k, v, sinks, bias, slopes)
+    else:
+
+        def gradients(*x: Any) -> Any:
+            mine = jax.grad(local, range(1, 7))(*x)
+            return mine if check_vma else (*mine[:3], *(jax.lax.psum(g, "sp") for g in mine[3:]))
+
+        got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=check_vma))(
+            weight, q, k, v, sinks, bias, slopes
+        )
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)

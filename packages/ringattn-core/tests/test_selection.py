@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of selection: a name is final, a sequence falls back in order, and every refusal says why."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ringattn_core import discovery, selection
+from ringattn_core.errors import (
+    AmbiguousBackendError,
+    BackendLoadError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    InputError,
+    NoBackendError,
+    RingAttnError,
+    UnsupportedFeatureError,
+)
+from ringattn_core.features import Feature, Support
+from ringattn_core.protocol import Backend
+
+CAUSAL, BIAS, SINKS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS}), frozenset({Feature.SINKS})
+ALL = dict.fromkeys(Feature, Support.FULL)
+
+
+class Kernel:
+    def forward(self, block: Any, partial: Any) -> Any: ...
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any: ...
+
+
+def no_device() -> str:
+    return "no GPU is visible"
+
+
+@contextlib.contextmanager
+def installed(
+    name: str,
+    *platforms: str,
+    priority: int = 0,
+    lacks: dict[Feature, Support | None] | None = None,
+    implementation: Any = "kernel",
+    available: bool = True,
+    api: int = 1,
+) -> Iterator[None]:
+    features = {f: s for f, s in {**ALL, **(lacks or {})}.items() if s is not None}
+    probe = None if available else f"{__name__}:no_device"
+    descriptor = Backend(name, api, platforms, features, kernel="gone:KERNEL", priority=priority, probe=probe)
+    with discovery.registered(descriptor, Kernel() if implementation == "kernel" else implementation):
+        yield
+
+
+@pytest.fixture
+def fast_and_safe(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`fast`: for cuda, without BIAS (planned), SINKS (impossible) or ALIBI. `safe`: everything, everywhere."""
+    lacks = {Feature.BIAS: Support.PLANNED, Feature.SINKS: Support.IMPOSSIBLE, Feature.ALIBI: None}
+    with installed("fast", "cuda", priority=10, lacks=lacks), installed("safe", "cpu", "cuda", "tpu", priority=-10):
+        yield
+
+
+@pytest.fixture
+def dead(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`dead` has the highest priority for cuda, and no device."""
+    monkeypatch.setattr(discovery.Registration, "_load", lambda self, path: no_device)
+    with installed("dead", "cuda", priority=99, available=False):
+        yield
+
+
+def chosen(backend: Any, required: frozenset[Feature] = CAUSAL, platform: str = "cuda") -> str:
+    return selection.select(backend, required, platform).name
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.usefixtures("fast_and_safe")
+class TestAName:
+    @pytest.mark.parametrize("name", ["fast", "safe"])
+    def test_it_is_taken_whatever_the_priorities(self, name: str) -> None:
+        assert chosen(name) == name
+
+    @pytest.mark.parametrize(
+        ("feature", "declared"),
+        [(Feature.BIAS, "planned"), (Feature.SINKS, "impossible"), (Feature.ALIBI, "not declared")],
+    )
+    def test_what_it_does_not_support_is_refused_with_those_that_do(self, feature: Feature, declared: str) -> None:
+        with pytest.raises(UnsupportedFeatureError) as caught:
+            chosen("fast", frozenset({feature, Feature.CAUSAL}))
+        assert (caught.value.feature, caught.value.others) == (feature.name, ("safe",))
+        assert f"does not support {feature.name} ({declared})" in str(caught.value)
+        assert "backend=('fast', 'safe')" in str(caught.value)
+
+    def test_everything_that_is_missing_is_named_at_once(self) -> None:
+        with pytest.raises(UnsupportedFeatureError, match=r"SINKS, BIAS \(impossible, planned\)"):
+            chosen("fast", BIAS | SINKS)
+
+    def test_another_that_lacks_one_of_the_features_is_not_offered(self) -> None:
+        with installed("half", "cuda", lacks={Feature.SINKS: None}), pytest.raises(UnsupportedFeatureError) as caught:
+            chosen("fast", BIAS | SINKS)
+        assert caught.value.others == ("safe",)
+
+    @pytest.mark.usefixtures("dead")
+    def test_an_unavailable_one_is_final(self) -> None:
+        with pytest.raises(BackendUnavailableError, match="'dead' cannot run here: no GPU is visible"):
+            chosen("dead")
+
+    def test_an_unknown_one_is_not_replaced(self) -> None:
+        with pytest.raises(BackendNotFoundError, match=r"did you mean 'safe'"):
+            chosen("saef")
+
+    def test_one_whose_kernel_does_not_load_is_final(self) -> None:
+        with installed("hollow", "cuda", implementation=object()), pytest.raises(BackendLoadError, match="hollow"):
+            chosen("hollow")
+
+    def test_the_platform_is_the_business_of_its_probe(self) -> None:
+        assert chosen("fast", platform="cpu") == "fast"
+
+    @pytest.mark.parametrize("backend", ["", (), (1,), 7, ("safe", "")])
+    def test_what_names_nothing_is_refused(self, backend: Any) -> None:
+        with pytest.raises(InputError, match="Pass the name of a backend, or a sequence of names"):
+            chosen(backend)
+
+
+@pytest.mark.usefixtures("fast_and_safe", "dead")
+class TestASequence:
+    @pytest.mark.parametrize("make", [tuple, list])
+    def test_the_first_that_can_is_taken(self, make: Any) -> None:
+        assert chosen(make(["safe", "fast"])) == "safe"
+        assert chosen(make(["fast", "safe"])) == "fast"
+        assert chosen(make(["fast", "safe"]), BIAS) == "safe"
+        assert chosen(make(["dead", "absent", "fast"])) == "fast"
+
+    def test_one_whose_kernel_does_not_load_is_passed_over(self) -> None:
+        with installed("hollow", "cuda", implementation=object()):
+            assert chosen(("hollow", "safe")) == "safe"
+
+    def test_it_is_its_own_error_where_it_names_one(self) -> None:
+        with pytest.raises(BackendUnavailableError):
+            chosen(("dead",))
+
+    def test_where_all_fail_each_has_its_reason(self) -> None:
+        with pytest.raises(NoBackendError) as caught:
+            chosen(("dead", "saef", "fast"), BIAS)
+        assert caught.value.reasons.keys() == {"dead", "saef", "fast"}
+        assert "no GPU is visible" in caught.value.reasons["dead"]
+        assert "did you mean 'safe'" in caught.value.reasons["saef"]
+        assert "does not support BIAS (planned)" in caught.value.reasons["fast"]
+        assert all(reason in str(caught.value) for reason in caught.value.reasons.values())
+
+
+@pytest.mark.usefixtures("fast_and_safe")
+class TestContextAndEnvironment:
+    def test_the_context_names_it_and_is_left_again(self) -> None:
+        with selection.use_backend("safe"):
+            assert chosen(None) == "safe"
+            with selection.use_backend(["fast", "safe"]):
+                assert chosen(None, BIAS) == "safe"
+                assert chosen(None) == "fast"
+            assert chosen(None) == "safe"
+        assert chosen(None) == "fast"
+
+    def test_the_context_is_of_one_thread(self) -> None:
+        seen = []
+        with selection.use_backend("safe"):
+            thread = threading.Thread(target=lambda: seen.append(chosen(None)))
+            thread.start()
+            thread.join()
+        assert seen == ["fast"]
+
+    def test_the_environment_is_read_at_the_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for value, name in (("safe", "safe"), (" absent , safe", "safe"), ("", "fast"), (" , ", "fast")):
+            monkeypatch.setenv("RINGATTN_BACKEND", value)
+            assert chosen(None) == name
+
+    def test_an_argument_wins_over_the_context_and_that_over_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_BACKEND", "absent")
+        with selection.use_backend("safe"):
+            assert chosen(None) == "safe"
+            assert chosen("fast") == "fast"
+
+    def test_an_error_says_where_the_name_came_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_BACKEND", "absent")
+        with pytest.raises(BackendNotFoundError) as caught:
+            chosen(None)
+        assert caught.value.__notes__ == ["The backend was named by RINGATTN_BACKEND."]
+        with selection.use_backend("fast"), pytest.raises(UnsupportedFeatureError) as refused:
+            chosen(None, BIAS)
+        assert refused.value.__notes__ == ["The backend was named by use_backend."]
+
+    def test_a_context_that_names_nothing_is_refused(self) -> None:
+        with pytest.raises(InputError, match="use_backend: got"), selection.use_backend([]):
+            pass
+
+
+class TestTheBest:
+    @pytest.mark.usefixtures("fast_and_safe")
+    @pytest.mark.parametrize(
+        ("platform", "name"), [("cuda", "fast"), ("gpu", "fast"), ("cpu", "safe"), ("tpu", "safe")]
+    )
+    def test_it_serves_the_platform_and_has_the_highest_priority(self, platform: str, name: str) -> None:
+        assert chosen(None, platform=platform) == name
+
+    @pytest.mark.usefixtures("fast_and_safe", "dead")
+    def test_one_that_cannot_is_passed_over_and_that_is_logged_once(self, log: Any) -> None:
+        for _ in range(2):
+            assert chosen(None, BIAS) == "safe"
+        said = warnings(log)
+        assert len(said) == 2
+        assert "'dead' passed over: it cannot run here: no GPU is visible" in said[0]
+        assert "'fast' passed over: it does not support BIAS (planned)" in said[1]
+
+    @pytest.mark.usefixtures("fast_and_safe", "dead")
+    def test_one_that_is_for_another_platform_is_no_news(self, log: Any) -> None:
+        assert chosen(None, platform="cpu") == "safe"
+        assert warnings(log) == []
+
+    @pytest.mark.usefixtures("fast_and_safe")
+    def test_a_broken_one_is_logged_and_takes_no_other_along(self, log: Any) -> None:
+        with (
+            installed("future", "cuda", priority=99, api=7),
+            installed("hollow", "cuda", priority=98, implementation=object()),
+        ):
+            assert chosen(None) == "fast"
+        assert sorted(word for said in warnings(log) for word in ("future", "hollow") if word in said) == [
+            "future",
+            "hollow",
+        ]
+
+    @pytest.mark.usefixtures("fast_and_safe")
+    def test_a_tie_is_an_error_that_names_both(self) -> None:
+        with installed("other", "cuda", priority=10):
+            with pytest.raises(AmbiguousBackendError) as caught:
+                chosen(None)
+            assert caught.value.names == ("fast", "other")
+            assert chosen(None, BIAS) == "other"
+            assert chosen("fast") == "fast"
+
+    @pytest.mark.usefixtures("fast_and_safe")
+    def test_a_tie_below_the_best_is_none(self) -> None:
+        with installed("other", "cuda", priority=-10):
+            assert chosen(None) == "fast"
+
+    @pytest.mark.usefixtures("dead")
+    def test_where_none_can_each_has_its_reason(self) -> None:
+        with installed("fast", "tpu"), pytest.raises(NoBackendError) as caught:
+            chosen(None)
+        assert caught.value.reasons == {
+            "dead": "it cannot run here: no GPU is visible",
+            "fast": "it serves tpu, not cuda",
+        }
+
+    @pytest.mark.usefixtures("install")
+    def test_where_none_is_installed_the_command_that_adds_one_is_told(self) -> None:
+        with pytest.raises(BackendNotFoundError, match="pip install ringattn-xla"):
+            chosen(None)
+
+
+@pytest.mark.usefixtures("fast_and_safe", "dead")
+class TestCandidates:
+    @pytest.mark.parametrize("platform", ["cuda", "cpu", "tpu"])
+    @pytest.mark.parametrize("required", [frozenset(), CAUSAL, BIAS, SINKS | CAUSAL])
+    def test_the_choice_is_the_first_that_has_no_reason_against_it(self, required: Any, platform: str) -> None:
+        able = [r.name for r, reason in selection.candidates(required, platform) if reason is None]
+        assert chosen(None, required, platform) == able[0]
+
+    def test_all_are_told_best_first(self) -> None:
+        told = [(r.name, reason) for r, reason in selection.candidates(BIAS, "cuda")]
+        assert told == [
+            ("dead", "it cannot run here: no GPU is visible"),
+            ("fast", "it does not support BIAS (planned)"),
+            ("safe", None),
+        ]
+
+
+@pytest.mark.usefixtures("fast_and_safe")
+class TestEnvironmentVariables:
+    def test_an_unknown_one_is_warned_about_once_with_the_nearest(
+        self, log: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_BACKENDS", "fast")
+        for _ in range(2):
+            chosen("safe")
+        assert len(warnings(log)) == 1
+        assert "RINGATTN_BACKENDS is not known (did you mean RINGATTN_BACKEND?)" in warnings(log)[0]
+
+    def test_a_known_one_is_not(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        for variable in selection.VARIABLES[1:]:
+            monkeypatch.setenv(variable, "1")
+        chosen("safe")
+        assert warnings(log) == []
+
+
+def test_every_refusal_is_one_of_the_library(install: Any) -> None:
+    for backend in (None, "absent", ("absent", "gone")):
+        with pytest.raises(RingAttnError):
+            chosen(backend)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With a mesh, arrays are global: specs are derived, uneven lengths padded, and what does not fit is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringattn_core import masks, ring_attention
+from ringattn_core.errors import InputError, MeshError
+
+N, K, H = 4, 2, 8
+
+
+def arrays(length: int = 16, batch: int = 2, kv_length: int | None = None) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    lengths = (length, kv_length or length, kv_length or length)
+    return [jax.random.normal(key, (batch, n, h, H)) for key, n, h in zip(keys, lengths, (N, K, K), strict=True)]
+
+
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def close(a: Any, b: Any) -> None:
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
+
+
+@pytest.mark.parametrize("axes", [dict(sp=8), dict(data=2, sp=4), dict(data=2, sp=2, tp=2), dict(sp=4, model=2), dict(other=2, sp=4)])
+def test_batch_and_heads_go_over_the_axes_named_for_them(axes: dict[str, int]):
+    q, k, v = arrays()
+    options: dict[str, Any] = dict(causal=True, dropout_prob=0.3, dropout_seed=7)
+    result = ring_attention(q, k, v, mesh=mesh_of(**axes), axis_name="sp", **options)
+    close(result, ring_attention(q, k, v, **options))
+    batch = "data" if "data" in axes else None
+    heads = next((name for name in ("tp", "model") if name in axes), None)
+    assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, P(batch, "sp", heads)), 4)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (17, 17), (5, 23), (16, 13)])
+def test_lengths_that_do_not_divide_are_padded_and_cut(lengths: tuple[int, int]):
+    q, k, v = arrays(lengths[0], kv_length=lengths[1])
+    rng = np.random.default_rng(0)
+    bias = jnp.asarray(rng.normal(size=(1, N, *lengths)), jnp.float32)
+    mask = jnp.asarray(rng.random((2, 1, *lengths)) < 0.8)
+    built: list[tuple[int, ...]] = []
+
+    def builder(*given: int) -> Any:
+        built.append(given)
+        return masks.Causal(1) | masks.Prefix(3)
+
+    options: dict[str, Any] = dict(attention_mask=mask, mask_builder=builder, return_lse=True)
+    whole = ring_attention(q, k, v, None, bias, **options)
+    ring = ring_attention(q, k, v, None, bias, mesh=mesh_of(sp=4), axis_name="sp", **options)
+    for got, wanted in zip(ring, whole, strict=True):
+        close(got, wanted)
+    assert set(built) == {(*lengths, N, head, N // K) for head in range(N)}
+
+
+def test_a_bias_of_one_row_stays_one_row_when_queries_are_padded():
+    q, k, v = arrays(7)
+    bias = jnp.arange(7.0)[None, None, None]
+    close(ring_attention(q, k, v, None, bias, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v, None, bias))
+
+
+def test_gradients_of_padded_lengths_are_those_of_one_device():
+    q, k, v = arrays(13)
+    sinks = jnp.arange(4.0)
+    w = jax.random.normal(jax.random.key(1), q.shape)
+
+    def loss(mesh: Any) -> Any:
+        options = {} if mesh is None else dict(mesh=mesh, axis_name="sp")
+        return lambda *x: (ring_attention(*x, causal=True, sliding_window=5, **options) * w).sum()
+
+    wanted = jax.grad(loss(None), (0, 1, 2, 3))(q, k, v, sinks)
+    jax.tree.map(close, jax.jit(jax.grad(loss(mesh_of(data=2, sp=4)), (0, 1, 2, 3)))(q, k, v, sinks), wanted)
+
+
+def test_given_specs_decide_what_carries_batch_and_heads():
+    q, k, v = arrays()
+    mesh = mesh_of(data=2, sp=2, tp=2)
+    spec = P("tp", "sp", None, None)
+    result = ring_attention(q, k, v, causal=True, mesh=mesh, axis_name="sp", in_specs=(spec,) * 3, out_specs=spec)
+    close(result, ring_attention(q, k, v, causal=True))
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+
+
+def test_a_ring_goes_over_the_product_of_several_axes():
+    q, k, v = arrays()
+    result = ring_attention(q, k, v, causal=True, mesh=mesh_of(a=2, b=4), axis_name=("a", "b"))
+    close(result, ring_attention(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_mesh_of_explicit_axes_works_like_any_other(jit: bool):
+    q, k, v = arrays()
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        return ring_attention(q, k, v, causal=True, mesh=mesh, axis_name="sp")
+
+    with jax.set_mesh(mesh):
+        close((jax.jit(f) if jit else f)(q, k, v), ring_attention(q, k, v, causal=True))
+
+
+def test_arrays_that_are_bound_to_one_device_are_spread():
+    q, k, v = (jax.device_put(x, jax.devices()[3]) for x in arrays())
+    close(ring_attention(q, k, v, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v))
+
+
+REFUSED = {
+    "no axis name": (dict(), MeshError, "axis_name is missing.*one of 'data', 'sp'"),
+    "unknown axis": (dict(axis_name="ring"), MeshError, "axis_name='ring' is not an axis of the mesh, whose axes are 'data', 'sp'"),
+    "unknown batch axis": (
+        dict(axis_name="sp", batch_axis_name="rows"), MeshError, "batch_axis_name='rows' is not an axis of the mesh"
+    ),
+    "heads that do not divide": (
+        dict(axis_name="data", head_axis_name="sp"), MeshError, "key has heads 2, which the 4 ranks .* do not divide"
+    ),
+    "zigzag of 18": (dict(axis_name="sp", layout="zigzag"), InputError, "'zigzag' on 4 ranks needs lengths that 8 divides.*Pad it to 24"),
+    "striped of 18": (dict(axis_name="sp", layout="striped"), InputError, "'striped' on 4 ranks needs lengths that 4 divides.*Pad it to 20"),
+    "too few specs": (dict(axis_name="sp", in_specs=(P(),)), MeshError, "must begin with the PartitionSpecs of query, key and value"),
+    "specs without the ring": (
+        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, r"in_specs\[0\].* must shard axis 1 over axis_name"
+    ),
+    "keys laid out otherwise": (
+        dict(axis_name="sp", in_specs=(P("data", "sp"), P(None, "sp"), P(None, "sp"))), MeshError,
+        r"in_specs\[1\].* must be that of the query",
+    ),
+    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must be that of the query"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_the_mesh_is_refused(name: str):
+    options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        ring_attention(*arrays(18), mesh=mesh_of(data=2, sp=4), **options)
+
+
+def test_specs_without_a_mesh_are_refused():
+    with pytest.raises(MeshError, match="Pass mesh= too"):
+        ring_attention(*arrays(), in_specs=(P(),) * 3)
+
+
+def test_a_mesh_inside_shard_map_is_refused():
+    mesh = mesh_of(sp=4)
+    inner = lambda q, k, v: ring_attention(q, k, v, axis_name="sp", mesh=mesh)  # noqa: E731
+    spec = P(None, "sp")
+    with pytest.raises(MeshError, match="inside shard_map the arrays are local"):
+        jax.shard_map(inner, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(*arrays())

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input is refused at the door, by one error that names argument, value and remedy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ringattn_core import MaskInfo, ring_attention
+from ringattn_core.errors import InputError, MeshError
+from ringattn_core.masks import Numpy
+from ringattn_core.validation import validated
+
+B, T, N, K, H = 2, 8, 4, 2, 8
+
+
+def arrays(length: int = T, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return tuple(jnp.ones((B, length, heads, H), dtype) for heads in (N, K, K))  # pyright: ignore[reportReturnType]
+
+
+def ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+OPERANDS = {
+    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8)"),
+    "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
+    "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
+    "mixed dtypes": ((*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)), "value: has dtype bfloat16 but query has float32"),
+    "batches that differ": ((arrays()[0], ones(3, T, K, H), ones(3, T, K, H)), "key: has batch 3 but query has 2"),
+    "head sizes that differ": ((arrays()[0], ones(B, T, K, 4), arrays()[2]), "key: has head size 4 but query has 8"),
+    "fewer values than keys": ((*arrays()[:2], ones(B, 7, K, H)), "value: has (length, heads) (7, 2) but key has (8, 2)"),
+    "heads that do not divide": ((arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)), "key: has 3 heads, which do not divide the 4"),
+    "a string": (("q", *arrays()[1:]), "query: str is no array"),
+    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is no array"),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_that_no_backend_could_use_are_refused(name: str):
+    operands, message = OPERANDS[name]
+    with pytest.raises(InputError) as error:
+        ring_attention(*operands)
+    assert message in str(error.value)
+
+
+OPTIONS = {
+    "negative window": (dict(sliding_window=-1), "sliding_window: got -1"),
+    "window of three sides": (dict(sliding_window=(1, 2, 3)), "sliding_window: got (1, 2, 3)"),
+    "window of a fraction": (dict(sliding_window=(1.5, 2)), "sliding_window: got 1.5"),
+    "window of a truth value": (dict(sliding_window=True), "sliding_window: got True"),
+    "chunk of zero": (dict(chunk_size=0), "chunk_size: got 0"),
+    "soft cap of zero": (dict(logits_soft_cap=0.0), "logits_soft_cap: got 0.0"),
+    "negative soft cap": (dict(logits_soft_cap=-3), "logits_soft_cap: got -3"),
+    "infinite soft cap": (dict(logits_soft_cap=float("inf")), "logits_soft_cap: got inf"),
+    "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
+    "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
+    "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
+    "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
+    "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
+    "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
+    "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
+    "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
+    "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
+    "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
+    "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
+    "short positions": (dict(q_positions=np.arange(3)), "q_positions: has shape (3,)"),
+    "slopes for key heads": (dict(alibi_slopes=ones(K)), "alibi_slopes: has shape (2,)"),
+    "mask of numbers": (dict(attention_mask=ones(1, 1, T, T)), "attention_mask: has dtype float32"),
+    "mask of two axes": (dict(attention_mask=np.ones((T, T), bool)), "attention_mask: has shape (8, 8)"),
+    "mask of one row": (dict(attention_mask=np.ones((1, 1, 1, T), bool)), "attention_mask: has shape (1, 1, 1, 8)"),
+    "mask builder that is no function": (dict(mask_builder=Numpy(np.ones((T, T)))), "mask_builder: got Numpy"),
+    "mask builder of nothing": (dict(mask_builder=lambda *_: None), "mask_builder: returned NoneType"),
+    "mask of another shape": (dict(mask_builder=lambda *_: np.ones((T, 3), bool)), "returned a mask of shape (8, 3)"),
+    "mask_info and ids": (
+        dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
+        "q_segment_ids: is given twice",
+    ),
+    "mask_info of another kind": (dict(mask_info={}), "mask_info: got dict"),
+    "cfg of another kind": (dict(cfg="fast"), "cfg: got str"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_make_no_sense_are_refused(name: str):
+    options, message = OPTIONS[name]
+    with pytest.raises(InputError) as error:
+        ring_attention(*arrays(), **options)
+    assert message in str(error.value)
+
+
+AUX = {
+    "sinks of three axes": ((ones(N, 2, 1), None), "softmax_aux: has shape (4, 2, 1)"),
+    "sinks of key heads": ((ones(K, 2), None), "softmax_aux: has shape (2, 2)"),
+    "no sinks at all": ((ones(0), None), "softmax_aux: has shape (0,)"),
+    "bias of two axes": ((None, ones(T, T)), "bias: has shape (8, 8)"),
+    "bias of one column": ((None, ones(B, N, T, 1)), "bias: has shape (2, 4, 8, 1)"),
+    "bias of booleans": ((None, ones(B, N, T, T, dtype=bool)), "bias: has dtype bool"),
+}
+
+
+@pytest.mark.parametrize("name", AUX)
+def test_sinks_and_biases_of_a_wrong_shape_are_refused(name: str):
+    aux, message = AUX[name]
+    with pytest.raises(InputError) as error:
+        ring_attention(*arrays(), *aux)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("argument", ["q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions"])
+def test_one_side_given_alone_needs_as_many_queries_as_keys(argument: str):
+    q, (_, k, v) = arrays(4)[0], arrays(6)
+    length = 4 if argument.startswith("q_") else 6
+    with pytest.raises(InputError, match=f"{argument}: is given alone, but there are 4 queries and 6 keys"):
+        ring_attention(q, k, v, **{argument: np.zeros((B, length), int)})
+
+
+def test_an_alias_and_its_name_together_are_refused():
+    ids = np.zeros(T, int)
+    with pytest.raises(InputError, match="q_position_ids: is another name of q_positions"):
+        validated(*arrays(), q_positions=ids, q_position_ids=ids)
+
+
+def test_a_traced_option_is_refused_by_name():
+    with pytest.raises(InputError, match="sliding_window: is traced"):
+        jax.jit(lambda window: ring_attention(*arrays(), sliding_window=window))(3)
+
+
+def test_whatever_jnp_asarray_accepts_is_an_array():
+    q, k, v = arrays()
+    wanted = ring_attention(q, k, v, causal=True)
+    as_numpy = ring_attention(*(np.asarray(x) for x in (q, k, v)), causal=np.True_)
+    as_lists = ring_attention(*(np.asarray(x).tolist() for x in (q, k, v)), causal=True)
+    assert (wanted == as_numpy).all() and (wanted == as_lists).all()
+
+
+def in_shard_map(axes: tuple[str, ...] = ("sp",), **options: Any) -> Any:
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = P(None, *axes)
+    q, k, v = arrays(options.pop("length", T))
+    return jax.shard_map(
+        lambda q, k, v: ring_attention(q, k, v, **options), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
+    )(q, k, v)
+
+
+def test_an_axis_outside_any_shard_map_is_an_error_that_says_so():
+    with pytest.raises(MeshError, match="axis_name='sp' is bound by no shard_map"):
+        ring_attention(*arrays(), axis_name="sp")
+
+
+def test_an_unknown_axis_is_an_error_that_lists_those_there_are():
+    with pytest.raises(MeshError, match="axis_name='ring' is not an axis of the surrounding shard_map, whose axes are 'sp'"):
+        in_shard_map(axis_name="ring")
+
+
+def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
+    with pytest.raises(InputError, match="'zigzag' needs an even local length, but query has 3 tokens.*Pad the sequence to 16"):
+        in_shard_map(axis_name="sp", layout="zigzag", length=12)
+
+
+def test_batch_axes_cannot_be_those_of_the_ring():
+    with pytest.raises(InputError, match="batch_axis_name: .* overlaps the ring's axis_name"):
+        in_shard_map(axis_name="sp", batch_axis_name="sp")
