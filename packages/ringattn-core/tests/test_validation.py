@@ -164,3 +164,13 @@ def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
 def test_batch_axes_cannot_be_those_of_the_ring():
     with pytest.raises(InputError, match="batch_axis_name: .* overlaps the ring's axis_name"):
         in_shard_map(axis_name="sp", batch_axis_name="sp")
+
+
+@pytest.mark.parametrize("huge", [2**31 - 1, 2**31, 10**12])
+def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
+    q, k, v = arrays()
+    far = jnp.array([-(2**30) + 1, *range(T - 2), 2**30 - 1])
+    wanted = ring_attention(q * jnp.arange(float(T))[None, :, None, None], k, v, q_positions=far, causal=True)
+    got = ring_attention(q * jnp.arange(float(T))[None, :, None, None], k, v, q_positions=far, causal=True, sliding_window=huge)
+    assert (got == wanted).all()
+    assert jnp.isfinite(ring_attention(q, k, v, chunk_size=huge)).all()

@@ -33,6 +33,7 @@ class Coordinates(NamedTuple):
 class Mask:
     """A set of (query, key) pairs; `&`, `|` and `~` are those of sets.
 
+    Positions are below 2^30 in magnitude, so that differences of two fit an int32; masks compare differences.
     `visible(q, kv)` broadcasts `rows` of queries against `columns` of keys. `tiles(q, kv)` takes the tokens of
     each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, all)`, each
     `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. Where `bounded`,
@@ -152,7 +153,7 @@ class Causal(Mask):
     offset: int = 0
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return kv.positions <= q.positions + self.offset
+        return kv.positions - q.positions <= self.offset
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         i, j = q.positions + self.offset, kv.positions
@@ -169,9 +170,9 @@ class Local(Mask):
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         seen = Full().visible(q, kv)
         if self.left is not None:
-            seen = seen & (kv.positions >= q.positions - self.left)
+            seen = seen & (q.positions - kv.positions <= self.left)
         if self.right is not None:
-            seen = seen & (kv.positions <= q.positions + self.right)
+            seen = seen & (kv.positions - q.positions <= self.right)
         return seen
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
@@ -179,9 +180,9 @@ class Local(Mask):
         q_low, q_high = _rows(q.positions.min(-1)), _rows(q.positions.max(-1))
         kv_low, kv_high = _columns(kv.positions.min(-1)), _columns(kv.positions.max(-1))
         if self.left is not None:
-            some, every = some & (kv_high >= q_low - self.left), every & (kv_low >= q_high - self.left)
+            some, every = some & (q_low - kv_high <= self.left), every & (q_high - kv_low <= self.left)
         if self.right is not None:
-            some, every = some & (kv_low <= q_high + self.right), every & (kv_high <= q_low + self.right)
+            some, every = some & (kv_low - q_high <= self.right), every & (kv_high - q_low <= self.right)
         return some, every
 
 

@@ -15,6 +15,7 @@ from .config import BwdParams, FwdParams
 from .errors import InputError
 
 DTYPES = ("float32", "float16", "bfloat16")
+MOST_POSITION = 2**30
 PRECISIONS = ("default", "high", "highest")
 
 
@@ -81,7 +82,7 @@ def validated(
         bias=_dense("bias", bias, (batch, heads, q_length, columns), "floating", broadcast=3),
         mask_builder=_builder(mask_builder),
         sliding_window=_window(sliding_window),
-        chunk_size=_integer("chunk_size", chunk_size, 1),
+        chunk_size=_chunk(chunk_size),
         causal=_flag("causal", causal),
         logits_soft_cap=_number("logits_soft_cap", logits_soft_cap, "a finite number above 0", lambda c: c > 0),
         softmax_scale=dim**-0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale, "a finite number"),
@@ -266,7 +267,18 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
     if len(sides) != 2:
         raise InputError("sliding_window", f"got {window!r}", "Pass one width, or (left, right)")
     left, right = (_integer("sliding_window", side, 0) for side in sides)
-    return left, right
+    return _bounded(left), _bounded(right)
+
+
+def _bounded(side: int | None) -> int | None:
+    """A side of the window; `None` where no two positions are farther apart."""
+    return None if side is None or side >= 2 * MOST_POSITION else side
+
+
+def _chunk(size: Any) -> int | None:
+    """A chunk size; larger ones than all positions cut where the largest does, at 0."""
+    size = _integer("chunk_size", size, 1)
+    return None if size is None else min(size, MOST_POSITION)
 
 
 def _static(argument: str, x: Any) -> Any:

@@ -1,64 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one query and one key score, tile by tile, in the order that the specification gives.
 
-Inside this package scores are `[b k t g s]`: batch, key head, query, query head of that key head, key.
+Inside this package a tile of queries is `[b k r h]`: each key head `k` has rows `r`, its query heads within each query, so
+that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` where `by_keys` says so.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 from ringattn_core.protocol import Block
 
-Scores = Float32[Array, "b k t g s"]
+Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 
 
-def capped(tile: Block) -> Scores:
+def capped(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> Scores:
     """The scaled products, capped where the rule says so: all that depends on queries and keys."""
     rule = tile.rule
-    s = product("btkgh,bskh->bktgs", grouped(tile.q, tile), tile.k, tile) * rule.scale
+    s = (inner(k, q, tile) if by_keys else inner(q, k, tile)) * rule.scale
     return s if rule.soft_cap is None else rule.soft_cap * jnp.tanh(s / rule.soft_cap)
 
 
-def biased(s: Scores, tile: Block) -> Scores:
+def biased(s: Scores, tile: Block, by_keys: bool) -> Scores:
     """The scores with all that is added to them."""
     if tile.bias is not None:
-        s = s + by_group(tile.bias.astype(jnp.float32), tile)
+        s = s + like_scores(tile.bias.astype(jnp.float32), s, tile, by_keys)
     if tile.slopes is not None:
-        s = s - by_group(tile.slopes[:, :, None, None] * distance(tile)[:, None], tile)
+        s = s - like_scores(tile.slopes[:, :, None, None] * distance(tile), s, tile, by_keys)
     return s
 
 
-def distance(tile: Block) -> Float32[Array, "b t s"]:
-    return jnp.abs(tile.q_positions[:, :, None] - tile.kv_positions[:, None, :]).astype(jnp.float32)
+def distance(tile: Block) -> Float32[Array, "b 1 t s"]:
+    return jnp.abs(tile.q_positions[:, None, :, None] - tile.kv_positions[:, None, None, :]).astype(jnp.float32)
 
 
-def product(equation: str, a: Float[Array, "..."], b: Float[Array, "..."], tile: Block) -> Float32[Array, "..."]:
+def inner(a: Float[Array, "b k i h"], c: Float[Array, "b k j h"], tile: Block) -> Float32[Array, "b k i j"]:
+    return _product(a, c, 3, tile)
+
+
+def outer(a: Float[Array, "b k i j"], c: Float[Array, "b k j h"], tile: Block) -> Float32[Array, "b k i h"]:
+    return _product(a, c, 2, tile)
+
+
+def _product(a: Any, c: Any, contracted: int, tile: Block) -> Any:
     """A product of tiles, accumulated in float32; of float32 exact, unless the rule asks for less."""
     precision: Any = tile.rule.precision
-    if precision is None and a.dtype == jnp.float32:
+    if precision is None and c.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+    dimensions = (((3,), (contracted,)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, c, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def grouped(x: Float[Array, "b t n h"], tile: Block) -> Float[Array, "b t k g h"]:
-    return x.reshape(*x.shape[:2], -1, tile.group, x.shape[-1])
+def rows(x: Float[Array, "b t n h"], tile: Block) -> Float[Array, "b k r h"]:
+    """Queries as rows of their key head."""
+    batch, length, heads, size = x.shape
+    split = x.reshape(batch, length, heads // tile.group, tile.group, size)
+    return split.transpose(0, 2, 1, 3, 4).reshape(batch, heads // tile.group, -1, size)
 
 
-def by_group(x: Any, tile: Block) -> Any:
-    """What is `[b n t s]`, some of them 1, laid out to meet scores."""
-    batch, heads, *rest = x.shape
-    if heads == 1:
-        return x[:, :, :, None, :]
-    return jnp.swapaxes(x.reshape(batch, -1, tile.group, *rest), 2, 3)
+def unrows(x: Float[Array, "b k r h"], tile: Block) -> Float[Array, "b t n h"]:
+    """The inverse of `rows`."""
+    batch, heads, _, size = x.shape
+    return x.reshape(batch, heads, -1, tile.group, size).transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads * tile.group, size)
 
 
-def of_rows(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K T G"]:
-    """What each query has one of, laid out to meet scores."""
-    return jnp.swapaxes(x.reshape(x.shape[0], -1, block.group, x.shape[-1]), 2, 3)
+def row_values(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K R"]:
+    """One number of each query, in the order of `rows`."""
+    batch, heads, length = x.shape
+    return jnp.swapaxes(x.reshape(batch, heads // block.group, block.group, length), 2, 3).reshape(batch, -1, length * block.group)
 
 
-def to_rows(x: Float32[Array, "B K T G"]) -> Float32[Array, "B N T"]:
-    """The inverse of `of_rows`."""
-    return jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2])
+def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, "B N T"]:
+    """The inverse of `row_values`."""
+    batch, heads, _ = x.shape
+    return jnp.swapaxes(x.reshape(batch, heads, -1, block.group), 2, 3).reshape(batch, heads * block.group, -1)
+
+
+def like_scores(x: Any, s: Scores, tile: Block, by_keys: bool) -> Any:
+    """What is `[b n t s]`, some of them 1, broadcast to the shape of scores."""
+    batch, key_heads = s.shape[:2]
+    heads, length, keys = tile.q.shape[2], tile.q_length, tile.kv_length
+    group = tile.group if x.shape[1] == heads else 1
+    x = x.reshape(x.shape[0], x.shape[1] // group, group, *x.shape[2:])
+    x = x.transpose(0, 1, 4, 3, 2) if by_keys else x.transpose(0, 1, 3, 2, 4)
+    full = (keys, length, tile.group) if by_keys else (length, tile.group, keys)
+    return jnp.broadcast_to(x, (batch, key_heads, *full)).reshape(s.shape)
+
+
+def from_scores(s: Scores, tile: Block, by_keys: bool) -> Float32[Array, "b n t s"]:
+    """The inverse of `like_scores`."""
+    batch, key_heads = s.shape[:2]
+    if by_keys:
+        s = s.reshape(batch, key_heads, tile.kv_length, tile.q_length, tile.group).transpose(0, 1, 4, 3, 2)
+    else:
+        s = s.reshape(batch, key_heads, tile.q_length, tile.group, tile.kv_length).transpose(0, 1, 3, 2, 4)
+    return s.reshape(batch, -1, tile.q_length, tile.kv_length)

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.protocol import Block
+from ringattn_core.rule import Rule
 from ringattn_core.tiles import tiles
 
 Carry = TypeVar("Carry")
 
-_TARGET: Final = 512
-_BUDGET: Final = 512 * 512
+_LONGEST: Final = 512
+_SHORTEST: Final = 128
+_SCORES_ON_CPU: Final = 2**15
+_SCORES_ELSEWHERE: Final = 2**22
 
 
 class Cut(NamedTuple):
@@ -44,13 +47,29 @@ _AXES: Final = {
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
-    """The sizes of a step: near-equal tiles, so that padding wastes little, and as many heads as the budget has room for."""
-    q = near_equal(block.q_length, params.q_blocksize or _TARGET)
-    kv = near_equal(block.kv_length, params.kv_blocksize or _TARGET)
-    room = _BUDGET // (q * kv * block.group)
+    """The sizes of a step, those that `params` leaves open.
+
+    Tiles are near equal, so that padding wastes little; long, so that products of matrices dominate; but at most a
+    quarter of a window, so that its edges do not. Rows of a tile are queries times heads of a group. As many heads and
+    batch rows go together as keep the scores of a step few: on CPU they should stay in the cache of a core.
+    """
+    target = max(_SHORTEST, min(_LONGEST, _span(block.rule) // 4))
+    q = near_equal(block.q_length, params.q_blocksize or max(target // block.group, 16))
+    kv = near_equal(block.kv_length, params.kv_blocksize or target)
+    room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
     heads = largest_divisor(block.kv.shape[-2], room)
     batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv.shape[-2] else 1
     return Cut(batch, heads, q, kv)
+
+
+def _span(rule: Rule) -> int:
+    """How many keys a query can see at most, as far as window and chunk say."""
+    spans = [2**30] if rule.chunk is None else [rule.chunk]
+    if rule.window is not None:
+        left, right = rule.window
+        right = 0 if rule.causal else right
+        spans += [] if left is None or right is None else [left + right]
+    return min(spans)
 
 
 def near_equal(length: int, target: int) -> int:
@@ -91,15 +110,21 @@ def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, Carry]
     count = some.sum(dtype=jnp.int32)
 
     def step(at: Any, carry: Carry) -> Carry:
-        unit, tile = at // count, listed[at % count]
-        group, tile = tile // (q_count * kv_count), tile % (q_count * kv_count)
-        batch = group if per_batch > 1 else unit // head_steps
-        start = Cut(
-            batch * size.batch, unit % head_steps * size.heads, tile // kv_count * size.q, tile % kv_count * size.kv
-        )
-        return body(start, size, carry)
+        unit, nth = _divided(at, count)
+        tile = jax.lax.dynamic_index_in_dim(listed, nth, keepdims=False, allow_negative_indices=False)
+        group, tile = _divided(tile, q_count * kv_count)
+        batch, head = _divided(unit, head_steps)
+        row, column = _divided(tile, kv_count)
+        batch = group if per_batch > 1 else batch
+        return body(Cut(batch * size.batch, head * size.heads, row * size.q, column * size.kv), size, carry)
 
     return jax.lax.fori_loop(0, count * (batch_steps * head_steps), step, carry)
+
+
+def _divided(number: Any, by: Any) -> tuple[Any, Any]:
+    """Quotient and remainder of what is never negative: Python's signs cost a page of instructions."""
+    by = jnp.asarray(by, jnp.int32)
+    return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 
 def part(block: Block, start: Cut, size: Cut) -> Block:
@@ -116,13 +141,13 @@ def part(block: Block, start: Cut, size: Cut) -> Block:
 def take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
     """The part of `x` that belongs to a step; its axes are named by letters, and those of length 1 broadcast."""
     starts, sizes = _window(x, axes, block, start, size)
-    return x if sizes == x.shape else jax.lax.dynamic_slice(x, starts, sizes)
+    return x if sizes == x.shape else jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 def put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
     """`x` with the part that `take` gives replaced."""
     starts, sizes = _window(x, axes, block, start, size)
-    return part if sizes == x.shape else jax.lax.dynamic_update_slice(x, part, starts)
+    return part if sizes == x.shape else jax.lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
 
 
 def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tuple[list[Any], tuple[int, ...]]:
@@ -132,6 +157,7 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
         "K": (block.kv.shape[-2], start.heads, size.heads),
         "N": (block.q.shape[2], start.heads * group, size.heads * group),
         "T": (block.q_length, start.q, size.q),
+        "R": (block.q_length * group, start.q * group, size.q * group),
         "S": (block.kv_length, start.kv, size.kv),
     }
     starts, sizes = [], []
@@ -141,15 +167,3 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
         starts.append(0 if full else at)
         sizes.append(length if full else many)
     return starts, tuple(sizes)
-
-
-def varying_alike(tree: Any) -> Any:
-    """The arrays, all marked as varying over every mesh axis that any of them varies over: loops insist on it."""
-    axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
-    union = frozenset().union(*axes)
-
-    def mark(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(union - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
