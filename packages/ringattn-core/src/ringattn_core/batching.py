@@ -2,12 +2,14 @@
 """How vmapped axes become part of the batch, so that no kernel needs a batching rule."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from . import contract
 from .protocol import Block, BlockKernel, Gradients, Partial
 
 _PER_EXAMPLE = ("q", "batch_index", "q_segments", "kv_segments", "seed")
@@ -16,7 +18,7 @@ _BROADCAST = ("q_positions", "kv_positions", "q_index", "kv_index", "bias", "mas
 
 def forward(kernel: BlockKernel) -> Callable[[Block, Partial], Partial]:
     """`kernel.forward`, with vmapped axes folded into the batch."""
-    call = jax.custom_batching.custom_vmap(kernel.forward)
+    call = jax.custom_batching.custom_vmap(functools.partial(contract.forward, kernel))
 
     @call.def_vmap
     def rule(size: int, batched: Any, block: Block, partial: Partial) -> tuple[Partial, Partial]:
@@ -33,7 +35,7 @@ def forward(kernel: BlockKernel) -> Callable[[Block, Partial], Partial]:
 
 def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
     """`kernel.backward`, with vmapped axes folded into the batch."""
-    call = jax.custom_batching.custom_vmap(kernel.backward)
+    call = jax.custom_batching.custom_vmap(functools.partial(contract.backward, kernel))
 
     @call.def_vmap
     def rule(size: int, batched: Any, block: Block, *arrays: jax.Array) -> tuple[Gradients, Gradients]:
@@ -48,7 +50,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
     return call
 
 
-def _fold_block(size: int, batched: Block, block: Block, expand: tuple[str, ...]) -> Block:
+def _fold_block(size: int, batched: Any, block: Block, expand: tuple[str, ...]) -> Block:
     """Every array per example of the vmapped axis times the batch; those with batch 1 stay so unless in `expand`."""
     examples = block.q.shape[1 if batched.q else 0]
     changes: dict[str, Any] = {name: _fold(size, getattr(batched, name), getattr(block, name)) for name in _PER_EXAMPLE}
@@ -76,7 +78,7 @@ def _unfold(size: int, x: jax.Array) -> jax.Array:
     return x.reshape(size, x.shape[0] // size, *x.shape[1:])
 
 
-def _reduce_like(result: Gradients, block: Block, batched: Block) -> Gradients:
+def _reduce_like(result: Gradients, block: Block, batched: Any) -> Gradients:
     """Each example's gradient of an input that its batch shares is summed over that batch."""
     changes = {}
     for name in ("bias", "slopes"):

@@ -82,7 +82,7 @@ def block(ring: Ring, inputs: Differentiable, q: jax.Array, kv: Packed, fixed: F
     q_index = indices(ring.layout, ranks, fixed.rank, q_length)[None]
     kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
 
-    def visiting(x: jax.Array | None) -> jax.Array | None:
+    def visiting(x: jax.Array | None) -> Any:
         return None if x is None else jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, 1)
 
     def of_columns(x: jax.Array | None) -> jax.Array | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 
 
 def platform_of(mesh: Any, arrays: Sequence[Any]) -> str:

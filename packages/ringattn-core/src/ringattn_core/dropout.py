@@ -26,20 +26,15 @@ def kept(block: Block) -> Bool[Array, "B N T S"]:
     """Which probabilities of the block, or of a tile of it, survive; needs a seed and `0 < rule.dropout < 1`.
 
     Word `j % 4` of the counter `(j // 4, i, head, batch)` under the key `(seed, 0)` decides for query `i` and key `j`.
-    Where the rule promises `aligned` keys and four divides their number, one call serves four keys.
+    Every key draws for itself: four keys can share one call, but only by an interleaving that costs XLA more than the call.
     """
     assert block.seed is not None
     head, batch = _unsigned(block.head_index)[None, :, None, None], _unsigned(block.batch_index)[:, None, None, None]
     query, seed = _unsigned(block.q_index)[:, None, :, None], block.seed[:, None, None, None]
     least = jnp.uint32(threshold(block.rule.dropout))
-    shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
-    if block.rule.aligned and block.kv_length % 4 == 0:
-        quad = _unsigned(block.kv_index[:, ::4])[:, None, None, :] >> 2
-        words = philox((quad, query, head, batch), (seed, jnp.uint32(0)))
-        return jnp.stack([word >= least for word in words], -1).reshape(shape)
     key = _unsigned(block.kv_index)[:, None, None, :]
     words = philox((key >> 2, query, head, batch), (seed, jnp.uint32(0)))
-    which = key & 3
+    shape, which = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length), key & 3
     low, high = jnp.where(which == 0, words[0], words[1]), jnp.where(which == 2, words[2], words[3])
     return jnp.broadcast_to(jnp.where(which < 2, low, high) >= least, shape)
 

@@ -96,6 +96,14 @@ class DuplicateBackendError(RingAttnError):
         )
 
 
+class KernelError(RingAttnError, TypeError):
+    """A block kernel that does not return what the protocol asks for."""
+
+    def __init__(self, kernel: object, method: str, fact: str, remedy: str):
+        self.kernel, self.method = kernel, method
+        super().__init__(f"{type(kernel).__name__}.{method} {fact}. {remedy}")
+
+
 class BackendUnavailableError(RingAttnError, RuntimeError):
     """A backend that is installed but cannot run on these devices."""
 

@@ -93,7 +93,8 @@ def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_leng
     q, q_parts = _shards(layout, ranks, q_length)
     kv, kv_parts = _shards(layout, ranks, kv_length)
     some = functools.reduce(lambda a, b: a & b, (np.asarray(mask.tiles(q, kv)[0]) for mask in masks))
-    return np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts)).reshape(ranks, q_parts, ranks, kv_parts).any((1, 3))
+    tiles = np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts))
+    return np.asarray(tiles.reshape(ranks, q_parts, ranks, kv_parts).any((1, 3)))
 
 
 def _shards(layout: str, ranks: int, length: int) -> tuple[Coordinates, int]:

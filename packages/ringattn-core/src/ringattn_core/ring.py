@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from . import batching, finite, merge, parcels, tie
+from . import batching, finite, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .hops import parcel_sends
 from .layout import put_columns
-from .protocol import Gradients, Partial
+from .merge import empty, with_sinks
+from .protocol import Partial
 from .varying import align, axes_of
 
 UNROLLED: Final = 8
@@ -34,7 +35,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
     kv = finite.keys_and_values(inputs.k, inputs.v, poison=True)
     kernel, tied = batching.forward(ring.kernel), tie.of(ring.kernel)
     first = block(ring, inputs, q, kv, fixed, 0)
-    partial = _aligned(ring, merge.empty(first), inputs)
+    partial = _aligned(ring, empty(first), inputs)
 
     def hop(kv: parcels.Packed, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Packed, Partial]:
         # The send is issued before the kernel, and not before the kernel of the last hop is done.
@@ -52,7 +53,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
     for offset, shift in zip(offsets, shifts, strict=True):
         kv, partial = hop(kv, partial, offset, shift)
     partial = finite.poisoned(partial, bad)
-    whole = merge.with_sinks(partial, _sinks(inputs))
+    whole = with_sinks(partial, _sinks(inputs))
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
 
 
@@ -60,7 +61,7 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     inputs, fixed, out, keys_lse = residuals
     dout, dlse = cotangents
     sinks = _sinks(inputs)
-    lse = merge.with_sinks(Partial(out, keys_lse), sinks).lse
+    lse = with_sinks(Partial(out, keys_lse), sinks).lse
     seen = ~jnp.isneginf(keys_lse)
     dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
     delta = jnp.einsum("btnh,btnh->bnt", dout, out, preferred_element_type=jnp.float32, precision="highest") - dlse
@@ -93,7 +94,7 @@ def _gradients(
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 
     def hop(
-        kv: parcels.Packed, behind: jax.Array | None, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
+        kv: parcels.Packed, behind: Any, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Works on `kv` while it goes `onward` and the gradients `behind` it follow by `back`."""
         kv = tied(kv, sums["q"])
@@ -130,7 +131,7 @@ def _gradients(
     return {**sums, "kv": total}
 
 
-def _added(ring: Ring, sums: dict[str, Any], found: Gradients, origin: Any) -> dict[str, Any]:
+def _added(ring: Ring, sums: dict[str, Any], found: Any, origin: Any) -> dict[str, Any]:
     """The sums with what one hop found; every hop has columns of the bias for itself."""
     bias, slopes = sums["bias"], sums["slopes"]
     if bias is not None:

@@ -13,9 +13,7 @@ class Rule:
 
     `masks` are the distinct masks that `mask_builder` made, `mask_of_head` says which one each *global* head
     obeys (empty where there are none); `window` is `(left, right)`, both inclusive, `None` for unbounded.
-    `increasing` promises that positions grow within each shard, so that visible tiles form ranges. `aligned`
-    promises that the key indices of each shard come in runs `4 n, 4 n + 1, 4 n + 2, 4 n + 3` (dropout then
-    draws four at once); tiles of its blocks then start and end at multiples of four.
+    `increasing` promises that positions grow within each shard, so that visible tiles form ranges.
     """
 
     scale: float
@@ -27,7 +25,6 @@ class Rule:
     masks: tuple[Mask, ...] = ()
     mask_of_head: tuple[int, ...] = ()
     increasing: bool = True
-    aligned: bool = False
     precision: str | None = None
     fused_backward: bool = False
     fwd_params: FwdParams = FwdParams()

@@ -7,6 +7,7 @@ import math
 from typing import Any, Final
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
