@@ -15,8 +15,14 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping
 import pytest
-from ringattn_core import discovery
+
+# Shapes and dtypes of the annotations are checked at run time, in the modules that compute.
+COMPUTING = ("dropout", "finite", "layout", "merge", "parcels", "ring", "tie", "tiles", "visibility")
+jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")
+
+from ringattn_core import discovery  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("promises", derandomize=True, deadline=None, database=None, max_examples=60)

@@ -55,7 +55,8 @@ def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple
     k, v = (jax.random.normal(jax.random.key(n), (2, 3, 1, d), dtype) for n, d in enumerate(dims))
     kv = parcels.pack(k, v)
     gradients = jax.random.normal(jax.random.key(9), kv.shape) * jnp.float32(1e-30)
-    got, sums = parcels.split(parcels.transported(lambda x: x, parcels.join(kv, gradients)), dtype)
+    wire, sums = parcels.split(parcels.join(parcels.to_wire(kv), gradients))
+    got = parcels.from_wire(wire, dtype)
     assert (got == kv).all() and (sums == gradients).all()
     assert all((a == b).all() for a, b in zip(parcels.unpack(got, dims[0]), (k, v), strict=True))
 
@@ -74,7 +75,7 @@ def compiled(ranks: int, length: int, gradient: bool) -> Any:
 @pytest.mark.parametrize("gradient", [False, True])
 def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bool):
     packed = 2 * 1024 * 2 * 64 * 4
-    small, large = (compiled(n, n * 1024, gradient).memory_analysis().temp_size_in_bytes for n in (3, 8))
+    small, large = (compiled(n, n * 1024, gradient).memory_analysis().temp_size_in_bytes for n in (5, 8))
     one = compiled(1, 1024, gradient).memory_analysis().temp_size_in_bytes
     assert large <= small + packed // 4
     assert large <= one + 2.5 * packed * (2 if gradient else 1)

@@ -26,7 +26,7 @@ def kept(block: Block) -> Bool[Array, "B N T S"]:
     """Which probabilities of the block, or of a tile of it, survive; needs a seed and `0 < rule.dropout < 1`.
 
     Word `j % 4` of the counter `(j // 4, i, head, batch)` under the key `(seed, 0)` decides for query `i` and key `j`.
-    Every key draws for itself: four keys can share one call, but only by an interleaving that costs XLA more than the call.
+    Every key draws for itself: four could share one call, but to interleave their words costs XLA more than the calls.
     """
     assert block.seed is not None
     head, batch = _unsigned(block.head_index)[None, :, None, None], _unsigned(block.batch_index)[:, None, None, None]

@@ -286,6 +286,9 @@ class Predicate(Mask):
     seen: Callable[[Any, Any], Any]
     bounded = False
 
+    def __repr__(self) -> str:
+        return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
+
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return jnp.asarray(self.seen(q.positions, kv.positions), bool)
 

@@ -34,7 +34,7 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
 
 
 def combined(
-    a: Float32[Array, "*x"], b: Float32[Array, "*x"]
+    a: Float32[Array, "*#x"], b: Float32[Array, "*#x"]
 ) -> tuple[Float32[Array, "*x"], Float32[Array, "*x"], Float32[Array, "*x"]]:
     """`ln(e^a + e^b)`, and the shares of `a` and `b` in it. `-inf` is the identity, with a share of 0; NaN absorbs."""
     largest = jnp.maximum(a, b)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How keys, values and their gradients are packed, so that one permute carries them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt16
 
-Packed = Float[Array, "2 B S K H"] | Float[Array, "B S K H+Hv"]
+Packed = Float[Array, "2 B S K H"] | Float[Array, "B S K HHv"]
+Wire = Float32[Array, "..."] | UInt16[Array, "..."]
 
 
 def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
@@ -22,26 +22,27 @@ def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:
     return packed[..., :key_dim], packed[..., key_dim:]
 
 
-def join(kv: Packed, gradients: Float32[Array, "..."]) -> jax.Array:
-    """A parcel: K,V in their dtype and their float32 gradients, as one array; `split` is the inverse.
+def to_wire(kv: Packed) -> Wire:
+    """K,V as it travels: narrow floats as integers, because XLA widens them on some platforms; the rest as it is."""
+    return kv if kv.dtype == jnp.float32 else jax.lax.bitcast_convert_type(kv, jnp.uint16)
 
-    Narrow dtypes travel as integers: a float32's halves are no numbers, and must arrive as they left.
+
+def from_wire(wire: Wire, dtype: Any) -> Packed:
+    """The inverse of `to_wire`, bit for bit."""
+    return wire if dtype == jnp.float32 else jax.lax.bitcast_convert_type(wire, dtype)
+
+
+def join(wire: Wire, gradients: Float32[Array, "..."]) -> Wire:
+    """A parcel: K,V and their float32 gradients as one array; `split` is the inverse.
+
+    Beside integers the gradients are integers too: the halves of a float32 are no numbers, and must arrive as they left.
     """
-    if kv.dtype == jnp.float32:
-        return jnp.stack([kv, gradients])
-    halves = jax.lax.bitcast_convert_type(gradients, jnp.uint16)
-    return jnp.concatenate([jax.lax.bitcast_convert_type(kv, jnp.uint16)[..., None], halves], -1)
+    if wire.dtype == jnp.float32:
+        return jnp.stack([wire, gradients])
+    return jnp.concatenate([wire[..., None], jax.lax.bitcast_convert_type(gradients, jnp.uint16)], -1)
 
 
-def split(parcel: jax.Array, dtype: Any) -> tuple[Packed, jax.Array]:
-    if dtype == jnp.float32:
+def split(parcel: Wire) -> tuple[Wire, Float32[Array, "..."]]:
+    if parcel.dtype == jnp.float32:
         return parcel[0], parcel[1]
-    kv = jax.lax.bitcast_convert_type(parcel[..., 0], dtype)
-    return kv, jax.lax.bitcast_convert_type(parcel[..., 1:], jnp.float32)
-
-
-def transported(send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """What arrives of `x`, bit for bit: narrow floats travel as integers, because XLA widens them on some platforms."""
-    if x.dtype in (jnp.bfloat16, jnp.float16):
-        return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
-    return send(x)
+    return parcel[..., 0], jax.lax.bitcast_convert_type(parcel[..., 1:], jnp.float32)

@@ -31,7 +31,7 @@ class Block:
     """
 
     q: Float[Array, "B T N H"]
-    kv: Float[Array, "2 B S K H"] | Float[Array, "B S K H+Hv"]
+    kv: Float[Array, "2 B S K H"] | Float[Array, "B S K HHv"]
     q_positions: Int32[Array, "b T"]
     kv_positions: Int32[Array, "b S"]
     q_index: Int32[Array, "b T"]

@@ -32,26 +32,26 @@ def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
 def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
     q, bad = finite.queries(inputs.q)
-    kv = finite.keys_and_values(inputs.k, inputs.v, poison=True)
-    kernel, tied = batching.forward(ring.kernel), tie.of(ring.kernel)
-    first = block(ring, inputs, q, kv, fixed, 0)
-    partial = _aligned(ring, empty(first), inputs)
+    wire = parcels.to_wire(finite.keys_and_values(inputs.k, inputs.v, poison=True))
+    kernel, tied, dtype = batching.forward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
+    partial = _aligned(ring, empty(block(ring, inputs, q, parcels.from_wire(wire, dtype), fixed, 0)), inputs)
 
-    def hop(kv: parcels.Packed, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Packed, Partial]:
+    def hop(wire: parcels.Wire, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Wire, Partial]:
         # The send is issued before the kernel, and not before the kernel of the last hop is done.
-        kv = kv if shift is None else tied(kv, partial.out)
-        following = kv if shift is None else _send(ring, kv, shift)
+        wire = wire if shift is None else tied(wire, partial.out)
+        following = wire if shift is None else _send(ring, wire, shift)
+        kv = parcels.from_wire(wire, dtype)
         return following, kernel(block(ring, inputs, q, kv, _at(fixed, partial.lse), offset), partial)
 
     offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
     if len(offsets) > UNROLLED and set(ring.plan.shifts) == {1}:
         looped = len(offsets) - 1
-        (kv, partial), _ = jax.lax.scan(
-            lambda carry, offset: (hop(*carry, offset, 1), None), (kv, partial), jnp.arange(looped, dtype=jnp.int32)
+        (wire, partial), _ = jax.lax.scan(
+            lambda carry, offset: (hop(*carry, offset, 1), None), (wire, partial), jnp.arange(looped, dtype=jnp.int32)
         )
         offsets, shifts = offsets[looped:], shifts[looped:]
     for offset, shift in zip(offsets, shifts, strict=True):
-        kv, partial = hop(kv, partial, offset, shift)
+        wire, partial = hop(wire, partial, offset, shift)
     partial = finite.poisoned(partial, bad)
     whole = with_sinks(partial, _sinks(inputs))
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
@@ -94,38 +94,38 @@ def _gradients(
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 
     def hop(
-        kv: parcels.Packed, behind: Any, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
+        wire: parcels.Wire, behind: Any, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Works on `kv` while it goes `onward` and the gradients `behind` it follow by `back`."""
-        kv = tied(kv, sums["q"])
+        """Works on the keys of `wire` while they go `onward` and the gradients `behind` them follow by `back`."""
+        wire = tied(wire, sums["q"])
         sends = parcel_sends(onward, back)
         if len(sends) == 1 and sends[0].keys and sends[0].gradients:
-            parcel = _send(ring, parcels.join(kv, behind), sends[0].shift)
-            following, arrived = parcels.split(parcel, dtype)
+            following, arrived = parcels.split(_send(ring, parcels.join(wire, behind), sends[0].shift))
         else:
-            following = None if onward is None else _send(ring, kv, onward)
+            following = None if onward is None else _send(ring, wire, onward)
             arrived = None if back is None else _send(ring, tied(behind, sums["q"]), back)
-        mine, sums = compute(kv, sums, offset)
+        mine, sums = compute(parcels.from_wire(wire, dtype), sums, offset)
         return following, mine if arrived is None else mine + arrived, sums
 
-    def own(token: jax.Array) -> parcels.Packed:
+    def own(token: jax.Array) -> parcels.Wire:
         """Packed when it is needed, twice, and not kept between."""
-        return finite.keys_and_values(tied(inputs.k, token), tied(inputs.v, token), poison=False)
+        kv = finite.keys_and_values(tied(inputs.k, token), tied(inputs.v, token), poison=False)
+        return parcels.to_wire(kv)
 
     behind = None
     offsets, shifts = ring.plan.offsets[1:], ring.plan.shifts
     if offsets:
-        kv = _send(ring, own(dout), shifts[0])
+        wire = _send(ring, own(dout), shifts[0])
         onward = (*shifts[1:], None)
-        kv, behind, sums = hop(kv, behind, sums, offsets[0], onward[0], None)
+        wire, behind, sums = hop(wire, behind, sums, offsets[0], onward[0], None)
         steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
         if len(steps) > UNROLLED and set(shifts) == {1}:
-            (kv, behind, sums), _ = jax.lax.scan(
-                lambda carry, offset: (hop(*carry, offset, 1, 1), None), (kv, behind, sums), jnp.asarray(offsets[1:-1])
+            (wire, behind, sums), _ = jax.lax.scan(
+                lambda carry, offset: (hop(*carry, offset, 1, 1), None), (wire, behind, sums), jnp.asarray(offsets[1:-1])
             )
             steps = steps[-1:]
         for offset, onward, back in steps:
-            kv, behind, sums = hop(kv, behind, sums, offset, onward, back)
+            wire, behind, sums = hop(wire, behind, sums, offset, onward, back)
     home = ring.plan.homeward
     _, total, sums = hop(own(sums["q"]), behind, sums, 0, None, home[0].shift if home else None)
     return {**sums, "kv": total}
@@ -155,9 +155,7 @@ def _at(fixed: Fixed, token: jax.Array) -> Fixed:
 
 def _send(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
     ranks = ring.plan.ranks
-    return parcels.transported(
-        lambda wire: jax.lax.ppermute(wire, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)]), x
-    )
+    return jax.lax.ppermute(x, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
 
 
 def _aligned(ring: Ring, tree: Any, inputs: Differentiable) -> Any:

@@ -13,7 +13,7 @@ from .visibility import of_positions
 
 
 class Tiles(NamedTuple):
-    """`some`: false only where no pair of the two tiles is visible. `full`: true only where every pair is, for every head.
+    """`some` is false only where no pair of two tiles is visible, `full` true only where every pair is, to every head.
 
     `g` is 1 where nothing depends on the batch, else `B`. Both err on the side of work: a tile that is not `some`
     may be skipped, one that is `full` needs no mask, and `full` implies `some`.
@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
 def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     """The bitmap of a block whose lengths divide by the tiles (`Block.padded_to` sees to that).
 
-    Exact for one mask of positions whose tokens increase within each tile; the bits of several conditions are ANDed, each by
-    its own bounds. Masks that have no bounds are evaluated, a row of tiles at a time.
+    Exact for a causal mask, and for a window or chunks over consecutive positions. Several conditions are ANDed, each
+    by its own bounds. Masks that have no bounds are evaluated, a row of tiles at a time.
     """
     rule = block.rule
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
@@ -54,10 +54,10 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
 
 
 def visible_ranges(block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Int32[Array, "g n 4"]:
-    """For each query tile `(lo, hi, full_lo, full_hi)`: the hull of the key tiles that it sees, and a run it sees whole.
+    """For each query tile `(lo, hi, full_lo, full_hi)`: the hull of the key tiles it sees, and a run it sees whole.
 
     No visible tile lies outside `[lo, hi)`; every tile of `[full_lo, full_hi)`, the longest such run, is `full`. An
-    empty hull is `(0, 0)`, an empty run `(lo, lo)`. `by_keys` gives the transposed table: for each key tile, query tiles.
+    empty hull is `(0, 0)`, an empty run `(lo, lo)`. `by_keys` gives the transposed table, of query tiles for key tiles.
     """
     some, full = tiles(block, q_tile, kv_tile)
     if by_keys:

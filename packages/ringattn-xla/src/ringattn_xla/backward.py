@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
+from ringattn_core import tie
 from ringattn_core.dropout import kept
 from ringattn_core.protocol import Block, Gradients
 from ringattn_core.varying import align, axes_of
@@ -34,9 +35,9 @@ def backward(
     delta = row_values(pad_rows(delta, block.q_length, 2), block)
     lse = row_values(pad_rows(jnp.where(jnp.isneginf(lse), 0.0, lse), block.q_length, 2, jnp.inf), block)
     total = {"dq": jnp.swapaxes(rows(pad_rows(dq, block.q_length, 1), block), 2, 3)}
-    total |= {"dk": jnp.zeros(block.k.shape, jnp.float32), "dv": jnp.zeros(block.v.shape, jnp.float32)}
-    total |= {} if block.bias is None else {"dbias": jnp.zeros(block.bias.shape, jnp.float32)}
-    total |= {} if block.slopes is None else {"dslopes": jnp.zeros(block.slopes.shape, jnp.float32)}
+    total |= {"dk": tie.zeros(block.k.shape, dq), "dv": tie.zeros(block.v.shape, dq)}
+    total |= {} if block.bias is None else {"dbias": tie.zeros(block.bias.shape, dq)}
+    total |= {} if block.slopes is None else {"dslopes": tie.zeros(block.slopes.shape, dq)}
     total = align(total, axes)
 
     def step(start: Cut, size: Cut, total: dict[str, Any]) -> dict[str, Any]:

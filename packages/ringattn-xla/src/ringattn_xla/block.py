@@ -14,7 +14,7 @@ _backward = jax.jit(backward.backward)
 
 
 class XlaKernel:
-    """Blockwise attention in `jax.lax`: any shape, every feature, memory linear in the lengths, no tile without work."""
+    """Blockwise attention in `jax.lax`: any shape, every feature, memory linear in the lengths."""
 
     def forward(self, block: Block, partial: Partial) -> Partial:
         return _forward(block, partial)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one query and one key score, tile by tile, in the order that the specification gives.
 
-Inside this package a tile of queries is `[b k r h]`: each key head `k` has rows `r`, its query heads within each query, so
-that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` where `by_keys` says so.
+Inside this package a tile of queries is `[b k r h]`: each key head `k` has rows `r`, its query heads within each query,
+so that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` where `by_keys` says so.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block
 
 Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
@@ -62,13 +62,15 @@ def rows(x: Float[Array, "b t n h"], tile: Block) -> Float[Array, "b k r h"]:
 def unrows(x: Float[Array, "b k r h"], tile: Block) -> Float[Array, "b t n h"]:
     """The inverse of `rows`."""
     batch, heads, _, size = x.shape
-    return x.reshape(batch, heads, -1, tile.group, size).transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads * tile.group, size)
+    split = x.reshape(batch, heads, -1, tile.group, size)
+    return split.transpose(0, 2, 1, 3, 4).reshape(batch, -1, heads * tile.group, size)
 
 
 def row_values(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K R"]:
     """One number of each query, in the order of `rows`."""
     batch, heads, length = x.shape
-    return jnp.swapaxes(x.reshape(batch, heads // block.group, block.group, length), 2, 3).reshape(batch, -1, length * block.group)
+    split = x.reshape(batch, heads // block.group, block.group, length)
+    return jnp.swapaxes(split, 2, 3).reshape(batch, -1, length * block.group)
 
 
 def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, "B N T"]:

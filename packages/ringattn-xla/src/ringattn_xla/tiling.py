@@ -53,7 +53,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     quarter of a window, so that its edges do not. Rows of a tile are queries times heads of a group. As many heads and
     batch rows go together as keep the scores of a step few: on CPU they should stay in the cache of a core.
     """
-    target = max(_SHORTEST, min(_LONGEST, _span(block.rule) // 4))
+    target = max(_SHORTEST, min(_LONGEST, _span(block.rule) // 4 // 64 * 64))
     q = near_equal(block.q_length, params.q_blocksize or max(target // block.group, 16))
     kv = near_equal(block.kv_length, params.kv_blocksize or target)
     room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
@@ -68,7 +68,7 @@ def _span(rule: Rule) -> int:
     if rule.window is not None:
         left, right = rule.window
         right = 0 if rule.causal else right
-        spans += [] if left is None or right is None else [left + right]
+        spans += [] if left is None or right is None else [left + right + 1]
     return min(spans)
 
 
@@ -141,7 +141,14 @@ def part(block: Block, start: Cut, size: Cut) -> Block:
 def take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
     """The part of `x` that belongs to a step; its axes are named by letters, and those of length 1 broadcast."""
     starts, sizes = _window(x, axes, block, start, size)
-    return x if sizes == x.shape else jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+    if sizes == x.shape:
+        return x
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+    # As integers: XLA on CPU cuts no narrow floats, and would keep all of `x` as float32 to cut from.
+    whole = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    cut = jax.lax.dynamic_slice(whole, starts, sizes, allow_negative_indices=False)
+    return jax.lax.bitcast_convert_type(cut, x.dtype)
 
 
 def put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on tiles: what is skipped is invisible, what is not masked is visible, and ranges say what bitmaps say."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core.layout import LAYOUTS, indices
+from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
+from ringattn_core.protocol import Block
+from ringattn_core.rule import Rule
+from ringattn_core.tiles import tiles, visible_ranges
+from ringattn_core.visibility import visible
+
+RANKS, LENGTH, BATCH, HEADS = 3, 24, 2, 2
+DRAW = np.random.default_rng(11)
+PAIRS = DRAW.random((RANKS * LENGTH, RANKS * LENGTH)) < 0.5
+PAIRS[: LENGTH // 2] = False
+PAIRS[LENGTH:, 16:40] = True
+
+
+def _ids(draw: np.random.Generator) -> np.ndarray:
+    """Documents in order with padding at the end, for a shard."""
+    ids = np.sort(draw.integers(0, 4, (BATCH, LENGTH)), -1).astype(np.int32)
+    ids[:, LENGTH - 5 :] = -1
+    return ids
+
+
+def make(layout: str, q_rank: int, kv_rank: int, rule: Rule, **fields: Any) -> Block:
+    q_index, kv_index = (jnp.asarray(indices(layout, RANKS, rank, LENGTH))[None] for rank in (q_rank, kv_rank))
+    given: dict[str, Any] = {
+        "q_positions": q_index, "kv_positions": kv_index,
+        "q_segments": None, "kv_segments": None, "mask": None, **fields,
+    }  # fmt: skip
+    return Block(
+        q=jnp.zeros((BATCH, LENGTH, HEADS, 1)), kv=jnp.zeros((2, BATCH, LENGTH, HEADS, 1)),
+        q_index=q_index, kv_index=kv_index, batch_index=jnp.arange(BATCH),
+        head_index=jnp.arange(HEADS), bias=None, slopes=None, seed=None, rule=rule,
+        **{name: x if x is None else jnp.asarray(x) for name, x in given.items()},
+    )  # fmt: skip
+
+
+MASKS: tuple[Mask, ...] = (
+    Full(), Causal(), Causal(3), Local(4, None), Local(None, 2), Local(7, 1), Chunked(10), Prefix(17), Numpy(PAIRS),
+    Document(np.arange(RANKS * LENGTH) // 13), Document(np.arange(RANKS * LENGTH) // 9 - 1),
+    Predicate(lambda q, kv: (q + kv) % 3 == 0), Prefix(10) | Causal(), Local(9, 9) & ~Chunked(8),
+    ~Document(np.arange(72) // 20),
+)  # fmt: skip
+
+RULES = {
+    "nothing": {}, "causal": {"causal": True}, "window": {"window": (6, 3)}, "one side": {"window": (None, 2)},
+    "causal window": {"causal": True, "window": (9, 9)}, "chunk": {"chunk": 10},
+    **{f"mask {n} {type(mask).__name__}": {"masks": (mask,), "mask_of_head": (0, 0)} for n, mask in enumerate(MASKS)},
+    "masks of heads": {"masks": (Local(4, 4), Numpy(PAIRS)), "mask_of_head": (1, 0), "causal": True},
+}  # fmt: skip
+
+FIELDS = {
+    "of the layout": lambda draw: {},
+    "of the caller": lambda draw: {
+        "q_positions": draw.integers(-20, 60, (BATCH, LENGTH)).astype(np.int32),
+        "kv_positions": draw.integers(-20, 60, (BATCH, LENGTH)).astype(np.int32),
+    },
+    "restarting": lambda draw: dict.fromkeys(("q_positions", "kv_positions"), np.arange(LENGTH)[None] % 7),
+    "with segments": lambda draw: {"q_segments": _ids(draw), "kv_segments": _ids(draw)},
+    "with a dense mask": lambda draw: {"mask": np.repeat(draw.random((BATCH, 1, LENGTH, 3)) < 0.3, LENGTH // 3, -1)},
+    "with a mask of heads": lambda draw: {"mask": np.kron(draw.random((1, HEADS, 4, 4)) < 0.6, np.ones((6, 6))) > 0},
+}
+
+
+def by_force(block: Block, q_tile: int, kv_tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whether any, and every, pair of two tiles is visible to any, or every, head."""
+    seen = visible(block)
+    shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
+    pairs = np.broadcast_to(True if seen is None else np.asarray(seen), shape)
+    grid = pairs.reshape(*shape[:2], shape[2] // q_tile, q_tile, shape[3] // kv_tile, kv_tile)
+    return np.asarray(grid.any((1, 3, 5))), np.asarray(grid.all((1, 3, 5)))
+
+
+def _wrong(bits: np.ndarray) -> str:
+    return f"wrong at [g, q tile, kv tile] = {np.argwhere(bits)[:3].tolist()}"
+
+
+CASES = [
+    (name, layout)
+    for name, options in RULES.items()
+    for layout in (LAYOUTS if all(mask.bounded for mask in options.get("masks", ())) else ("zigzag",))
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_no_visible_pair_is_skipped_and_no_invisible_one_unmasked(name: str, layout: str) -> None:
+    draw = np.random.default_rng(5)
+    for turn, (what, fields) in enumerate(FIELDS.items()):
+        ranks, sizes = ((2, 1), (1, 1), (0, 2))[turn % 3], ((8, 6), (24, 3))[turn % 2]
+        block = make(layout, *ranks, Rule(1.0, **RULES[name]), **fields(draw))
+        got, (some, full) = (np.asarray(x) for x in tiles(block, *sizes)), by_force(block, *sizes)
+        got_some, got_full = got
+        assert got_some.shape == got_full.shape and got_some.shape[0] in (1, BATCH)
+        case = f"{name}, positions {what}, ranks {ranks}, tiles {sizes}: "
+        assert not (some & ~got_some).any(), case + _wrong(some & ~got_some)
+        assert not (got_full & ~full).any(), case + _wrong(got_full & ~full)
+        assert not (got_full & ~got_some).any(), case + "whole but not seen at all"
+
+
+STRUCTURED = ({"causal": True}, {"window": (6, 3)}, {"window": (None, 2)}, {"chunk": 12}, {})
+
+
+@pytest.mark.parametrize("options", STRUCTURED, ids=str)
+def test_positions_in_a_row_make_the_bitmap_exact(options: dict[str, Any]) -> None:
+    for ranks in ((0, 0), (2, 1), (1, 2)):
+        block = make("contiguous", *ranks, Rule(1.0, **options))
+        got, (some, full) = tiles(block, 8, 6), by_force(block, 8, 6)
+        np.testing.assert_array_equal(np.broadcast_to(got.some, some.shape), some)
+        np.testing.assert_array_equal(np.broadcast_to(got.full, full.shape), full)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_causal_hop_to_a_later_shard_costs_nothing_only_where_the_layout_says_so(layout: str) -> None:
+    got = tiles(make(layout, 0, 2, Rule(1.0, causal=True)), 6, 6)
+    assert bool(got.some.any()) == (layout != "contiguous")
+
+
+@pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 Numpy(held=array(72, 72))", "mask 9"])
+def test_padding_keys_are_seen_by_nobody_and_spoil_no_bounds(name: str) -> None:
+    name = next(known for known in RULES if known.startswith(name))
+    small = make("contiguous", 1, 1, Rule(1.0, **RULES[name]))
+    block = small.map_keys(lambda x, axis: x[(slice(None),) * axis + (slice(20),)]).padded_to(27, 36)
+    got, (some, full) = tiles(block, 9, 6), by_force(block, 9, 6)
+    assert not np.asarray(got.some)[:, :, 4:].any(), "tiles of nothing but padding are seen"
+    assert not np.asarray(got.full)[:, :, 3:].any(), "tiles with padding are said to be whole"
+    np.testing.assert_array_equal(np.broadcast_to(got.some, some.shape), some)
+    assert not (np.asarray(got.full) & ~full).any()
+    assert np.asarray(got.full)[:, :, :3].any() == full.any()
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_ranges_are_the_hull_of_what_is_seen_and_its_longest_whole_run(by_keys: bool) -> None:
+    draw, checked = np.random.default_rng(6), 0
+    for options in ({"causal": True}, {"window": (6, 3)}, {"masks": (Chunked(9),), "mask_of_head": (0, 0)}, {}):
+        for fields in FIELDS.values():
+            block = make("zigzag", 1, 0, Rule(1.0, **options), **fields(draw))
+            some, full = (np.asarray(x) for x in tiles(block, 6, 3))
+            if by_keys:
+                some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
+            table = np.asarray(visible_ranges(block, 6, 3, by_keys=by_keys))
+            assert table.dtype == np.int32 and table.shape == (*some.shape[:2], 4)
+            for where in np.ndindex(*some.shape[:2]):
+                lo, hi, full_lo, full_hi = table[where]
+                seen = np.flatnonzero(some[where])
+                assert (lo, hi) == ((seen[0], seen[-1] + 1) if seen.size else (0, 0)), where
+                runs = "".join("x" if bit else " " for bit in full[where]).split()
+                assert full_hi - full_lo == max(map(len, runs), default=0), where
+                assert full[where][full_lo:full_hi].all() and (full_hi > full_lo or full_lo == lo), where
+                checked += bool(seen.size) and full_hi > full_lo
+    assert checked > 20

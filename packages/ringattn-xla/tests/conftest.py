@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test of the kernel stands on: CPU devices, strict promotion, and the dense computation beside it."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+sys.path.insert(0, str(Path(__file__).parent))
