@@ -121,7 +121,7 @@ def test_a_causal_hop_to_a_later_shard_costs_nothing_only_where_the_layout_says_
     assert bool(got.some.any()) == (layout != "contiguous")
 
 
-@pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 Numpy(held=array(72, 72))", "mask 9"])
+@pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 ", "mask 9 "])
 def test_padding_keys_are_seen_by_nobody_and_spoil_no_bounds(name: str) -> None:
     name = next(known for known in RULES if known.startswith(name))
     small = make("contiguous", 1, 1, Rule(1.0, **RULES[name]))

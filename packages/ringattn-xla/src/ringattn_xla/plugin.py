@@ -12,5 +12,5 @@ BACKEND: Final = Backend(
     platforms=("cpu", "cuda", "rocm", "gpu", "tpu"),
     features=dict.fromkeys(Feature, Support.FULL),
     kernel="ringattn_xla.block:KERNEL",
-    priority=0,
+    priority=-100,  # what runs everywhere comes after whatever was made for the platform
 )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the benchmarks compare: rounds that take every candidate in turn, medians, targets beside what is measured."""
+
+import dataclasses
+import json
+import operator
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+COMPARE = {"<=": operator.le, ">=": operator.ge}
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One promise: what is measured, how it must compare, and with what."""
+
+    what: str
+    measured: float
+    relation: str
+    target: float
+    unit: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return COMPARE[self.relation](self.measured, self.target)
+
+
+def medians(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median seconds of each candidate; each has run once before, and a slow minute hits all of them alike."""
+    for candidate in candidates.values():
+        jax.block_until_ready(candidate())
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, candidate in candidates.items():
+            start = time.perf_counter()
+            jax.block_until_ready(candidate())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def report(script: str, claims: Sequence[Claim], raw: Mapping[str, float]) -> None:
+    """The raw numbers, the table of claims, and both again as one line of JSON."""
+    print(f"\n{script}: jax {jax.__version__}, {jax.devices()[0].device_kind}, {len(jax.devices())} device(s)\n")
+    widest = max(map(len, [*raw, *(claim.what for claim in claims)]))
+    for name, value in raw.items():
+        print(f"{name:<{widest}}  {value:12.4g}")
+    print(f"\n{'claim':<{widest}}  {'measured':>12}  {'target':>14}  holds")
+    for claim in claims:
+        target = f"{claim.relation} {claim.target:.4g} {claim.unit}".strip()
+        print(f"{claim.what:<{widest}}  {claim.measured:12.4g}  {target:>14}  {'yes' if claim.holds else 'NO'}")
+    rows = [{**dataclasses.asdict(claim), "holds": claim.holds} for claim in claims]
+    print("\n" + json.dumps({"script": script, "jax": jax.__version__, "claims": rows, "raw": dict(raw)}))

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls are tried: every option alone, the nasty ones, and combinations, each under a name."""
+
+import dataclasses
+import zlib
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from ringattn_core.features import Feature
+
+from . import ingredients
+from .ingredients import Builder, Ids, Positions
+from .oracle import Problem
+
+DTYPES: Final = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+OPERANDS: Final = {
+    "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias", "slopes": "dslopes",
+}  # fmt: skip
+"""The inputs that have gradients, and the names of these."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call by its options alone: the same numbers for every ring size, layout and backend.
+
+    Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
+    ("BNTS"); the others are 1, columns excepted. `sinks` is `shared`, `head` or `each` (`[N, 2]`).
+    """
+
+    name: str
+    batch: int = 2
+    q_length: int = 48
+    kv_length: int = 48
+    per_rank: bool = False
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 8
+    value_dim: int = 8
+    dtype: str = "float32"
+    gain: float = 1.0
+    causal: bool = False
+    window: Any = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+    segments: Ids | None = None
+    positions: Positions | None = None
+    builder: Builder | None = None
+    dense_mask: str | None = None
+    bias: str | None = None
+    bias_forbids: bool = False
+    slopes: bool = False
+    sinks: str | None = None
+    no_sink: bool = False
+    dropout: float = 0.0
+    lse: bool = True
+    fused_backward: bool = False
+    block_size: int | None = None
+    core: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def lengths(self, ring: int) -> tuple[int, int]:
+        """The global lengths on a ring."""
+        times = ring if self.per_rank else 1
+        return self.q_length * times, self.kv_length * times
+
+    def fits(self, ring: int, layout: str) -> bool:
+        """Whether both sequences divide over the ring in this layout."""
+        parts = ring * (2 if layout == "zigzag" else 1)
+        return all(length % parts == 0 for length in self.lengths(ring))
+
+    @property
+    def needs(self) -> frozenset[Feature]:
+        """The features that a backend must declare to be asked this."""
+        wanted = {
+            Feature[self.dtype.upper()]: True,
+            Feature.CAUSAL: self.causal,
+            Feature.SLIDING_WINDOW: self.window is not None,
+            Feature.CHUNKED: self.chunk is not None,
+            Feature.SEGMENT_IDS: self.segments is not None,
+            Feature.POSITIONS: self.positions is not None,
+            Feature.MASK_BUILDER: self.builder is not None,
+            Feature.ATTENTION_MASK: self.dense_mask is not None,
+            Feature.GROUPED_HEADS: self.kv_heads != self.heads,
+            Feature.UNEQUAL_VALUE_DIM: self.value_dim != self.head_dim,
+            Feature.CROSS_LENGTHS: self.q_length != self.kv_length,
+            Feature.SOFT_CAP: self.soft_cap is not None,
+            Feature.SINKS: self.sinks is not None,
+            Feature.BIAS: self.bias is not None,
+            Feature.ALIBI: self.slopes,
+            Feature.DROPOUT: self.dropout > 0,
+            Feature.RETURN_LSE: self.lse,
+            Feature.FUSED_BACKWARD: self.fused_backward,
+        }
+        return frozenset(feature for feature, needed in wanted.items() if needed)
+
+    def inputs(self, ring: int) -> "Inputs":
+        """The arrays, in natural order, as rounded to the dtype; the same for every ring where lengths are."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        rows, columns = self.lengths(ring)
+        dtype = DTYPES[self.dtype]
+
+        def normal(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(dtype)
+
+        q = (self.gain * rng.standard_normal((self.batch, rows, self.heads, self.head_dim))).astype(dtype)
+        k = normal(self.batch, columns, self.kv_heads, self.head_dim)
+        v = normal(self.batch, columns, self.kv_heads, self.value_dim)
+        q_ids, kv_ids = self.segments(self.batch, rows, columns) if self.segments else (None, None)
+        q_positions, kv_positions = self.positions(self.batch, rows, columns) if self.positions else (None, None)
+        bias = None
+        if self.bias is not None:
+            bias = normal(*self._broadcast(self.bias, rows), columns)
+            if self.bias_forbids:
+                bias[rng.random(bias.shape) < 0.25] = -np.inf
+        dense = None
+        if self.dense_mask is not None:
+            dense = rng.random((*self._broadcast(self.dense_mask, rows), columns)) < 0.6
+        problem = Problem(
+            q, k, v, self.causal, self.window, self.chunk, q_ids, kv_ids, q_positions, kv_positions,
+            soft_cap=self.soft_cap, scale=self.scale, bias=bias, dropout=self.dropout, seed=0x9E3779B1,
+            slopes=np.abs(rng.standard_normal(self.heads)).astype(np.float32) / 4 if self.slopes else None,
+            sinks=self._sinks(rng),
+        )  # fmt: skip
+        seen = dense
+        if self.builder is not None:
+            built = self.builder.dense(problem)
+            seen = built if dense is None else built & dense
+        dlse = rng.standard_normal((self.batch, self.heads, rows)).astype(np.float32) if self.lse else None
+        dout = normal(self.batch, rows, self.heads, self.value_dim)
+        return Inputs(dataclasses.replace(problem, seen=seen), dense, dout, dlse)
+
+    def _broadcast(self, full: str, rows: int) -> tuple[int, int, int]:
+        b, n, t = (size if axis in full else 1 for axis, size in (("B", self.batch), ("N", self.heads), ("T", rows)))
+        return b, n, t
+
+    def _sinks(self, rng: np.random.Generator) -> np.ndarray | None:
+        if self.sinks is None:
+            return None
+        shape = {"shared": (self.heads + 1,), "head": (self.heads,), "each": (self.heads, 2)}[self.sinks]
+        sinks = rng.standard_normal(shape).astype(np.float32)
+        if self.no_sink:
+            sinks[0] = -np.inf
+        return sinks
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """A problem for the oracle, the dense mask that the call gets, and the cotangents."""
+
+    problem: Problem
+    dense_mask: np.ndarray | None
+    dout: np.ndarray
+    dlse: np.ndarray | None
+
+
+_CROSS: Final[dict[str, Any]] = {"q_length": 48, "kv_length": 96}
+_MORE_QUERIES: Final[dict[str, Any]] = {"q_length": 96, "kv_length": 48}
+_GROUPED: Final[dict[str, Any]] = {"heads": 4, "kv_heads": 2}
+
+ALONE: Final = (
+    Case("plain", lse=False),
+    Case("lse"),
+    Case("causal", causal=True, core=True),
+    Case("causal-without-lse", causal=True, lse=False),
+    Case("window", window=7, core=True),
+    Case("window-both-sides", window=(9, 2), lse=False),
+    Case("window-left-only", window=(5, None)),
+    Case("window-right-only", window=(None, 5)),
+    Case("window-self", window=(0, 0), lse=False),
+    Case("window-zero", window=0),
+    Case("window-huge", window=2**31 - 1),
+    Case("window-causal", window=7, causal=True, lse=False),
+    Case("window-across-shards", window=(30, 0)),
+    Case("chunk", chunk=16, core=True),
+    Case("chunk-smaller-than-shard", chunk=5, lse=False),
+    Case("chunk-larger-than-shard", chunk=29),
+    Case("chunk-window", chunk=16, window=(5, 0)),
+    Case("segments", segments=ingredients.packed, core=True),
+    Case("segments-causal", segments=ingredients.packed, causal=True, lse=False),
+    Case("segments-repeated", segments=ingredients.repeated, causal=True),
+    Case("segments-padding", segments=ingredients.padding),
+    Case("segments-padding-rank", segments=ingredients.padding_ranks, lse=False),
+    Case("segments-unseen-rank", segments=ingredients.unseen_ranks),
+    Case("segments-q-alone", segments=ingredients.queries_alone, lse=False),
+    Case("segments-kv-alone", segments=ingredients.keys_alone),
+    Case("segments-cross", segments=ingredients.crossed, **_CROSS),
+    Case("positions-restart", positions=ingredients.restarting, segments=ingredients.packed_alike, causal=True),
+    Case("positions-restart-rows", positions=ingredients.restarting_rows, segments=ingredients.packed, causal=True),
+    Case("positions-negative", positions=ingredients.negative, causal=True, chunk=7, lse=False),
+    Case("positions-shuffled", positions=ingredients.shuffled, causal=True),
+    Case("positions-extreme", positions=ingredients.extreme, window=(11, 3)),
+    Case("positions-empty-rows", positions=ingredients.late_keys, causal=True),
+    Case("positions-nothing-visible", positions=ingredients.later_keys, causal=True, lse=False),
+    Case("mask-of-heads", builder=ingredients.OF_HEADS),
+    Case("mask-of-groups", builder=ingredients.OF_GROUPS, lse=False, **_GROUPED),
+    Case("mask-algebra", builder=ingredients.ALGEBRA),
+    Case("mask-document", builder=ingredients.DOCUMENT, lse=False),
+    Case("mask-predicate", builder=ingredients.PREDICATE, positions=ingredients.restarting),
+    Case("mask-numpy", builder=ingredients.NUMPY),
+    Case("mask-indexed", builder=ingredients.INDEXED, causal=True, lse=False),
+    Case("dense-mask", dense_mask="T", lse=False),
+    Case("dense-mask-batch", dense_mask="BT"),
+    Case("dense-mask-heads", dense_mask="NT", causal=True),
+    Case("dense-mask-full", dense_mask="BNT", lse=False),
+    Case("gqa", lse=False, **_GROUPED),
+    Case("mqa", heads=3, kv_heads=1, causal=True),
+    Case("value-dim", value_dim=5),
+    Case("value-dim-larger", head_dim=5, value_dim=12, causal=True, lse=False, **_GROUPED),
+    Case("cross", lse=False, **_CROSS),
+    Case("cross-causal", causal=True, **_CROSS),
+    Case("cross-more-queries", causal=True, lse=False, **_MORE_QUERIES),
+    Case("cross-window", window=(6, 3), **_CROSS),
+    Case("cross-window-more-queries", window=(6, 3), **_MORE_QUERIES),
+    Case("cross-chunk", chunk=10, **_CROSS),
+    Case("soft-cap", soft_cap=1.5),
+    Case("scale", scale=0.7, lse=False),
+    Case("sinks", sinks="head", core=True),
+    Case("sinks-shared", sinks="shared", causal=True, lse=False),
+    Case("sinks-each", sinks="each", **_GROUPED),
+    Case("sinks-none", sinks="each", no_sink=True, causal=True),
+    Case("sinks-empty-rows", sinks="head", segments=ingredients.unseen_ranks),
+    Case("sinks-empty-rows-none", sinks="head", no_sink=True, segments=ingredients.unseen_ranks, lse=False),
+    Case("bias", bias="BNT", lse=False, core=True),
+    Case("bias-keys", bias=""),
+    Case("bias-rows", bias="T", causal=True),
+    Case("bias-heads", bias="N", lse=False),
+    Case("bias-batch", bias="B"),
+    Case("bias-batch-rows", bias="BT", lse=False, **_GROUPED),
+    Case("bias-heads-rows", bias="NT", window=9),
+    Case("bias-forbids", bias="BNT", bias_forbids=True),
+    Case("bias-keys-forbid", bias="B", bias_forbids=True, causal=True, lse=False),
+    Case("bias-cross", bias="NT", **_CROSS),
+    Case("alibi", slopes=True),
+    Case("alibi-causal", slopes=True, causal=True, lse=False, **_GROUPED),
+    Case("alibi-positions", slopes=True, positions=ingredients.restarting_rows),
+    Case("dropout", dropout=0.3, lse=False, core=True),
+    Case("dropout-lse", dropout=0.6, causal=True),
+    Case("dropout-gqa", dropout=0.25, causal=True, lse=False, **_GROUPED),
+    Case("fused-backward", fused_backward=True, causal=True),
+)
+
+COMBINED: Final = (
+    Case("soft-cap-bias", soft_cap=2.0, bias="NT", gain=2.0),
+    Case("soft-cap-causal-sinks", soft_cap=2.0, causal=True, sinks="shared", gain=2.0, lse=False),
+    Case("gqa-causal-segments", causal=True, segments=ingredients.packed, **_GROUPED),
+    Case("window-segments-sinks", window=(9, 0), segments=ingredients.packed, sinks="head", lse=False),
+    Case("chunk-bias-dropout", chunk=13, bias="NT", dropout=0.2),
+    Case("alibi-window-sinks", slopes=True, window=(9, 0), sinks="each", lse=False),
+    Case("window-segments-repeated", window=(20, 20), segments=ingredients.repeated),
+    Case("odd-lengths", q_length=5, kv_length=5, per_rank=True, causal=True, head_dim=5, value_dim=3),
+    Case("odd-lengths-cross", q_length=3, kv_length=7, per_rank=True, causal=True, lse=False),
+    Case("length-one", q_length=1, kv_length=1, per_rank=True, causal=True),
+    Case("length-one-everything", q_length=1, kv_length=1, per_rank=True, causal=True, bias="NT", sinks="head",
+         dropout=0.3, slopes=True, soft_cap=3.0, lse=False),
+    Case("one-query", q_length=1, kv_length=9, per_rank=True, window=(3, 4)),
+    Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1, lse=False),
+    Case("large-scores", gain=20.0, causal=True),
+    Case("logits-1e4", gain=1e4, causal=True),
+    Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head", lse=False),
+    Case("everything", causal=True, window=(29, None), segments=ingredients.packed, positions=ingredients.restarting,
+         builder=ingredients.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5, bias="BNT", bias_forbids=True,
+         slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6, core=True),
+    Case("everything-but-positions", chunk=37, window=(29, 3), segments=ingredients.padding, soft_cap=3.0, bias="N",
+         slopes=True, sinks="shared", dropout=0.2, heads=4, kv_heads=1, head_dim=6, value_dim=10, lse=False),
+)  # fmt: skip
+
+_IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("plain", {"lse": False}),
+    ("causal", {"causal": True, **_GROUPED}),
+    ("bias-sinks", {"bias": "NT", "sinks": "head", "causal": True, "lse": False}),
+    ("empty-rows", {"segments": ingredients.unseen_ranks, "value_dim": 6}),
+    ("everything", {
+        "causal": True, "window": (29, 0), "segments": ingredients.packed, "soft_cap": 3.0, "bias": "N",
+        "slopes": True, "sinks": "each", "dropout": 0.2, "lse": False, **_GROUPED,
+    }),
+)  # fmt: skip
+HALF: Final = tuple(
+    Case(f"{name}-{dtype}", dtype=dtype, **options) for dtype in ("bfloat16", "float16") for name, options in _IN_HALF
+)
+
+LONG: Final = (
+    Case("long-causal", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, **_GROUPED),
+    Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20), lse=False),
+    Case("long-segments", q_length=624, kv_length=624, segments=ingredients.packed, sinks="head", dropout=0.1),
+    Case("blocks", block_size=16, q_length=192, kv_length=192, causal=True, window=(70, None), bias="NT", lse=False),
+    Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=ingredients.crossed,
+         sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=ingredients.ALGEBRA, dense_mask="BNT",
+         bias="B", bias_forbids=True, value_dim=6, **_GROUPED),
+)  # fmt: skip
+
+CASES: Final[tuple[Case, ...]] = (*ALONE, *COMBINED, *HALF, *LONG)
+NAMED: Final = {case.name: case for case in CASES}

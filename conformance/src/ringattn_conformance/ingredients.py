@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cases are made of: segment ids, positions, and masks that core and the oracle each read in their own way."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from ringattn_core import masks
+
+from .oracle import Problem, positions
+
+Pair = tuple[np.ndarray | None, np.ndarray | None]
+Ids = Callable[[int, int, int], Pair]
+"""From batch, query length and key length to the ids of both, `[B, T]` and `[B, S]`, or `None` on a side."""
+Positions = Callable[[int, int, int], Pair]
+"""The same for positions, `[T]` or `[B, T]`."""
+
+
+def _documents(batch: int, length: int, shares: tuple[float, ...]) -> np.ndarray:
+    """Documents one after the other; each batch row cuts elsewhere."""
+    rows = []
+    for row in range(batch):
+        ends = (np.cumsum(shares) * length).astype(int) + row
+        rows.append(np.searchsorted(ends, np.arange(length), side="right"))
+    return np.stack(rows).astype(np.int32)
+
+
+def packed(batch: int, rows: int, columns: int) -> Pair:
+    ids = _documents(batch, rows, (0.4, 0.3))
+    return ids, ids[:, :columns]
+
+
+def packed_alike(batch: int, rows: int, columns: int) -> Pair:
+    ids = np.repeat(_documents(1, rows, (0.4, 0.3)), batch, 0)
+    return ids, ids[:, :columns]
+
+
+def repeated(batch: int, rows: int, columns: int) -> Pair:
+    """A B A B: one id serves two stretches of the sequence."""
+    ids = _documents(batch, rows, (0.2, 0.3, 0.25)) % 2
+    return ids, ids[:, :columns]
+
+
+def padding(batch: int, rows: int, columns: int) -> Pair:
+    """The end is padding, of several negative ids, and so is one token in the middle."""
+    ids = _documents(batch, rows, (0.3, 0.3))
+    ids[:, -rows // 4 :] = -1
+    ids[:, -2:] = -7
+    ids[:, 3] = -1
+    return ids, ids.copy()
+
+
+def padding_ranks(batch: int, rows: int, columns: int) -> Pair:
+    """Half the sequence is padding: whole ranks in the contiguous layout."""
+    ids = np.zeros((batch, rows), np.int32)
+    ids[:, : rows // 2] = -1
+    return ids, ids.copy()
+
+
+def unseen_ranks(batch: int, rows: int, columns: int) -> Pair:
+    """The queries of the first half find no key of their id."""
+    q_ids = np.full((batch, rows), 3, np.int32)
+    q_ids[:, : rows // 2] = 8
+    return q_ids, np.full((batch, columns), 3, np.int32)
+
+
+def queries_alone(batch: int, rows: int, columns: int) -> Pair:
+    return packed(batch, rows, columns)[0], None
+
+
+def keys_alone(batch: int, rows: int, columns: int) -> Pair:
+    return None, padding(batch, rows, columns)[0]
+
+
+def crossed(batch: int, rows: int, columns: int) -> Pair:
+    return _documents(batch, rows, (0.5, 0.3)), _documents(batch, columns, (0.2, 0.3))
+
+
+def restarting(batch: int, rows: int, columns: int) -> Pair:
+    """Positions start again at each document of `packed_alike`; `[T]`."""
+    both = restarting_rows(1, rows, columns)
+    assert both[0] is not None
+    return both[0][0], both[0][0][:columns]
+
+
+def restarting_rows(batch: int, rows: int, columns: int) -> Pair:
+    """Positions start again at each document of `packed`; `[B, T]`."""
+    ids = _documents(batch, rows, (0.4, 0.3))
+    starts = np.stack([np.searchsorted(row, row, side="left") for row in ids])
+    place = (np.arange(rows)[None] - starts).astype(np.int32)
+    return place, place[:, :columns]
+
+
+def negative(batch: int, rows: int, columns: int) -> Pair:
+    return np.arange(rows, dtype=np.int32) - 30, np.arange(columns, dtype=np.int32) - 30
+
+
+def shuffled(batch: int, rows: int, columns: int) -> Pair:
+    """In no order at all, and with repeats."""
+    rng = np.random.default_rng(3)
+    return rng.integers(-5, rows, rows).astype(np.int32), rng.permutation(columns).astype(np.int32)
+
+
+def extreme(batch: int, rows: int, columns: int) -> Pair:
+    """Up to both ends of what is allowed."""
+    q, kv = np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32)
+    far = np.int32(2**30 - 1)
+    q = np.where(q < rows // 2, q - far, far - rows + 1 + q)
+    return q, np.where(kv < columns // 2, kv - far, far - columns + 1 + kv)
+
+
+def late_keys(batch: int, rows: int, columns: int) -> Pair:
+    return np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32) + rows // 3
+
+
+def later_keys(batch: int, rows: int, columns: int) -> Pair:
+    return np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32) + rows
+
+
+Build = Callable[[int, int, int, int, int], Any]
+"""What a user gives as `mask_builder`: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """A `mask_builder`, and the same mask for the oracle: `seen(i, j, q_index, kv_index, head, group) -> bool`."""
+
+    build: Build
+    seen: Callable[[Any, Any, Any, Any, int, int], Any]
+
+    def dense(self, problem: Problem) -> np.ndarray:
+        """`[B|1, N, T, S]`."""
+        q, kv = positions(problem)
+        q_index, kv_index = np.arange(q.shape[1]), np.arange(kv.shape[1])
+        heads, group = problem.q.shape[2], problem.q.shape[2] // problem.k.shape[2]
+        i, j = q[:, :, None], kv[:, None, :]
+        each = [self.seen(i, j, q_index[:, None], kv_index[None], head, group) for head in range(heads)]
+        return np.stack([np.broadcast_to(one, (q.shape[0], q.shape[1], kv.shape[1])) for one in each], 1)
+
+
+def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    return masks.Causal() if head_idx % 2 == 0 else masks.Local(15, 3)
+
+
+def _of_groups(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    return masks.Local(3 + 4 * (head_idx // num_reps), num_heads)
+
+
+def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    return ((masks.Prefix(7) | masks.Causal()) & ~masks.Local(2, 2)) | masks.Chunked(5)
+
+
+def _seen_by_algebra(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
+    near = (j >= i - 2) & (j <= i + 2)
+    return (((j < 7) | (j <= i)) & ~near) | ((i // 5 == j // 5) & (j <= i))
+
+
+def _ids(length: int) -> np.ndarray:
+    ids = np.arange(length) // 11
+    ids[-3:] = -1
+    return ids
+
+
+def _document(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    return masks.Document(_ids(q_len), _ids(kv_len))
+
+
+def _seen_by_document(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
+    q_ids, kv_ids = _ids(q_index.size)[q_index], _ids(kv_index.size)[kv_index]
+    return (q_ids == kv_ids) & (q_ids >= 0)
+
+
+def _scattered(i: Any, j: Any) -> Any:
+    return (i * 7 + j * 3) % 5 < 3
+
+
+def _predicate(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    return masks.Predicate(_scattered)
+
+
+def _numpy(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> np.ndarray:
+    return _scattered(np.arange(q_len)[:, None] + head_idx, np.arange(kv_len)[None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexed:
+    """A mask of somebody else's library: a shape, and an index as NumPy's, slices included."""
+
+    shape: tuple[int, int]
+
+    def __getitem__(self, key: tuple[Any, Any]) -> np.ndarray:
+        rows, columns = (np.broadcast_to(x, self.shape)[key] for x in np.ogrid[: self.shape[0], : self.shape[1]])
+        return _scattered(rows, columns)
+
+
+def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> Indexed:
+    return Indexed((q_len, kv_len))
+
+
+OF_HEADS: Final = Builder(
+    _of_heads, lambda i, j, qi, ki, head, group: (j <= i) if head % 2 == 0 else (j >= i - 15) & (j <= i + 3)
+)
+OF_GROUPS: Final = Builder(
+    _of_groups, lambda i, j, qi, ki, head, group: (j >= i - 3 - 4 * (head // group)) & (j <= i + 4)
+)
+ALGEBRA: Final = Builder(_algebra, _seen_by_algebra)
+DOCUMENT: Final = Builder(_document, _seen_by_document)
+PREDICATE: Final = Builder(_predicate, lambda i, j, qi, ki, head, group: _scattered(i, j))
+NUMPY: Final = Builder(_numpy, lambda i, j, qi, ki, head, group: _scattered(qi + head, ki))
+INDEXED: Final = Builder(_indexed, lambda i, j, qi, ki, head, group: _scattered(qi, ki))

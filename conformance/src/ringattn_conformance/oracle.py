@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the right answer is: dense attention and its gradients in float64 NumPy, from the specification alone."""
+
+import dataclasses
+from typing import Any, Final
+
+import numpy as np
+
+PHILOX_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+PHILOX_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_LOW: Final = np.uint64(0xFFFFFFFF)
+_WORD: Final = np.uint64(32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call on whole sequences in natural order; every array is NumPy, everything not given is absent.
+
+    `seen` is any further mask, dense, broadcastable to `[B, N, T, S]`.
+    """
+
+    q: np.ndarray  # [B, T, N, H]
+    k: np.ndarray  # [B, S, K, H]
+    v: np.ndarray  # [B, S, K, Hv]
+    causal: bool = False
+    window: Any = None
+    chunk: int | None = None
+    q_segments: np.ndarray | None = None
+    kv_segments: np.ndarray | None = None
+    q_positions: np.ndarray | None = None
+    kv_positions: np.ndarray | None = None
+    seen: np.ndarray | None = None
+    soft_cap: float | None = None
+    scale: float | None = None
+    bias: np.ndarray | None = None
+    slopes: np.ndarray | None = None
+    sinks: np.ndarray | None = None
+    dropout: float = 0.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Outputs and gradients, in the shapes of the inputs; `largest` is the largest score that a row sees."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    largest: float
+    gradients: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Philox 4x32-10 of Salmon et al., on counters that broadcast."""
+    x = [np.asarray(word, np.uint64) & _LOW for word in counter]
+    low_key, high_key = key
+    for _ in range(10):
+        first, second = PHILOX_MULTIPLIERS[0] * x[0], PHILOX_MULTIPLIERS[1] * x[2]
+        x = [
+            (second >> _WORD) ^ x[1] ^ np.uint64(low_key),
+            second & _LOW,
+            (first >> _WORD) ^ x[3] ^ np.uint64(high_key),
+            first & _LOW,
+        ]
+        low_key, high_key = (low_key + PHILOX_STEPS[0]) & 0xFFFFFFFF, (high_key + PHILOX_STEPS[1]) & 0xFFFFFFFF
+    return tuple(np.broadcast_arrays(*x))
+
+
+def kept(problem: Problem) -> np.ndarray:
+    """Which probabilities survive dropout, `[B, N, T, S]`."""
+    batch, rows, heads = problem.q.shape[:3]
+    columns = problem.k.shape[1]
+    quads = -(-columns // 4)
+    counter = (
+        np.arange(quads)[None, None, None, :],
+        np.arange(rows)[None, None, :, None],
+        np.arange(heads)[None, :, None, None],
+        np.arange(batch)[:, None, None, None],
+    )
+    words = np.stack(philox(counter, (int(problem.seed) & 0xFFFFFFFF, 0)), -1)
+    words = words.reshape(batch, heads, rows, quads * 4)[..., :columns]
+    return words >= np.uint64(int(np.floor(problem.dropout * 2.0**32)))
+
+
+def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """The positions that masks compare, `[B|1, T]` and `[B|1, S]`."""
+    q, kv = problem.q_positions, problem.kv_positions
+    q = np.arange(problem.q.shape[1]) if q is None else np.asarray(q, np.int64)
+    kv = np.arange(problem.k.shape[1]) if kv is None else np.asarray(kv, np.int64)
+    return np.atleast_2d(q), np.atleast_2d(kv)
+
+
+def visible(problem: Problem) -> np.ndarray:
+    """Which query sees which key, `[B, N, T, S]`: all masks at once, and no bias of -inf."""
+    batch, rows, heads = problem.q.shape[:3]
+    q, kv = positions(problem)
+    i, j = q[:, None, :, None], kv[:, None, None, :]
+    seen = np.ones((batch, heads, rows, problem.k.shape[1]), bool)
+    if problem.causal:
+        seen &= j <= i
+    if problem.window is not None:
+        left, right = problem.window if isinstance(problem.window, tuple) else (problem.window, problem.window)
+        if left is not None:
+            seen &= j >= i - left
+        if right is not None:
+            seen &= j <= i + right
+    if problem.chunk is not None:
+        seen &= (i // problem.chunk == j // problem.chunk) & (j <= i)
+    q_ids, kv_ids = problem.q_segments, problem.kv_segments
+    if q_ids is not None or kv_ids is not None:
+        q_ids, kv_ids = (kv_ids if q_ids is None else q_ids), (q_ids if kv_ids is None else kv_ids)
+        assert q_ids is not None and kv_ids is not None
+        of_query, of_key = q_ids[:, None, :, None], kv_ids[:, None, None, :]
+        seen &= (of_query == of_key) & (of_query >= 0) & (of_key >= 0)
+    if problem.seen is not None:
+        seen &= problem.seen
+    if problem.bias is not None:
+        seen &= problem.bias > -np.inf
+    return seen
+
+
+def distances(problem: Problem) -> np.ndarray:
+    """|i - j|, `[B|1, 1, T, S]`."""
+    q, kv = positions(problem)
+    return np.abs(q[:, None, :, None] - kv[:, None, None, :]).astype(np.float64)
+
+
+def sinks_of_heads(sinks: np.ndarray, heads: int) -> np.ndarray:
+    """Sinks as `[N, n]`, however they were given."""
+    if sinks.ndim == 2:
+        return sinks.astype(np.float64)
+    if sinks.shape[0] == heads:
+        return sinks.astype(np.float64)[:, None]
+    return np.broadcast_to(sinks.astype(np.float64), (heads, sinks.shape[0]))
+
+
+def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | None = None) -> Answer:
+    """The output and the lse; with `dout`, every gradient too. Rows that see nothing are 0 and give nothing."""
+    with np.errstate(under="ignore"):
+        return _attend(problem, dout, dlse)
+
+
+def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) -> Answer:
+    q, k, v = (np.asarray(x, np.float64) for x in (problem.q, problem.k, problem.v))
+    heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    group = heads // kv_heads
+    of_head = np.arange(heads) // group
+    k_heads, v_heads = k[:, :, of_head], v[:, :, of_head]
+    scale = 1.0 / np.sqrt(head_dim) if problem.scale is None else problem.scale
+    s = scale * np.einsum("btnh,bsnh->bnts", q, k_heads)
+    slope_of_cap = None
+    if problem.soft_cap is not None:
+        bent = np.tanh(s / problem.soft_cap)
+        s, slope_of_cap = problem.soft_cap * bent, 1.0 - bent**2
+    seen = visible(problem)
+    if problem.bias is not None:
+        bias = np.asarray(problem.bias, np.float64)
+        s = s + np.where(np.isneginf(bias), 0.0, bias)
+    if problem.slopes is not None:
+        s = s - np.asarray(problem.slopes, np.float64)[None, :, None, None] * distances(problem)
+    largest = float(np.max(np.abs(s), where=seen, initial=0.0))
+    s = np.where(seen, s, -np.inf)
+
+    highest = s.max(-1, initial=-np.inf)
+    sinks = None if problem.sinks is None else sinks_of_heads(np.asarray(problem.sinks), heads)
+    if sinks is not None:
+        highest = np.maximum(highest, sinks.max(-1, initial=-np.inf)[None, :, None])
+        largest = max(largest, float(np.max(np.abs(sinks), where=np.isfinite(sinks), initial=0.0)))
+    highest = np.where(np.isneginf(highest), 0.0, highest)
+    total = np.exp(s - highest[..., None]).sum(-1)
+    if sinks is not None:
+        total = total + np.exp(sinks[None, :, None, :] - highest[..., None]).sum(-1)
+    lse = highest + np.log(total, where=total > 0, out=np.full_like(total, -np.inf))
+    finite_lse = np.where(np.isneginf(lse), 0.0, lse)
+    p = np.where(seen, np.exp(s - finite_lse[..., None]), 0.0)
+    keep = kept(problem) / (1.0 - problem.dropout) if problem.dropout else np.ones_like(p)
+    out = np.einsum("bnts,bsnh->btnh", p * keep, v_heads)
+    if dout is None:
+        return Answer(out, lse, largest)
+
+    dout = np.asarray(dout, np.float64)
+    dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse, np.float64)
+    delta = np.einsum("btnh,btnh->bnt", dout, out) - dlse
+    dp = np.einsum("btnh,bsnh->bnts", dout, v_heads)
+    ds = p * (keep * dp - delta[..., None])
+    dz = ds if slope_of_cap is None else ds * slope_of_cap
+    by_group = (*k.shape[:2], kv_heads, group)
+    gradients = {
+        "dq": scale * np.einsum("bnts,bsnh->btnh", dz, k_heads),
+        "dk": (scale * np.einsum("bnts,btnh->bsnh", dz, q)).reshape(*by_group, -1).sum(3),
+        "dv": np.einsum("bnts,btnh->bsnh", p * keep, dout).reshape(*by_group, -1).sum(3),
+    }
+    if problem.bias is not None:
+        gradients["dbias"] = _summed_to(ds, problem.bias.shape)
+    if problem.slopes is not None:
+        gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
+    if problem.sinks is not None and sinks is not None:
+        weight = np.exp(sinks[None, :, None, :] - finite_lse[..., None]) * ~np.isneginf(lse)[..., None]
+        of_heads = -np.sum(weight * delta[..., None], (0, 2))
+        shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
+        gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
+    return Answer(out, lse, largest, gradients)
+
+
+def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    axes = tuple(axis for axis, (full, kept) in enumerate(zip(x.shape, shape, strict=True)) if kept == 1 and full != 1)
+    return x.sum(axes, keepdims=True)
+
+
+def order(layout: str, ranks: int, length: int) -> np.ndarray:
+    """The natural index of every token of a sequence as laid out: rank 0's tokens first."""
+    each = length // ranks
+    if layout == "contiguous":
+        return np.arange(length)
+    if layout == "striped":
+        return np.concatenate([rank + ranks * np.arange(each) for rank in range(ranks)])
+    if layout == "zigzag":
+        half = each // 2
+        starts = [(rank * half, (2 * ranks - 1 - rank) * half) for rank in range(ranks)]
+        return np.concatenate([start + np.arange(half) for pair in starts for start in pair])
+    raise ValueError(f"layout {layout!r} is none of contiguous, zigzag, striped")

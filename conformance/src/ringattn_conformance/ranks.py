@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a case runs: on a ring of devices, on one of a mesh's axes, or on one device that plays all ranks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from ringattn_core import ring_attention
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.features import Feature
+
+from . import oracle
+from .cases import OPERANDS, Case, Inputs
+
+RING: Final = "ring"
+DATA: Final = "data"
+HEADS: Final = "heads"
+Arrays = dict[str, jax.Array]
+Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
+"""From the inputs with a gradient and those without to `(out,)` or `(out, lse)`, of one rank or of all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A ring of so many ranks, in a layout; in a mesh that may also split the batch (`data`) and the `heads`.
+
+    Emulated, one device plays all ranks of the ring by `vmap`.
+    """
+
+    ring: int = 4
+    layout: str = "contiguous"
+    data: int = 1
+    heads: int = 1
+    check_vma: bool = True
+    emulated: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"ring{self.ring}", self.layout]
+        parts += [f"data{self.data}"] if self.data > 1 else []
+        parts += [f"heads{self.heads}"] if self.heads > 1 else []
+        parts += [] if self.check_vma or self.emulated else ["unchecked"]
+        return "-".join([*parts, "emulated"] if self.emulated else parts)
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.emulated else self.ring * self.data * self.heads
+
+    @property
+    def needs(self) -> frozenset[Feature]:
+        of_layout = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
+        return frozenset({of_layout[self.layout]} if self.layout in of_layout else ())
+
+    @property
+    def mesh(self) -> Mesh:
+        devices = np.array(jax.devices()[: self.devices])
+        return Mesh(devices.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
+
+    def here(self) -> "Placement":
+        """This placement, emulated where there are too few devices."""
+        enough = self.devices <= len(jax.devices())
+        return self if enough else dataclasses.replace(self, emulated=True, data=1, heads=1)
+
+
+def on_devices(*placements: Placement) -> list[Placement]:
+    """Those that the devices of this machine suffice for."""
+    return [placement for placement in placements if placement.devices <= len(jax.devices())]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A case on a placement: arrays in layout order, how they shard, and the call of one rank."""
+
+    case: Case
+    placement: Placement
+    backend: str
+    inputs: Inputs
+
+    @property
+    def operands(self) -> Arrays:
+        problem = self.inputs.problem
+        given = {name: getattr(problem, name) for name in OPERANDS}
+        return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items() if x is not None}
+
+    @property
+    def fixed(self) -> Arrays:
+        problem = self.inputs.problem
+        given = {
+            "q_segments": problem.q_segments, "kv_segments": problem.kv_segments,
+            "q_positions": problem.q_positions, "kv_positions": problem.kv_positions,
+            "mask": self.inputs.dense_mask, "seed": np.uint32(problem.seed) if problem.dropout else None,
+        }  # fmt: skip
+        return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items() if x is not None}
+
+    @property
+    def cotangents(self) -> tuple[jax.Array, ...]:
+        given = [("out", self.inputs.dout)]
+        given += [] if self.inputs.dlse is None else [("lse", self.inputs.dlse)]
+        return tuple(jnp.asarray(self.laid_out(name, x)) for name, x in given)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("out", "lse") if self.case.lse else ("out",)
+
+    def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
+        """An array from natural order to the layout's along its sequence axis; or back."""
+        axis = _axes(name, np.ndim(x)).get(RING)
+        if axis is None or np.shape(x)[axis] == 1:
+            return np.asarray(x)
+        order = oracle.order(self.placement.layout, self.placement.ring, np.shape(x)[axis])
+        return np.take(np.asarray(x), np.argsort(order) if inverse else order, axis)
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """How an array shards over the mesh; axes of length 1 that stand for all are replicated."""
+        names: list[str | None] = [None] * len(shape)
+        full = {DATA: self.case.batch, HEADS: 2}
+        for mesh_axis, axis in _axes(name, len(shape)).items():
+            broadcasts = shape[axis] == 1 and (mesh_axis == RING or full[mesh_axis] > 1) and name in ("bias", "mask")
+            shared = name == "sinks" and shape[axis] != self.case.heads
+            names[axis] = None if broadcasts or shared else mesh_axis
+        return PartitionSpec(*names)
+
+    def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:
+        """What one rank computes."""
+        placement, case = self.placement, self.case
+        options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
+        options |= {_KEYWORDS[name]: x for name, x in fixed.items()}
+        if "slopes" in operands:
+            options["alibi_slopes"] = operands["slopes"]
+        if placement.layout != "contiguous":
+            options["layout"] = placement.layout
+        if placement.data > 1:
+            options["batch_axis_name"] = DATA
+        if placement.heads > 1:
+            options["head_axis_name"] = HEADS
+        found = ring_attention(
+            operands["q"], operands["k"], operands["v"], operands.get("sinks"), operands.get("bias"), **options | more
+        )
+        return found if isinstance(found, tuple) else (found,)
+
+    def everywhere(self, local: Local | None = None) -> Local:
+        """The function of whole arrays in layout order that runs `local` on every rank."""
+        local = local or self.local
+        if self.placement.emulated:
+            return functools.partial(self._emulated, local)
+        specs = ({n: self.spec(n, x.shape) for n, x in tree.items()} for tree in (self.operands, self.fixed))
+        shapes = zip(self.outputs, self.output_shapes(), strict=True)
+        out_specs = tuple(self.spec(name, shape) for name, shape in shapes)
+        return jax.shard_map(
+            local, mesh=self.placement.mesh, in_specs=tuple(specs), out_specs=out_specs,
+            check_vma=self.placement.check_vma,
+        )  # fmt: skip
+
+    def output_shapes(self) -> list[tuple[int, ...]]:
+        batch, rows, heads = self.inputs.problem.q.shape[:3]
+        out = (batch, rows, heads, self.case.value_dim)
+        return [out, (batch, heads, rows)][: len(self.outputs)]
+
+    def _emulated(self, local: Local, operands: Arrays, fixed: Arrays) -> tuple[jax.Array, ...]:
+        ring = self.placement.ring
+
+        def axis_of(name: str, x: jax.Array) -> int | None:
+            axis = _axes(name, x.ndim).get(RING)
+            return None if axis is None or (x.shape[axis] == 1 and name == "bias") else axis
+
+        def split(name: str, x: jax.Array) -> jax.Array:
+            axis = axis_of(name, x)
+            if axis is None:
+                return x
+            return jnp.moveaxis(x.reshape(*x.shape[:axis], ring, x.shape[axis] // ring, *x.shape[axis + 1 :]), axis, 0)
+
+        trees = (operands, fixed)
+        shards = [{name: split(name, x) for name, x in tree.items()} for tree in trees]
+        axes = [{n: None if axis_of(n, x) is None else 0 for n, x in tree.items()} for tree in trees]
+        found = jax.vmap(local, tuple(axes), axis_name=RING)(*shards)
+        whole = []
+        for name, x in zip(self.outputs, found, strict=True):
+            axis = _axes(name, x.ndim - 1)[RING]
+            x = jnp.moveaxis(x, 0, axis)
+            whole.append(x.reshape(*x.shape[:axis], ring * x.shape[axis + 1], *x.shape[axis + 2 :]))
+        return tuple(whole)
+
+    def natural(self, found: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Results in natural order, as NumPy."""
+        names = {gradient: name for name, gradient in OPERANDS.items()}
+        return {name: self.laid_out(names.get(name, name), x, inverse=True) for name, x in found.items()}
+
+
+def place(case: Case, placement: Placement, backend: str) -> Placed:
+    return Placed(case, placement.here(), backend, inputs_of(case, placement.ring))
+
+
+@functools.lru_cache(maxsize=512)
+def inputs_of(case: Case, ring: int) -> Inputs:
+    return case.inputs(ring)
+
+
+@functools.lru_cache(maxsize=512)
+def answer_of(case: Case, ring: int) -> oracle.Answer:
+    """What the oracle says about the case; of rings only the length of a shard matters, where it is given."""
+    inputs = inputs_of(case, ring)
+    return oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
+
+
+def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Array, ...]], tuple[Any, Arrays]]:
+    """The outputs and every gradient, in one program."""
+
+    def both(operands: Arrays, fixed: Arrays, cotangents: tuple[jax.Array, ...]) -> tuple[Any, Arrays]:
+        outputs, pull = jax.vjp(lambda x: everywhere(x, fixed), operands)
+        return outputs, pull(cotangents)[0]
+
+    return both
+
+
+def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
+    """The outputs, and every gradient by name, of one compiled call; in natural order."""
+    everywhere = placed.everywhere()
+    if not gradients:
+        outputs = jax.jit(everywhere)(placed.operands, placed.fixed)
+        return placed.natural(dict(zip(placed.outputs, outputs, strict=True)))
+    program = jax.jit(with_gradients(everywhere))
+    outputs, found = program(placed.operands, placed.fixed, placed.cotangents)
+    named = {OPERANDS[name]: x for name, x in found.items()}
+    return placed.natural(dict(zip(placed.outputs, outputs, strict=True)) | named)
+
+
+def static_options(case: Case) -> dict[str, Any]:
+    """The options that shape the program, only those that the case uses."""
+    given = {
+        "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
+        "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
+        "return_lse": case.lse, "fused_backward": case.fused_backward,
+        "mask_builder": case.builder.build if case.builder else None,
+        "cfg": _blocks_of(case.block_size) if case.block_size else None,
+    }  # fmt: skip
+    return {name: x for name, x in given.items() if x is not None and x is not False}
+
+
+def _blocks_of(size: int) -> RingAttentionConfig:
+    return RingAttentionConfig(FwdParams(size, size), BwdParams(size, size))
+
+
+_KEYWORDS: Final = {
+    "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
+    "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
+}  # fmt: skip
+
+
+def _axes(name: str, rank: int) -> dict[str, int]:
+    """Which axis of a named array is split by which axis of the mesh."""
+    if name in ("q", "k", "v", "out"):
+        return {DATA: 0, RING: 1, HEADS: 2}
+    if name in ("bias", "mask", "lse"):
+        return {DATA: 0, HEADS: 1, RING: 2}
+    if name in ("q_segments", "kv_segments"):
+        return {DATA: 0, RING: 1}
+    if name in ("q_positions", "kv_positions"):
+        return {DATA: 0, RING: 1} if rank == 2 else {RING: 0}
+    return {HEADS: 0} if name in ("sinks", "slopes") else {}

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How hard XLA works for the suite: on a CPU most of the time would go into optimising programs that run once."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import jax
+import pytest
+
+OPTIMISED: Final = ("test_collectives", "test_determinism", "test_numerics")
+"""Modules whose promises are about the program as users run it."""
+
+
+@pytest.fixture(autouse=True)
+def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Unoptimised machine code, except for those modules, for `--ringattn-full`, and off the CPU."""
+    module = request.module.__name__.rpartition(".")[2]
+    quick = not request.config.getoption("ringattn_full") and jax.default_backend() == "cpu" and module not in OPTIMISED
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quick or before)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

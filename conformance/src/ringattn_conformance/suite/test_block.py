@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block kernel by itself: it continues from what earlier keys gave, and its gradients are the oracle's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core import discovery
+from ringattn_core.features import Feature
+from ringattn_core.merge import empty
+from ringattn_core.protocol import BlockKernel
+
+from ringattn_conformance import oracle, tolerances
+from ringattn_conformance.blocks import blocks_of, sinkless
+from ringattn_conformance.cases import ALONE, COMBINED, HALF, LONG, Case
+from ringattn_conformance.outcomes import supports
+from ringattn_conformance.ranks import inputs_of
+
+SHARDS = 2
+
+
+def _even(case: Case) -> bool:
+    return case.lengths(SHARDS)[1] % SHARDS == 0
+
+
+CHOSEN = tuple(case for case in (*ALONE[2::2], *COMBINED, *HALF[::2], *LONG) if case.sinks is None and _even(case))
+
+
+def _kernel(backend: str) -> BlockKernel | None:
+    """The backend's block kernel; a backend that brings a whole ring has none to try."""
+    registration = discovery.get(backend)
+    return registration.implementation() if registration.descriptor().kernel else None
+
+
+def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:
+    partial = empty(blocks[0])
+    for block in blocks:
+        partial = kernel.forward(block, partial)
+    seen = ~jnp.isneginf(partial.lse)
+    dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
+    delta = jnp.where(seen, jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), partial.out) - dlse, 0)
+    dq, found = jnp.zeros(blocks[0].q.shape, jnp.float32), []
+    for block in blocks:
+        gradients = kernel.backward(block, dout, partial.lse, delta, dq)
+        dq = gradients.dq
+        found.append(gradients)
+    return partial, dq, found
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
+    kernel = _kernel(ringattn_backend)
+    if kernel is None or not supports(ringattn_backend, *case.needs, Feature.GRADIENTS):
+        return
+    case = sinkless(case)
+    inputs = inputs_of(case, SHARDS)
+    answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
+    blocks = blocks_of(case, inputs, SHARDS)
+    dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
+    program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
+    partial, dq, found = program(blocks, jnp.asarray(inputs.dout), jnp.asarray(dlse))
+    got = {
+        "out": partial.out,
+        "lse": partial.lse,
+        "dq": dq,
+        "dk": np.concatenate([one.dk for one in found], 1),
+        "dv": np.concatenate([one.dv for one in found], 1),
+    }
+    if case.bias is not None:
+        got["dbias"] = np.concatenate([one.dbias for one in found], 3)
+    if case.slopes:
+        got["dslopes"] = sum(np.asarray(one.dslopes)[0] for one in found)
+    wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
+    faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
+    faults += [
+        fault
+        for name, x in got.items()
+        if (
+            fault := tolerances.difference(
+                name, x, wanted[name], tolerances.allowed(name, case.dtype, wanted[name], answer.largest)
+            )
+        )
+    ]
+    tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
+
+
+def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
+    kernel = _kernel(ringattn_backend)
+    if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
+        return
+    case = Case("unseen-block", causal=True)
+    own, unseen = blocks_of(case, case.inputs(SHARDS), SHARDS)
+    own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
+    before = jax.jit(lambda: kernel.forward(own, empty(own)))()
+    after = jax.jit(lambda: kernel.forward(unseen, before))()
+    assert np.array_equal(before.out, after.out)
+    assert np.array_equal(before.lse, after.lse)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels: the permutes in the compiled program are those of the plan, in number and in bytes."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import pytest
+from ringattn_core import discovery, hops
+from ringattn_core.features import Feature
+
+from ringattn_conformance.blocks import rule_of
+from ringattn_conformance.cases import DTYPES, Case
+from ringattn_conformance.outcomes import owed
+from ringattn_conformance.ranks import Placed, Placement, on_devices, place, with_gradients
+
+SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
+PERMUTE = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=]*? collective-permute(?:-start)?\(")
+CASES = (
+    (Case("all-hops", lse=False), "contiguous", 3),
+    (Case("all-hops-causal", causal=True, lse=False), "zigzag", 3),
+    (Case("unequal-values", value_dim=5, lse=False), "striped", 3),
+    (Case("narrow", dtype="bfloat16", lse=False), "contiguous", 3),
+    (Case("one-hop-by-window", window=(5, 0), lse=False), "contiguous", 1),
+    (Case("two-hops-by-window", window=(5, 5), lse=False), "contiguous", 2),
+    (Case("no-hop-by-chunk", chunk=12, lse=False), "contiguous", 0),
+    (Case("one-hop-by-chunk", chunk=9, lse=False), "contiguous", 1),
+    (Case("one-hop-of-many-queries", q_length=96, window=(20, 0), causal=True, lse=False), "contiguous", None),
+)
+
+
+def _sent(placed: Placed, gradients: bool) -> Counter[int]:
+    """How many permutes of how many bytes one rank makes."""
+    everywhere = placed.everywhere()
+    if gradients:
+        lowered = jax.jit(with_gradients(everywhere)).lower(placed.operands, placed.fixed, placed.cotangents)
+    else:
+        lowered = jax.jit(everywhere).lower(placed.operands, placed.fixed)
+    text = lowered.compile().as_text() or ""
+    return Counter(_bytes(dtype, dims) for dtype, dims in PERMUTE.findall(text))
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    size = SIZES[dtype]
+    for dim in dims.split(","):
+        size *= int(dim or 1)
+    return size
+
+
+def _planned(placed: Placed) -> hops.Plan:
+    rows, columns = placed.case.lengths(placed.placement.ring)
+    rule, ring = rule_of(placed.case, rows, columns), placed.placement.ring
+    return hops.plan(rule, placed.placement.layout, ring, rows // ring, columns // ring)
+
+
+def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[int]:
+    problem, itemsize = placed.inputs.problem, DTYPES[placed.case.dtype](0).itemsize
+    elements = (problem.k.size + problem.v.size) // placed.placement.ring
+    return Counter(send.bytes(elements, itemsize) for send in sends)
+
+
+@pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=lambda x: str(x) if isinstance(x, Case) else "")
+def test_the_compiled_program_sends_what_the_plan_says(
+    ringattn_backend: str, case: Case, layout: str, expected: int | None
+):
+    """A backend with a ring function of its own plans for itself."""
+    placement = Placement(4, layout)
+    if discovery.get(ringattn_backend).descriptor().kernel is None or not on_devices(placement):
+        return
+    placed = place(case, placement, ringattn_backend)
+    with owed(ringattn_backend, case.needs | placement.needs | {Feature.GRADIENTS}) as right:
+        forward, both = _sent(placed, gradients=False), _sent(placed, gradients=True)
+        if right:
+            plan = _planned(placed)
+            assert forward == _bytes_of(plan.forward, placed)
+            assert both == _bytes_of((*plan.forward, *plan.backward), placed)
+            if expected is not None:
+                assert sum(forward.values()) == expected, "hops that no query can use were made, or needed ones not"
+
+
+def test_a_ring_of_one_sends_nothing(ringattn_backend: str):
+    case = Case("alone", causal=True, lse=False)
+    placed = place(case, Placement(1), ringattn_backend)
+    with owed(ringattn_backend, case.needs | {Feature.GRADIENTS}) as right:
+        sent: Any = _sent(placed, gradients=True)
+        if right:
+            assert not sent

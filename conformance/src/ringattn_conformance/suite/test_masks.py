@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A query sees exactly the keys that the specification lets it see."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ringattn_core.features import Feature
+
+from ringattn_conformance import oracle
+from ringattn_conformance.cases import ALONE, Case
+from ringattn_conformance.lattice import LAYOUTS
+from ringattn_conformance.outcomes import owed
+from ringattn_conformance.ranks import Placed, Placement, place, run
+
+MASKS = frozenset({
+    Feature.CAUSAL, Feature.SLIDING_WINDOW, Feature.CHUNKED, Feature.SEGMENT_IDS, Feature.POSITIONS,
+    Feature.MASK_BUILDER, Feature.ATTENTION_MASK,
+})  # fmt: skip
+OTHERS = frozenset({Feature.FLOAT32, Feature.CROSS_LENGTHS, Feature.RETURN_LSE})
+MASKED = [case for case in ALONE if case.needs & MASKS and not case.needs - MASKS - OTHERS]
+
+
+def _probe(case: Case, placement: Placement, backend: str) -> Placed:
+    """Equal scores, and a value for each key that says which one it is: what a query sees is what it returns."""
+    case = dataclasses.replace(case, batch=2, lse=False, value_dim=case.kv_length)
+    placed = place(case, placement, backend)
+    problem = placed.inputs.problem
+    zeros = {name: np.zeros_like(getattr(problem, name)) for name in ("q", "k")}
+    shape = (case.batch, case.kv_length, case.kv_heads, case.kv_length)
+    names = np.broadcast_to(np.eye(case.kv_length, dtype=np.float32)[None, :, None, :], shape)
+    problem = dataclasses.replace(problem, v=names, **zeros)
+    return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
+
+
+@pytest.mark.parametrize("number", range(len(MASKED)), ids=lambda number: MASKED[number].name)
+def test_the_keys_that_a_query_sees(ringattn_backend: str, number: int):
+    case = MASKED[number]
+    placement = Placement(2, LAYOUTS[number % 3], emulated=number % 2 == 0)
+    placed = _probe(case, placement, ringattn_backend)
+    with owed(ringattn_backend, placed.case.needs | placement.needs) as right:
+        out = run(placed, gradients=False)["out"]
+        if right:
+            seen = np.swapaxes(out, 1, 2) > 0
+            wanted = oracle.visible(placed.inputs.problem)
+            wrong = np.argwhere(seen != wanted)
+            assert not wrong.size, (
+                f"case {case.name!r} on {placed.placement}: {len(wrong)} pairs wrong, the first at batch, head, query, "
+                f"key {wrong[0].tolist()}: seen {bool(seen[tuple(wrong[0])])}, want {bool(wanted[tuple(wrong[0])])}"
+            )

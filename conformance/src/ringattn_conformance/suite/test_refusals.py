@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend does not declare is refused in its name, and nothing is ignored in silence."""
+
+import dataclasses
+
+import jax
+import pytest
+from ringattn_core import discovery
+from ringattn_core.errors import UnsupportedFeatureError
+from ringattn_core.features import Feature, Support
+
+from ringattn_conformance.cases import CASES, Case
+from ringattn_conformance.ranks import Placed, Placement, place, with_gradients
+
+OF_LAYOUTS = {Feature.ZIGZAG: "zigzag", Feature.STRIPED: "striped"}
+ALWAYS = (Feature.GRADIENTS, Feature.PRECISION)
+
+
+def _call(feature: Feature, backend: str) -> Placed:
+    """The shortest call that needs the feature."""
+    wanted = [case for case in CASES if feature in case.needs and feature not in OF_LAYOUTS]
+    case = min(wanted, key=lambda case: len(case.needs), default=Case("short"))
+    layout = OF_LAYOUTS.get(feature, "contiguous")
+    return place(case, Placement(2, layout, emulated=True), backend)
+
+
+def _trace(placed: Placed, feature: Feature) -> None:
+    more = {"precision": "default"} if feature is Feature.PRECISION else {}
+    everywhere = placed.everywhere(lambda operands, fixed: placed.local(operands, fixed, **more))
+    if feature is Feature.GRADIENTS:
+        jax.eval_shape(with_gradients(everywhere), placed.operands, placed.fixed, placed.cotangents)
+    else:
+        jax.eval_shape(everywhere, placed.operands, placed.fixed)
+
+
+@pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
+@pytest.mark.parametrize(
+    "support", [Support.PLANNED, Support.IMPOSSIBLE, None], ids=["planned", "impossible", "silent"]
+)
+def test_a_feature_that_is_not_full_is_refused(ringattn_backend: str, feature: Feature, support: Support | None):
+    registration = discovery.get(ringattn_backend)
+    descriptor = registration.descriptor()
+    features = {known: how for known, how in descriptor.features.items() if known is not feature}
+    if support is not None:
+        features[feature] = support
+    name = f"{ringattn_backend}-without-{feature.name.lower()}"
+    lesser = dataclasses.replace(descriptor, name=name, features=features, probe=None)
+    without = discovery.registered(lesser, registration.implementation())
+    with without, pytest.raises(UnsupportedFeatureError, match=feature.name) as refusal:
+        _trace(_call(feature, name), feature)
+    assert refusal.value.backend == name
+    assert (support.value if support else "not declared") in str(refusal.value)
+
+
+@pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
+def test_a_feature_is_answered_or_refused(ringattn_backend: str, feature: Feature):
+    placed = _call(feature, ringattn_backend)
+    needed = placed.case.needs | placed.placement.needs | {feature}
+    descriptor = discovery.get(ringattn_backend).descriptor()
+    if all(descriptor.supports(one) for one in needed):
+        _trace(placed, feature)
+        return
+    with pytest.raises(UnsupportedFeatureError):
+        _trace(placed, feature)

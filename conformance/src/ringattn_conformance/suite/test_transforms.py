@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under JAX's transformations and in meshes of more axes, the numbers stay the same."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from ringattn_core import discovery, ring_attention
+from ringattn_core.features import Feature
+
+from ringattn_conformance import oracle, tolerances
+from ringattn_conformance.cases import NAMED, OPERANDS, Case
+from ringattn_conformance.ingredients import OF_HEADS, packed
+from ringattn_conformance.outcomes import owed, supports
+from ringattn_conformance.ranks import (
+    RING,
+    Arrays,
+    Placed,
+    Placement,
+    answer_of,
+    on_devices,
+    place,
+    run,
+    static_options,
+)
+
+CASE = Case("transformed", causal=True, heads=4, kv_heads=2, sinks="head", bias="NT", slopes=True)
+BUSY = dataclasses.replace(CASE, name="busy", dropout=0.2, builder=OF_HEADS, segments=packed, bias="T")
+SHARED = Case("shared", causal=True, heads=4, kv_heads=2, sinks="shared", bias="", slopes=True, dropout=0.2)
+NEEDS = frozenset({Feature.GRADIENTS})
+CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+
+
+def _loss(placed: Placed, local: Any = None) -> Any:
+    """A scalar whose gradients are the case's."""
+    everywhere = placed.everywhere(local)
+
+    def loss(operands: Arrays) -> jax.Array:
+        found = everywhere(operands, placed.fixed)
+        return sum((jnp.vdot(x, c) for x, c in zip(found, placed.cotangents, strict=True)), jnp.zeros(()))
+
+    return loss
+
+
+def _check(placed: Placed, gradients: Arrays, where: str) -> None:
+    got = placed.natural({OPERANDS[name]: x for name, x in gradients.items()})
+    tolerances.check(got, answer_of(placed.case, placed.placement.ring), placed.case, placed.inputs, where)
+
+
+@pytest.mark.parametrize("transformed", ["grad", "value_and_grad", "checkpoint", "eager"])
+def test_gradients_by_every_road(ringattn_backend: str, transformed: str):
+    placed = place(CASE, Placement(2, check_vma=transformed != "checkpoint"), ringattn_backend)
+    with owed(ringattn_backend, CASE.needs | NEEDS) as right:
+        loss = _loss(placed)
+        if transformed == "grad":
+            found = jax.jit(jax.grad(loss))(placed.operands)
+        elif transformed == "value_and_grad":
+            found = jax.jit(jax.value_and_grad(loss))(placed.operands)[1]
+        elif transformed == "checkpoint":
+            found = jax.jit(jax.grad(_loss(placed, jax.checkpoint(placed.local))))(placed.operands)
+        else:
+            found = jax.grad(loss)(placed.operands)
+        if right:
+            _check(placed, found, transformed)
+
+
+def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
+    case = Case("layer", causal=True, sinks="each")
+    placed = place(dataclasses.replace(case, lse=False), Placement(2), ringattn_backend)
+    layers = jnp.stack([placed.operands["sinks"], placed.operands["sinks"] + 1])
+
+    def layer(x: jax.Array, sinks: jax.Array) -> jax.Array:
+        return x + placed.everywhere()({"q": x, "k": x, "v": x, "sinks": sinks}, {})[0]
+
+    def scanned(x: jax.Array, layers: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, sinks: (jax.checkpoint(layer)(x, sinks), None), x, layers)[0].sum()
+
+    def unrolled(x: jax.Array, layers: jax.Array) -> jax.Array:
+        return layer(layer(x, layers[0]), layers[1]).sum()
+
+    with owed(ringattn_backend, placed.case.needs | NEEDS) as right:
+        x = placed.operands["q"]
+        found = [jax.jit(jax.grad(f, (0, 1)))(x, layers) for f in (scanned, unrolled)]
+        if right:
+            for name, a, b in zip(("dx", "dsinks"), *found, strict=True):
+                b = np.asarray(b, np.float64)
+                fault = tolerances.difference(name, a, b, tolerances.allowed(name, "float32", b, 0.0))
+                tolerances.fail_if([fault] if fault else [], "scan against layers one by one")
+
+
+@CHECKS
+def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
+    """Checked, the gradient of what is replicated is the whole one; unchecked it is this rank's part."""
+    placed = place(SHARED, Placement(4, check_vma=check_vma), ringattn_backend)
+    if placed.placement.emulated:
+        return
+    whole = {name for name, x in placed.operands.items() if RING not in placed.spec(name, x.shape)}
+
+    def local(operands: Arrays, fixed: Arrays, cotangents: tuple[jax.Array, ...]) -> Arrays:
+        def loss(operands: Arrays) -> jax.Array:
+            found = placed.local(operands, fixed)
+            return sum((jnp.vdot(x, c) for x, c in zip(found, cotangents, strict=True)), jnp.zeros(()))
+
+        found = jax.grad(loss)(operands)
+        return found if check_vma else {n: jax.lax.psum(x, RING) if n in whole else x for n, x in found.items()}
+
+    with owed(ringattn_backend, SHARED.needs | NEEDS) as right:
+        specs = [{n: placed.spec(n, x.shape) for n, x in tree.items()} for tree in (placed.operands, placed.fixed)]
+        outputs = tuple(placed.spec(n, x.shape) for n, x in zip(placed.outputs, placed.cotangents, strict=True))
+        sharded = jax.shard_map(
+            local, mesh=placed.placement.mesh, in_specs=(*specs, outputs), out_specs=specs[0], check_vma=check_vma
+        )
+        found = jax.jit(sharded)(placed.operands, placed.fixed, placed.cotangents)
+        if right:
+            _check(placed, found, "grad inside shard_map")
+
+
+PLACEMENTS = (
+    Placement(2, data=2, heads=2),
+    Placement(2, "zigzag", data=2, heads=2, check_vma=False),
+    Placement(4, "striped", heads=2),
+    Placement(4, data=2, check_vma=False),
+)
+
+
+@pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda number: str(PLACEMENTS[number]))
+def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, number: int):
+    placement = PLACEMENTS[number]
+    case = (BUSY, SHARED)[number // 2]
+    if not on_devices(placement):
+        placement = dataclasses.replace(placement, data=1, heads=1, emulated=True)
+    placed = place(case, placement, ringattn_backend)
+    with owed(ringattn_backend, case.needs | placement.needs | NEEDS) as right:
+        got = run(placed)
+        if right:
+            tolerances.check(got, answer_of(case, placement.ring), case, placed.inputs, f"on {placement}")
+
+
+def _examples(backend: str) -> list[Placed]:
+    """Two calls that differ in their arrays and share the sinks."""
+    one = place(SHARED, Placement(2), backend)
+    other = place(dataclasses.replace(SHARED, name="shared-too"), Placement(2), backend)
+    problem = dataclasses.replace(other.inputs.problem, sinks=one.inputs.problem.sinks)
+    return [one, dataclasses.replace(other, inputs=dataclasses.replace(other.inputs, problem=problem))]
+
+
+def _per_example(order: str, examples: list[Placed]) -> Arrays:
+    """The gradients of both examples in one program; of the sinks for each, or already summed."""
+    first = examples[0]
+    operands = {n: jnp.stack([one.operands[n] for one in examples]) for n in first.operands if n != "sinks"}
+    sinks = first.operands["sinks"]
+    axes = (dict.fromkeys(operands, 0) | {"sinks": None}, None)
+    cotangents = tuple(jnp.stack(pair) for pair in zip(*(one.cotangents for one in examples), strict=True))
+    if order == "grad-of-shard_map-of-vmap" and not first.placement.emulated:
+        mapped = jax.vmap(first.local, axes)
+        specs = {n: PartitionSpec(None, *first.spec(n, x.shape[1:])) for n, x in operands.items()}
+        specs["sinks"] = first.spec("sinks", sinks.shape)
+        fixed = {n: first.spec(n, x.shape) for n, x in first.fixed.items()}
+        outputs = zip(first.outputs, first.output_shapes(), strict=True)
+        mapped = jax.shard_map(
+            mapped, mesh=first.placement.mesh, in_specs=(specs, fixed),
+            out_specs=tuple(PartitionSpec(None, *first.spec(n, shape)) for n, shape in outputs),
+        )  # fmt: skip
+    else:
+        mapped = jax.vmap(first.everywhere(), axes)
+    every = operands | {"sinks": sinks}
+
+    def gradients(operands: Arrays, cotangents: tuple[jax.Array, ...], function: Any) -> Arrays:
+        return jax.vjp(lambda x: function(x, first.fixed), operands)[1](cotangents)[0]
+
+    if order == "vmap-of-grad-of-shard_map":
+        each = jax.vmap(lambda x, c: gradients(x, c, first.everywhere()), (axes[0], 0))
+        return jax.jit(each)(every, cotangents)
+    return jax.jit(lambda x, c: gradients(x, c, mapped))(every, cotangents)
+
+
+@pytest.mark.parametrize(
+    "order", ["grad-of-vmap-of-shard_map", "grad-of-shard_map-of-vmap", "vmap-of-grad-of-shard_map"]
+)
+def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
+    examples = _examples(ringattn_backend)
+    with owed(ringattn_backend, SHARED.needs | NEEDS) as right:
+        found = _per_example(order, examples)
+        if right:
+            answers = [oracle.attend(x.inputs.problem, x.inputs.dout, x.inputs.dlse) for x in examples]
+            sinks = found.pop("sinks")
+            if sinks.ndim == 1:
+                total = np.sum([answer.gradients["dsinks"] for answer in answers], 0)
+                fault = tolerances.difference(
+                    "dsinks", sinks, total, tolerances.allowed("dsinks", "float32", total, 0.0)
+                )
+                tolerances.fail_if([fault] if fault else [], order)
+            for number, (placed, answer) in enumerate(zip(examples, answers, strict=True)):
+                mine = {OPERANDS[name]: x[number] for name, x in found.items()}
+                mine |= {"dsinks": sinks[number]} if sinks.ndim > 1 else {}
+                tolerances.check(placed.natural(mine), answer, placed.case, placed.inputs, f"{order}, example {number}")
+
+
+def test_without_an_axis_it_is_one_device(ringattn_backend: str):
+    case = NAMED["everything"]
+    placed = place(case, Placement(1), ringattn_backend)
+    alone = jax.jit(lambda operands, fixed: placed.local(operands, fixed, axis_name=None))
+    with owed(ringattn_backend, case.needs) as right:
+        found = alone(placed.operands, placed.fixed)
+        if right:
+            got = dict(zip(placed.outputs, found, strict=True))
+            tolerances.check(got, answer_of(case, 1), case, placed.inputs, "without an axis")
+
+
+def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
+    case = Case("two-axes", causal=True, lse=False)
+    inputs, devices = case.inputs(4), jax.devices()
+    rows, columns = (2, 2) if len(devices) >= 4 else (1, 1)
+    mesh = Mesh(np.array(devices[: rows * columns]).reshape(rows, columns), ("outer", "inner"))
+    spec = PartitionSpec(None, ("outer", "inner"))
+    problem, options = inputs.problem, static_options(case)
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return ring_attention(q, k, v, axis_name=("outer", "inner"), backend=ringattn_backend, **options)
+
+    with owed(ringattn_backend, case.needs | NEEDS) as right:
+        sharded = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+        operands = tuple(jnp.asarray(x) for x in (problem.q, problem.k, problem.v))
+        out, gradients = jax.jit(
+            lambda x, dout: (lambda out, pull: (out, pull(dout)))(*jax.vjp(lambda x: sharded(*x), x))
+        )(operands, jnp.asarray(inputs.dout))
+        if right:
+            got = {"out": out} | dict(zip(("dq", "dk", "dv"), gradients[0], strict=True))
+            tolerances.check(got, answer_of(case, 4), case, inputs, "over two axes")
+
+
+def test_forward_mode_raises_jax_s_own_error(ringattn_backend: str):
+    """Where core owns the differentiation; a ring function of its own may know forward mode."""
+    placed = place(Case("forward-mode", lse=False), Placement(2, emulated=True), ringattn_backend)
+    if discovery.get(ringattn_backend).descriptor().kernel is None or not supports(
+        ringattn_backend, *placed.case.needs
+    ):
+        return
+    everywhere = placed.everywhere()
+    forward_mode = jax.jit(lambda x: jax.jvp(lambda x: everywhere(x, placed.fixed), (x,), (x,)))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        forward_mode(placed.operands)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two right backends, as short as can be: a dense block kernel, and a ring function that gathers all keys."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ringattn_core import Block, Gradients, Partial, Rule
+from ringattn_core.dropout import kept
+from ringattn_core.layout import indices
+from ringattn_core.mask_builder import build
+from ringattn_core.merge import merge
+from ringattn_core.visibility import visible
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def product(equation: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, *(x.astype(jnp.float32) for x in operands), precision=HIGHEST)
+
+
+def of_heads(x: jax.Array, block: Block) -> jax.Array:
+    """Keys or values, one for each query head."""
+    return jnp.repeat(x.astype(jnp.float32), block.group, axis=2)
+
+
+def distance(block: Block) -> jax.Array:
+    return jnp.abs(block.q_positions[:, :, None] - block.kv_positions[:, None, :])[:, None].astype(jnp.float32)
+
+
+def scores(block: Block) -> tuple[jax.Array, jax.Array]:
+    """Every score, -inf where forbidden, and the derivative of the soft cap."""
+    s = block.rule.scale * product("btnh,bsnh->bnts", block.q, of_heads(block.k, block))
+    slope = jnp.ones(())
+    if block.rule.soft_cap is not None:
+        bent = jnp.tanh(s / block.rule.soft_cap)
+        s, slope = block.rule.soft_cap * bent, 1 - bent**2
+    if block.bias is not None:
+        s = s + block.bias.astype(jnp.float32)
+    if block.slopes is not None:
+        s = s - block.slopes[:, :, None, None] * distance(block)
+    seen = visible(block)
+    return (s if seen is None else jnp.where(seen, s, -jnp.inf)), slope
+
+
+def keep(block: Block) -> jax.Array:
+    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones(())
+
+
+def softmax(s: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Probabilities and lse over the last axis; differentiable, also in rows of nothing but -inf."""
+    highest = s.max(-1, keepdims=True)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks.max(-1)[None, :, None, None])
+    highest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0.0, highest))
+    weights = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(jnp.where(jnp.isneginf(s), 0.0, s - highest)))
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[None, :, None, :] - highest).sum(-1, keepdims=True)
+    some = total != 0
+    total = jnp.where(some, total, 1.0)
+    return weights / total, jnp.where(some, highest + jnp.log(total), -jnp.inf)[..., 0]
+
+
+class Dense:
+    """A block kernel that holds all scores."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        p, lse = softmax(scores(block)[0])
+        return merge(partial, Partial(product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block)), lse))
+
+    def backward(self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array) -> Gradients:
+        s, slope = scores(block)
+        p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
+        dp = product("btnh,bsnh->bnts", dout, of_heads(block.v, block))
+        ds = jnp.where(jnp.isneginf(s), 0.0, p * (keep(block) * dp - delta[..., None]))
+        dz = block.rule.scale * ds * slope
+        return Gradients(
+            dq=dq + product("bnts,bsnh->btnh", dz, of_heads(block.k, block)),
+            dk=self.grouped(product("bnts,btnh->bsnh", dz, block.q), block),
+            dv=self.grouped(product("bnts,btnh->bsnh", p * keep(block), dout), block),
+            dbias=None if block.bias is None else summed_to(ds, block.bias.shape),
+            dslopes=None
+            if block.slopes is None
+            else -summed_to(ds * distance(block), (*block.slopes.shape, 1, 1))[..., 0, 0],
+        )
+
+    def grouped(self, x: jax.Array, block: Block) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)
+
+
+def summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x.sum([axis for axis, size in enumerate(shape) if size == 1], keepdims=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """What the ring function below computes on: one block of all keys, in the order of the ranks."""
+
+    block: Block
+    sinks: jax.Array | None
+    ranks: int
+    rank: Any
+
+    def origin(self) -> jax.Array:
+        """The rank that each key comes from."""
+        return jnp.arange(self.block.kv_length) // (self.block.kv_length // self.ranks)
+
+
+class Gathering:
+    """A ring function without a ring: every rank gathers all keys, and JAX differentiates."""
+
+    def prepare(self, gathered: Gathered) -> Gathered:
+        """Where a saboteur meddles."""
+        return gathered
+
+    def finish(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return out, lse
+
+    def __call__(self, **options: Any) -> Any:
+        gathered = self.prepare(gather(options))
+        block = gathered.block
+        p, lse = softmax(scores(block)[0], gathered.sinks)
+        out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
+        out, lse = self.finish(out.astype(block.q.dtype), lse)
+        return (out, lse) if options["return_lse"] else out
+
+
+def gather(options: dict[str, Any]) -> Gathered:
+    """A whole call as one block."""
+    q, k, v = options["query"], options["key"], options["value"]
+    axis, layout = options["axis_name"] or (), options["layout"]
+    ranks = 1
+    for name in axis:
+        ranks *= jax.lax.axis_size(name)
+    rank = jax.lax.axis_index(axis) if axis else 0
+
+    def whole(x: jax.Array | None, along: int = 1) -> Any:
+        return x if x is None or not axis else jax.lax.all_gather(x, axis, axis=along, tiled=True)
+
+    def positions(given: jax.Array | None, index: jax.Array) -> jax.Array:
+        return index if given is None else jnp.atleast_2d(given)
+
+    def coordinate(name: Any, size: int) -> jax.Array:
+        return (jax.lax.axis_index(name) if name else 0) * size + jnp.arange(size)
+
+    q_index = indices(layout, ranks, rank, q.shape[1])[None]
+    own_index = indices(layout, ranks, rank, k.shape[1])[None]
+    kv_index = whole(own_index)
+    batch, heads = coordinate(options["batch_axis_name"], q.shape[0]), coordinate(options["head_axis_name"], q.shape[2])
+    kv = whole(jnp.stack([k, v]), 2) if k.shape == v.shape else whole(jnp.concatenate([k, v], -1))
+    copies = jax.lax.axis_size(options["head_axis_name"]) if options["head_axis_name"] else 1
+    built = None
+    if options["mask_builder"] is not None:
+        lengths = q.shape[1] * ranks, k.shape[1] * ranks
+        built = build(options["mask_builder"], *lengths, q.shape[2] * copies, k.shape[2] * copies)
+    rule = Rule(
+        options["softmax_scale"], options["causal"], options["sliding_window"], options["chunk_size"],
+        options["logits_soft_cap"], options["dropout_prob"],
+        *((built.masks, built.of_head) if built else ()), increasing=False,
+    )  # fmt: skip
+    bias, mask, slopes, seed = (options[n] for n in ("bias", "attention_mask", "alibi_slopes", "dropout_seed"))
+    order = kv_index[0]
+    block = Block(
+        q=q, kv=kv, q_index=q_index, kv_index=kv_index, batch_index=batch, head_index=heads, rule=rule,
+        q_positions=positions(options["q_positions"], q_index),
+        kv_positions=positions(whole(options["kv_positions"], -1), kv_index),
+        q_segments=options["q_segment_ids"], kv_segments=whole(options["kv_segment_ids"]),
+        bias=None if bias is None else jnp.take(bias, order, 3),
+        mask=None if mask is None else jnp.take(mask, order, 3),
+        slopes=None if slopes is None else slopes[None].astype(jnp.float32),
+        seed=None if seed is None else jnp.broadcast_to(seed, q.shape[:1]),
+    )  # fmt: skip
+    sinks = options["softmax_aux"]
+    return Gathered(block, None if sinks is None else sinks.astype(jnp.float32), ranks, rank)

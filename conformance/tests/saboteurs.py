@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends that are each broken in one known way, and which tests of the suite must catch each.
+
+`-p saboteurs` registers them all, and the two unbroken kernels that they are made of, in a pytest process.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import pytest
+from reference_kernels import Dense, Gathered, Gathering
+from ringattn_core import Backend, Block, Feature, Gradients, Partial, Support
+from ringattn_core.discovery import registered
+
+
+class CausalLostUnderGrad(Dense):
+    """The backward pass forgets the causal mask."""
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(_with_rule(block, causal=False), *arrays)
+
+
+class StaleKeys(Gathering):
+    """At the second hop a rank still works on the keys of the first."""
+
+    def prepare(self, gathered: Gathered) -> Gathered:
+        block, ranks = gathered.block, gathered.ranks
+        axis = block.kv.ndim - 3
+        shards = block.kv.reshape(*block.kv.shape[:axis], ranks, -1, *block.kv.shape[axis + 1 :])
+        own = jax.lax.dynamic_index_in_dim(shards, gathered.rank, axis, keepdims=False)
+        stale = jax.lax.dynamic_update_index_in_dim(shards, own, (gathered.rank - 1) % ranks, axis)
+        return dataclasses.replace(gathered, block=dataclasses.replace(block, kv=stale.reshape(block.kv.shape)))
+
+
+class LogTwo(Gathering):
+    """The lse comes back as a logarithm to base 2."""
+
+    def finish(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return out, lse / jnp.log(2.0)
+
+
+class NarrowLse(Dense):
+    """The lse is bfloat16 from hop to hop."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        found = super().forward(block, partial)
+        return Partial(found.out, _narrow(found.lse))
+
+
+class NarrowOut(Dense):
+    """The partial output is rounded to the input's dtype at every hop."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        found = super().forward(block, partial)
+        return Partial(found.out.astype(block.q.dtype).astype(jnp.float32), found.lse)
+
+
+class Swapped(Dense):
+    """dk and dv change places."""
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        found = super().backward(block, *arrays)
+        return dataclasses.replace(found, dk=found.dv, dv=found.dk) if found.dk.shape == found.dv.shape else found
+
+
+class SinksEveryHop(Gathering):
+    """The sinks enter the denominator once a hop."""
+
+    def prepare(self, gathered: Gathered) -> Gathered:
+        if gathered.sinks is None:
+            return gathered
+        return dataclasses.replace(gathered, sinks=gathered.sinks + jnp.log(float(gathered.ranks)))
+
+
+class SegmentsNotRotated(Gathering):
+    """Keys of all ranks are judged by the segment ids of the own shard."""
+
+    def prepare(self, gathered: Gathered) -> Gathered:
+        block, ranks = gathered.block, gathered.ranks
+        if block.kv_segments is None:
+            return gathered
+        shards = block.kv_segments.reshape(block.kv_segments.shape[0], ranks, -1)
+        own = jax.lax.dynamic_index_in_dim(shards, gathered.rank, 1, keepdims=False)
+        return dataclasses.replace(gathered, block=dataclasses.replace(block, kv_segments=jnp.tile(own, (1, ranks))))
+
+
+class MeanOfGroup(Dense):
+    """dk and dv of a key head are the mean over its query heads, not the sum."""
+
+    def grouped(self, x: jax.Array, block: Block) -> jax.Array:
+        return super().grouped(x, block) / block.group
+
+
+class NanInEmptyRows(Dense):
+    """A row that sees nothing is 0 divided by 0."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        found = super().forward(block, partial)
+        empty = jnp.isneginf(found.lse)
+        return Partial(jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out), found.lse)
+
+
+class WindowOffByOne(Dense):
+    """The left end of a window is exclusive."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        return super().forward(self._narrowed(block), partial)
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(self._narrowed(block), *arrays)
+
+    def _narrowed(self, block: Block) -> Block:
+        left, right = block.rule.window or (None, None)
+        return _with_rule(block, window=(left - 1, right)) if left else block
+
+
+class PositionsRestart(Gathering):
+    """Positions count from 0 on every shard."""
+
+    def prepare(self, gathered: Gathered) -> Gathered:
+        block = gathered.block
+        each = block.kv_length // gathered.ranks
+        return dataclasses.replace(
+            gathered,
+            block=dataclasses.replace(
+                block,
+                q_positions=jnp.arange(block.q_length)[None],
+                kv_positions=(jnp.arange(block.kv_length) % each)[None],
+            ),
+        )
+
+
+class LocalDropout(Dense):
+    """Dropout counts queries from the start of the shard."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        return super().forward(_local(block), partial)
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(_local(block), *arrays)
+
+
+class BiasGradientDropped(Dense):
+    """The bias has no gradient."""
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        found = super().backward(block, *arrays)
+        return found if found.dbias is None else dataclasses.replace(found, dbias=jnp.zeros_like(found.dbias))
+
+
+class LastHopMissing(Gathering):
+    """The keys of the next rank, which arrive last, are never seen."""
+
+    def prepare(self, gathered: Gathered) -> Gathered:
+        if gathered.ranks == 1:
+            return gathered
+        block = gathered.block
+        there = (gathered.origin() != (gathered.rank + 1) % gathered.ranks)[None, None, None, :]
+        mask = there if block.mask is None else block.mask & there
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], block.q_length, block.kv_length))
+        return dataclasses.replace(gathered, block=dataclasses.replace(block, mask=mask))
+
+
+class NanHidden(Dense):
+    """A score that is no number counts as masked."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        return super().forward(dataclasses.replace(block, kv=jnp.nan_to_num(block.kv)), partial)
+
+
+class SoftCapIgnored(Dense):
+    """The soft cap is ignored, silently."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        return super().forward(_with_rule(block, soft_cap=None), partial)
+
+
+class HalfPrecisionProducts(Dense):
+    """Products of float32 are made in bfloat16."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        narrow = dataclasses.replace(block, q=_narrow(block.q), kv=_narrow(block.kv))
+        return super().forward(narrow, partial)
+
+
+def _with_rule(block: Block, **changes: Any) -> Block:
+    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, **changes))
+
+
+def _local(block: Block) -> Block:
+    return dataclasses.replace(block, q_index=jnp.arange(block.q_length, dtype=jnp.int32)[None])
+
+
+def _narrow(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sabotage:
+    """A broken kernel, the tests of the suite that catch it, and one that it passes: it is broken in one way only."""
+
+    kernel: Any
+    caught_by: tuple[str, ...]
+    passes: str
+
+    @property
+    def fault(self) -> str:
+        return (type(self.kernel).__doc__ or "").strip()
+
+
+def _point(point: str) -> str:
+    return f"test_ring::test_outputs_and_gradients_are_those_of_the_oracle[{{}}-{point}]"
+
+
+def _primal(name: str) -> str:
+    return f"test_ring::test_without_gradients_the_output_is_the_same[{{}}-{name}]"
+
+
+_BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
+_SEEN: Final = "test_masks::test_the_keys_that_a_query_sees[{}-%s]"
+_LSE: Final = "test_lse::test_it_is_the_natural_logarithm_of_the_whole_denominator[{}-%s]"
+_RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
+_NAN: Final = "test_numerics::test_what_is_not_finite_comes_out_where_it_is_seen_and_nowhere_else[{}-%s]"
+_BITS: Final = "test_dropout::test_the_bits_are_those_of_the_specification[{}-%s]"
+_PLAIN: Final = _point("plain-ring4-contiguous")
+_ALONE: Final = _point("plain-ring1-contiguous")
+
+SABOTEURS: Final[dict[str, Sabotage]] = {
+    "causal-lost-under-grad": Sabotage(CausalLostUnderGrad(), (_point("causal-ring2-zigzag"),), _primal("causal")),
+    "stale-keys": Sabotage(StaleKeys(), (_PLAIN,), _ALONE),
+    "lse-in-log2": Sabotage(LogTwo(), (_LSE % "lse",), _PLAIN),
+    "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN, _LSE % "lse"), _SEEN % "causal"),
+    "out-rounded-at-every-hop": Sabotage(NarrowOut(), (_RMS,), _PLAIN),
+    "dk-dv-swapped": Sabotage(Swapped(), (_PLAIN,), _primal("causal")),
+    "sinks-at-every-hop": Sabotage(SinksEveryHop(), (_point("sinks-ring2-contiguous"),), _PLAIN),
+    "segments-not-rotated": Sabotage(
+        SegmentsNotRotated(), (_point("segments-ring2-contiguous"), _SEEN % "segments"), _PLAIN
+    ),
+    "mean-over-the-group": Sabotage(MeanOfGroup(), (_BLOCK % "gqa-causal-segments",), _PLAIN),
+    "nan-in-empty-rows": Sabotage(NanInEmptyRows(), (_primal("segments-unseen-rank"),), _PLAIN),
+    "window-off-by-one": Sabotage(WindowOffByOne(), (_SEEN % "window", _point("window-ring2-striped")), _PLAIN),
+    "positions-restart": Sabotage(PositionsRestart(), (_SEEN % "causal",), _PLAIN),
+    "dropout-by-local-index": Sabotage(LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),
+    "bias-gradient-dropped": Sabotage(BiasGradientDropped(), (_point("bias-ring2-contiguous"),), _primal("bias")),
+    "last-hop-missing": Sabotage(LastHopMissing(), (_PLAIN,), _ALONE),
+    "nan-hidden": Sabotage(NanHidden(), (_NAN % "k-nan",), _PLAIN),
+    "soft-cap-ignored": Sabotage(SoftCapIgnored(), (_primal("soft-cap"),), _PLAIN),
+    "products-in-bfloat16": Sabotage(HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
+}
+REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gathering()}
+
+
+def backend_of(name: str, kernel: Any) -> Backend:
+    door = "kernel" if isinstance(kernel, Dense) else "ring"
+    return Backend(name, 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), **{door: "saboteurs:SABOTEURS"})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    stack = contextlib.ExitStack()
+    kernels = REFERENCES | {name: sabotage.kernel for name, sabotage in SABOTEURS.items()}
+    for name, kernel in kernels.items():
+        stack.enter_context(registered(backend_of(name, kernel), kernel))
+    config.add_cleanup(stack.close)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """One line for each verdict, for the process that asks."""
+    if report.when == "call":
+        print(f"\nVERDICT {report.outcome} {report.nodeid.rpartition('/')[2]}")

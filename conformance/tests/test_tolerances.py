@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison: as strict as the specification, and a failure says all that is needed."""
+
+import numpy as np
+import pytest
+from ringattn_conformance import tolerances
+from ringattn_conformance.cases import Case
+from ringattn_conformance.oracle import attend
+
+
+def test_the_table_is_that_of_the_specification():
+    assert tolerances.FORWARD == {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
+    assert tolerances.GRADIENTS == {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "want", "largest", "tolerance"),
+    [
+        ("out", [100.0], 1.0, 2e-5),
+        ("lse", [100.0], 32.0, 2e-5),
+        ("out", [1.0], 64.0, 4e-5),
+        ("dq", [0.01], 1.0, 5e-6),
+        ("dq", [-4.0, 1.0], 1.0, 2e-4),
+        ("dbias", [2.0, -np.inf], 320.0, 1e-3),
+    ],
+)
+def test_tolerances_grow_with_gradients_and_with_scores_beyond_32(quantity, want, largest, tolerance):
+    assert tolerances.allowed(quantity, "float32", np.array(want), largest) == pytest.approx(tolerance)
+
+
+def test_a_difference_names_the_worst_element_and_the_tolerance():
+    want = np.zeros((2, 3))
+    got = np.array([[0, 0, 0.5], [0, -2, 0]], np.float32)
+    fault = tolerances.difference("dq", got, want, 0.1)
+    assert fault is not None
+    assert "dq: worst at [1, 1]: got -2, want 0, error 2, tolerance 0.1; 2 of 6 elements beyond it, 0 NaN" in fault
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "equal"),
+    [
+        (np.nan, 0.0, False),
+        (0.0, np.nan, False),
+        (np.nan, np.nan, True),
+        (-np.inf, -np.inf, True),
+        (np.inf, -np.inf, False),
+        (-np.inf, -1e30, False),
+        (1e-3, 0.0, True),
+    ],
+)
+def test_nan_and_infinities_must_be_equal_place_for_place(got, want, equal):
+    assert (tolerances.difference("out", np.array([got]), np.array([want]), 0.01) is None) is equal
+
+
+def test_a_failure_names_the_case_and_every_fault():
+    case = Case("named", causal=True)
+    inputs = case.inputs(1)
+    answer = attend(inputs.problem, inputs.dout, inputs.dlse)
+    right = {"out": answer.out.astype(np.float32), "dk": answer.gradients["dk"].astype(np.float32)}
+    tolerances.check(right, answer, case, inputs)
+    with pytest.raises(AssertionError) as failure:
+        tolerances.check({"out": -right["out"], "dk": right["dk"].astype(np.float16)}, answer, case, inputs, "on ring9")
+    message = str(failure.value)
+    assert message.startswith("case 'named' on ring9\n  out: worst at [")
+    assert "dk: got dtype float16, want float32" in message or "dk: worst at" in message
+    with pytest.raises(AssertionError, match=r"out: got shape \(1,\), want"):
+        tolerances.check({"out": np.zeros(1)}, answer, case, inputs)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this backend tells core about itself."""
+
+from ringattn_core import Backend, Support
+from ringattn_core import Feature as F
+
+CAN = (F.GRADIENTS, F.FLOAT32, F.FLOAT16, F.BFLOAT16, F.RETURN_LSE, F.SINKS, F.ZIGZAG, F.STRIPED, F.CAUSAL)
+CAN += (F.SLIDING_WINDOW, F.CHUNKED, F.SEGMENT_IDS, F.POSITIONS, F.MASK_BUILDER, F.ATTENTION_MASK)
+CAN += (F.GROUPED_HEADS, F.UNEQUAL_VALUE_DIM, F.CROSS_LENGTHS)
+
+BACKEND = Backend(
+    name="example",
+    api=1,
+    platforms=("cpu", "gpu", "cuda", "rocm", "tpu"),
+    features=dict.fromkeys(CAN, Support.FULL) | {F.SOFT_CAP: Support.PLANNED, F.FUSED_BACKWARD: Support.IMPOSSIBLE},
+    kernel="ringattn_example.block:KERNEL",
+    priority=-10,
+)

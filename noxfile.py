@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checks there are, and in which environment each one runs."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.11.12"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "conformance", "docs"]
+# An interpreter that is not there is reported as skipped; it is never downloaded.
+nox.options.error_on_missing_interpreters = False
+nox.options.download_python = "never"
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "dist"
+LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pyproject.toml")))
+PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
+BACKENDS = ("xla",)
+BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
+# (Python, JAX): the newest JAX of each interpreter, and the floor.
+SUPPORTED = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.11", "0.10.0"))
+CPU = {"JAX_PLATFORMS": "cpu"}
+
+
+def group(name: str) -> tuple[str, ...]:
+    """The requirements of a dependency group of pyproject.toml."""
+    return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
+
+
+@functools.cache
+def runs(python: str) -> bool:
+    """Whether a command is a Python that starts: a version manager's shim may be there and refuse."""
+    try:
+        return subprocess.run([python, "-c", ""], capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def reveal(version: str) -> None:
+    """Puts an interpreter that pyenv holds, but does not show, on the PATH; the first one that runs stays first."""
+    name = f"python{version}"
+    if version == "{}.{}".format(*sys.version_info) or runs(name) or not shutil.which("pyenv"):
+        return
+    prefix = subprocess.run(["pyenv", "prefix", version], capture_output=True, text=True).stdout.strip()
+    if prefix and runs(str(Path(prefix, "bin", name))):
+        os.environ["PATH"] = os.pathsep.join([str(Path(prefix, "bin")), os.environ["PATH"]])
+
+
+for _version in sorted({python for python, _ in SUPPORTED}):
+    reveal(_version)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """A ring of 8 over 16k packed tokens with gradients, on this machine's CPU: a table and a plot."""
+    session.install(*group("quickstart"), *LIBRARIES)
+    session.run("python", "examples/quickstart.py", *session.posargs, env=CPU)
+
+
+@nox.session
+@nox.parametrize("python,jax", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
+def tests(session: nox.Session, jax: str) -> None:
+    """The tests of each package and of the repository, on every supported JAX."""
+    session.install(f"jax=={jax}", *group("test"), *PACKAGES)
+    session.run("pytest", "-n", "2", *(session.posargs or ["tests", "packages"]), env=CPU)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Every distribution: the sdist, the wheel made from that sdist, and what they say of themselves."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.install(*group("build"))
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(DIST), package, silent=True)
+    session.install("--no-deps", *map(str, DIST.glob("*.whl")))
+    session.run("python", "tests/wheels.py", str(DIST))
+
+
+@nox.session(requires=["build"])
+@nox.parametrize("backend", BACKENDS, ids=BACKENDS)
+def conformance(session: nox.Session, backend: str) -> None:
+    """The suite against one backend, from wheels alone: what a wheel does not declare is not there."""
+    names = ("core", backend, "conformance")
+    wheels = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in names]
+    session.install(*group("jax"), *wheels)
+    own_tests = ROOT / "conformance" / "tests"
+    session.chdir(session.create_tmp())
+    session.run(
+        "pytest",
+        "--pyargs",
+        "ringattn_conformance.suite",
+        "--ringattn-backend",
+        backend,
+        "-n",
+        "2",
+        *session.posargs,
+        env=CPU,
+    )
+    session.run("pytest", str(own_tests), "-n", "2", env=CPU)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, its formatter, and the rules of the house."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pytest", "-q", "tests/test_house_rules.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """pyright over everything."""
+    session.install(*group("types"), *PACKAGES)
+    session.run("pyright", "--pythonpath", shutil.which("python", path=session.bin) or "python")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation; a warning is an error."""
+    session.install(*group("docs"), *LIBRARIES)
+    session.run("sphinx-build", "-W", "--keep-going", "-n", "-q", "docs", "build/docs", env=CPU)
+    session.log("open build/docs/index.html")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks, one after the other, or those named: each prints its targets beside what it measures."""
+    session.install(*group("bench"), *LIBRARIES)
+    for script in session.posargs or BENCHMARKS:
+        session.run("python", script, env=CPU)
