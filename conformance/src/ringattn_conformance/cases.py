@@ -263,7 +263,7 @@ COMBINED: Final = (
     Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head", lse=False),
     Case("everything", causal=True, window=(29, None), segments=ingredients.packed, positions=ingredients.restarting,
          builder=ingredients.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5, bias="BNT", bias_forbids=True,
-         slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6, core=True),
+         slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
     Case("everything-but-positions", chunk=37, window=(29, 3), segments=ingredients.padding, soft_cap=3.0, bias="N",
          slopes=True, sinks="shared", dropout=0.2, heads=4, kv_heads=1, head_dim=6, value_dim=10, lse=False),
 )  # fmt: skip

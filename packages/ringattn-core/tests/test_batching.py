@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap folds into the batch, inside and outside of everything, and every example has the gradient it would have alone."""
+"""vmap folds into the batch, inside and outside, and every example has the gradient it would have alone."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention
 from ringattn_core.merge import empty, merge
 
@@ -110,5 +109,3 @@ def test_examples_whose_heads_have_other_indices_are_computed_one_by_one():
     got = jax.vmap(sharded, axis_name="heads")(*split)
     whole = ring_attention(x["q"][0], x["k"][0], x["v"][0], dropout_prob=0.5, dropout_seed=1)
     np.testing.assert_allclose(jnp.moveaxis(got, 0, 2).reshape(B, T, N, H), whole, atol=2e-5)
-
-

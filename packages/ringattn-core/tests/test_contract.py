@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-
 from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention
 from ringattn_core.errors import KernelError
 

@@ -108,6 +108,11 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         RuntimeError,
         "backends 'a', 'b' have the same priority 10 on 'cuda'. Choose one: backend='a', or RINGATTN_BACKEND=a",
     ),
+    (
+        errors.KernelError("a kernel", "backward", "returned dbias = None", "Return float32[1, 2]"),
+        TypeError,
+        "str.backward returned dbias = None. Return float32[1, 2]",
+    ),
 ]
 
 

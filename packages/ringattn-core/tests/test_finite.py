@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from ringattn_core import ring_attention
 
 LENGTH, BAD = 12, 5
@@ -58,7 +57,9 @@ def test_only_gradients_that_depend_on_a_bad_entry_are_nan(ranks: int | None, op
 def test_a_bad_cotangent_reaches_what_its_row_saw(ranks: int | None):
     x = arrays()
     weight = jnp.ones_like(x[0]).at[0, BAD, 1, 2].set(jnp.nan)
-    gradients = jax.jit(jax.grad(lambda *x: (attend(ranks, *x, causal=True, sliding_window=3) * weight).sum(), (0, 1, 2)))(*x)
+    gradients = jax.jit(
+        jax.grad(lambda *x: (attend(ranks, *x, causal=True, sliding_window=3) * weight).sum(), (0, 1, 2))
+    )(*x)
     assert rows(gradients[0]) == {BAD}
     assert rows(gradients[1]) == rows(gradients[2]) == set(range(BAD - 3, BAD + 1))
 

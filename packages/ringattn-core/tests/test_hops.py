@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import pytest
-
 from ringattn_core import masks
 from ringattn_core.hops import Plan, plan
 from ringattn_core.layout import LAYOUTS, order
@@ -73,7 +72,10 @@ def test_planning_a_long_ring_needs_nothing_of_the_size_of_its_square():
     assert peak < 128 * 8192 * 64
 
 
-@pytest.mark.parametrize("ranks, offsets", [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (8, (0, 1, 2)), (8, (0, 1, 7)), (8, (0, 7)), (8, tuple(range(8)))])
+@pytest.mark.parametrize(
+    "ranks, offsets",
+    [(1, (0,)), (2, (0, 1)), (3, (0, 1, 2)), (8, (0, 1, 2)), (8, (0, 1, 7)), (8, (0, 7)), (8, tuple(range(8)))],
+)
 def test_backward_brings_every_key_and_takes_every_gradient_home(ranks: int, offsets: tuple[int, ...]):
     made = Plan(ranks, offsets)
     keys = sum(send.shift for send in made.backward if send.keys)
@@ -86,5 +88,11 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(ranks: int, off
 
 def test_a_parcel_holds_keys_in_their_dtype_and_gradients_in_float32():
     full = Plan(4, (0, 1, 2, 3)).backward
-    assert [(send.keys, send.gradients) for send in full] == [(True, False), (True, False), (True, True), (False, True), (False, True)]
+    assert [(send.keys, send.gradients) for send in full] == [
+        (True, False),
+        (True, False),
+        (True, True),
+        (False, True),
+        (False, True),
+    ]
     assert [send.bytes(10, 2) for send in full] == [20, 20, 60, 40, 40]

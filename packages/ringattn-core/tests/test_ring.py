@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: unrolled or looped, with parcels of any dtype, it is one computation; its memory does not grow with the ring."""
+"""The engine: unrolled or looped it is one computation, and its memory does not grow with the ring."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-
 from ringattn_core import parcels, ring, ring_attention, tie
 
 N, K, H = 4, 2, 8
@@ -34,8 +33,12 @@ def differentiated(ranks: int, **options: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("options", [dict(causal=True), dict(sliding_window=3), dict(causal=True, layout="zigzag")], ids=str)
-def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(monkeypatch: pytest.MonkeyPatch, dtype: Any, options: dict[str, Any]):
+@pytest.mark.parametrize(
+    "options", [dict(causal=True), dict(sliding_window=3), dict(causal=True, layout="zigzag")], ids=str
+)
+def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, options: dict[str, Any]
+):
     operands = arrays(32, dtype)
     unrolled = differentiated(8, **options)(*operands)
     monkeypatch.setattr(ring, "UNROLLED", 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The per-shard signature is ejkernel's, plus options by keyword; who answers to it is checked, and who does not is told."""
+"""The per-shard signature is ejkernel's, plus options by keyword; and who does not answer to it is told."""
 
 import inspect
 from typing import Any
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from ringattn_core import Backend, Feature, Support, call, discovery, per_shard, ring_attention
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
 from ringattn_core.signature import PARAMETERS, mismatch
@@ -27,7 +26,10 @@ def arrays() -> list[jax.Array]:
 def test_names_and_order_up_to_fused_backward_never_change():
     positional = [p for p in PARAMETERS if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert ", ".join(p.name for p in positional) == EJKERNEL
-    assert {p.name: p.default for p in positional[3:] if p.default is not None} == {"causal": False, "fused_backward": False}
+    assert {p.name: p.default for p in positional[3:] if p.default is not None} == {
+        "causal": False,
+        "fused_backward": False,
+    }
 
 
 def test_validation_takes_the_whole_signature_with_its_defaults():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.errors import InputError, MeshError
 from ringattn_core.masks import Numpy
@@ -29,11 +28,20 @@ OPERANDS = {
     "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8)"),
     "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
     "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
-    "mixed dtypes": ((*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)), "value: has dtype bfloat16 but query has float32"),
+    "mixed dtypes": (
+        (*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)),
+        "value: has dtype bfloat16 but query has float32",
+    ),
     "batches that differ": ((arrays()[0], ones(3, T, K, H), ones(3, T, K, H)), "key: has batch 3 but query has 2"),
     "head sizes that differ": ((arrays()[0], ones(B, T, K, 4), arrays()[2]), "key: has head size 4 but query has 8"),
-    "fewer values than keys": ((*arrays()[:2], ones(B, 7, K, H)), "value: has (length, heads) (7, 2) but key has (8, 2)"),
-    "heads that do not divide": ((arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)), "key: has 3 heads, which do not divide the 4"),
+    "fewer values than keys": (
+        (*arrays()[:2], ones(B, 7, K, H)),
+        "value: has (length, heads) (7, 2) but key has (8, 2)",
+    ),
+    "heads that do not divide": (
+        (arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)),
+        "key: has 3 heads, which do not divide the 4",
+    ),
     "a string": (("q", *arrays()[1:]), "query: str is no array"),
     "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is no array"),
 }
@@ -152,17 +160,21 @@ def test_an_axis_outside_any_shard_map_is_an_error_that_says_so():
 
 
 def test_an_unknown_axis_is_an_error_that_lists_those_there_are():
-    with pytest.raises(MeshError, match="axis_name='ring' is not an axis of the surrounding shard_map, whose axes are 'sp'"):
+    with pytest.raises(
+        MeshError, match="axis_name='ring' is not an axis of the surrounding shard_map, whose axes are 'sp'"
+    ):
         in_shard_map(axis_name="ring")
 
 
 def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
-    with pytest.raises(InputError, match="'zigzag' needs an even local length, but query has 3 tokens.*Pad the sequence to 16"):
+    with pytest.raises(
+        InputError, match=r"'zigzag' needs an even local length, but query has 3 tokens.*Pad the sequence to 16"
+    ):
         in_shard_map(axis_name="sp", layout="zigzag", length=12)
 
 
 def test_batch_axes_cannot_be_those_of_the_ring():
-    with pytest.raises(InputError, match="batch_axis_name: .* overlaps the ring's axis_name"):
+    with pytest.raises(InputError, match=r"batch_axis_name: .* overlaps the ring's axis_name"):
         in_shard_map(axis_name="sp", batch_axis_name="sp")
 
 
@@ -171,6 +183,8 @@ def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
     q, k, v = arrays()
     far = jnp.array([-(2**30) + 1, *range(T - 2), 2**30 - 1])
     wanted = ring_attention(q * jnp.arange(float(T))[None, :, None, None], k, v, q_positions=far, causal=True)
-    got = ring_attention(q * jnp.arange(float(T))[None, :, None, None], k, v, q_positions=far, causal=True, sliding_window=huge)
+    got = ring_attention(
+        q * jnp.arange(float(T))[None, :, None, None], k, v, q_positions=far, causal=True, sliding_window=huge
+    )
     assert (got == wanted).all()
     assert jnp.isfinite(ring_attention(q, k, v, chunk_size=huge)).all()

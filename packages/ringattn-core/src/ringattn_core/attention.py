@@ -52,7 +52,7 @@ def ring_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Softmax attention, exact to the dtype in value and gradients, whatever the ring, layout and backend.
 
     Inside your own `jax.shard_map` pass `axis_name`, and arrays are local. With `mesh` arrays are global: the batch

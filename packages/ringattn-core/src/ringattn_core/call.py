@@ -53,7 +53,7 @@ class Call:
 
     def needs(self) -> frozenset[Feature]:
         """What a backend must support to answer this call, gradients aside."""
-        batch, q_length, heads, dim = self.query.shape
+        _, q_length, heads, dim = self.query.shape
         asked = {
             Feature.CAUSAL: self.causal,
             Feature.SLIDING_WINDOW: self.sliding_window is not None,

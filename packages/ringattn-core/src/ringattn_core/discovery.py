@@ -68,6 +68,9 @@ class Registration:
         if isinstance(loaded, type):
             raise BackendLoadError(self.name, self.distribution, path, "it is a class, not an instance of one")
         if backend.kernel is not None:
+            if getattr(loaded, "__hash__", None) is None:
+                reason = f"a block kernel must be hashable, which {loaded!r} is not: JAX compiles once for each"
+                raise BackendLoadError(self.name, self.distribution, path, reason)
             missing = [name for name in _METHODS if not callable(getattr(loaded, name, None))]
             if missing or not isinstance(loaded, BlockKernel):
                 reason = f"a block kernel needs {' and '.join(missing)}, which {loaded!r} lacks"

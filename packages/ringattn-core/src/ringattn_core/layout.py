@@ -81,7 +81,8 @@ def _reorder(x: Any, layout: str, ring_size: int, axis: int, inverse: bool) -> A
     if length % parts:
         following = -(-length // parts) * parts
         raise InputError(
-            "x", f"axis {axis} has length {length}, which {layout!r} on {ring_size} ranks cannot split into {parts}",
+            "x",
+            f"axis {axis} has length {length}, which {layout!r} on {ring_size} ranks cannot split into {parts}",
             f"Pad it to {following}",
         )
     index = order(layout, ring_size, length)

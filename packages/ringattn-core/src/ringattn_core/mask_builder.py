@@ -43,7 +43,8 @@ def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
         held = getattr(result, "shape", None)
         if held is None or not hasattr(result, "__getitem__"):
             raise InputError(
-                "mask_builder", f"returned {type(result).__name__}",
+                "mask_builder",
+                f"returned {type(result).__name__}",
                 "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool",
             )
     if tuple(held) != shape:

@@ -35,7 +35,7 @@ def from_wire(wire: Wire, dtype: Any) -> Packed:
 def join(wire: Wire, gradients: Float32[Array, "..."]) -> Wire:
     """A parcel: K,V and their float32 gradients as one array; `split` is the inverse.
 
-    Beside integers the gradients are integers too: the halves of a float32 are no numbers, and must arrive as they left.
+    Beside integers the gradients are integers too: the halves of a float32 are no numbers, and arrive as they left.
     """
     if wire.dtype == jnp.float32:
         return jnp.stack([wire, gradients])

@@ -160,8 +160,8 @@ class Gradients:
 class BlockKernel(Protocol):
     """The easy door: two functions of one block. Core drives the ring, and owns AD, sinks, vmap and layouts.
 
-    An optional third, `tie(x, token) -> x`, returns `x` such that nothing that reads it starts before `token`
-    is there; the default is `jax.lax.optimization_barrier`.
+    The object is hashable: JAX compiles once for each. An optional third function, `tie(x, token) -> x`, returns `x`
+    such that nothing that reads it starts before `token` is there; the default is `ringattn_core.tie.tie`.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:

@@ -121,7 +121,9 @@ def _gradients(
         steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
         if len(steps) > UNROLLED and set(shifts) == {1}:
             (wire, behind, sums), _ = jax.lax.scan(
-                lambda carry, offset: (hop(*carry, offset, 1, 1), None), (wire, behind, sums), jnp.asarray(offsets[1:-1])
+                lambda carry, offset: (hop(*carry, offset, 1, 1), None),
+                (wire, behind, sums),
+                jnp.asarray(offsets[1:-1]),
             )
             steps = steps[-1:]
         for offset, onward, back in steps:

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from . import axes
 from .call import Call
 from .devices import platform_of
-from .dispatch import answer
 from .discovery import get
+from .dispatch import answer
 from .errors import InputError, MeshError
 from .layout import pieces
 from .mask_builder import build
@@ -125,7 +125,9 @@ def _roles(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     for argument, names in given.items():
         for name in names or ():
             if name not in known:
-                raise MeshError(f"{argument}={name!r} is not an axis of the mesh, whose axes are {listed}. Pass one of them")
+                raise MeshError(
+                    f"{argument}={name!r} is not an axis of the mesh, whose axes are {listed}. Pass one of them"
+                )
     free = [name for name in known if name not in sequence]
     batch = call.batch_axis_name or tuple(name for name in free if name in BATCH_AXES)
     heads = call.head_axis_name or tuple(name for name in free if name in HEAD_AXES)
@@ -176,7 +178,8 @@ def _divisible(call: Call, mesh: Any, roles: Roles) -> None:
         if call.layout != "contiguous" and x.shape[1] % parts:
             following = -(-x.shape[1] // parts) * parts
             raise InputError(
-                "layout", f"{call.layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {x.shape[1]}",
+                "layout",
+                f"{call.layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {x.shape[1]}",
                 f"Pad it to {following}, or use 'contiguous', which pads by itself",
             )
 
@@ -187,7 +190,10 @@ def _padded(call: Call, ranks: int) -> Call:
     if more == (0, 0):
         return call
     if more[1] and call.q_segment_ids is None:
-        ids = {f"{side}_segment_ids": jnp.zeros(x.shape[:2], jnp.int32) for side, x in (("q", call.query), ("kv", call.key))}
+        ids = {
+            f"{side}_segment_ids": jnp.zeros(x.shape[:2], jnp.int32)
+            for side, x in (("q", call.query), ("kv", call.key))
+        }
         call = dataclasses.replace(call, **ids)
     grown = {}
     for name, growing in LENGTH_AXES.items():

@@ -10,7 +10,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from . import axes, layout as layouts
+from . import axes
+from . import layout as layouts
 from .call import Call
 from .config import BwdParams, FwdParams
 from .errors import InputError
@@ -86,7 +87,9 @@ def validated(
         chunk_size=_chunk(chunk_size),
         causal=_flag("causal", causal),
         logits_soft_cap=_number("logits_soft_cap", logits_soft_cap, "a finite number above 0", lambda c: c > 0),
-        softmax_scale=dim**-0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale, "a finite number"),
+        softmax_scale=dim**-0.5
+        if softmax_scale is None
+        else _number("softmax_scale", softmax_scale, "a finite number"),
         axis_name=ring or None,
         fwd_params=FwdParams.of(fwd_params),
         bwd_params=BwdParams.of(bwd_params),
@@ -109,7 +112,9 @@ def _array(argument: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise InputError(argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts") from error
+        raise InputError(
+            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
+        ) from error
 
 
 def _operands(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -129,10 +134,13 @@ def _operands(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
     if k.shape[3] != q.shape[3]:
         raise InputError("key", f"has head size {k.shape[3]} but query has {q.shape[3]}", "They must be equal")
     if v.shape[1:3] != k.shape[1:3]:
-        raise InputError("value", f"has (length, heads) {v.shape[1:3]} but key has {k.shape[1:3]}", "They must be equal")
+        raise InputError(
+            "value", f"has (length, heads) {v.shape[1:3]} but key has {k.shape[1:3]}", "They must be equal"
+        )
     if q.shape[2] % k.shape[2]:
         raise InputError(
-            "key", f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of query",
+            "key",
+            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of query",
             "Query heads share key heads in equal groups",
         )
     return q, k, v
@@ -143,7 +151,8 @@ def _layout_fits(layout: str, q: jax.Array, k: jax.Array, ranks: int) -> None:
     for name, x in (("query", q), ("key", k)):
         if x.shape[1] % parts:
             raise InputError(
-                "layout", f"{layout!r} needs an even local length, but {name} has {x.shape[1]} tokens on each rank",
+                "layout",
+                f"{layout!r} needs an even local length, but {name} has {x.shape[1]} tokens on each rank",
                 f"Pad the sequence to {(x.shape[1] + 1) * ranks} tokens, or use 'contiguous' or 'striped'",
             )
 
@@ -213,7 +222,8 @@ def _sinks(x: Any, heads: int) -> jax.Array | None:
     if sinks.ndim == 2 and sinks.size and sinks.shape[0] == heads:
         return sinks
     raise InputError(
-        "softmax_aux", f"has shape {sinks.shape}",
+        "softmax_aux",
+        f"has shape {sinks.shape}",
         f"It needs ({heads},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
     )
 
@@ -233,7 +243,8 @@ def _dense(argument: str, x: Any, full: tuple[int, ...], kind: str, broadcast: i
     if kind == "bool" and array.dtype != jnp.bool_:
         raise InputError(argument, f"has dtype {array.dtype}", "It needs booleans, true where a query may see a key")
     fits = array.ndim == 4 and all(
-        have == want or (have == 1 and axis < broadcast) for axis, (have, want) in enumerate(zip(array.shape, full, strict=True))
+        have == want or (have == 1 and axis < broadcast)
+        for axis, (have, want) in enumerate(zip(array.shape, full, strict=True))
     )
     if not fits:
         wanted = ", ".join(f"1|{n}" if axis < broadcast and n != 1 else str(n) for axis, n in enumerate(full))
@@ -255,7 +266,8 @@ def _slopes(x: Any, heads: int) -> jax.Array | None:
 def _builder(mask_builder: Any) -> Any:
     if mask_builder is not None and not callable(mask_builder):
         raise InputError(
-            "mask_builder", f"got {type(mask_builder).__name__}",
+            "mask_builder",
+            f"got {type(mask_builder).__name__}",
             "It needs a function (q_len, kv_len, num_heads, head_idx, num_reps) -> mask",
         )
     return mask_builder
@@ -284,7 +296,9 @@ def _chunk(size: Any) -> int | None:
 
 def _static(argument: str, x: Any) -> Any:
     if isinstance(x, jax.core.Tracer):
-        raise InputError(argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit")
+        raise InputError(
+            argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
+        )
     return x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.ndim(x) == 0 else x
 
 
@@ -317,7 +331,9 @@ def _seed(seed: Any, dropout: float) -> jax.Array | None:
     if dropout == 0.0:
         return None
     if seed is None:
-        raise InputError("dropout_seed", f"is missing with dropout_prob={dropout}", "Pass an integer, a new one each step")
+        raise InputError(
+            "dropout_seed", f"is missing with dropout_prob={dropout}", "Pass an integer, a new one each step"
+        )
     if isinstance(seed, int) and not isinstance(seed, bool):
         seed = np.uint32(seed % 2**32)
     array = _array("dropout_seed", seed)
