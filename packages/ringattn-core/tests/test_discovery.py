@@ -2,10 +2,11 @@
 """Promises of discovery: it loads nothing heavy, and a broken backend is told apart and takes no other along."""
 
 import sys
+import types
 from typing import Any
 
 import pytest
-from ringattn_core import discovery
+from ringattn_core import discovery, errors
 from ringattn_core.errors import (
     BackendLoadError,
     BackendNotFoundError,
@@ -244,3 +245,13 @@ class TestRegisteredInThisProcess:
     def test_what_is_no_descriptor_is_refused(self) -> None:
         with pytest.raises(InputError, match=r"Pass a ringattn_core\.Backend"), discovery.registered(Kernel()):  # pyright: ignore[reportArgumentType]
             pass
+
+
+def test_a_kernel_that_cannot_be_hashed_does_not_load() -> None:
+    kernel = types.SimpleNamespace(forward=lambda block, partial: partial, backward=lambda *_: None)
+    backend = Backend(name="loose", api=1, platforms=("cpu",), features={}, kernel="a:b")
+    with (
+        discovery.registered(backend, kernel) as registration,
+        pytest.raises(errors.BackendLoadError, match="must be hashable"),
+    ):
+        registration.implementation()
