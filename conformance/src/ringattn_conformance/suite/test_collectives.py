@@ -16,7 +16,7 @@ from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, with_gradients
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
-PERMUTE = re.compile(r"= \(?(\w+)\[([\d,]*)\][^=]*? collective-permute(?:-start)?\(")
+PERMUTE = re.compile(r"= \(*(\w+)\[([\d,]*)\][^=]*? collective-permute(?:-start)?\(")
 CASES = (
     (Case("all-hops", lse=False), "contiguous", 3),
     (Case("all-hops-causal", causal=True, lse=False), "zigzag", 3),
