@@ -40,19 +40,24 @@ def main() -> None:
         inputs = (query, key, value) if name.endswith("forward") else (query, key, value, dout)
         runs[name] = lambda program=program, inputs=inputs: program(*inputs)
     difference = float(jnp.max(jnp.abs(runs["causal forward"]() - runs["dense forward"]())))
-    time = medians(runs, arguments.rounds)
+    # Apart, because the dense program takes and returns gigabytes, and what runs after it pays for that.
+    time = medians({name: run for name, run in runs.items() if not name.startswith("dense")}, arguments.rounds)
+    beside = medians(
+        {name: run for name, run in runs.items() if name.startswith(("dense", "causal"))}, arguments.rounds
+    )
 
     claims = [Claim("largest difference from dense", difference, "<=", 2e-5)]
     for part in ("forward", "both"):
         label = "forward" if part == "forward" else "forward+backward"
         mine, theirs, full, window = (f"{name} {part}" for name in ("causal", "dense", "full", "window"))
         claims += [
-            Claim(f"{label}: time over dense", time[mine] / time[theirs], "<=", 0.45, "x"),
+            Claim(f"{label}: time over dense", beside[mine] / beside[theirs], "<=", 0.45, "x"),
             Claim(f"{label}: dense temporary memory over ours", memory[theirs] / memory[mine], ">=", 50, "x"),
             Claim(f"{label}: causal over full", time[mine] / time[full], "<=", 0.6, "x"),
             Claim(f"{label}: full over window 256", time[full] / time[window], ">=", 8, "x"),
         ]
     raw = {f"{name}, seconds": seconds for name, seconds in time.items()}
+    raw |= {f"{name} beside dense, seconds": seconds for name, seconds in beside.items()}
     raw |= {f"{name}, temporary MiB": size for name, size in memory.items()}
     report("cpu_attention.py", claims, raw)
 

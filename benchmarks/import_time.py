@@ -16,6 +16,8 @@ import jax
 middle = time.perf_counter()
 import ringattn_core
 end = time.perf_counter()
+ringattn_core.ring_attention
+used = time.perf_counter()
 backends = {"ringattn_xla", "ringattn_triton", "ringattn_tpu"}.intersection(sys.modules)
 from ringattn_core import discovery
 before = time.perf_counter()
@@ -24,6 +26,7 @@ after = time.perf_counter()
 print(json.dumps({
     "import jax, ms": 1e3 * (middle - start),
     "import ringattn_core after it, ms": 1e3 * (end - middle),
+    "first use of a name in it, ms": 1e3 * (used - end),
     "first discovery, ms": 1e3 * (after - before),
     "backends imported": len(backends),
     "backends found": len(found),

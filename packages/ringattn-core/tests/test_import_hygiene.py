@@ -15,6 +15,7 @@ FORBIDDEN = (
     "jax.experimental.pallas", "jax.experimental.mosaic", "jax._src.pallas", "jax_triton", "triton", "torch",
     "flax", "equinox", "optax", "matplotlib", "rich", "pytest", "hypothesis", "beartype",
 )  # fmt: skip
+LOADED = "import ringattn_core; ringattn_core.ring_attention"
 PROBE = """
 import json, sys
 import jax
@@ -41,13 +42,13 @@ def brought_in(modules: list[str]) -> set[str]:
 
 
 def test_importing_core_brings_in_no_backend_and_nothing_heavy() -> None:
-    got = after("import ringattn_core")
+    got = after(LOADED)
     assert brought_in(got["modules"]) == set()
     assert "ringattn_core" in got["modules"]
 
 
 def test_importing_core_initialises_no_jax_backend() -> None:
-    assert not after("import ringattn_core")["initialised"]
+    assert not after(LOADED)["initialised"]
 
 
 def test_looking_for_backends_imports_no_kernel_and_initialises_nothing() -> None:
@@ -59,8 +60,24 @@ def test_looking_for_backends_imports_no_kernel_and_initialises_nothing() -> Non
 
 
 def test_importing_core_writes_nothing_to_the_home(tmp_path: Path) -> None:
-    after("import sys; sys.dont_write_bytecode = True; import ringattn_core", tmp_path)
+    after("import sys; sys.dont_write_bytecode = True; " + LOADED, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_public_name_loads_at_its_first_use() -> None:
+    modules = {name for name in after("import ringattn_core")["modules"] if name.startswith("ringattn_core")}
+    assert modules == {"ringattn_core"}
+
+
+def test_every_public_name_is_there_and_listed_and_others_are_not() -> None:
+    import ringattn_core
+    from ringattn_core import public
+
+    names = {name for name in vars(public) if not name.startswith("_")}
+    assert "ring_attention" in names <= set(dir(ringattn_core))
+    assert all(getattr(ringattn_core, name) is getattr(public, name) for name in names)
+    with pytest.raises(AttributeError, match="module 'ringattn_core' has no attribute 'ring_atention'"):
+        ringattn_core.ring_atention  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["jax.experimental.pallas", "hypothesis"])

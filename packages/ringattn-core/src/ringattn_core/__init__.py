@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring attention for JAX: the signature, the ring engine and the discovery of backends."""
 
-from . import errors as errors
-from . import masks as masks
-from .attention import ring_attention as ring_attention
-from .config import BwdParams as BwdParams
-from .config import FwdParams as FwdParams
-from .config import RingAttentionConfig as RingAttentionConfig
-from .dispatch import per_shard as per_shard
-from .features import Feature as Feature
-from .features import Support as Support
-from .layout import from_layout as from_layout
-from .layout import to_layout as to_layout
-from .mask_info import MaskInfo as MaskInfo
-from .merge import merging as merging
-from .protocol import Backend as Backend
-from .protocol import Block as Block
-from .protocol import BlockKernel as BlockKernel
-from .protocol import Gradients as Gradients
-from .protocol import Partial as Partial
-from .protocol import RingKernel as RingKernel
-from .rule import Rule as Rule
-from .selection import use_backend as use_backend
-from .visibility import visible as visible
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403  (pyright follows it)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load at their first use: a program that imports many libraries pays for those that it uses."""
+    public = importlib.import_module(".public", __name__)
+    if name.startswith("_") or name not in vars(public):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = vars(public)[name]
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    public = importlib.import_module(".public", __name__)
+    return sorted({*globals(), *(name for name in vars(public) if not name.startswith("_"))})
