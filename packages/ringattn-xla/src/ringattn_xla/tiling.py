@@ -20,7 +20,7 @@ _LONGEST: Final = 512
 _SHORTEST: Final = 128
 _FEW_TILES: Final = 4
 """Up to so many tiles a loop of its own for the unmasked ones is not worth compiling."""
-_SCORES_ON_CPU: Final = 2**15
+_SCORES_ON_CPU: Final = 2**17
 _SCORES_ELSEWHERE: Final = 2**22
 
 
