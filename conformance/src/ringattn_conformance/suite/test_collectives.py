@@ -16,7 +16,8 @@ from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, with_gradients
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
-PERMUTE = re.compile(r"= \(*(\w+)\[([\d,]*)\][^=]*? collective-permute(?:-start)?\(")
+PERMUTE = re.compile(r"= ([^=]*?) collective-permute(-start)?\(")
+SHAPE = re.compile(r"(\w+)\[([\d,]+)\]")
 CASES = (
     (Case("all-hops", lse=False), "contiguous", 3),
     (Case("all-hops-causal", causal=True, lse=False), "zigzag", 3),
@@ -38,7 +39,13 @@ def _sent(placed: Placed, gradients: bool) -> Counter[int]:
     else:
         lowered = jax.jit(everywhere).lower(placed.operands, placed.fixed)
     text = lowered.compile().as_text() or ""
-    return Counter(_bytes(dtype, dims) for dtype, dims in PERMUTE.findall(text))
+    return Counter(size for result, start in PERMUTE.findall(text) for size in _carried(result, bool(start)))
+
+
+def _carried(result: str, start: bool) -> list[int]:
+    """The bytes of each array that one instruction sends: XLA may send several, and a start names what it gives too."""
+    sizes = [_bytes(dtype, dims) for dtype, dims in SHAPE.findall(result)]
+    return sizes[: len(sizes) // 2] if start else sizes
 
 
 def _bytes(dtype: str, dims: str) -> int:
