@@ -28,7 +28,8 @@ TEXTS = sorted(
 MODULES = [path for path in TEXTS if path.suffix == ".py"]
 PROJECTS = sorted((*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"))
 LONGEST = 400
-CORE_MAY_NEED = {"jax", "jaxtyping", "typing-extensions", "importlib-metadata"}
+# NumPy comes with JAX, and is imported, so it is declared.
+CORE_MAY_NEED = {"jax", "numpy", "jaxtyping", "typing-extensions", "importlib-metadata"}
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
 # Put together from pieces, so that this file does not contain them.
 REGISTRIES = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("anaconda", "org"))]
