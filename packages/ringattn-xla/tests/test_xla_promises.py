@@ -192,14 +192,11 @@ def test_two_runs_give_the_same_bits() -> None:
     _same(*runs)
 
 
-@pytest.mark.parametrize(("causal", "tile", "loops"), [(True, 16, 2), (True, 32, 1), (False, 16, 1)])
-def test_a_pass_is_one_loop_and_one_for_unmasked_tiles_where_there_are_many(
-    causal: bool, tile: int, loops: int
-) -> None:
-    block = make_block(2, 64, 64, heads=4, tile=tile, causal=causal)
+def test_each_pass_is_one_loop() -> None:
+    block = make_block(2, 64, 64, heads=4, tile=16, causal=True)
     partial = empty(block)
     for program in (jax.make_jaxpr(KERNEL.forward)(block, partial), jax.make_jaxpr(_backward)(block, partial)):
-        assert str(program).count("= while[") == loops
+        assert str(program).count("= while[") == 1
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, "HIGHEST"), ("default", "DEFAULT")])

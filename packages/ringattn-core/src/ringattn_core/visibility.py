@@ -21,16 +21,8 @@ def of_positions(rule: Rule) -> list[Mask]:
     return masks
 
 
-def restricted(block: Block) -> bool:
-    """Whether anything may hide a key of the block from a query of it."""
-    ids = block.q_segments is not None and block.kv_segments is not None
-    return bool(of_positions(block.rule) or block.rule.masks or ids or block.mask is not None or block.padded)
-
-
 def visible(block: Block) -> Bool[Array, "b n t s"] | None:
     """Whether each query of the block sees each key, broadcastable to `[B, N, T, S]`; `None` where all do."""
-    if not restricted(block):
-        return None
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index).rows()
     kv = Coordinates(block.kv_positions, block.kv_index).columns()
@@ -44,6 +36,8 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
         parts.append(block.mask)
     if block.padded:
         parts.append((kv.index >= 0)[:, None])
+    if not parts:
+        return None
     seen = parts[0]
     for part in parts[1:]:
         seen = seen & part

@@ -40,9 +40,9 @@ def backward(
     total |= {} if block.slopes is None else {"dslopes": tie.zeros(block.slopes.shape, dq)}
     total = align(total, axes)
 
-    def step(start: Cut, size: Cut, masked: bool, total: dict[str, Any]) -> dict[str, Any]:
+    def step(start: Cut, size: Cut, total: dict[str, Any]) -> dict[str, Any]:
         row = [take(x, axes, block, start, size) for x, axes in ((dout, "BTN."), (lse, "BKR"), (delta, "BKR"))]
-        added = _of_tile(part(block, start, size), masked, *row)
+        added = _of_tile(part(block, start, size), *row)
         before = {name: take(x, _AXES[name], block, start, size) for name, x in total.items()}
         return {name: put(x, before[name] + added[name], _AXES[name], block, start, size) for name, x in total.items()}
 
@@ -56,19 +56,20 @@ def backward(
     return Gradients(dq[:, : asked.q_length], dk, dv, dbias, total.get("dslopes"))
 
 
-def _of_tile(tile: Block, masked: bool, dout: Any, lse: Any, delta: Any) -> dict[str, Any]:
+def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any) -> dict[str, Any]:
     """What one tile adds. What nobody sees is selected away last, so that no NaN of its row or column shows in it."""
     rule, dtype = tile.rule, tile.q.dtype
     q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(dout, tile)
     s = capped(q, k, tile, by_keys=True)
-    seen = like_scores(visible(tile), s, tile, by_keys=True) if masked else None
-    p = _where(seen, jnp.exp(biased(s, tile, by_keys=True) - lse[:, :, None]))
+    seen = visible(tile)
+    seen = jnp.asarray(True) if seen is None else like_scores(seen, s, tile, by_keys=True)
+    p = jnp.where(seen, jnp.exp(biased(s, tile, by_keys=True) - lse[:, :, None]), 0.0)
     dp = inner(v, dout, tile)
     dropped = p
     if rule.dropout:
         keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), 1.0 / (1.0 - rule.dropout), 0.0)
         dropped, dp = p * keep, dp * keep
-    ds = _where(seen, p * (dp - delta[:, :, None]))
+    ds = jnp.where(seen, p * (dp - delta[:, :, None]), 0.0)
     added = {}
     if tile.bias is not None:
         added["dbias"] = _summed(from_scores(ds, tile, by_keys=True), tile.bias)
@@ -82,10 +83,6 @@ def _of_tile(tile: Block, masked: bool, dout: Any, lse: Any, delta: Any) -> dict
     added["dk"] = jnp.swapaxes(outer(ds, q, tile), 1, 2)
     added["dq"] = outer(jnp.swapaxes(k, 2, 3), ds, tile)
     return added
-
-
-def _where(seen: jax.Array | None, x: jax.Array) -> jax.Array:
-    return x if seen is None else jnp.where(seen, x, 0.0)
 
 
 def _summed(x: jax.Array, like: jax.Array) -> jax.Array:

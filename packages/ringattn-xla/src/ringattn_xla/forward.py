@@ -24,9 +24,9 @@ def forward(block: Block, partial: Partial) -> Partial:
     largest = row_values(pad_rows(partial.lse, block.q_length, 2), block)
     softmax = jnp.stack([largest, jnp.where(jnp.isneginf(largest), 0.0, 1.0)])
 
-    def step(start: Cut, size: Cut, masked: bool, carry: Any) -> Any:
+    def step(start: Cut, size: Cut, carry: Any) -> Any:
         before = [take(x, axes, block, start, size) for x, axes in zip(carry, _CARRIED, strict=True)]
-        after = _continued(part(block, start, size), masked, *before)
+        after = _continued(part(block, start, size), *before)
         return tuple(put(x, new, axes, block, start, size) for x, new, axes in zip(carry, after, _CARRIED, strict=True))
 
     out, (largest, total) = over_visible_tiles(block, size, step, (out, softmax))
@@ -35,7 +35,7 @@ def forward(block: Block, partial: Partial) -> Partial:
     return Partial((out / jnp.swapaxes(weight, 1, 2)[..., None])[:, :length], lse[:, :, :length])
 
 
-def _continued(tile: Block, masked: bool, out: Any, softmax: Any) -> tuple[Any, Any]:
+def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
     """One step of the online softmax: `out` and `total` are sums relative to `exp(largest)`.
 
     `largest` and `total` are one array: of two, XLA updates the first early and copies all of it at every step.
@@ -43,7 +43,7 @@ def _continued(tile: Block, masked: bool, out: Any, softmax: Any) -> tuple[Any, 
     largest, total = softmax
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)
     s = biased(capped(rows(tile.q, tile), k, tile, by_keys=False), tile, by_keys=False)
-    seen = visible(tile) if masked else None
+    seen = visible(tile)
     if seen is not None:
         s = jnp.where(like_scores(seen, s, tile, by_keys=False), s, -jnp.inf)
     now = jnp.maximum(largest, s.max(-1))

@@ -7,19 +7,15 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.protocol import Block
 from ringattn_core.rule import Rule
 from ringattn_core.tiles import tiles
-from ringattn_core.visibility import restricted
 
 Carry = TypeVar("Carry")
 
 _LONGEST: Final = 512
 _SHORTEST: Final = 128
-_FEW_TILES: Final = 4
-"""Up to so many tiles a loop of its own for the unmasked ones is not worth compiling."""
 _SCORES_ON_CPU: Final = 2**17
 _SCORES_ELSEWHERE: Final = 2**22
 
@@ -98,34 +94,20 @@ def pad_rows(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Ar
     return jnp.pad(x, widths, constant_values=value) if length != x.shape[axis] else x
 
 
-def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, bool, Carry], Carry], carry: Carry) -> Carry:
-    """`body(start, size, masked, carry)` over every step that any query can use.
+def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, Carry], Carry], carry: Carry) -> Carry:
+    """`body(start, size, carry)` over every step that any query can use, query tile by query tile.
 
-    First the tiles that every query sees entirely, where nothing needs to be masked, then the others. Tiles where
-    nothing is visible are in neither list, so they cost nothing, and a block without any is two empty loops.
+    Tiles where nothing is visible are not in the list, so they cost nothing, and a block without any is an empty loop.
     """
-    some, full = tiles(block, size.q, size.kv)
-    if not restricted(block):
-        return _over(full, block, size, lambda start, size, carry: body(start, size, False, carry), carry)
-    if some.shape[1] * some.shape[2] <= _FEW_TILES:
-        full = full & False
-    else:
-        carry = _over(full, block, size, lambda start, size, carry: body(start, size, False, carry), carry)
-    return _over(some & ~full, block, size, lambda start, size, carry: body(start, size, True, carry), carry)
-
-
-def _over(
-    chosen: Bool[Array, "g q kv"], block: Block, size: Cut, body: Callable[[Cut, Cut, Carry], Carry], carry: Carry
-) -> Carry:
-    """`body(start, size, carry)` over every step of the chosen tiles, query tile by query tile."""
-    per_batch, q_count, kv_count = chosen.shape
+    some, _ = tiles(block, size.q, size.kv)
+    per_batch, q_count, kv_count = some.shape
     if per_batch > 1:
         size = size._replace(batch=1)
     batch_steps = 1 if per_batch > 1 else block.q.shape[0] // size.batch
     head_steps = block.kv.shape[-2] // size.heads
-    number = jnp.arange(chosen.size, dtype=jnp.int32)
-    listed = jnp.sort(jnp.where(chosen.reshape(-1), number, chosen.size))
-    count = chosen.sum(dtype=jnp.int32)
+    number = jnp.arange(some.size, dtype=jnp.int32)
+    listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
+    count = some.sum(dtype=jnp.int32)
 
     def step(at: Any, carry: Carry) -> Carry:
         unit, nth = _divided(at, count)
