@@ -104,6 +104,8 @@ def _gradients(
         else:
             following = None if onward is None else _send(ring, wire, onward)
             arrived = None if back is None else _send(ring, tied(behind, sums["q"]), back)
+        for came in (following, arrived):
+            sums = sums if came is None else {**sums, "q": tie.settled(sums["q"], came)}
         mine, sums = compute(parcels.from_wire(wire, dtype), sums, offset)
         return following, mine if arrived is None else mine + arrived, sums
 
