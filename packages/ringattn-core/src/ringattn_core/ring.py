@@ -68,7 +68,7 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
-        dsinks = -jnp.einsum("bnt,bnts->ns", delta, share)
+        dsinks = -jnp.einsum("bnt,bnts->ns", delta, share, precision="highest")
     sums = _gradients(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
     dk, dv = parcels.unpack(sums["kv"], inputs.q.shape[-1])
     gradients = Differentiable(sums["q"], dk, dv, dsinks, sums["bias"], sums["slopes"])
