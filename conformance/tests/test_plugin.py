@@ -38,7 +38,8 @@ def test_flags():
 
 
 def _pytest(folder: Path, test: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A pytest of its own, whose conftest.py imports JAX as early as it can."""
+    """A pytest of its own, whose conftest.py imports JAX as early as it can; no project around it has a say."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(test)
     kept = {name: x for name, x in os.environ.items() if not name.startswith(("PYTEST_", "XLA_FLAGS"))}

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: unrolled or looped it is one computation, and its memory does not grow with the ring."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import parcels, ring, ring_attention, tie
@@ -75,6 +77,14 @@ def compiled(ranks: int, length: int, gradient: bool) -> Any:
     return jax.jit(f, in_shardings=spec).lower(shape, shape, shape).compile()
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program and of all programs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
 @pytest.mark.parametrize("gradient", [False, True])
 def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bool):
     packed = 2 * 1024 * 2 * 64 * 4
@@ -84,15 +94,40 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
     assert large <= one + 2.5 * packed * (2 if gradient else 1)
 
 
-def test_the_tie_orders_two_computations_on_cpu():
-    """Without it XLA sees nothing between them, and the compiled program has no loop."""
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_the_tie_orders_two_computations_on_cpu(dtype: str):
+    """A barrier leaves nothing between the two in a program compiled for CPU; the tie does, and changes no bit."""
+    x, token = jnp.arange(4).astype(dtype), jnp.full((2, 2), jnp.nan)
 
-    def f(x: Any, token: Any) -> Any:
-        return tie.tie(x, token) * 2
+    def reads_the_token(tied: Any) -> bool:
+        program = jax.jit(lambda x, token: tied(x, token) * 2).lower(x, token).compile().as_text()
+        entry = program[program.index("ENTRY") :]
+        return len(re.findall(re.escape(re.findall(r"(%\S+) = \S+ parameter\(1\)", entry)[0]) + r"\b", entry)) > 1
 
-    x, token = jnp.arange(4.0), jnp.full((2, 2), jnp.nan)
-    assert (jax.jit(f)(x, token) == x * 2).all()
-    assert "while" in jax.jit(f).lower(x, token).compile().as_text()
+    assert (jax.jit(tie.tie)(x, token) == x).all()
+    assert reads_the_token(tie.tie)
+    assert not reads_the_token(lambda x, token: jax.lax.optimization_barrier((x, token))[0])
+
+
+@pytest.mark.parametrize("bits", [0x7FC00001, 0xFF800000, 0x80000000, 0x00000001])
+def test_the_tie_hands_on_every_float_as_it_is(bits: int):
+    x = jax.lax.bitcast_convert_type(jnp.full(3, bits, jnp.uint32), jnp.float32)
+    tied = jax.jit(tie.tie)(x, jnp.ones(2))
+    assert (jax.lax.bitcast_convert_type(tied, jnp.uint32) == jnp.uint32(bits)).all()
+
+
+def test_float32_is_exact_whatever_precision_jax_is_set_to():
+    """On a GPU the default of the program decides how exact a product is that does not say it itself."""
+    q, k, v = arrays(16)
+
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return ring_attention(q, k, v, sinks, causal=True, backend="xla").sum()
+
+    with jax.default_matmul_precision("bfloat16"):
+        program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, jnp.arange(4.0))
+    found = [eqn.params["precision"] for eqn in equations(program.jaxpr) if eqn.primitive.name == "dot_general"]
+    assert len(found) >= 8
+    assert {p for precision in found for p in precision} == {jax.lax.Precision.HIGHEST}
 
 
 def test_zeros_after_a_token_are_zero_whatever_the_token():
