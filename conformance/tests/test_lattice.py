@@ -3,7 +3,7 @@
 
 import pytest
 from ringattn_conformance.cases import CASES
-from ringattn_conformance.lattice import LAYOUTS, RINGS, points
+from ringattn_conformance.lattice import LAYOUTS, RINGS, one_place, points
 from ringattn_core.features import Feature
 
 ELSEWHERE = {Feature.GRADIENTS, Feature.ZIGZAG, Feature.STRIPED, Feature.PRECISION, Feature.FUSED_BACKWARD}
@@ -17,6 +17,14 @@ def test_every_option_meets_every_ring_size_and_every_layout(feature: Feature):
     assert {placement.ring for placement in met} == set(RINGS)
     assert {placement.layout for placement in met} == set(LAYOUTS)
     assert {placement.check_vma for placement in met} == {True, False}
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 4])
+def test_rings_may_be_bounded_and_every_option_still_meets_each_of_the_rest(largest: int):
+    for feature in OPTIONS:
+        met = [point.placement for point in points(full=False, largest=largest) if feature in point.case.needs]
+        assert {placement.ring for placement in met} == {ring for ring in RINGS if ring <= largest}
+    assert {one_place(case, number, largest)[0] <= largest for number, case in enumerate(CASES)} == {True}
 
 
 def test_every_case_runs_on_a_ring_of_four_and_on_another():

@@ -50,8 +50,6 @@ def _pytest(folder: Path, test: str, *arguments: str, **variables: str) -> subpr
         "-s",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:xdist",
         "test_it.py",
         *arguments,
     ]

@@ -9,16 +9,23 @@ import platform
 import sys
 from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from . import report as reporting
+from .report import PROPERTY
+
 BACKEND_OPTION: Final = "--ringattn-backend"
 FULL_OPTION: Final = "--ringattn-full"
+LARGEST_OPTION: Final = "--ringattn-largest-ring"
+REPORT_OPTION: Final = "--ringattn-report"
 DEVICES: Final = 8
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"
 REPORTED: Final = ("jax", "jaxlib", "numpy", "ringattn-core", "ringattn-conformance")
+RUN: Final = reporting.Run()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +42,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         dest="ringattn_full",
         help="every case on every ring size and layout, not a rotating selection",
+    )
+    group.addoption(
+        LARGEST_OPTION,
+        type=int,
+        choices=range(1, DEVICES + 1),
+        default=DEVICES,
+        metavar="RANKS",
+        dest="ringattn_largest_ring",
+        help="no rotating case on a ring of more ranks (default: %(default)s); for backends that are slow to interpret",
+    )
+    group.addoption(
+        REPORT_OPTION,
+        type=Path,
+        metavar="FILE",
+        dest="ringattn_report",
+        help="write what was tried, on what, and the worst errors, as JSON",
     )
 
 
@@ -65,24 +88,47 @@ def _concerns(options: Any, args: Iterable[str]) -> bool:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if not _concerns(config.option, config.args):
         return []
-    versions = {name: _version(name) for name in REPORTED}
-    lines = [f"ringattn: python {platform.python_version()}, " + ", ".join(f"{n} {v}" for n, v in versions.items())]
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    lines = [f"ringattn: python {platform.python_version()}, {versions}"]
     lines += [f"ringattn backend: {described(name)}" for name in backends(config)]
-    variables = [name for name in sorted(os.environ) if name.startswith(("RINGATTN_", "JAX_")) or name == "XLA_FLAGS"]
-    return [*lines, "ringattn environment: " + (", ".join(f"{n}={os.environ[n]}" for n in variables) or "nothing set")]
+    lines.append(f"ringattn rings: up to {config.option.ringattn_largest_ring} ranks in the rotation of cases")
+    variables = ", ".join(f"{name}={value}" for name, value in _variables().items())
+    return [*lines, "ringattn environment: " + (variables or "nothing set")]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Every failure of the suite ends with the line that runs it alone."""
-    report = yield
+    """Every failure of the suite ends with the line that runs it alone; every test hands on the errors it measured."""
     backend = getattr(item, "callspec", None) and item.callspec.params.get("ringattn_backend")  # pyright: ignore
-    if report.failed and backend:
+    measuring = sys.modules.get(f"{SUITE}.tolerances")
+    if backend and call.when == "call":
+        item.user_properties.append((PROPERTY, (backend, measuring.taken() if measuring else {})))
+    done = yield
+    if done.failed and backend:
         module = item.getparent(pytest.Module)
         where = module.obj.__name__ if module is not None else ""
         line = f"pytest --pyargs '{where}::{item.name}' {BACKEND_OPTION} {backend}"
-        report.sections.append(("run this alone", line))
-    return report
+        done.sections.append(("run this alone", line))
+    return done
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    measured = dict(report.user_properties).get(PROPERTY)
+    if measured and report.when == "call":
+        RUN.add(measured[0], report.nodeid, report.outcome, measured[1])
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """In the process that was started: under xdist the workers' reports end there."""
+    options = session.config.option
+    if options.ringattn_report and not hasattr(session.config, "workerinput"):
+        about = {
+            "versions": _versions(),
+            "environment": _variables(),
+            "options": {"full": bool(options.ringattn_full), "largest_ring": options.ringattn_largest_ring},
+            "exit_status": int(exitstatus),
+        }
+        reporting.write(options.ringattn_report, reporting.document(RUN, about))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -92,7 +138,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ringattn_point" in names:
         from .lattice import points
 
-        found = points(full=bool(metafunc.config.getoption("ringattn_full")))
+        options = metafunc.config.option
+        found = points(bool(options.ringattn_full), options.ringattn_largest_ring)
         metafunc.parametrize("ringattn_point", found, ids=str)
 
 
@@ -127,6 +174,16 @@ def described(name: str) -> str:
     found = discovery.registrations()[name]
     devices = jax.devices()
     return f"{name} of {found.distribution} {found.version} on {len(devices)} {devices[0].platform} devices"
+
+
+def _versions() -> dict[str, str]:
+    return {name: _version(name) for name in REPORTED}
+
+
+def _variables() -> dict[str, str]:
+    """The variables of the environment that count."""
+    counting = [name for name in sorted(os.environ) if name.startswith(("RINGATTN_", "JAX_")) or name == "XLA_FLAGS"]
+    return {name: os.environ[name] for name in counting}
 
 
 def _version(distribution: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from .cases import DTYPES, OPERANDS, Case, Inputs
 from .oracle import Answer
+from .report import Worst
 
 FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest absolute error of the output and of the lse."""
@@ -28,12 +29,40 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float) -> floa
 
 def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, where: str = "") -> None:
     """Every quantity in `got` is what the oracle says, in the dtype that the specification says."""
+    faults = against_oracle(got, answer, case.dtype)
+    for name, x in got.items():
+        faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
+    fail_if(faults, f"case {case.name!r}{where and ' ' + where}")
+
+
+def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[str]:
+    """What of `got` is too far from the oracle's answer. Remembers how far each is, for `taken`."""
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():
-        fault = difference(name, x, wanted[name], allowed(name, case.dtype, wanted[name], answer.largest))
-        faults += [fault] if fault else _dtype_fault(name, np.asarray(x).dtype, case, inputs)
-    fail_if(faults, f"case {case.name!r}{where and ' ' + where}")
+        tolerance = allowed(name, dtype, wanted[name], answer.largest)
+        fault = difference(name, x, wanted[name], tolerance)
+        if fault:
+            faults.append(fault)
+        else:
+            _remember(dtype, name, float(_errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
+    return faults
+
+
+_remembered: Worst = {}
+
+
+def _remember(dtype: str, name: str, error: float, tolerance: float) -> None:
+    known = _remembered.setdefault(dtype, {})
+    if name not in known or error / tolerance > known[name]["error"] / known[name]["tolerance"]:
+        known[name] = {"error": error, "tolerance": tolerance}
+
+
+def taken() -> Worst:
+    """The worst errors within tolerance since the last call."""
+    found = dict(_remembered)
+    _remembered.clear()
+    return found
 
 
 def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str | None:
@@ -41,10 +70,7 @@ def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str |
     got = np.asarray(got)
     if got.shape != want.shape:
         return f"{name}: got shape {got.shape}, want {want.shape}"
-    seen = got.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        error = np.where((seen == want) | (np.isnan(seen) & np.isnan(want)), 0.0, np.abs(seen - want))
-    error = np.where(np.isnan(error), np.inf, error)
+    error, seen = _errors(got, want), got.astype(np.float64)
     beyond = int((error > tolerance).sum())
     if not beyond:
         return None
@@ -54,6 +80,13 @@ def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str |
         f"error {error[worst]:.3g}, tolerance {tolerance:.3g}; {beyond} of {error.size} elements beyond it, "
         f"{int(np.isnan(seen).sum())} NaN"
     )
+
+
+def _errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    seen = got.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        error = np.where((seen == want) | (np.isnan(seen) & np.isnan(want)), 0.0, np.abs(seen - want))
+    return np.where(np.isnan(error), np.inf, error)
 
 
 def fail_if(faults: list[str], subject: str) -> None:

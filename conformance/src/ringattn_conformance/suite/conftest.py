@@ -20,3 +20,9 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", quick or before)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
+    """How many ranks the rotation of cases may use."""
+    return request.config.getoption("ringattn_largest_ring")

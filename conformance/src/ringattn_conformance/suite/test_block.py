@@ -72,17 +72,8 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         got["dbias"] = np.concatenate([one.dbias for one in found], 3)
     if case.slopes:
         got["dslopes"] = sum(np.asarray(one.dslopes)[0] for one in found)
-    wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
-    faults += [
-        fault
-        for name, x in got.items()
-        if (
-            fault := tolerances.difference(
-                name, x, wanted[name], tolerances.allowed(name, case.dtype, wanted[name], answer.largest)
-            )
-        )
-    ]
+    faults += tolerances.against_oracle(got, answer, case.dtype)
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
 
 

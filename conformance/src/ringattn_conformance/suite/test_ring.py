@@ -8,7 +8,7 @@ from ringattn_core.features import Feature
 
 from ringattn_conformance import tolerances
 from ringattn_conformance.cases import ALONE, NAMED, Case
-from ringattn_conformance.lattice import LAYOUTS, RINGS, Point
+from ringattn_conformance.lattice import Point, one_place
 from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import Placement, answer_of, place, run
 
@@ -27,11 +27,9 @@ def test_outputs_and_gradients_are_those_of_the_oracle(ringattn_backend: str, ri
 
 
 @pytest.mark.parametrize("number", range(len(ALONE)), ids=lambda number: ALONE[number].name)
-def test_without_gradients_the_output_is_the_same(ringattn_backend: str, number: int):
+def test_without_gradients_the_output_is_the_same(ringattn_backend: str, number: int, ringattn_largest_ring: int):
     case = ALONE[number]
-    ring = RINGS[1:][number % 4]
-    fitting = [layout for layout in LAYOUTS if case.fits(ring, layout)]
-    placement = Placement(ring, fitting[number % len(fitting)], check_vma=number % 2 == 1)
+    placement = Placement(*one_place(case, number, ringattn_largest_ring), check_vma=number % 2 == 1)
     _agrees(case, placement, ringattn_backend, gradients=False)
 
 
