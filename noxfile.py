@@ -21,11 +21,18 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pyproject.toml")))
 PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
-BACKENDS = ("xla",)
+EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
+BACKENDS = ("xla", "triton")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
-# (Python, JAX): the newest JAX of each interpreter, and the floor.
-SUPPORTED = (("3.11", "0.10.2"), ("3.12", "0.11.2"), ("3.11", "0.10.0"))
+# (Python, JAX, group of Triton): the newest JAX of each interpreter, and the floor.
+SUPPORTED = (
+    ("3.11", "0.10.2", "triton-3-6"),
+    ("3.12", "0.11.2", "triton-3-9"),
+    ("3.11", "0.10.0", "triton-3-6"),
+)
 CPU = {"JAX_PLATFORMS": "cpu"}
+# Without a GPU the suite runs the kernels in their interpreter, which has no time for rings of eight.
+ON_CPU = {"triton": ({"RINGATTN_TRITON_INTERPRET": "1"}, ("--ringattn-largest-ring", "4"))}
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -52,22 +59,24 @@ def reveal(version: str) -> None:
         os.environ["PATH"] = os.pathsep.join([str(Path(prefix, "bin")), os.environ["PATH"]])
 
 
-for _version in sorted({python for python, _ in SUPPORTED}):
+for _version in sorted({python for python, *_ in SUPPORTED}):
     reveal(_version)
 
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """A ring of 8 over 16k packed tokens with gradients, on this machine's CPU: a table and a plot."""
-    session.install(*group("quickstart"), *LIBRARIES)
+    session.install(*group("quickstart"), *EVERYWHERE)
     session.run("python", "examples/quickstart.py", *session.posargs, env=CPU)
 
 
 @nox.session
-@nox.parametrize("python,jax", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
-def tests(session: nox.Session, jax: str) -> None:
+@nox.parametrize("python,jax,triton", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
+def tests(session: nox.Session, jax: str, triton: str) -> None:
     """The tests of each package and of the repository, on every supported JAX."""
-    session.install(f"jax=={jax}", *group("test"), *PACKAGES)
+    session.install(f"jax=={jax}", *group("test"), *group(triton), *PACKAGES)
+    # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
+    session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
     session.run("pytest", "-n", "2", *(session.posargs or ["tests", "packages"]), env=CPU)
 
 
@@ -88,8 +97,10 @@ def conformance(session: nox.Session, backend: str) -> None:
     """The suite against one backend, from wheels alone: what a wheel does not declare is not there."""
     names = ("core", backend, "conformance")
     wheels = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in names]
-    session.install(*group("jax"), *wheels)
+    pins = group("triton-3-6") if backend == "triton" else ()
+    session.install(*group("jax"), *pins, *wheels)
     own_tests = ROOT / "conformance" / "tests"
+    variables, options = ON_CPU.get(backend, ({}, ()))
     session.chdir(session.create_tmp())
     session.run(
         "pytest",
@@ -99,10 +110,12 @@ def conformance(session: nox.Session, backend: str) -> None:
         backend,
         "-n",
         "2",
+        *options,
         *session.posargs,
-        env=CPU,
+        env=CPU | variables,
     )
-    session.run("pytest", str(own_tests), "-n", "2", env=CPU)
+    if backend == BACKENDS[0]:
+        session.run("pytest", str(own_tests), "-n", "2", env=CPU)
 
 
 @nox.session
@@ -132,6 +145,6 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks, one after the other, or those named: each prints its targets beside what it measures."""
-    session.install(*group("bench"), *LIBRARIES)
+    session.install(*group("bench"), *EVERYWHERE)
     for script in session.posargs or BENCHMARKS:
         session.run("python", script, env=CPU)

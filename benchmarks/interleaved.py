@@ -28,16 +28,19 @@ class Claim:
         return COMPARE[self.relation](self.measured, self.target)
 
 
-def medians(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median seconds of each candidate; each has run once before, and a slow minute hits all of them alike."""
+def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
+    """The median seconds of each candidate; each has run once before, and a slow minute hits all of them alike.
+
+    A measurement is of so many `calls` in a row: a GPU takes the next while it works, and its host stays out of it.
+    """
     for candidate in candidates.values():
         jax.block_until_ready(candidate())
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, candidate in candidates.items():
             start = time.perf_counter()
-            jax.block_until_ready(candidate())
-            seconds[name].append(time.perf_counter() - start)
+            jax.block_until_ready([candidate() for _ in range(calls)])
+            seconds[name].append((time.perf_counter() - start) / calls)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 

@@ -7,20 +7,21 @@ from typing import Any
 import jax
 from ringattn_core import ring_attention
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array], Any]
+Attention = Callable[..., Any]
+"""Of query, key, value, and of sinks and bias where those are not `None`."""
 
 
 def ours(**options: Any) -> Attention:
-    """`ring_attention` with these options, of query, key and value alone."""
-    return lambda query, key, value: ring_attention(query, key, value, **options)
+    """`ring_attention` with these options, of arrays alone."""
+    return lambda *arrays: ring_attention(*arrays, **options)
 
 
 def with_gradients(attend: Attention) -> Callable[..., tuple[Any, ...]]:
-    """The output, dq, dk and dv, from query, key, value and the cotangent of the output."""
+    """The output and the gradient of each input, from the inputs and, last, the cotangent of the output."""
 
-    def step(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
-        out, pullback = jax.vjp(attend, query, key, value)
-        return out, *pullback(dout)
+    def step(*arrays: Any) -> tuple[Any, ...]:
+        out, pullback = jax.vjp(attend, *arrays[:-1])
+        return out, *pullback(arrays[-1])
 
     return step
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ringattn_core import contract
 from ringattn_core.merge import combined, merge, merging, with_sinks
 from ringattn_core.protocol import Block, Partial
 
@@ -163,4 +164,13 @@ def test_a_kernel_of_one_block_becomes_one_that_continues() -> None:
 def test_a_partial_is_a_pytree_of_its_two_arrays() -> None:
     x = partial(0.0)
     assert [leaf.shape for leaf in jax.tree.leaves(x)] == [x.out.shape, x.lse.shape]
-    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse"}
+    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse", "empty"}
+
+
+def test_what_a_kernel_returns_is_not_known_to_be_the_identity() -> None:
+    class Idle:
+        def forward(self, block: Block, partial: Partial) -> Partial:
+            return partial
+
+    given = dataclasses.replace(identity(), empty=True)
+    assert not contract.forward(Idle(), object.__new__(Block), given).empty

@@ -14,7 +14,7 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial) -> Partial:
     """`kernel.forward`, refused where its result is no `Partial` of the same shapes."""
     result = kernel.forward(block, partial)
     _check(kernel, "forward", result, Partial, {"out": partial.out.shape, "lse": partial.lse.shape})
-    return result
+    return dataclasses.replace(result, empty=False)
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:

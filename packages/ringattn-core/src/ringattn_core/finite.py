@@ -6,6 +6,7 @@ operands that are finite where they are summed over, and the poison travels in s
 log-sum-exp (backward), which are selected by visibility, element by element.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
@@ -13,10 +14,14 @@ from .parcels import Packed, pack
 from .protocol import Partial
 
 
-def queries(q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], Bool[Array, "B T N"]]:
-    """The queries with bad rows zeroed, and which rows are bad."""
-    bad = ~jnp.isfinite(q).all(-1)
-    return jnp.where(bad[..., None], 0, q), bad
+def bad(q: Float[Array, "B T N H"]) -> Bool[Array, "B T N"]:
+    """Which queries hold anything but finite numbers."""
+    return ~jnp.isfinite(q).all(-1)
+
+
+def queries(q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """The queries with bad ones zeroed, as the backward sums over them; in the forward they meet no other row."""
+    return jnp.where(bad(q)[..., None], 0, q)
 
 
 def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poison: bool) -> Packed:
@@ -27,6 +32,8 @@ def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poi
 
 def poisoned(partial: Partial, bad: Bool[Array, "B T N"]) -> Partial:
     """The result where bad queries that see any key are NaN."""
+    # Apart from the swap: XLA on a GPU would read the queries in the order of the swapped axes.
+    bad = jax.lax.optimization_barrier(bad)
     lost = jnp.swapaxes(bad, 1, 2) & ~jnp.isneginf(partial.lse)
     out = jnp.where(jnp.swapaxes(lost, 1, 2)[..., None], jnp.nan, partial.out)
     return Partial(out, jnp.where(lost, jnp.nan, partial.lse))

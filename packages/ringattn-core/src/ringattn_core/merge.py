@@ -13,7 +13,7 @@ def empty(block: Block) -> Partial:
     """The identity of `merge`: no key seen yet."""
     batch, length, heads = block.q.shape[:3]
     out = jnp.zeros((batch, length, heads, block.value_dim), jnp.float32)
-    return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32))
+    return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32), empty=True)
 
 
 def merge(a: Partial, b: Partial) -> Partial:

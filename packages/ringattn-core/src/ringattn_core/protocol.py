@@ -25,9 +25,10 @@ class Block:
     A tile of a block is a block (`tile`), so a function of a block serves at any size. A negative `kv_index`
     marks a padding key that nobody sees; only blocks with `padded` hold any.
 
-    Core promises that queries are finite, that values are finite, and that a key which holds anything but
-    finite numbers is NaN throughout in `forward` and zero in `backward`: a kernel that selects by `visible`
-    *after* the products then keeps NaN out of the rows that may not see it.
+    Core promises that values are finite, and in `backward` queries, and that a key which holds anything but finite
+    numbers is NaN throughout in `forward` and zero in `backward`: a kernel that selects by `visible` *after* the
+    products then keeps NaN out of the rows that may not see it. In `forward` a query may hold anything: core sees to
+    its own row, and the kernel only has to keep it out of the others.
     """
 
     q: Float[Array, "B T N H"]
@@ -133,11 +134,13 @@ def _grow(x: jax.Array, axis: int, more: int, mode: str, value: int = 0) -> jax.
 class Partial:
     """What some keys contribute to each query: `out` normalised over them, `lse` the natural log of their weight.
 
-    A commutative monoid under `merge`; the identity is (0, -inf).
+    A commutative monoid under `merge`; the identity is (0, -inf). `empty` says that this is the identity, where that is
+    known when the program is traced: a kernel may then leave both arrays unread, and XLA will not make them.
     """
 
     out: Float32[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
+    empty: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -31,14 +31,15 @@ def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
 
 def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
-    q, bad = finite.queries(inputs.q)
+    # A bias may forbid by -inf, which NaN would absorb; else bad queries spoil nobody's row but their own.
+    q = inputs.q if inputs.bias is None else finite.queries(inputs.q)
     wire = parcels.to_wire(finite.keys_and_values(inputs.k, inputs.v, poison=True))
     kernel, tied, dtype = batching.forward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
     partial = _aligned(ring, empty(block(ring, inputs, q, parcels.from_wire(wire, dtype), fixed, 0)), inputs)
 
     def hop(wire: parcels.Wire, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Wire, Partial]:
         # The send is issued before the kernel, and not before the kernel of the last hop is done.
-        wire = wire if shift is None else tied(wire, partial.out)
+        wire = wire if shift is None or partial.empty else tied(wire, partial.out)
         following = wire if shift is None else _send(ring, wire, shift)
         kv = parcels.from_wire(wire, dtype)
         return following, kernel(block(ring, inputs, q, kv, _at(fixed, partial.lse), offset), partial)
@@ -46,13 +47,14 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
     offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
     if len(offsets) > UNROLLED and set(ring.plan.shifts) == {1}:
         looped = len(offsets) - 1
+        partial = dataclasses.replace(partial, empty=False)
         (wire, partial), _ = jax.lax.scan(
             lambda carry, offset: (hop(*carry, offset, 1), None), (wire, partial), jnp.arange(looped, dtype=jnp.int32)
         )
         offsets, shifts = offsets[looped:], shifts[looped:]
     for offset, shift in zip(offsets, shifts, strict=True):
         wire, partial = hop(wire, partial, offset, shift)
-    partial = finite.poisoned(partial, bad)
+    partial = finite.poisoned(partial, finite.bad(inputs.q))
     whole = with_sinks(partial, _sinks(inputs))
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
 
@@ -64,7 +66,8 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     lse = with_sinks(Partial(out, keys_lse), sinks).lse
     seen = ~jnp.isneginf(keys_lse)
     dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
-    delta = jnp.einsum("btnh,btnh->bnt", dout, out, preferred_element_type=jnp.float32, precision="highest") - dlse
+    # Not an einsum: XLA on a GPU makes as many products of vectors of that as there are rows.
+    delta = jnp.swapaxes((dout.astype(jnp.float32) * out).sum(-1), 1, 2) - dlse
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
@@ -82,7 +85,7 @@ def _gradients(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     """The sums over all hops. Each parcel brings the next keys, and the gradients of the keys that left before."""
-    q = finite.queries(inputs.q)[0]
+    q = finite.queries(inputs.q)
     kernel, tied, dtype = batching.backward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
     zeros = {"q": q, "bias": inputs.bias, "slopes": inputs.slopes}
     sums = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in zeros.items()}

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast one GPU is: TFLOP/s beside cuDNN, what masks save, what each option costs, and float32 beside XLA.
+
+A causal mask counts half of the square, and forward+backward 3.5 times the forward.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from interleaved import Claim, medians, report
+from programs import Attention, ours, with_gradients
+from ringattn_core import masks
+
+PARTS = ("forward", "forward+backward")
+PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
+WORK = {"forward": 1.0, "forward+backward": 3.5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str = "bfloat16"
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Query, key, value, and the cotangent of the output."""
+        seeds = jax.random.split(jax.random.key(0), 4)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return tuple(
+            jax.random.normal(seed, (self.batch, self.tokens, count, self.head_size)).astype(self.dtype)
+            for seed, count in zip(seeds, heads, strict=True)
+        )
+
+    def tera(self, part: str, share: float) -> float:
+        """Floating-point operations, in 10^12, where queries see this share of the keys."""
+        square = 4 * self.batch * self.heads * self.tokens**2 * self.head_size
+        return square * share * WORK[part] / 1e12
+
+
+MAIN = Shape(1, 16384, 16, 16, 128)
+GROUPED = Shape(2, 8192, 32, 8, 128)
+NARROW = Shape(1, 16384, 32, 32, 64)
+LONG = Shape(1, 65536, 8, 8, 128)
+PACKED = Shape(1, 32768, 16, 16, 128)
+EXACT = Shape(1, 4096, 8, 8, 64, "float32")
+
+
+def cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An attention, and what it takes besides query, key and value: sinks and bias, differentiated like those."""
+
+    attend: Attention
+    extras: tuple[jax.Array | None, ...] = ()
+
+
+def run(candidate: Candidate, shape: Shape, part: str) -> Callable[[], Any]:
+    """The compiled program on its arrays."""
+    query, key, value, dout = shape.arrays()
+    inputs, program = (query, key, value, *candidate.extras), candidate.attend
+    if part != "forward":
+        inputs, program = (*inputs, dout), with_gradients(candidate.attend)
+    compiled = jax.jit(program).lower(*inputs).compile()
+    return lambda: compiled(*inputs)
+
+
+class Table:
+    """What was measured, and what was promised of it."""
+
+    def __init__(self, backend: str, rounds: int) -> None:
+        self.backend, self.rounds = backend, rounds
+        self.claims: list[Claim] = []
+        self.raw: dict[str, float] = {}
+
+    def ours(self, *extras: jax.Array | None, **options: Any) -> Candidate:
+        return Candidate(ours(backend=self.backend, **options), extras)
+
+    def measured(
+        self, candidates: Mapping[str, Candidate], shape: Shape, part: str, calls: int = 5
+    ) -> dict[str, float]:
+        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, calls)
+
+    def speed(self, name: str, shape: Shape, targets: tuple[float, float]) -> None:
+        for part, target in zip(PARTS, targets, strict=True):
+            time = self.measured({"ours": self.ours(causal=True), "cudnn": Candidate(cudnn)}, shape, part)
+            speed = {who: shape.tera(part, 0.5) / seconds for who, seconds in time.items()}
+            self.raw |= {f"{name} {part}, {who}, TFLOP/s": rate for who, rate in speed.items()}
+            self.raw[f"{name} {part}, ours over cudnn"] = speed["ours"] / speed["cudnn"]
+            self.claims.append(Claim(f"{name} {part}", speed["ours"], ">=", target, "TFLOP/s"))
+
+    def against_causal(self, name: str, shape: Shape, candidate: Candidate, share: float) -> None:
+        """The time of a mask over that of a causal one, beside what it shows of what that shows."""
+        for part in PARTS:
+            time = self.measured({"causal": self.ours(causal=True), name: candidate}, shape, part, calls=2)
+            self.raw |= {f"{name} {part}: {who}, ms": 1e3 * seconds for who, seconds in time.items()}
+            ratio = time[name] / time["causal"] / share
+            self.claims.append(Claim(f"{name} {part}: time over visible share", ratio, "<=", 1.3, "x"))
+
+    def cost(self, options: Mapping[str, tuple[Candidate, float]], shape: Shape) -> None:
+        """The time with an option over the time without any."""
+        for part in PARTS:
+            candidates = {name: candidate for name, (candidate, _) in options.items()}
+            time = self.measured({"nothing": self.ours(causal=True), **candidates}, shape, part)
+            self.raw |= {f"{name} {part}, ms": 1e3 * seconds for name, seconds in time.items()}
+            for name, (_, limit) in options.items():
+                self.claims.append(Claim(f"{name} {part}: time with", time[name] / time["nothing"], "<=", limit, "x"))
+
+    def sparse(self, shape: Shape, limit: float) -> None:
+        """A mask that shows a tenth of the tiles, scattered, against full attention."""
+
+        def tenth(q: Any, kv: Any) -> Any:
+            q_tile, kv_tile = q // 128, kv // 128
+            return (q_tile == kv_tile) | ((q_tile * 7 + kv_tile * 3) % 10 == 0)
+
+        sparse = self.ours(mask_builder=lambda *_: masks.Predicate(tenth))
+        for part in PARTS:
+            time = self.measured({"full": self.ours(), "sparse": sparse}, shape, part, calls=2)
+            self.raw |= {f"a tenth of the tiles {part}: {who}, ms": 1e3 * x for who, x in time.items()}
+            ratio = time["sparse"] / time["full"]
+            self.claims.append(Claim(f"a tenth of the tiles {part}: time over full", ratio, "<=", limit, "x"))
+
+    def exact(self, shape: Shape, least: float) -> None:
+        candidates = {"ours": self.ours(causal=True), "xla": Candidate(ours(backend="xla", causal=True))}
+        for part in PARTS:
+            time = self.measured(candidates, shape, part, calls=2)
+            self.raw |= {f"float32 {part}: {who}, ms": 1e3 * seconds for who, seconds in time.items()}
+            self.claims.append(Claim(f"float32 {part}: xla over ours", time["xla"] / time["ours"], ">=", least, "x"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=PARTS_OF_RUN, choices=PARTS_OF_RUN)
+    arguments = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
+    table = Table(arguments.backend, arguments.rounds)
+    if "speed" in arguments.only:
+        table.speed("16k h16 d128 causal", MAIN, (500, 440))
+        table.speed("GQA 32/8 b2 8k d128 causal", GROUPED, (460, 400))
+        table.speed("16k h32 d64 causal", NARROW, (400, 350))
+    if "masks" in arguments.only:
+        window, tokens = 4096, LONG.tokens
+        visible = window * (tokens - window / 2) / (tokens**2 / 2)
+        table.against_causal("window 4096 of 64k", LONG, table.ours(sliding_window=(window - 1, 0)), visible)
+        ids = jnp.arange(PACKED.tokens, dtype=jnp.int32)[None] // 2048
+        documents = table.ours(causal=True, q_segment_ids=ids, kv_segment_ids=ids)
+        table.against_causal("documents of 2k in 32k", PACKED, documents, 1 / 16)
+        table.against_causal("sinks", MAIN, table.ours(jnp.zeros(MAIN.heads), causal=True), 1.0)
+    if "options" in arguments.only:
+        bias = jax.random.normal(jax.random.key(1), (1, 1, MAIN.tokens, MAIN.tokens), jnp.bfloat16)
+        options = {
+            "soft cap 30": (table.ours(causal=True, logits_soft_cap=30.0), 1.15),
+            "bias": (table.ours(None, bias, causal=True), 1.4),
+            "dropout 0.1": (table.ours(causal=True, dropout_prob=0.1, dropout_seed=7), 1.5),
+        }
+        table.cost(options, MAIN)
+    if "sparse" in arguments.only:
+        table.sparse(MAIN, 0.25)
+    if "float32" in arguments.only:
+        table.exact(EXACT, 2.0)
+    report("gpu_attention.py", table.claims, table.raw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the kernels can run in this process, and if not, why: a sentence for each reason."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+
+from .launch import INTERPRET_VARIABLE, interpretation_allowed
+
+TRITON_FLOOR: Final = (3, 6)
+JAX_TRITON_FLOOR: Final = (0, 3)
+CUDA_FLOOR: Final = 80
+ROCM_ARCHITECTURES: Final = ("gfx942", "gfx950")
+_NEEDED: Final = f"NVIDIA GPUs of compute capability 8.0 (Ampere) and later, and AMD {' and '.join(ROCM_ARCHITECTURES)}"
+
+
+def why_unavailable() -> str | None:
+    """Why the kernels cannot run on the devices that JAX sees here, or `None` where they can."""
+    return _why(jax.local_devices())
+
+
+def _why(devices: Sequence[Any]) -> str | None:
+    on_gpus = all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
+    if not on_gpus and not interpretation_allowed():
+        found = ", ".join(sorted({device.platform for device in devices}))
+        return (
+            f"JAX sees no GPU in this process, but {found}. Install the JAX of your GPU (pip install 'jax[cuda13]'), or "
+            f"set {INTERPRET_VARIABLE}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
+        )
+    reason = _why_no_triton()
+    if reason is not None or not on_gpus:
+        return reason
+    return _why_no_jax_triton() or next(filter(None, map(_why_not_on, devices)), None)
+
+
+def _why_no_triton() -> str | None:
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton is not installed or does not load ({error}). It runs on Linux: pip install 'triton>=3.6'"
+    if _numbers(triton.__version__) < TRITON_FLOOR:
+        return f"Triton {triton.__version__} is too old: 3.6 or later is needed. Run pip install 'triton>=3.6'"
+    return None
+
+
+def _why_no_jax_triton() -> str | None:
+    from . import compiled
+
+    try:
+        module = compiled.jax_triton()
+    except ModuleNotFoundError as error:
+        if error.name == "jax_triton":
+            return "jax-triton is not installed. Run pip install jax-triton"
+        return f"jax-triton does not import: {error}. Run pip install -U jax-triton"
+    except Exception as error:
+        return f"jax-triton does not import: {type(error).__name__}: {error}. Run pip install -U jax-triton"
+    import triton
+
+    version = compiled.version(module)
+    if version < JAX_TRITON_FLOOR:
+        return f"jax-triton {module.__version__} is too old: 0.3 or later is needed. Run pip install -U jax-triton"
+    if version >= (0, 4) and _numbers(triton.__version__) < (3, 7):
+        return (
+            f"jax-triton {module.__version__} needs Triton 3.7 or later, and {triton.__version__} is installed. Run "
+            "pip install 'triton>=3.7', or pip install 'jax-triton<0.4'"
+        )
+    return None
+
+
+def _why_not_on(device: Any) -> str | None:
+    architecture = str(getattr(device, "compute_capability", "")).split(":")[0]
+    if architecture.startswith("gfx"):
+        supported = architecture in ROCM_ARCHITECTURES
+    else:
+        digits = re.fullmatch(r"(\d+)\.(\d)", architecture)
+        supported = digits is not None and int(digits[1] + digits[2]) >= CUDA_FLOOR
+    if supported:
+        return None
+    named = architecture if architecture.startswith("gfx") else f"compute capability {architecture or 'unknown'}"
+    return f"device {device.id} is a {device.device_kind} ({named}); the kernels are for {_NEEDED}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels give the gradients of a block, on what, and how their results come together."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+from ringattn_core.protocol import Block, Gradients
+from ringattn_core.tiles import tiles
+from ringattn_core.varying import align, axes_of
+
+from . import operands, schedules, tables
+from .kernels.backward_bias import backward_bias
+from .kernels.backward_keys import backward_keys
+from .kernels.backward_queries import backward_queries
+from .launch import launch
+from .operands import Facts, Operands
+from .schedules import Schedule, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasSums:
+    """How the gradient of the bias is cut into programs, and over what each of them sums.
+
+    There are `rows` by `columns` tiles of scores in each of `grouped` batch rows or in all alike. A program sums over
+    `batch_sums` batch rows, `head_sums` heads and `row_sums` tiles of queries; `own_rows` tiles of queries and `heads`
+    heads have programs of their own. `summed_rows` says that the bias has one row for all queries.
+    """
+
+    rows: int
+    columns: int
+    grouped: bool
+    heads: int
+    own_rows: int
+    batch_sums: int
+    head_sums: int
+    row_sums: int
+    summed_rows: bool
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def backward(
+    block: Block,
+    dout: Float[Array, "B T N Hv"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    dq: Float32[Array, "B T N H"],
+    target: Target,
+) -> Gradients:
+    """The gradients that this block's keys give and get; `dq` continues.
+
+    Two kernels, one that owns keys and one that owns queries: no program adds to what another one does, and on the
+    devices measured that is faster than one kernel that adds to `dq` atomically.
+    """
+    block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
+    given = operands.of(block, fast=target.kind == "cuda")
+    schedules.refuse_large_heads(given.facts)
+    rows = [dout.astype(block.q.dtype), lse, delta]
+    dk, dv = _of_keys(block, given, rows, target)
+    dq, dslopes = _of_queries(block, given, rows, dq, target)
+    dbias = None if block.bias is None else _of_bias(block, given, rows, target)
+    if block.slopes is not None and dslopes is not None:
+        by_batch = dslopes.sum(2)
+        dslopes = by_batch.sum(0, keepdims=True) if block.slopes.shape[0] == 1 else by_batch
+    return Gradients(dq, dk, dv, dbias, dslopes)
+
+
+def _of_keys(block: Block, given: Operands, rows: list[jax.Array], target: Target) -> tuple[jax.Array, jax.Array]:
+    schedule = schedules.backward_keys(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    table = tables.table(block, schedule.q_tile, schedule.kv_tile, by_keys=True)
+    dk, dv = launch(
+        backward_keys,
+        [*given.arrays, table.bounds, table.tiles, *rows],
+        [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (block.k, block.v)],
+        grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
+        name="ringattn_backward_keys",
+        V=table.visits,
+        **_constants(given.facts, schedule),
+    )
+    return dk, dv
+
+
+def _of_queries(
+    block: Block, given: Operands, rows: list[jax.Array], dq: jax.Array, target: Target
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of the queries, and of each query's part in the slope of its head."""
+    schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    table = tables.table(block, schedule.q_tile, schedule.kv_tile)
+    arrays = [*given.arrays, table.bounds, table.tiles, *rows, dq]
+    by_row = rows[1].shape if block.slopes is not None else (1,)
+    dq, dslopes = launch(
+        backward_queries,
+        arrays,
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (dq.shape, by_row)],
+        grid=(table.visits.rows * block.q.shape[0] * block.q.shape[2],),
+        aliases={len(arrays) - 1: 0},
+        name="ringattn_backward_queries",
+        V=table.visits,
+        **_constants(given.facts, schedule),
+    )
+    return dq, dslopes if block.slopes is not None else None
+
+
+def _of_bias(block: Block, given: Operands, rows: list[jax.Array], target: Target) -> jax.Array:
+    assert block.bias is not None
+    schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    q_tile, kv_tile = schedule.q_tile, schedule.kv_tile
+    counts = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
+    seen = tiles(block.padded_to(counts[0] * q_tile, counts[1] * kv_tile), q_tile, kv_tile).some.astype(jnp.int8)
+    batch, heads, length, _ = block.bias.shape
+    summed_rows = length == 1
+    sums = BiasSums(
+        rows=counts[0],
+        columns=counts[1],
+        grouped=seen.shape[0] > 1,
+        heads=heads,
+        own_rows=1 if summed_rows else counts[0],
+        batch_sums=block.q.shape[0] // batch,
+        head_sums=block.q.shape[2] // heads,
+        row_sums=counts[0] if summed_rows else 1,
+        summed_rows=summed_rows,
+    )
+    (dbias,) = launch(
+        backward_bias,
+        [*given.arrays, seen, *rows],
+        [jax.ShapeDtypeStruct(block.bias.shape, jnp.float32)],
+        grid=(batch * heads * sums.own_rows * sums.columns,),
+        name="ringattn_backward_bias",
+        D=sums,
+        **_constants(given.facts, schedule),
+    )
+    return dbias
+
+
+def _constants(facts: Facts, schedule: Schedule) -> dict:
+    return {
+        "F": facts,
+        "Q_TILE": schedule.q_tile,
+        "KV_TILE": schedule.kv_tile,
+        "DIM": operands.padded_dim(facts.head_dim),
+        "VALUE_DIM": operands.padded_dim(facts.value_dim),
+        "warps": schedule.warps,
+        "stages": schedule.stages,
+    }

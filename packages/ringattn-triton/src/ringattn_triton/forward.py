@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernel gives the output of a block, and on what."""
+
+import functools
+
+import jax
+from ringattn_core.protocol import Block, Partial
+from ringattn_core.varying import align, axes_of
+
+from . import operands, schedules, tables
+from .kernels.forward import forward as forward_kernel
+from .launch import launch
+from .schedules import Target
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def forward(block: Block, partial: Partial, target: Target) -> Partial:
+    """`partial` continued with the keys of the block."""
+    block, partial = align((block, partial), axes_of(block, partial))
+    given = operands.of(block, fast=target.kind == "cuda")
+    facts = given.facts
+    schedules.refuse_large_heads(facts)
+    schedule = schedules.forward(facts, block.q.dtype.itemsize, block.rule.fwd_params, target)
+    table = tables.table(block, schedule.q_tile, schedule.kv_tile)
+    continued = [None, None] if partial.empty else [partial.out, partial.lse]
+    arrays = [*given.arrays, table.bounds, table.tiles, *continued]
+    before = len(arrays) - 2
+    out, lse = launch(
+        forward_kernel,
+        arrays,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (partial.out, partial.lse)],
+        grid=(table.visits.rows * block.q.shape[0] * block.q.shape[2],),
+        warps=schedule.warps,
+        stages=schedule.stages,
+        aliases={} if partial.empty else {before: 0, before + 1: 1},
+        name="ringattn_forward",
+        F=facts,
+        V=table.visits,
+        Q_TILE=schedule.q_tile,
+        KV_TILE=schedule.kv_tile,
+        DIM=operands.padded_dim(facts.head_dim),
+        VALUE_DIM=operands.padded_dim(facts.value_dim),
+        FRESH=partial.empty,
+    )
+    return Partial(out, lse)

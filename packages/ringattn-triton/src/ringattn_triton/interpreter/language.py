@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the names of `triton.language` mean in an interpreted kernel: types, memory, control flow and shapes.
+
+The functions that compute are in `mathematics`; `programs` puts both in the place of `triton.language`.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from triton import language as tl
+
+from .types import held, rounded
+from .values import Pointer, Tensor, cast, constant, number, plain, tensor
+
+current = threading.local()
+"""The launch that runs in this thread, as `current.launch`."""
+
+
+def program_id(axis: int) -> Tensor:
+    return Tensor(np.int32(current.launch.where[plain(axis)]), tl.int32)
+
+
+def num_programs(axis: int) -> Tensor:
+    return Tensor(np.int32(current.launch.grid[plain(axis)]), tl.int32)
+
+
+def load(
+    pointer: Any,
+    mask: Any = None,
+    other: Any = None,
+    boundary_check: Sequence[int] = (),
+    padding_option: str = "",
+    cache_modifier: str = "",
+    eviction_policy: str = "",
+    volatile: bool = False,
+) -> Tensor:
+    """The elements pointed at; where the mask forbids, `other`, or without it what nobody should rely on."""
+    _need_pointer(pointer, boundary_check)
+    dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)
+    if allowed is None:
+        return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
+    if other is None:
+        kind = held(dtype)
+        fill = kind(np.nan) if dtype.is_floating() else kind(1) if dtype.is_int1() else np.iinfo(kind).max
+    else:
+        fill = number(other, dtype) if not isinstance(other, Tensor) else cast(other, dtype).data
+    return Tensor(pointer.buffer.load(pointer.data, allowed, fill), dtype)
+
+
+def store(
+    pointer: Any,
+    value: Any,
+    mask: Any = None,
+    boundary_check: Sequence[int] = (),
+    cache_modifier: str = "",
+    eviction_policy: str = "",
+) -> None:
+    _need_pointer(pointer, boundary_check)
+    data = cast(tensor(value), pointer.buffer.dtype).data
+    pointer.buffer.store(pointer.data, data, _mask(pointer, mask))
+
+
+def atomic_add(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tensor:
+    _need_pointer(pointer, ())
+    dtype = pointer.buffer.dtype
+    return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, _mask(pointer, mask)), dtype)
+
+
+def _need_pointer(pointer: Any, boundary_check: Sequence[int]) -> None:
+    if not isinstance(pointer, Pointer):
+        raise TypeError(f"a pointer is needed, got {pointer!r}; block pointers and descriptors are not interpreted")
+    if boundary_check:
+        raise TypeError("boundary_check is for block pointers, which are not interpreted; pass a mask")
+
+
+def _mask(pointer: Pointer, mask: Any) -> Any:
+    mask = constant(mask)
+    if mask is None or mask is True:
+        return None
+    data = cast(tensor(mask), tl.int1).data
+    if data.ndim and not pointer.data.ndim:
+        raise TypeError("a block of masks needs a block of pointers, got one pointer")
+    return data
+
+
+def arange(start: int, end: int) -> Tensor:
+    start, end = plain(start), plain(end)
+    _power_of_two(end - start, f"arange({start}, {end})")
+    return Tensor(np.arange(start, end, dtype=np.int32), tl.int32)
+
+
+def full(shape: Any, value: Any, dtype: Any) -> Tensor:
+    sizes = _sizes(shape)
+    data = cast(value, dtype).data if isinstance(value, Tensor) else _filled(constant(value), dtype)
+    return Tensor(np.full(sizes, data, held(dtype)) if sizes else data, dtype)
+
+
+def _filled(value: Any, dtype: Any) -> Any:
+    return rounded(held(dtype)(value), dtype)
+
+
+def zeros(shape: Any, dtype: Any) -> Tensor:
+    return full(shape, 0, dtype)
+
+
+def zeros_like(input: Tensor) -> Tensor:
+    return full(input.shape, 0, input.dtype)
+
+
+def to_tensor(value: Any) -> Tensor:
+    return tensor(constant(value))
+
+
+def constexpr(value: Any) -> Any:
+    """A constant is the value itself: what Triton needs the wrapper for is known here anyway."""
+    return constant(value)
+
+
+def reshape(input: Tensor, *shape: Any, can_reorder: bool = False) -> Tensor:
+    return input._like(np.reshape(input.data, _sizes(shape)))
+
+
+view = reshape
+
+
+def ravel(input: Tensor, can_reorder: bool = False) -> Tensor:
+    return input._like(np.reshape(input.data, (-1,)))
+
+
+def broadcast_to(input: Any, *shape: Any) -> Tensor:
+    input = tensor(input)
+    return input._like(np.broadcast_to(input.data, _sizes(shape)))
+
+
+def broadcast(input: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    x, y = np.broadcast_arrays(input.data, other.data)
+    return input._like(x), other._like(y)
+
+
+def expand_dims(input: Tensor, axis: Any) -> Tensor:
+    axes = tuple(map(plain, axis)) if isinstance(axis, list | tuple) else plain(axis)
+    return input._like(np.expand_dims(input.data, axes))
+
+
+def permute(input: Tensor, *dims: Any) -> Tensor:
+    return input._like(np.transpose(input.data, _sizes(dims, check=False)))
+
+
+def trans(input: Tensor, *dims: Any) -> Tensor:
+    return permute(input, *(dims or (*range_(input.data.ndim - 2), -1, -2)))
+
+
+def join(a: Any, b: Any) -> Tensor:
+    """Both along a new last axis of two."""
+    a, b = tensor(a), tensor(b)
+    if a.dtype != b.dtype:
+        raise TypeError(f"join takes two tensors of one type, got {a.dtype} and {b.dtype}")
+    return Tensor(np.stack(np.broadcast_arrays(a.data, b.data), axis=-1), a.dtype)
+
+
+def split(a: Tensor) -> tuple[Tensor, Tensor]:
+    if a.shape[-1:] != (2,):
+        raise TypeError(f"split takes a tensor whose last axis is 2, got {a.shape}")
+    return a._like(a.data[..., 0]), a._like(a.data[..., 1])
+
+
+def interleave(a: Tensor, b: Tensor) -> Tensor:
+    joined = join(a, b)
+    return joined._like(joined.data.reshape(*a.shape[:-1], -1) if a.shape else joined.data)
+
+
+def cat(input: Tensor, other: Tensor, can_reorder: bool = False) -> Tensor:
+    return input._like(np.concatenate([input.data, other.data]))
+
+
+def flip(x: Tensor, dim: Any = None) -> Tensor:
+    return x._like(np.flip(x.data, -1 if dim is None else plain(dim)))
+
+
+def gather(src: Tensor, index: Tensor, axis: int) -> Tensor:
+    return src._like(np.take_along_axis(src.data, index.data, plain(axis)))
+
+
+def range_(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> Iterator[Any]:
+    """The values of a loop variable: tensors, as in a compiled kernel."""
+    start, end = (0, arg1) if arg2 is None else (arg1, arg2)
+    bounds = [int(constant(b).__index__()) for b in (start, end, 1 if step is None else step)]
+    for value in range(*bounds):
+        yield Tensor(np.int32(value), tl.int32)
+
+
+def static_range(arg1: Any, arg2: Any = None, step: Any = None) -> range:
+    """An unrolled loop: its bounds are known when the kernel is compiled, and so is its variable."""
+    start, end = (0, arg1) if arg2 is None else (arg1, arg2)
+    return range(plain(start), plain(end), 1 if step is None else plain(step))
+
+
+def static_assert(cond: Any, msg: str = "") -> None:
+    if isinstance(cond, Tensor):
+        raise TypeError(f"static_assert takes what is known at compile time, got the tensor {cond}")
+    assert cond, msg
+
+
+def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
+    held_true = tensor(cond).data | (False if mask is None else ~tensor(mask).data)
+    assert np.all(held_true), f"kernel {current.launch.name}, program {current.launch.where}: {msg}"
+
+
+def assume(cond: Any) -> None:
+    """A promise to the compiler, which is kept here."""
+    assert np.all(tensor(cond).data), (
+        f"kernel {current.launch.name}, program {current.launch.where} assumes what is not"
+    )
+
+
+def _same(input: Any, *_: Any, **__: Any) -> Any:
+    return input
+
+
+multiple_of = max_contiguous = max_constancy = _same
+
+
+def debug_barrier() -> None: ...
+
+
+def device_print(prefix: Any, *args: Any, hex: bool = False) -> None:
+    print(current.launch.where, prefix, *args)
+
+
+static_print = print
+
+
+def inline_asm_elementwise(*_: Any, **__: Any) -> Tensor:
+    raise NotImplementedError("inline assembly is not interpreted; put it behind a constexpr that is False on a CPU")
+
+
+def _sizes(shape: Any, check: bool = True) -> tuple[int, ...]:
+    """A shape given as a sequence or as several arguments."""
+    if isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], list | tuple):
+        shape = shape[0]
+    sizes = tuple(plain(size) for size in shape)
+    if check:
+        _power_of_two(int(np.prod(sizes)), f"a block of shape {sizes}")
+    return sizes
+
+
+def _power_of_two(size: int, what: str) -> None:
+    if size <= 0 or size & (size - 1):
+        raise ValueError(f"{what} has {size} elements; Triton takes powers of two")

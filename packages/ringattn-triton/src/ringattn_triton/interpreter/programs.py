@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a compiled kernel's source runs here: with globals in which `triton.language` is the interpreter's."""
+
+import builtins
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import triton
+from triton import language as tl
+from triton.runtime.jit import JITFunction
+
+from . import language, mathematics
+from .language import current
+from .memory import Buffer, Storage
+from .types import OF_ARRAY
+from .values import Pointer, Tensor, constant
+
+
+class Launch:
+    """One launch of a kernel over a grid."""
+
+    def __init__(self, name: str, grid: Sequence[int]) -> None:
+        self.name = name
+        self.grid = (*grid, *(1,) * (3 - len(grid)))
+        self.where = (0, 0, 0)
+        self.program = 0
+
+
+def run(
+    kernel: JITFunction,
+    operands: Sequence[np.ndarray],
+    outputs: Sequence[np.ndarray],
+    *,
+    grid: Sequence[int],
+    aliases: Mapping[int, int],
+    name: str,
+    constants: Mapping[str, Any],
+) -> None:
+    """Runs every program of the grid, one after the other, and fills the outputs."""
+    launch = Launch(name, grid)
+    names = list(inspect.signature(kernel.fn).parameters)
+    given = len(operands) + len(outputs)
+    function = interpreted(kernel)
+    storages = [Storage.of_output(output) for output in outputs]
+    for operand, output in aliases.items():
+        storages[output] = Storage.of_alias(operands[operand])
+    read = [storages[aliases[i]] if i in aliases else Storage.of_operand(x) for i, x in enumerate(operands)]
+    arrays = [*zip(operands, read, [False] * len(read), strict=True)]
+    arrays += zip(outputs, storages, [True] * len(storages), strict=True)
+    pointers = [
+        Pointer(Buffer(label, storage, OF_ARRAY[array.dtype.name], writable, launch), np.int64(0))
+        for label, (array, storage, writable) in zip(names[:given], arrays, strict=True)
+    ]
+    before = getattr(current, "launch", None)
+    current.launch = launch
+    try:
+        with np.errstate(all="ignore"):
+            for program, where in enumerate(np.ndindex(*launch.grid[::-1])):
+                launch.program, launch.where = program, where[::-1]
+                function(*pointers, **constants)
+            for output, storage in zip(outputs, storages, strict=True):
+                output[...] = storage.flat.reshape(output.shape).astype(output.dtype)
+    finally:
+        current.launch = before
+
+
+_functions: dict[Any, Any] = {}
+_globals: dict[int, tuple[Any, dict[str, Any]]] = {}
+_LANGUAGES = tuple(
+    module
+    for module in (tl, *(getattr(tl, part, None) for part in ("core", "math", "standard", "random")))
+    if isinstance(module, types.ModuleType)
+)
+
+
+class _Language:
+    """Stands for `triton.language` and its modules: the interpreter's own, else what Triton wrote in itself."""
+
+    def __init__(self) -> None:
+        for module in (language, mathematics):
+            own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+            vars(self).update({k: v for k, v in own.items() if getattr(v, "__module__", None) == module.__name__})
+        self.range = language.range_
+        self.static_print = language.static_print
+        self.cdiv = lambda x, div: (x + (div - 1)) // div
+        self.cast = lambda input, dtype, *args, **options: language.to_tensor(input).to(dtype, *args, **options)
+        self.tensor = Tensor
+        self.math = self.core = self.standard = self.random = self
+
+    def __getattr__(self, name: str) -> Any:
+        for module in _LANGUAGES:
+            value = getattr(module, name, None)
+            if value is not None:
+                if tl.core.is_builtin(value):
+                    raise NotImplementedError(f"triton.language.{name} is not interpreted")
+                vars(self)[name] = _replaced(value)
+                return vars(self)[name]
+        raise AttributeError(f"triton.language has no {name!r}")
+
+
+class _Module:
+    """Stands for a module whose functions may be compiled ones."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = _replaced(getattr(self._module, name))
+        vars(self)[name] = value
+        return value
+
+
+def interpreted(kernel: JITFunction) -> Any:
+    """The kernel's own code with the interpreter's globals."""
+    function = kernel.fn
+    if function not in _functions:
+        code, cells = function.__code__, function.__closure__
+        closure = cells and tuple(types.CellType(_replaced(cell.cell_contents)) for cell in cells)
+        defaults = function.__defaults__ and tuple(constant(value) for value in function.__defaults__)
+        _functions[function] = types.FunctionType(code, _environment(function), function.__name__, defaults, closure)
+    return _functions[function]
+
+
+def _environment(function: Any) -> dict[str, Any]:
+    original = function.__globals__
+    key = id(original)
+    if key not in _globals:
+        _globals[key] = (original, {})
+    replaced = _globals[key][1]
+    for name, value in list(original.items()):
+        replaced[name] = _replaced(value)
+    replaced["__builtins__"] = _BUILTINS
+    return replaced
+
+
+def _replaced(value: Any) -> Any:
+    """What stands for a global of a kernel's module."""
+    if isinstance(value, JITFunction):
+        return _Function(value)
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if isinstance(value, types.ModuleType):
+        if value in _LANGUAGES:
+            return LANGUAGE
+        if value is triton or any(isinstance(v, JITFunction | types.ModuleType) for v in vars(value).values()):
+            return _Module(value)
+        return value
+    if callable(value) and tl.core.is_builtin(value):
+        return getattr(LANGUAGE, value.__name__)
+    if type(value).__name__ == "ConstexprFunction":  # what Triton calls while it compiles
+        return getattr(value, "fn")  # noqa: B009
+    return value
+
+
+class _Function:
+    """A device function: translated at its first call, when every module is complete."""
+
+    def __init__(self, kernel: JITFunction) -> None:
+        self._kernel = kernel
+        self._run: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        run = self._run
+        if run is None:
+            own = getattr(LANGUAGE, self._kernel.__name__, None) if _is_language(self._kernel) else None
+            run = self._run = own if own is not None and own is not self else interpreted(self._kernel)
+        return run(*args, **options)
+
+
+def _is_language(kernel: JITFunction) -> bool:
+    return kernel.fn.__module__.startswith("triton.language") and kernel.__name__ in vars(LANGUAGE)
+
+
+def _smallest(*values: Any) -> Any:
+    return mathematics.minimum(*values) if any(isinstance(v, Tensor) for v in values) else min(*values)
+
+
+def _largest(*values: Any) -> Any:
+    return mathematics.maximum(*values) if any(isinstance(v, Tensor) for v in values) else max(*values)
+
+
+_BUILTINS = {**vars(builtins), "range": language.range_, "min": _smallest, "max": _largest, "print": print}
+LANGUAGE = _Language()

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which types values have, as Triton promotes them, and in which NumPy type each is held.
+
+bfloat16 and float16 are held in float32, rounded after every operation: sums and products of two such numbers are
+exact or correctly rounded in float32 first, so that the result is the one of the narrow type.
+"""
+
+import functools
+from typing import Any, Final
+
+import numpy as np
+import triton.language as tl
+
+HELD: Final[dict[str, Any]] = {
+    "int1": np.bool_,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "fp16": np.float32,
+    "bf16": np.float32,
+    "fp32": np.float32,
+    "fp64": np.float64,
+}
+OF_ARRAY: Final = {
+    "bool": tl.int1,
+    "int8": tl.int8,
+    "int16": tl.int16,
+    "int32": tl.int32,
+    "int64": tl.int64,
+    "uint8": tl.uint8,
+    "uint16": tl.uint16,
+    "uint32": tl.uint32,
+    "uint64": tl.uint64,
+    "float16": tl.float16,
+    "bfloat16": tl.bfloat16,
+    "float32": tl.float32,
+    "float64": tl.float64,
+}
+"""The Triton type of a NumPy (or ml_dtypes) array."""
+
+
+def held(dtype: Any) -> Any:
+    """The NumPy type that holds values of this type."""
+    try:
+        return HELD[dtype.name]
+    except KeyError:
+        raise TypeError(f"the interpreter has no values of type {dtype}; it has {', '.join(HELD)}") from None
+
+
+def rounded(data: Any, dtype: Any) -> Any:
+    """The nearest numbers of a narrow float type, ties to even; other types as they are."""
+    if dtype is tl.bfloat16:
+        bits = data.view(np.uint32)
+        nearest = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) & np.uint32(0xFFFF0000)
+        return np.where(data == data, nearest.view(np.float32), np.float32(np.nan))[()]
+    if dtype is tl.float16:
+        return data.astype(np.float16).astype(np.float32)
+    return data
+
+
+def to_tf32(data: Any) -> Any:
+    """The nearest numbers with the ten bits of mantissa that tensor cores read of a float32."""
+    bits = data.view(np.uint32)
+    nearest = (bits + (np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)))) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(data), nearest.view(np.float32), data)
+
+
+def decoded(array: np.ndarray) -> np.ndarray:
+    """The elements of an array in row-major order as they are held: a view where they are held as they come."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else flat
+
+
+def of_number(value: bool | int | float) -> Any:
+    """The type of a number that stands in the source, as Triton reads it."""
+    if isinstance(value, bool):
+        return tl.int1
+    if isinstance(value, int):
+        for dtype, low, high in _INTEGERS:
+            if low <= value < high:
+                return dtype
+        raise ValueError(f"{value} fits no integer type; the widest is uint64")
+    small = value == 0 or value != value or value in (np.inf, -np.inf) or 2.0**-126 <= abs(value) < 2.0**128
+    return tl.float32 if small else tl.float64
+
+
+_INTEGERS: Final = (
+    (tl.int32, -(2**31), 2**31),
+    (tl.uint32, 2**31, 2**32),
+    (tl.int64, -(2**63), 2**63),
+    (tl.uint64, 2**63, 2**64),
+)
+
+
+_BY_NAME: Final[dict[str, Any]] = {dtype.name: dtype for dtype in OF_ARRAY.values()}  # pyright: ignore
+
+
+@functools.cache
+def _widest(a: str, b: str) -> Any:
+    first, second = _BY_NAME[a], _BY_NAME[b]
+    if first.int_signedness == second.int_signedness:
+        return first if first.int_bitwidth > second.int_bitwidth else second
+    unsigned, signed = (first, second) if first.is_int_unsigned() else (second, first)
+    return unsigned if unsigned.int_bitwidth >= signed.int_bitwidth else signed
+
+
+def integer_type(a: Any, b: Any) -> Any:
+    """The type of two integers that meet: the wider one, unsigned where both are as wide."""
+    return a if a is b else _widest(a.name, b.name)
+
+
+@functools.cache
+def _common(a: str, a_number: bool, b: str, b_number: bool, division: bool) -> Any:
+    first, second = _BY_NAME[a], _BY_NAME[b]
+    if a_number != b_number:
+        number, tensor = (first, second) if a_number else (second, first)
+        if _kind(number) <= _kind(tensor):
+            return tl.float32 if division and tensor in (tl.float16, tl.bfloat16) else tensor
+    for wide in (tl.float64, tl.float32):
+        if wide in (first, second):
+            return wide
+    if tl.float16 in (first, second):
+        return tl.float32 if division else tl.float16
+    if tl.bfloat16 in (first, second):
+        return tl.bfloat16 if first == second and not division else tl.float32
+    if division and first.int_signedness != second.int_signedness:
+        raise TypeError(f"cannot divide {first} by {second}: one is signed, the other is not")
+    return _widest(a, b)
+
+
+def common_type(a: Any, b: Any, a_number: bool = False, b_number: bool = False, division: bool = False) -> Any:
+    """The type in which two values are computed with; numbers of the source give way to tensors of their kind."""
+    if a is b and not division:
+        return a
+    return _common(a.name, a_number, b.name, b_number, division)
+
+
+def _kind(dtype: Any) -> int:
+    return 0 if dtype.is_int1() else 1 if dtype.is_int() else 2

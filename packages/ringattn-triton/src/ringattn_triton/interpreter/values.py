@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operators of a kernel's source compute: tensors and pointers over NumPy arrays."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import triton.language as tl
+
+from .memory import Buffer
+from .types import HELD, common_type, held, integer_type, of_number, rounded
+
+Number = bool | int | float
+
+
+class Tensor:
+    """A block of values, or one value, of a Triton type; `data` is held as `types` says and never written to."""
+
+    __slots__ = ("data", "dtype")
+
+    def __init__(self, data: Any, dtype: Any) -> None:
+        self.data = data
+        self.dtype = dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def type(self) -> Any:
+        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
+
+    @property
+    def numel(self) -> int:
+        return self.data.size
+
+    def to(self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> "Tensor":
+        if bitcast:
+            return bitcasted(self, dtype)
+        if fp_downcast_rounding not in (None, "rtne"):
+            raise NotImplementedError(f"the interpreter rounds to nearest even, not {fp_downcast_rounding!r}")
+        return cast(self, dtype)
+
+    def __getitem__(self, index: Any) -> "Tensor":
+        index = index if isinstance(index, tuple) else (index,)
+        if any(part is not None and part != slice(None) for part in index):
+            raise TypeError(f"a tensor is indexed with : and None alone, got {index}")
+        if sum(part is not None for part in index) != len(self.shape):
+            raise TypeError(f"{index} does not name each of the {len(self.shape)} axes of the tensor once")
+        return self._like(np.asarray(self.data)[index])
+
+    def _like(self, data: Any) -> "Tensor":
+        return Tensor(data, self.dtype)
+
+    def __bool__(self) -> bool:
+        if self.data.size != 1:
+            raise TypeError(f"a block of shape {self.shape} has no one truth value; reduce it first")
+        return bool(self.data.item())
+
+    def __index__(self) -> int:
+        if not self.dtype.is_int() or self.data.size != 1:
+            raise TypeError(f"{self} is no integer")
+        return int(self.data.item())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} {self.data}"
+
+    def __add__(self, other: Any) -> "Tensor":
+        return other + self if isinstance(other, Pointer) else arithmetic(np.add, self, other)
+
+    def __radd__(self, other: Any) -> "Tensor":
+        return arithmetic(np.add, other, self)
+
+    def __sub__(self, other: Any) -> "Tensor":
+        return arithmetic(np.subtract, self, other)
+
+    def __rsub__(self, other: Any) -> "Tensor":
+        return arithmetic(np.subtract, other, self)
+
+    def __mul__(self, other: Any) -> "Tensor":
+        return arithmetic(np.multiply, self, other)
+
+    def __rmul__(self, other: Any) -> "Tensor":
+        return arithmetic(np.multiply, other, self)
+
+    def __truediv__(self, other: Any) -> "Tensor":
+        return divided(self, other)
+
+    def __rtruediv__(self, other: Any) -> "Tensor":
+        return divided(other, self)
+
+    def __floordiv__(self, other: Any) -> "Tensor":
+        return quotient(self, other)
+
+    def __rfloordiv__(self, other: Any) -> "Tensor":
+        return quotient(other, self)
+
+    def __mod__(self, other: Any) -> "Tensor":
+        return remainder(self, other)
+
+    def __rmod__(self, other: Any) -> "Tensor":
+        return remainder(other, self)
+
+    def __and__(self, other: Any) -> "Tensor":
+        return bitwise(np.bitwise_and, self, other)
+
+    def __rand__(self, other: Any) -> "Tensor":
+        return bitwise(np.bitwise_and, other, self)
+
+    def __or__(self, other: Any) -> "Tensor":
+        return bitwise(np.bitwise_or, self, other)
+
+    def __ror__(self, other: Any) -> "Tensor":
+        return bitwise(np.bitwise_or, other, self)
+
+    def __xor__(self, other: Any) -> "Tensor":
+        return bitwise(np.bitwise_xor, self, other)
+
+    def __rxor__(self, other: Any) -> "Tensor":
+        return bitwise(np.bitwise_xor, other, self)
+
+    def __lshift__(self, other: Any) -> "Tensor":
+        return bitwise(np.left_shift, self, other)
+
+    def __rlshift__(self, other: Any) -> "Tensor":
+        return bitwise(np.left_shift, other, self)
+
+    def __rshift__(self, other: Any) -> "Tensor":
+        return bitwise(np.right_shift, self, other)
+
+    def __rrshift__(self, other: Any) -> "Tensor":
+        return bitwise(np.right_shift, other, self)
+
+    def __lt__(self, other: Any) -> "Tensor":
+        return compared(np.less, self, other)
+
+    def __le__(self, other: Any) -> "Tensor":
+        return compared(np.less_equal, self, other)
+
+    def __gt__(self, other: Any) -> "Tensor":
+        return compared(np.greater, self, other)
+
+    def __ge__(self, other: Any) -> "Tensor":
+        return compared(np.greater_equal, self, other)
+
+    def __eq__(self, other: Any) -> "Tensor":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return compared(np.equal, self, other)
+
+    def __ne__(self, other: Any) -> "Tensor":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return compared(np.not_equal, self, other)
+
+    def __neg__(self) -> "Tensor":
+        return Tensor(np.negative(self.data), self.dtype)
+
+    def __pos__(self) -> "Tensor":
+        return self
+
+    def __invert__(self) -> "Tensor":
+        _need(self.dtype.is_int(), "~", self.dtype)
+        return Tensor(np.invert(self.data), self.dtype)
+
+    def logical_not(self) -> "Tensor":
+        return Tensor(np.logical_not(self.data), tl.int1)
+
+    def logical_and(self, other: Any) -> "Tensor":
+        return cast(self, tl.int1) & cast(tensor(other), tl.int1)
+
+    def logical_or(self, other: Any) -> "Tensor":
+        return cast(self, tl.int1) | cast(tensor(other), tl.int1)
+
+
+class Pointer(Tensor):
+    """A block of pointers into one buffer; `data` counts its elements from the first."""
+
+    __slots__ = ("buffer",)
+
+    def __init__(self, buffer: Buffer, data: Any) -> None:
+        super().__init__(data, tl.pointer_type(buffer.dtype) if buffer.pointer is None else buffer.pointer)
+        buffer.pointer = self.dtype
+        self.buffer = buffer
+
+    def _like(self, data: Any) -> "Pointer":
+        return Pointer(self.buffer, data)
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.buffer, np.add(self.data, _offsets(other)))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "Pointer":
+        return Pointer(self.buffer, np.subtract(self.data, _offsets(other)))
+
+    def _refuse(self, other: Any = None) -> NoReturn:
+        raise TypeError(f"a pointer into {self.buffer} moves by integers, and has no other arithmetic")
+
+    __mul__ = __rmul__ = __rsub__ = __truediv__ = __floordiv__ = __mod__ = _refuse
+    __and__ = __or__ = __xor__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = __invert__ = _refuse  # pyright: ignore
+    __hash__ = Tensor.__hash__
+
+
+def _offsets(value: Any) -> Any:
+    if isinstance(value, Tensor) and not isinstance(value, Pointer) and value.dtype.is_int():
+        return value.data.astype(np.int64) if value.dtype is tl.uint64 else value.data
+    if isinstance(value, int):
+        return value
+    raise TypeError(f"a pointer moves by integers, got {value!r}")
+
+
+def tensor(value: Any) -> Tensor:
+    """A number of the source as a tensor, which it is wherever Triton computes with it."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Number):
+        dtype: Any = of_number(value)
+        return Tensor(HELD[dtype.name](value), dtype)
+    raise TypeError(f"{value!r} is no value that a kernel computes with")
+
+
+_numbers: Final[dict[tuple[Any, ...], Any]] = {}
+
+
+def number(value: Number, dtype: Any) -> Any:
+    """A number of the source in the type of the tensor that it meets."""
+    key = (value, type(value), dtype.name)
+    found = _numbers.get(key) if value else None
+    if found is None:
+        found = _numbers[key] = _number(value, dtype)
+    return found
+
+
+def _number(value: Number, dtype: Any) -> Any:
+    if dtype.is_int() and not dtype.is_int1() and not _fits(value, dtype):
+        raise ValueError(f"the number {value} is out of range for {dtype}; cast the tensor first")
+    return rounded(held(dtype)(value), dtype)
+
+
+def _fits(value: Number, dtype: Any) -> bool:
+    signed = not dtype.is_int_unsigned()
+    bits = dtype.int_bitwidth - signed
+    return -(2**bits) * signed <= value < 2**bits
+
+
+def cast(x: Tensor, dtype: Any) -> Tensor:
+    """The same values in another type: floats to integers cut, floats to narrower floats rounded to nearest even."""
+    if x.dtype is dtype:
+        return x
+    if isinstance(x, Pointer):
+        raise TypeError(f"a pointer into {x.buffer} is not cast to {dtype}")
+    if dtype.is_int1():
+        return Tensor(x.data != 0, tl.int1)
+    kind = held(dtype)
+    data = x.data if x.data.dtype == kind else x.data.astype(kind)
+    return Tensor(rounded(data, dtype), dtype)
+
+
+def bitcasted(x: Tensor, dtype: Any) -> Tensor:
+    """The same bits read as another type of the same width."""
+    if x.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
+        raise TypeError(f"{x.dtype} and {dtype} are not as wide as each other: no bitcast")
+    data = x.data
+    if x.dtype is tl.bfloat16:
+        data = (data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    elif x.dtype is tl.float16:
+        data = data.astype(np.float16)
+    if dtype is tl.bfloat16:
+        return Tensor((data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32), dtype)
+    if dtype is tl.float16:
+        return Tensor(data.view(np.float16).astype(np.float32), dtype)
+    return Tensor(data.view(held(dtype)), dtype)
+
+
+def met(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
+    """The data of both in the type in which they are computed with, and that type."""
+    if isinstance(a, Tensor):
+        if isinstance(b, Tensor):
+            dtype = common_type(a.dtype, b.dtype, division=division)
+            return cast(a, dtype).data, cast(b, dtype).data, dtype
+        dtype = common_type(a.dtype, of_number(b), b_number=True, division=division)
+        return cast(a, dtype).data, number(b, dtype), dtype
+    if isinstance(b, Tensor):
+        dtype = common_type(of_number(a), b.dtype, a_number=True, division=division)
+        return number(a, dtype), cast(b, dtype).data, dtype
+    a, b = tensor(a), tensor(b)
+    return met(a, b, division)
+
+
+def arithmetic(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
+    """`function` of both, in their common type and rounded to it."""
+    if type(a) is Tensor and type(b) is Tensor and a.dtype is b.dtype:
+        x, y, dtype = a.data, b.data, a.dtype
+    elif isinstance(a, Pointer) or isinstance(b, Pointer):
+        raise TypeError(f"pointers have no {function.__name__}")
+    else:
+        x, y, dtype = met(a, b)
+    if dtype.is_int1():
+        return Tensor((function(x.astype(np.int8), y.astype(np.int8)) & 1).astype(np.bool_), dtype)
+    return Tensor(rounded(function(x, y), dtype), dtype)
+
+
+def compared(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
+    x, y, _ = met(a, b)
+    return Tensor(function(x, y), tl.int1)
+
+
+def divided(a: Any, b: Any) -> Tensor:
+    a, b = tensor(a), tensor(b)
+    if a.dtype.is_int() and b.dtype.is_int():
+        a, b = cast(a, tl.float32), cast(b, tl.float32)
+    elif a.dtype.is_int():
+        a = cast(a, b.dtype)
+    elif b.dtype.is_int():
+        b = cast(b, a.dtype)
+    x, y, dtype = met(a, b, division=True)
+    return Tensor(np.divide(x, y), dtype)
+
+
+def quotient(a: Any, b: Any) -> Tensor:
+    """The quotient of integers, rounded towards zero as processors do."""
+    x, y, dtype = _integers("//", a, b)
+    floor = np.floor_divide(x, y)
+    if dtype.is_int_unsigned():
+        return Tensor(floor, dtype)
+    return Tensor(floor + ((floor < 0) & (floor * y != x)).astype(floor.dtype), dtype)
+
+
+def remainder(a: Any, b: Any) -> Tensor:
+    """What `quotient` leaves: it has the sign of the dividend."""
+    x, y, dtype = met(a, b, division=True)
+    return Tensor(rounded(np.fmod(x, y), dtype), dtype)
+
+
+def _integers(what: str, a: Any, b: Any) -> tuple[Any, Any, Any]:
+    x, y, dtype = met(a, b, division=True)
+    _need(dtype.is_int(), what, dtype)
+    return x, y, dtype
+
+
+def bitwise(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
+    a, b = tensor(a), tensor(b)
+    _need(a.dtype.is_int() and b.dtype.is_int(), function.__name__, a.dtype, b.dtype)
+    dtype = integer_type(a.dtype, b.dtype)
+    return Tensor(function(cast(a, dtype).data, cast(b, dtype).data), dtype)
+
+
+def _need(fact: bool, what: str, *dtypes: Any) -> None:
+    if not fact:
+        raise TypeError(f"{what} takes integers, got {' and '.join(map(str, dtypes))}")
+
+
+def constant(value: Any) -> Any:
+    """A compile-time value, of `tl.constexpr` or its own."""
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+def plain(value: Any) -> int:
+    """An integer known when the kernel is compiled; a tensor is none."""
+    value = constant(value)
+    if isinstance(value, Tensor):
+        raise TypeError(f"an integer known at compile time is needed here, got the tensor {value}")
+    return operator.index(value)

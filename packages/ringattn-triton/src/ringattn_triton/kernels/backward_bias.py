@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+"""How the gradient of a tile of the bias is computed: summed over all heads, batch rows and queries that share it.
+
+Each program owns what it sums, so the order of the sum is fixed.
+"""
+
+import triton
+import triton.language as tl
+
+from .derivatives import derivatives, row_facts
+from .scores import Inputs, bent, drawn, of_head, of_keys, of_queries
+from .tiles import moved, vectors
+
+
+@triton.jit
+def backward_bias(
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    SEEN, DOUT, LSE, DELTA, DBIAS,
+    F: tl.constexpr, D: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of `DBIAS [b, n, t, S]`; `SEEN [g, rows, columns]` says which tiles are visible.
+
+    `D` is `backward.BiasSums`.
+    """
+    program = tl.program_id(0)
+    kv_tile = program % D.columns
+    rest = program // D.columns
+    own = rest % D.own_rows
+    of_bias = rest // D.own_rows
+    bias_head = of_bias % D.heads
+    bias_batch = of_bias // D.heads
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    )  # fmt: skip
+    total = tl.zeros([Q_TILE, KV_TILE], tl.float32)
+    for turn in range(D.batch_sums * D.row_sums):
+        row_tile = own + turn % D.row_sums
+        batch = bias_batch + turn // D.row_sums
+        group = batch
+        if not D.grouped:
+            group = batch * 0
+        if tl.load(SEEN + ((group * D.rows + row_tile) * D.columns + kv_tile)) != 0:
+            for member in tl.range(0, D.head_sums):
+                total += _of_tile(
+                    Q, KV, DOUT, LSE, DELTA, P, batch, bias_head + member, row_tile, kv_tile,
+                    F, Q_TILE, KV_TILE, DIM, VALUE_DIM,
+                )  # fmt: skip
+
+    columns = kv_tile * KV_TILE + tl.arange(0, KV_TILE)
+    line = of_bias.to(tl.int64)
+    if D.summed_rows:
+        tl.store(DBIAS + (line * F.kv_length + columns), tl.sum(total, 0), mask=columns < F.kv_length)
+    else:
+        rows = own * Q_TILE + tl.arange(0, Q_TILE)
+        at = (line * F.q_length + rows.to(tl.int64)[:, None]) * F.kv_length + columns[None, :]
+        tl.store(DBIAS + at, total, mask=(rows < F.q_length)[:, None] & (columns < F.kv_length)[None, :])
+
+
+@triton.jit
+def _of_tile(
+    Q, KV, DOUT, LSE, DELTA, P, batch, head_number, row_tile, kv_tile,
+    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """The derivative by the scores of one tile of one head; zero past the ends."""
+    Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
+    KV_RAGGED: tl.constexpr = F.kv_length % KV_TILE != 0
+    head = of_head(P, batch, head_number, F)
+    queries = of_queries(P, batch, row_tile * Q_TILE, F, Q_TILE, False)
+    keys = of_keys(P, batch, kv_tile * KV_TILE, F, KV_TILE, False)
+    draws = 0
+    if F.dropout:
+        draws = drawn(queries, keys, head, F, KV_TILE, False)
+    line = row_tile * Q_TILE + tl.arange(0, Q_TILE)
+    rows = line[:, None]
+    columns = (kv_tile * KV_TILE + tl.arange(0, KV_TILE))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    wide_batch = batch.to(tl.int64)
+    first = wide_batch * F.q_length * F.heads + head_number
+    q_at = first * F.head_dim + moved(rows, F.heads * F.head_dim, F.wide) + dims
+    q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
+    dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
+    dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM)
+    kv = KV + (wide_batch * F.kv_batch + head_number // F.group * F.kv_head)
+    at = moved(columns, F.kv_token, F.wide)
+    k = vectors(kv + (at + dims), columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
+    v = vectors(
+        kv + F.value_at + (at + value_dims), columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED,
+        F.value_dim != VALUE_DIM,
+    )  # fmt: skip
+    row_at = (wide_batch * F.heads + head_number) * F.q_length + line
+    lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
+    bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
+    dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
+    _, ds = derivatives(
+        bend, dp, lse, delta, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, True, False, KV_RAGGED
+    )
+    return ds

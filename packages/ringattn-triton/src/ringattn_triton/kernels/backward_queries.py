@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+"""How the gradient of a tile of queries is computed, from the one given on; what each row adds to its head's slope."""
+
+import triton
+import triton.language as tl
+
+from .derivatives import derivatives, row_facts, unbent
+from .scores import Inputs, bent, distance, drawn, of_head, of_keys, of_queries
+from .tiles import full_tile, masked_tile, moved, vectors, visit
+
+
+@triton.jit
+def backward_queries(
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    TABLE, TILES, DOUT, LSE, DELTA, DQ_BEFORE, DQ, DSLOPES,
+    F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of queries of each head; `DSLOPES` is `[B, N, T]`, or unused where there are none."""
+    program = tl.program_id(0)
+    own = V.rows - 1 - program % V.rows
+    batch = program // V.rows // F.heads
+    head_number = program // V.rows % F.heads
+    kv_head = head_number // F.group
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    )  # fmt: skip
+    head = of_head(P, batch, head_number, F)
+    visited = visit(TABLE, TILES, batch, own, V)
+    queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+
+    Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
+    DIM_RAGGED: tl.constexpr = F.head_dim != DIM
+    VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
+    line = own * Q_TILE + tl.arange(0, Q_TILE)
+    rows = line[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    wide_batch = batch.to(tl.int64)
+    first = wide_batch * F.q_length * F.heads + head_number
+    q_at = first * F.head_dim + moved(rows, F.heads * F.head_dim, F.wide) + dims
+    q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
+    dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
+    row_at = (wide_batch * F.heads + head_number) * F.q_length + line
+    lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
+
+    columns = tl.arange(0, KV_TILE)[:, None]
+    kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
+    k_pointers = kv + (columns * F.kv_token + dims)
+    v_pointers = kv + F.value_at + (columns * F.kv_token + value_dims)
+    dq = tl.zeros([Q_TILE, DIM], tl.float32)
+    dslope = tl.zeros([Q_TILE], tl.float32)
+    for step in tl.range(visited.full_from, visited.full_to):
+        tile = full_tile(visited, step, V)
+        dq, dslope = _added(
+            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
+        )  # fmt: skip
+    for step in tl.range(0, visited.masked):
+        tile = masked_tile(visited, step, V)
+        dq, dslope = _added(
+            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
+        )  # fmt: skip
+
+    before = vectors(DQ_BEFORE + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    dq = before + dq * F.scale
+    if Q_RAGGED or DIM_RAGGED:
+        tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
+    else:
+        tl.store(DQ + q_at, dq)
+    if F.slopes:
+        tl.store(DSLOPES + row_at, dslope, mask=line < F.q_length)
+
+
+@triton.jit
+def _added(
+    dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
+    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a tile of keys adds."""
+    KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    start = tile * KV_TILE
+    columns = (start + tl.arange(0, KV_TILE))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    keys = of_keys(P, batch, start, F, KV_TILE, False)
+    draws = 0
+    if F.dropout:
+        draws = drawn(queries, keys, head, F, KV_TILE, False)
+    at = moved(start, F.kv_token, F.wide)
+    k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
+    bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
+    v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
+    dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
+    _, ds = derivatives(
+        bend, dp, lse, delta, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, MASKED, False, KV_RAGGED
+    )
+    if F.slopes:
+        dslope -= tl.sum(ds * distance(queries, keys), 1)
+    dq = tl.dot(unbent(ds, bend, F).to(k.dtype), k, dq, input_precision=F.precision)
+    return dq, dslope

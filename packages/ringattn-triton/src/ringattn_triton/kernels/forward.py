@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false
+"""How the output of a tile of queries is computed: an online softmax that continues from a partial result."""
+
+import triton
+import triton.language as tl
+
+from .scores import LOG2_E, Inputs, bent, drawn, kept, of_head, of_keys, of_queries, scored, visible
+from .tiles import full_tile, masked_tile, moved, vectors, visit
+
+
+@triton.jit
+def forward(
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
+    F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
+
+    `FRESH` says that there is no result before, and nothing of it is read.
+    """
+    program = tl.program_id(0)
+    own = V.rows - 1 - program % V.rows
+    batch = program // V.rows // F.heads
+    head_number = program // V.rows % F.heads
+    kv_head = head_number // F.group
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    )  # fmt: skip
+    head = of_head(P, batch, head_number, F)
+    visited = visit(TABLE, TILES, batch, own, V)
+    queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+
+    rows = own * Q_TILE + tl.arange(0, Q_TILE)
+    dims = tl.arange(0, DIM)
+    value_dims = tl.arange(0, VALUE_DIM)
+    wide_batch = batch.to(tl.int64)
+    Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
+    DIM_RAGGED: tl.constexpr = F.head_dim != DIM
+    VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
+    q_at = (wide_batch * F.q_length * F.heads + head_number) * F.head_dim
+    q_row = moved(rows, F.heads * F.head_dim, F.wide)[:, None]
+    q = vectors(
+        Q + q_at + q_row + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
+    )
+
+    columns = tl.arange(0, KV_TILE)
+    kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
+    k_pointers = kv + (columns[None, :] * F.kv_token + dims[:, None])
+    v_pointers = kv + F.value_at + (columns[:, None] * F.kv_token + value_dims[None, :])
+
+    lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
+    out_at = (wide_batch * F.q_length * F.heads + head_number) * F.value_dim
+    out_at = out_at + moved(rows, F.heads * F.value_dim, F.wide)[:, None] + value_dims[None, :]
+    if FRESH:
+        acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
+        top = tl.full([Q_TILE], -float("inf"), tl.float32)
+        total = tl.zeros([Q_TILE], tl.float32)
+    else:
+        before = tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
+        acc = vectors(
+            OUT_BEFORE + out_at, rows[:, None], value_dims[None, :], F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED
+        )
+        top = before * LOG2_E
+        total = tl.where(before == -float("inf"), 0.0, 1.0)
+
+    for step in tl.range(visited.full_from, visited.full_to):
+        tile = full_tile(visited, step, V)
+        acc, total, top = _continued(
+            acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
+        )  # fmt: skip
+    for step in tl.range(0, visited.masked):
+        tile = masked_tile(visited, step, V)
+        acc, total, top = _continued(
+            acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
+        )  # fmt: skip
+
+    nothing = total == 0.0
+    out = acc * tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))[:, None]
+    lse = tl.where(nothing, -float("inf"), (top + tl.log2(tl.where(nothing, 1.0, total))) / LOG2_E)
+    if Q_RAGGED or VALUE_RAGGED:
+        within = (rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :]
+        tl.store(OUT + out_at, out, mask=within)
+    else:
+        tl.store(OUT + out_at, out)
+    if Q_RAGGED:
+        tl.store(LSE + lse_at, lse, mask=rows < F.q_length)
+    else:
+        tl.store(LSE + lse_at, lse)
+
+
+@triton.jit
+def _continued(
+    acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
+    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: `acc` and `total` are sums relative to `exp2(top)`."""
+    KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    start = tile * KV_TILE
+    columns = start + tl.arange(0, KV_TILE)
+    dims = tl.arange(0, DIM)
+    value_dims = tl.arange(0, VALUE_DIM)
+    at = moved(tile, KV_TILE * F.kv_token, F.wide)
+    k = vectors(k_pointers + at, columns[None, :], dims[:, None], F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
+    keys = of_keys(P, batch, start, F, KV_TILE, False)
+    if F.dropout:
+        draws = drawn(queries, keys, head, F, KV_TILE, False)
+    s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), queries, keys, head, F)
+    if MASKED:
+        s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED), s, -float("inf"))
+    now = tl.maximum(top, tl.max(s, 1) * F.fold)
+    base = now
+    # A bias forbids by -inf, so that a row of a tile may see nothing though no mask says so.
+    if MASKED or F.bias:
+        base = tl.where(now == -float("inf"), 0.0, now)
+    p = tl.exp2(s * F.fold - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(p, 1)
+    if F.dropout:
+        p = tl.where(kept(draws, Q_TILE, KV_TILE, False), p * F.keep_weight, 0.0)
+    v = vectors(
+        v_pointers + at, columns[:, None], value_dims[None, :], F.kv_length, F.value_dim, KV_RAGGED,
+        F.value_dim != VALUE_DIM,
+    )  # fmt: skip
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=F.precision)
+    return acc, total, now

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a block the kernels read: the arrays in the order of their parameters, and what is fixed when they compile.
+
+Nothing is copied or transposed: shapes and strides are compiled in, an axis of length 1 has stride 0, and an array that
+the rule does not ask for is `None` and never read.
+"""
+
+import dataclasses
+import math
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from ringattn_core import dropout
+from ringattn_core.protocol import Block
+
+from . import words
+
+LOG2_E: Final = math.log2(math.e)
+_NO_LIMIT: Final = 2**31 - 1
+_INT32: Final = 2**31
+
+INPUTS: Final = (
+    "q", "kv", "q_positions", "kv_positions", "q_index", "kv_index", "q_segments", "kv_segments", "bias", "slopes",
+    "mask_words", "mask_of_head", "dense_words", "seed", "batch_index", "head_index",
+)  # fmt: skip
+"""The parameters that every kernel begins with, in this order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a kernel is compiled for. A field `x_batch` (`_head`, `_query`) is how far `x` moves per batch row (...).
+
+    `plain` says that a score is nothing but `scale` times the product, with `scale > 0`, so that maxima may be taken
+    of products. `fold` is what then turns a product into a score in units of log2, and 1 where `scored` already did.
+    `below` and `above` say that a query sees no key before, or behind, some position.
+    """
+
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    kv_batch: int
+    kv_token: int
+    kv_head: int
+    value_at: int
+    wide: bool
+    wide_scores: bool
+    q_positions_batch: int
+    kv_positions_batch: int
+    q_index_batch: int
+    kv_index_batch: int
+    scale: float
+    plain: bool
+    fold: float
+    precision: str
+    fast: bool
+    capped: bool
+    bend: float
+    unbend: float
+    positions: bool
+    below: bool
+    above: bool
+    causal: bool
+    bounded_left: bool
+    left: int
+    bounded_right: bool
+    right: int
+    chunked: bool
+    chunk: int
+    segments: bool
+    padded: bool
+    dropout: bool
+    threshold: int
+    keep_weight: float
+    bias: bool
+    bias_batch: int
+    bias_head: int
+    bias_query: int
+    slopes: bool
+    slopes_batch: int
+    masks: bool
+    mask_words_batch: int
+    mask_words_head: int
+    one_mask: bool
+    dense: bool
+    dense_words_batch: int
+    dense_words_head: int
+    words_query: int
+
+    @property
+    def group(self) -> int:
+        """How many query heads read one key head."""
+        return self.heads // self.kv_heads
+
+
+class Operands(NamedTuple):
+    """A block as kernels take it: `arrays` in the order of `INPUTS`."""
+
+    arrays: tuple[jax.Array | None, ...]
+    facts: Facts
+
+
+def of(block: Block, fast: bool = False) -> Operands:
+    """The block as operands; `fast` allows approximations of the device that an interpreter lacks."""
+    rule = block.rule
+    batch, q_length, heads, head_dim = block.q.shape
+    kv_length, kv_heads, value_dim = block.kv_length, block.kv.shape[-2], block.value_dim
+    width = block.kv.shape[-1]
+    positions = rule.causal or rule.window is not None or rule.chunk is not None or block.slopes is not None
+    uses_index = bool(rule.dropout)
+    mask_words, mask_of_head = words.of_rule(block) if rule.masks else (None, None)
+    dense_words = words.of_dense(block) if block.mask is not None else None
+    left, right = (None, None) if rule.window is None else rule.window
+    bias, slopes = block.bias, block.slopes
+    natural = rule.scale * LOG2_E
+    plain = rule.soft_cap is None and bias is None and slopes is None and rule.scale > 0
+    narrow = block.q.dtype != jnp.float32
+    words_query = -(-kv_length // words.BITS)
+    arrays: dict[str, Any] = {
+        "q": block.q,
+        "kv": block.kv,
+        "q_positions": block.q_positions if positions else None,
+        "kv_positions": block.kv_positions if positions else None,
+        "q_index": block.q_index if uses_index else None,
+        "kv_index": block.kv_index if uses_index or block.padded else None,
+        "q_segments": block.q_segments,
+        "kv_segments": block.kv_segments,
+        "bias": bias,
+        "slopes": slopes,
+        "mask_words": mask_words,
+        "mask_of_head": mask_of_head,
+        "dense_words": dense_words,
+        "seed": block.seed if rule.dropout else None,
+        "batch_index": block.batch_index if rule.dropout else None,
+        "head_index": block.head_index if rule.dropout else None,
+    }
+    facts = Facts(
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        kv_batch=kv_length * kv_heads * width,
+        kv_token=kv_heads * width,
+        kv_head=width,
+        value_at=batch * kv_length * kv_heads * width if block.kv.ndim == 5 else head_dim,
+        wide=max(kv_length * kv_heads * width, q_length * heads * max(head_dim, value_dim)) >= _INT32,
+        wide_scores=q_length * kv_length >= _INT32,
+        q_positions_batch=_stride(block.q_positions, 0),
+        kv_positions_batch=_stride(block.kv_positions, 0),
+        q_index_batch=_stride(block.q_index, 0),
+        kv_index_batch=_stride(block.kv_index, 0),
+        scale=rule.scale,
+        plain=plain,
+        fold=natural if plain else 1.0,
+        precision=_precision(rule.precision, narrow),
+        fast=fast and narrow,
+        capped=rule.soft_cap is not None,
+        bend=rule.scale / rule.soft_cap if rule.soft_cap is not None else 1.0,
+        unbend=rule.soft_cap * LOG2_E if rule.soft_cap is not None else natural,
+        positions=positions,
+        below=left is not None or rule.chunk is not None,
+        above=rule.causal or right is not None or rule.chunk is not None,
+        causal=rule.causal,
+        bounded_left=left is not None,
+        left=min(left, _NO_LIMIT) if left is not None else 0,
+        bounded_right=right is not None,
+        right=min(right, _NO_LIMIT) if right is not None else 0,
+        chunked=rule.chunk is not None,
+        chunk=min(rule.chunk, _NO_LIMIT) if rule.chunk is not None else 0,
+        segments=block.q_segments is not None,
+        padded=block.padded,
+        dropout=bool(rule.dropout),
+        threshold=dropout.threshold(rule.dropout),
+        keep_weight=1.0 / (1.0 - rule.dropout),
+        bias=bias is not None,
+        bias_batch=_stride(bias, 0),
+        bias_head=_stride(bias, 1),
+        bias_query=_stride(bias, 2),
+        slopes=slopes is not None,
+        slopes_batch=_stride(slopes, 0),
+        masks=mask_words is not None,
+        mask_words_batch=_stride(mask_words, 0),
+        mask_words_head=_stride(mask_words, 1),
+        one_mask=mask_of_head is None,
+        dense=dense_words is not None,
+        dense_words_batch=_stride(dense_words, 0),
+        dense_words_head=_stride(dense_words, 1),
+        words_query=words_query,
+    )
+    return Operands(tuple(arrays[name] for name in INPUTS), facts)
+
+
+def padded_dim(size: int) -> int:
+    """The power of two, 16 or more, in which a kernel holds vectors of this size."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _stride(x: jax.Array | None, axis: int) -> int:
+    return 0 if x is None or x.shape[axis] == 1 else math.prod(x.shape[axis + 1 :])
+
+
+def _precision(asked: str | None, narrow: bool) -> str:
+    """What `tl.dot` calls it; products of narrow numbers are exact as they are."""
+    if narrow or asked is None:
+        return "ieee"
+    return {"default": "tf32", "high": "tf32x3"}.get(asked, "ieee")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the tiles of a kernel are, and how many warps and pipeline stages it has, on each kind of device."""
+
+import dataclasses
+from typing import Final, Literal
+
+import jax
+from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.errors import InputError
+
+from . import launch
+from .operands import Facts, padded_dim
+
+LARGEST_DIM: Final = 256
+_SMALLEST_TILE: Final = 16
+_SHARED_MEMORY: Final = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one program can have, by compute capability."""
+_WIDE_PRODUCTS: Final = (90, 100, 103)
+"""Where products of 64 rows at once read both operands from shared memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What kernels are compiled for: `capability` is 90 on Hopper, 0 where there is no such number."""
+
+    kind: Literal["cuda", "rocm", "interpreter"]
+    capability: int = 0
+
+    @property
+    def shared_memory(self) -> int | None:
+        """Bytes that one program can have; `None` where nothing limits them."""
+        if self.kind == "interpreter":
+            return None
+        return _SHARED_MEMORY.get(self.capability, 99 if self.kind == "cuda" else 64) * 1024
+
+
+def target() -> Target:
+    """The device that a program traced now is for."""
+    if launch.interpreting():
+        return Target("interpreter")
+    asked = launch.capability()
+    if asked is not None:
+        return Target("cuda", asked)
+    found = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
+    if found.startswith("gfx"):
+        return Target("rocm")
+    return Target("cuda", round(10 * float(found)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How one kernel runs."""
+
+    q_tile: int
+    kv_tile: int
+    warps: int
+    stages: int
+
+
+_INTERPRETED: Final = Schedule(32, 32, 4, 2)
+"""Small enough for several tiles in short tests, large enough for NumPy to have something to do at once."""
+
+
+def forward(facts: Facts, itemsize: int, params: FwdParams, target: Target) -> Schedule:
+    """The schedule of the forward kernel, with what the caller fixed of it."""
+    default = _forward_by_family(facts, itemsize, _largest_dim(facts), target)
+    return _fitting(
+        _fixed(_shortened(default, facts), params, "fwd_params"), default, facts, itemsize, target, "fwd_params"
+    )
+
+
+def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
+    """No default spills registers by more than some bytes, in plain causal attention none at all.
+
+    Exact float32 products are no business of tensor cores: their operands are held in registers, so that tiles are
+    small. Dropout holds four random words for each four scores, and a bias a tile more of shared memory.
+    """
+    if target.kind == "interpreter":
+        return _INTERPRETED
+    if itemsize == 4:
+        if facts.precision == "ieee":
+            return Schedule(64 if dim <= 128 else 32, 16, 8, 2)
+        if facts.precision == "tf32" and _wide_products(target) and dim <= 128:
+            return Schedule(128, 64, 8, 2)
+        return Schedule(64, 32, 4, 2) if dim <= 128 else Schedule(32, 16, 8, 2)
+    if target.kind == "rocm":
+        return Schedule(128 if dim <= 128 else 64, 64 if dim <= 64 else 32, 4, 1)
+    if _wide_products(target):
+        if dim > 128:
+            return Schedule(128, 32 if facts.dropout or facts.bias else 64, 8, 2)
+        return Schedule(128, 64 if facts.dropout or facts.bias else 128, 8, 3)
+    if dim > 128:
+        return Schedule(64, 32, 8, 2)
+    if dim > 64:
+        return Schedule(128, 32 if facts.dropout else 64, 8, 2)
+    return Schedule(128, 32 if facts.dropout else 64, 4, 2 if facts.bias else 3)
+
+
+def backward_keys(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+    """The schedule of the kernel of dk and dv, with what the caller fixed of it."""
+    return _backward(
+        _backward_keys_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
+    )
+
+
+def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
+    """Both operands and both results of a key tile are held, so that keys have the longer side."""
+    if target.kind == "interpreter":
+        return _INTERPRETED
+    if itemsize == 4:
+        return Schedule(16, 16 if dim > 128 else 32 if dim > 64 else 64, 8, 2)
+    if _wide_products(target):
+        if dim > 128:
+            return Schedule(32, 64, 8, 2)
+        return Schedule(32, 128, 8, 2) if facts.dropout or facts.bias else Schedule(64, 128, 8, 3)
+    return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
+
+
+def backward_queries(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+    """The schedule of the kernels of dq and of the bias, with what the caller fixed of it."""
+    return _backward(
+        _backward_queries_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
+    )
+
+
+def _backward_queries_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
+    if target.kind == "interpreter":
+        return _INTERPRETED
+    if itemsize == 4:
+        return Schedule(16 if dim > 128 else 32 if dim > 64 else 64, 16, 8, 2)
+    if _wide_products(target):
+        if dim > 128:
+            return Schedule(64, 32, 8, 2)
+        return Schedule(128, 32, 8, 2) if facts.dropout else Schedule(128, 64, 8, 2 if facts.bias else 3)
+    return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
+
+
+def _backward(default: Schedule, facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+    schedule = _fixed(_shortened(default, facts), params, "bwd_params")
+    return _fitting(schedule, default, facts, itemsize, target, "bwd_params")
+
+
+def _largest_dim(facts: Facts) -> int:
+    return max(padded_dim(facts.head_dim), padded_dim(facts.value_dim))
+
+
+def _wide_products(target: Target) -> bool:
+    return target.kind == "cuda" and target.capability in _WIDE_PRODUCTS
+
+
+def _shortened(schedule: Schedule, facts: Facts) -> Schedule:
+    """Tiles no longer than the block, in powers of two."""
+    q_tile = min(schedule.q_tile, padded_dim(facts.q_length))
+    kv_tile = min(schedule.kv_tile, padded_dim(facts.kv_length))
+    warps = schedule.warps if q_tile == schedule.q_tile else min(schedule.warps, 4)
+    return dataclasses.replace(schedule, q_tile=q_tile, kv_tile=kv_tile, warps=warps)
+
+
+def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Schedule:
+    """The schedule with what the caller asks for, refused where no kernel could run so."""
+    asked = {
+        "q_tile": ("q_blocksize", params.q_blocksize, _SMALLEST_TILE, 256),
+        "kv_tile": ("kv_blocksize", params.kv_blocksize, _SMALLEST_TILE, 256),
+        "warps": ("num_warps", params.num_warps, 1, 16),
+        "stages": ("num_stages", params.num_stages, 1, 8),
+    }
+    changes: dict[str, int] = {}
+    for field, (name, value, least, most) in asked.items():
+        if value is None:
+            continue
+        power = field == "stages" or value & (value - 1) == 0
+        if not (power and least <= value <= most):
+            kind = "a number" if field == "stages" else "a power of two"
+            raise InputError(
+                f"{owner}.{name}", f"got {value}", f"The Triton kernels take {kind} from {least} to {most}"
+            )
+        changes[field] = value
+    return dataclasses.replace(schedule, **changes)
+
+
+def _fitting(
+    schedule: Schedule, default: Schedule, facts: Facts, itemsize: int, target: Target, owner: str
+) -> Schedule:
+    """The schedule, if the tiles that stream through shared memory fit there; the compiler may need some more."""
+    vectors = itemsize * (padded_dim(facts.head_dim) + padded_dim(facts.value_dim))
+    streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
+    # AMD's compiler keeps the last stage in registers.
+    needed = vectors * streams * (schedule.stages - (target.kind == "rocm"))
+    limit = target.shared_memory
+    if limit is not None and needed > limit:
+        raise InputError(
+            owner,
+            f"{schedule} needs {needed} bytes of shared memory and the device has {limit}",
+            f"Ask for smaller blocks or fewer stages; the default is {default}",
+        )
+    return schedule
+
+
+def refuse_large_heads(facts: Facts) -> None:
+    """No kernel holds longer vectors than these."""
+    for name, size in (("query", facts.head_dim), ("value", facts.value_dim)):
+        if size > LARGEST_DIM:
+            raise InputError(
+                name,
+                f"has heads of size {size}",
+                f"The backend 'triton' takes heads of up to {LARGEST_DIM}; the backend 'xla' takes any",
+            )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles each program visits, and which of them it need not mask.
+
+A table says it as ranges where visible tiles form runs, and as lists where ids or masks scatter them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+from ringattn_core.protocol import Block
+from ringattn_core.tiles import Tiles, tiles, visible_ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """How a kernel reads a table: `rows` of its own tiles by `columns` of the other side's, per group or for all."""
+
+    listed: bool
+    rows: int
+    columns: int
+    grouped: bool
+
+
+class Table(NamedTuple):
+    """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
+
+    `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges.
+    """
+
+    bounds: Int32[Array, "g rows 4"]
+    tiles: Int32[Array, "g rows columns"] | None
+    visits: Visits
+
+
+def table(block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Table:
+    """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
+
+    A tile that reaches over the end of the keys, or of the queries where `by_keys`, is never seen whole.
+    """
+    rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
+    padded = block.padded_to(rows * q_tile, columns * kv_tile)
+    ragged_queries = by_keys and block.q_length % q_tile != 0
+    if by_keys:
+        rows, columns = columns, rows
+    if _scattered(block):
+        found = _turned(tiles(padded, q_tile, kv_tile), by_keys, ragged_queries)
+        bounds, listed = _lists(found)
+    else:
+        bounds, listed = visible_ranges(padded, q_tile, kv_tile, by_keys), None
+        if ragged_queries:
+            bounds = _without_last(bounds, columns)
+    return Table(bounds, listed, Visits(listed is not None, rows, columns, bounds.shape[0] > 1))
+
+
+def _scattered(block: Block) -> bool:
+    """Whether a row of tiles may see some that are no run."""
+    rule = block.rule
+    return bool(rule.masks) or block.mask is not None or block.q_segments is not None or not rule.increasing
+
+
+def _turned(found: Tiles, by_keys: bool, ragged_queries: bool) -> Tiles:
+    some, full = found
+    if by_keys:
+        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
+    return Tiles(some, full.at[..., -1].set(False) if ragged_queries else full)
+
+
+def _without_last(bounds: Int32[Array, "g rows 4"], columns: int) -> Int32[Array, "g rows 4"]:
+    """The runs seen whole, cut before the last tile."""
+    lo, hi, full_lo, full_hi = (bounds[..., part] for part in range(4))
+    return jnp.stack([lo, hi, jnp.minimum(full_lo, columns - 1), jnp.minimum(full_hi, columns - 1)], -1)
+
+
+def _lists(found: Tiles) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"]]:
+    some, full = found
+    masked = some & ~full
+    partly, every = (x.sum(-1, dtype=jnp.int32) for x in (masked, some))
+    among_masked = jnp.cumsum(masked, -1, dtype=jnp.int32) - 1
+    among_full = jnp.cumsum(full, -1, dtype=jnp.int32) - 1 + partly[..., None]
+    groups, rows, columns = some.shape
+    # Tiles not visited are sent past the end, where the scatter drops them.
+    place = jnp.where(masked, among_masked, jnp.where(full, among_full, columns))
+    group, row = jnp.arange(groups)[:, None, None], jnp.arange(rows)[None, :, None]
+    number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), some.shape)
+    listed = jnp.zeros((groups, rows, columns), jnp.int32).at[group, row, place].set(number, mode="drop")
+    nought = jnp.zeros_like(partly)
+    return jnp.stack([partly, every, nought, nought], -1), listed

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic
+"""Kernels of a few lines, each of which shows one thing that the backend's kernels rely on."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+TWO: tl.constexpr = tl.constexpr(2)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@triton.jit
+def twice(x):
+    return x * TWO
+
+
+@triton.jit
+def summed(a, b):
+    return a + b
+
+
+@triton.jit
+def binary(X, Y, OUT, OP: tl.constexpr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    x = tl.load(X + i)
+    y = tl.load(Y + i)
+    if OP == "add":
+        z = x + y
+    elif OP == "sub":
+        z = x - y
+    elif OP == "mul":
+        z = x * y
+    elif OP == "div":
+        z = x / y
+    elif OP == "floordiv":
+        z = x // y
+    elif OP == "mod":
+        z = x % y
+    elif OP == "and":
+        z = x & y
+    elif OP == "shift":
+        z = (x << y) >> 1
+    elif OP == "less":
+        z = tl.where(x < y, x, y)
+    elif OP == "umulhi":
+        z = tl.umulhi(x, y)
+    else:
+        z = tl.maximum(x, y)
+    tl.store(OUT + i, z)
+
+
+@triton.jit
+def cast(X, OUT, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(OUT + i, tl.load(X + i).to(OUT.dtype.element_ty))
+
+
+@triton.jit
+def product(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    m = tl.arange(0, M)[:, None]
+    n = tl.arange(0, N)[None, :]
+    k = tl.arange(0, K)
+    a = tl.load(A + m * K + k[None, :])
+    b = tl.trans(tl.load(B + tl.arange(0, N)[:, None] * K + k[None, :]))
+    if ACC:
+        c = tl.dot(a, b, tl.full([M, N], 1.0, tl.float32), input_precision=PRECISION)
+    else:
+        c = tl.dot(a, b, input_precision=PRECISION)
+    tl.store(OUT + m * N + n, c)
+
+
+@triton.jit
+def by_pairs(X, OUT, SIZE: tl.constexpr):
+    """Doubles even elements, negates odd ones."""
+    i = tl.arange(0, SIZE)
+    even, odd = tl.split(tl.reshape(tl.load(X + i), [SIZE // 2, 2]))
+    tl.store(OUT + i, tl.reshape(tl.join(twice(even), -odd), [SIZE]))
+
+
+@triton.jit
+def ranges(BOUNDS, X, OUT, SIZE: tl.constexpr):
+    """Sums each program's own range of rows, by loops of every kind."""
+    p = tl.program_id(0)
+    i = tl.arange(0, SIZE)
+    lo = tl.load(BOUNDS + 2 * p)
+    hi = tl.load(BOUNDS + 2 * p + 1)
+    pair = Pair(tl.zeros([SIZE], tl.float32), 0)
+    for j in range(lo, hi):
+        pair = Pair(pair.first + tl.load(X + j * SIZE + i), pair.second + 1)
+    total, count = pair
+    for j in tl.static_range(2):
+        total += j
+    while count > 0:
+        total += 1.0
+        count -= 1
+    tl.store(OUT + p * SIZE + i, total)
+
+
+@triton.jit
+def rows(X, OUT, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """The sum, the maximum and an exclusive choice of every row."""
+    r = tl.arange(0, ROWS)
+    x = tl.load(X + r[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
+    tl.store(OUT + r, tl.sum(x, 1))
+    tl.store(OUT + ROWS + r, tl.max(x, 1))
+    tl.store(OUT + 2 * ROWS + r, tl.reduce(x, 1, summed))
+    tl.store(OUT + 3 * ROWS + r, tl.sum(tl.exp2(tl.minimum(x, 0.0)), 1))
+
+
+@triton.jit
+def scaled(X, FLAG, OUT, N: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, PRESENT: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    x = tl.load(X + i, mask=i < N, other=0.0) * SCALE
+    if PRESENT:
+        x += tl.load(FLAG)
+    tl.store(OUT + i, x, mask=i < N)
+
+
+@triton.jit
+def added(X, TOTAL, OUT, N: tl.constexpr, TILE: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    total = tl.load(TOTAL + i, mask=i < N, other=0.0)
+    tl.store(OUT + i, total + tl.load(X + i, mask=i < N, other=0.0), mask=i < N)
+
+
+@triton.jit
+def faulty(X, TOTAL, OUT, N: tl.constexpr, TILE: tl.constexpr, FAULT: tl.constexpr):
+    """Breaks one rule of memory, whichever is named."""
+    p = tl.program_id(0)
+    i = p * TILE + tl.arange(0, TILE)
+    x = tl.load(X + i, mask=i < N, other=0.0)
+    if FAULT == "load past the end":
+        x += tl.load(X + i)
+    elif FAULT == "load before the start":
+        x += tl.load(X + i - TILE, mask=i < N, other=0.0)
+    elif FAULT == "use of what a mask left out":
+        x = tl.sum(tl.load(X + i, mask=i < N), 0) + x
+    elif FAULT == "another program's part":
+        x += tl.load(TOTAL + (N - 1 - i), mask=i < N, other=0.0)
+    elif FAULT == "read after write":
+        tl.store(OUT + i, x, mask=i < N)
+        x += tl.load(TOTAL + i, mask=i < N, other=0.0)
+    elif FAULT == "write to an operand":
+        tl.store(X + i, x, mask=i < N)
+    if FAULT == "store past the end":
+        tl.store(OUT + i, x)
+    elif FAULT == "two programs write":
+        tl.store(OUT + tl.arange(0, TILE), x)
+    elif FAULT == "an element left out":
+        tl.store(OUT + i, x, mask=i < N - 1)
+    else:
+        tl.store(OUT + i, x, mask=i < N)
+
+
+@triton.jit
+def jumping(X, OUT, SIZE: tl.constexpr):
+    """Reads where the largest element says."""
+    i = tl.arange(0, SIZE)
+    x = tl.load(X + i)
+    tl.store(OUT + i, x + tl.load(X + tl.max(x, 0).to(tl.int32)))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend says in a sentence why it cannot run, and is no default where it is slow."""
+
+import builtins
+import subprocess
+import sys
+import types
+
+import pytest
+import ringattn_core
+import triton
+from ringattn_core import discovery
+from ringattn_core.features import Feature, Support
+from ringattn_core.selection import candidates
+from ringattn_triton import availability, compiled
+from ringattn_triton.plugin import BACKEND
+
+
+def gpu(capability="9.0", kind="NVIDIA H200"):
+    return types.SimpleNamespace(platform="gpu", id=0, device_kind=kind, compute_capability=capability)
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """Makes the import of a module fail."""
+
+    def hide(name, error):
+        real = builtins.__import__
+
+        def refuse(module, *args, **options):
+            if module == name:
+                raise error
+            return real(module, *args, **options)
+
+        monkeypatch.setattr(builtins, "__import__", refuse)
+        compiled.jax_triton.cache_clear()
+
+    yield hide
+    compiled.jax_triton.cache_clear()
+
+
+def test_a_cpu_is_told_how_to_get_a_gpu_or_the_interpreter(monkeypatch):
+    monkeypatch.delenv("RINGATTN_TRITON_INTERPRET")
+    reason = availability.why_unavailable()
+    assert "JAX sees no GPU in this process, but cpu" in reason and "RINGATTN_TRITON_INTERPRET=1" in reason
+
+
+def test_a_cpu_that_interprets_is_enough():
+    assert availability.why_unavailable() is None
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "gfx942:sramecc+:xnack-", "gfx950"])
+def test_a_gpu_of_a_supported_architecture_is_enough(capability):
+    assert availability._why([gpu(capability)]) is None
+
+
+@pytest.mark.parametrize("capability", ["7.0", "7.5", "gfx90a", "gfx1100", ""])
+def test_an_older_gpu_is_named_with_what_is_needed(capability):
+    reason = availability._why([gpu(), gpu(capability, "Old GPU")])
+    assert "is a Old GPU" in reason and "8.0 (Ampere)" in reason and "gfx942" in reason
+
+
+def test_a_missing_triton_is_named_with_its_remedy(hidden):
+    hidden("triton", ImportError("No module named 'triton'"))
+    reason = availability._why([gpu()])
+    assert "Triton is not installed" in reason and "pip install 'triton>=3.6'" in reason
+
+
+def test_an_old_triton_is_named_with_its_version(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert "Triton 3.5.1 is too old: 3.6 or later" in availability._why([gpu()])
+
+
+def test_a_missing_jax_triton_is_named_with_its_remedy(hidden):
+    hidden("jax_triton", ModuleNotFoundError("No module named 'jax_triton'", name="jax_triton"))
+    assert "jax-triton is not installed. Run pip install jax-triton" in availability._why([gpu()])
+
+
+def test_a_jax_triton_that_does_not_import_is_quoted(hidden):
+    hidden("jax_triton", RuntimeError("no GPU support"))
+    assert "jax-triton does not import: RuntimeError: no GPU support" in availability._why([gpu()])
+
+
+def test_a_jax_triton_that_wants_a_newer_triton_is_named_with_both_remedies(monkeypatch):
+    monkeypatch.setattr(compiled.jax_triton(), "__version__", "0.4.1")
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    reason = availability._why([gpu()])
+    assert "jax-triton 0.4.1 needs Triton 3.7 or later" in reason and "jax-triton<0.4" in reason
+
+
+def test_a_cpu_that_interprets_needs_no_jax_triton(hidden):
+    hidden("jax_triton", ImportError("nothing"))
+    assert availability.why_unavailable() is None
+
+
+def test_the_backend_is_registered_and_declares_every_feature():
+    assert discovery.get("triton").descriptor() == BACKEND
+    assert all(BACKEND.features[feature] is Support.FULL for feature in Feature)
+
+
+def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
+    reasons = {registration.name: reason for registration, reason in candidates(frozenset(), "cpu")}
+    assert "it serves cuda, rocm, gpu, not cpu" in reasons["triton"]
+    assert "triton" in {registration.name for registration, _ in candidates(frozenset(), "cpu")}
+    assert ringattn_core.discovery.get("triton").why_unavailable() is None
+
+
+def test_the_descriptor_imports_neither_triton_nor_jax():
+    code = "import sys, ringattn_triton.plugin; print(sorted({'triton', 'jax_triton', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "triton" not in done.stdout

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On every supported architecture the kernels compile, fit, and spill no more than is written down."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compile_budgets import CUDA, ROCM, SHARED, allowed
+from compile_reports import Report, for_amd, launches, of_lowered
+from ringattn_core.config import FwdParams
+from ringattn_core.masks import Local
+from ringattn_core.protocol import Block, Partial
+from ringattn_core.rule import Rule
+from ringattn_triton import schedules
+from ringattn_triton.block import KERNEL
+from ringattn_triton.launch import compiling_for
+
+LENGTH = 1024
+HEADS = 4
+CASES = ((jnp.bfloat16, 64), (jnp.bfloat16, 128), (jnp.float32, 64))
+KERNELS = ("ringattn_forward", "ringattn_backward_keys", "ringattn_backward_queries")
+
+
+def shape(*sizes, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def block(dtype, head_dim, length=LENGTH, rule=None, **extra):
+    """A block of zeros that nobody computes."""
+    fields = {"q_segments": None, "kv_segments": None, "bias": None, "mask": None, "slopes": None, "seed": None}
+    return Block(
+        q=shape(1, length, HEADS, head_dim, dtype=dtype),
+        kv=shape(2, 1, length, HEADS // 2, head_dim, dtype=dtype),
+        q_positions=shape(1, length),
+        kv_positions=shape(1, length),
+        q_index=shape(1, length),
+        kv_index=shape(1, length),
+        batch_index=shape(1),
+        head_index=shape(HEADS),
+        rule=rule or Rule(scale=head_dim**-0.5, causal=True),
+        **(fields | extra),
+    )
+
+
+def everything(dtype, head_dim):
+    """A block of a ragged length whose scores depend on all that they can depend on."""
+    length = LENGTH - 24
+    rule = Rule(
+        scale=head_dim**-0.5,
+        causal=True,
+        window=(300, 20),
+        soft_cap=30.0,
+        dropout=0.1,
+        masks=(Local(100, 100),),
+        mask_of_head=(0,) * HEADS,
+        increasing=False,
+    )
+    return block(
+        dtype,
+        head_dim,
+        length,
+        rule,
+        q_segments=shape(1, length),
+        kv_segments=shape(1, length),
+        bias=shape(1, HEADS, length, length, dtype=dtype),
+        mask=shape(1, 1, length, length, dtype=jnp.bool_),
+        slopes=shape(1, HEADS, dtype=jnp.float32),
+        seed=shape(1, dtype=jnp.uint32),
+    )
+
+
+def traced(block):
+    """The forward and backward program of a block, traced anew."""
+    batch, length, heads, _ = block.q.shape
+    out = shape(batch, length, heads, block.value_dim, dtype=jnp.float32)
+    lse = shape(batch, heads, length, dtype=jnp.float32)
+    dq = shape(*block.q.shape, dtype=jnp.float32)
+    dout = shape(*out.shape, dtype=block.q.dtype)
+
+    def both(block, partial, dout, lse, delta, dq):
+        return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
+
+    return jax.jit(both).trace(block, Partial(out, lse), dout, lse, lse, dq)
+
+
+def reports(block, target, monkeypatch) -> list[Report]:
+    if isinstance(target, int):
+        with compiling_for(target):
+            return of_lowered(traced(block).lower(lowering_platforms=("cuda",)))
+    monkeypatch.setattr(schedules, "target", lambda: schedules.Target("rocm"))
+    return [for_amd(call, operands, target) for call, operands in launches(traced(block).jaxpr.jaxpr)]
+
+
+def runs(report, target):
+    """Whether a device can launch the kernel as it is."""
+    assert report.threads == report.warps * (32 if isinstance(target, int) else 64), report
+    assert report.shared <= SHARED[target] * 1024, report
+
+
+@pytest.mark.parametrize("target", (*CUDA, *ROCM))
+@pytest.mark.parametrize(("dtype", "head_dim"), CASES)
+def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, head_dim, target, monkeypatch):
+    found = reports(block(dtype, head_dim), target, monkeypatch)
+    assert {report.name for report in found} == set(KERNELS)
+    for report in found:
+        runs(report, target)
+        bound, reason = allowed(dtype.__name__, head_dim, report.name, target)
+        assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+
+
+@pytest.mark.parametrize("target", (*CUDA, *ROCM))
+def test_products_of_bfloat16_run_on_the_matrix_units(target, monkeypatch):
+    kinds = {90: "wgmma", 100: "tcgen05", "gfx942": "mfma"}
+    for report in reports(block(jnp.bfloat16, 128), target, monkeypatch):
+        assert report.matrix == kinds.get(target, "mma"), report
+
+
+@pytest.mark.parametrize("target", (80, 90, *ROCM))
+def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch):
+    found = reports(everything(jnp.bfloat16, 40), target, monkeypatch)
+    assert len(found) > len(KERNELS)
+    for report in found:
+        runs(report, target)
+
+
+def test_a_budget_that_is_broken_is_seen():
+    """A tile far too large for its warps spills, and the report says so."""
+    params = FwdParams(q_blocksize=128, kv_blocksize=128, num_warps=4)
+    rule = Rule(scale=0.1, causal=True, fwd_params=params)
+    with compiling_for(90):
+        found = of_lowered(traced(block(jnp.bfloat16, 128, rule=rule)).lower(lowering_platforms=("cuda",)))
+    (forward,) = [report for report in found if report.name == "ringattn_forward"]
+    assert forward.spilled > 0 and forward.warps == 4, forward

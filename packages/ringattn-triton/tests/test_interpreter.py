@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter computes what a compiled kernel would, and refuses what a GPU would silently get wrong."""
+
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import small_kernels
+import triton.language as tl
+from ringattn_triton.interpreter import types
+from ringattn_triton.interpreter.programs import run
+from triton.language.semantic import TritonSemantic
+
+FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
+INTEGERS = (np.int32, np.uint32, np.int64)
+
+
+def interpret(kernel, operands, outputs, grid=(1,), aliases=None, **constants):
+    """The outputs, given by shape and dtype, of one launch."""
+    arrays = [np.zeros(shape, dtype) for shape, dtype in outputs]
+    operands = [np.asarray(x) for x in operands]
+    run(kernel, operands, arrays, grid=grid, aliases=aliases or {}, name=kernel.__name__, constants=constants)
+    return arrays
+
+
+def some(dtype, size=256, seed=0):
+    rng = np.random.default_rng(seed)
+    if np.dtype(dtype).kind in "iu":
+        high = min(np.iinfo(dtype).max, 2**40)
+        return rng.integers(0 if np.dtype(dtype).kind == "u" else -high, high, size, dtype)
+    return (rng.standard_normal(size) * 4).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("operation", "function"), [("add", np.add), ("sub", np.subtract), ("mul", np.multiply)])
+def test_arithmetic_of_floats_is_rounded_once_to_their_own_type(dtype, operation, function):
+    x, y = some(dtype), some(dtype, seed=1)
+    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP=operation, SIZE=x.size)
+    np.testing.assert_array_equal(got, function(x, y))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_quotient_of_narrow_floats_is_float32(dtype):
+    x, y = some(dtype), some(dtype, seed=1)
+    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, np.float32)], OP="div", SIZE=x.size)
+    np.testing.assert_array_equal(got, x.astype(np.float32) / y.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_wrap_and_divide_towards_zero(dtype):
+    x, y = some(dtype), some(dtype, seed=1) // np.asarray(2, dtype) | np.asarray(1, dtype)
+    pairs = list(zip(x.tolist(), y.tolist(), strict=True))
+    quotient = np.array([a // b if (a < 0) == (b < 0) else -(-a // b) for a, b in pairs], dtype)
+    expected = {"add": x + y, "mul": x * y, "floordiv": quotient, "mod": x - quotient * y, "and": x & y}
+    for operation, values in expected.items():
+        (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP=operation, SIZE=x.size)
+        np.testing.assert_array_equal(got, values, err_msg=operation)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_umulhi_is_the_high_half_of_the_unsigned_product(dtype):
+    x, y = some(dtype), some(dtype, seed=1)
+    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP="umulhi", SIZE=x.size)
+    product = x.view(np.uint32).astype(np.uint64) * y.view(np.uint32).astype(np.uint64)
+    np.testing.assert_array_equal(got.view(np.uint32), (product >> np.uint64(32)).astype(np.uint32))
+
+
+def test_a_maximum_ignores_nan_as_the_processor_does():
+    x, y = np.array([np.nan, 1.0, np.nan, -np.inf], np.float32), np.array([1.0, np.nan, np.nan, 0.0], np.float32)
+    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, np.float32)], OP="maximum", SIZE=4)
+    np.testing.assert_array_equal(got, [1.0, 1.0, np.nan, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_cast_to_a_narrow_float_rounds_to_nearest_even(dtype):
+    exponents = np.random.default_rng(2).integers(0x3000, 0x4700, 8192).astype(np.uint32) << np.uint32(16)
+    halfway = np.tile(np.array([0, 0x7FFF, 0x8000, 0x8001, 0x1000, 0x2000, 0x3000, 0xFFFF], np.uint32), 1024)
+    x = (exponents | halfway).view(np.float32)
+    x[:6] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38]
+    (got,) = interpret(small_kernels.cast, [x], [(x.shape, dtype)], SIZE=x.size)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(got.view(np.uint16), x.astype(dtype).view(np.uint16))
+
+
+@pytest.mark.parametrize("source", [np.float32, np.int32, np.uint8, np.bool_, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("target", [np.float32, np.int32, np.int64, ml_dtypes.bfloat16])
+def test_a_cast_between_types_is_numpys(source, target):
+    x = (np.arange(64) % 2 if source is np.bool_ else np.arange(64) * 1.5).astype(source)
+    (got,) = interpret(small_kernels.cast, [x], [(x.shape, target)], SIZE=64)
+    np.testing.assert_array_equal(got, x.astype(np.float32).astype(target))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_dot_sums_in_float32(dtype, accumulate):
+    a, b = some(dtype, (32, 64)), some(dtype, (16, 64), seed=1)
+    constants = {"M": 32, "N": 16, "K": 64, "PRECISION": "ieee", "ACC": accumulate}
+    (got,) = interpret(small_kernels.product, [a, b], [((32, 16), np.float32)], **constants)
+    expected = a.astype(np.float64) @ b.astype(np.float64).T + accumulate
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
+
+
+def test_a_dot_of_float32_is_tf32_unless_asked_to_be_exact():
+    a, b = some(np.float32, (32, 64)), some(np.float32, (16, 64), seed=1)
+    errors = {}
+    for precision in (None, "tf32", "tf32x3", "ieee"):
+        constants = {"M": 32, "N": 16, "K": 64, "PRECISION": precision, "ACC": False}
+        (got,) = interpret(small_kernels.product, [a, b], [((32, 16), np.float32)], **constants)
+        errors[precision] = np.abs(got - a.astype(np.float64) @ b.astype(np.float64).T).max()
+    assert errors["ieee"] < 1e-4 and errors["tf32x3"] < 1e-4
+    assert 1e-3 < errors["tf32"] < 1 and errors[None] == errors["tf32"]
+
+
+def test_a_dot_of_two_types_raises():
+    constants = {"M": 16, "N": 16, "K": 16, "PRECISION": "ieee", "ACC": False}
+    operands = [some(np.float32, (16, 16)), some(np.float16, (16, 16))]
+    with pytest.raises(TypeError, match="two blocks of one type, got fp32 and fp16"):
+        interpret(small_kernels.product, operands, [((16, 16), np.float32)], **constants)
+
+
+def test_blocks_split_join_and_reshape_in_row_major_order():
+    x = np.arange(32, dtype=np.float32)
+    (got,) = interpret(small_kernels.by_pairs, [x], [(x.shape, np.float32)], SIZE=32)
+    np.testing.assert_array_equal(got, np.where(np.arange(32) % 2, -x, 2 * x))
+
+
+def test_loops_run_over_bounds_that_were_loaded():
+    bounds = np.array([[0, 3], [3, 3], [2, 5]], np.int32)
+    x = some(np.float32, (5, 16))
+    (got,) = interpret(small_kernels.ranges, [bounds, x], [((3, 16), np.float32)], grid=(3,), SIZE=16)
+    expected = np.stack([x[lo:hi].sum(0) + 1 + (hi - lo) for lo, hi in bounds])
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_reductions_run_along_an_axis():
+    x = some(np.float32, (8, 32))
+    (got,) = interpret(small_kernels.rows, [x], [((4, 8), np.float32)], ROWS=8, SIZE=32)
+    expected = np.stack([x.sum(1), x.max(1), x.sum(1), np.exp2(np.minimum(x, 0)).sum(1)])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_types_meet_as_in_tritons_compiler():
+    semantic = TritonSemantic(None)
+    for a, b in itertools.product(types.OF_ARRAY.values(), repeat=2):
+        for a_number, b_number, division in itertools.product((False, True), repeat=3):
+            try:
+                expected = semantic.computation_type_impl(a, a_number, b, b_number, division)
+            except TypeError:
+                with pytest.raises(TypeError):
+                    types.common_type(a, b, a_number, b_number, division)
+                continue
+            if not (a is b and a_number and b_number):
+                assert types.common_type(a, b, a_number, b_number, division) == expected, (a, a_number, b, b_number)
+        if a.is_int() and b.is_int():
+            assert types.integer_type(a, b) == semantic.integer_promote_impl(a, b)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("load past the end", r"program \(3, 0, 0\) loads element 127 of operand 'X' of kernel faulty, which has 100"),
+        ("load before the start", r"program \(0, 0, 0\) loads element -32 of operand 'X'"),
+        ("store past the end", r"program \(3, 0, 0\) stores element 127 of operand 'OUT' of kernel faulty"),
+        ("two programs write", r"\(1, 0, 0\) writes to elements of operand 'OUT' .* another program has written"),
+        ("write to an operand", r"writes to operand 'X' of kernel faulty, which is no output"),
+    ],
+)
+def test_an_access_that_breaks_a_rule_of_memory_names_kernel_program_and_operand(fault, message):
+    x = some(np.float32, 100)
+    with pytest.raises((IndexError, RuntimeError), match=message):
+        interpret(small_kernels.faulty, [x, x], [(x.shape, np.float32)], grid=(4,), N=100, TILE=32, FAULT=fault)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("another program's part", "shares its memory"),
+        ("read after write", "reads operand 'TOTAL' .* where a program has written the output that shares its memory"),
+    ],
+)
+def test_an_alias_is_read_and_written_by_one_program_and_in_that_order(fault, message):
+    x = some(np.float32, 100)
+    constants = {"N": 100, "TILE": 32, "FAULT": fault}
+    with pytest.raises(RuntimeError, match=message):
+        interpret(small_kernels.faulty, [x, x], [(x.shape, np.float32)], grid=(4,), aliases={1: 0}, **constants)
+    interpret(small_kernels.faulty, [x, x], [(x.shape, np.float32)], grid=(4,), **constants)
+
+
+def test_what_nobody_wrote_is_nan():
+    x = some(np.float32, 100)
+    constants = {"N": 100, "TILE": 32, "FAULT": "an element left out"}
+    (got,) = interpret(small_kernels.faulty, [x, x], [(x.shape, np.float32)], grid=(4,), **constants)
+    np.testing.assert_array_equal(np.isnan(got), np.arange(100) == 99)
+
+
+def test_what_a_mask_left_out_is_nan():
+    x = some(np.float32, 100)
+    constants = {"N": 100, "TILE": 32, "FAULT": "use of what a mask left out"}
+    (got,) = interpret(small_kernels.faulty, [x, x], [(x.shape, np.float32)], grid=(4,), **constants)
+    np.testing.assert_array_equal(np.isnan(got), np.arange(100) >= 96)
+
+
+def test_launches_in_several_threads_do_not_meet():
+    x = some(np.float32, 4096)
+    results = [None] * 4
+
+    def work(i):
+        constants = {"N": 4096, "TILE": 16, "SCALE": float(i), "PRESENT": False}
+        (results[i],) = interpret(small_kernels.scaled, [x, x], [(x.shape, np.float32)], grid=(256,), **constants)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, x * np.float32(i))
+
+
+def test_interpreting_changes_nothing_of_triton():
+    before = {name: id(value) for name, value in vars(tl).items()}
+    before |= {f"tensor.{name}": id(value) for name, value in vars(tl.tensor).items()}
+    globals_before = dict(vars(small_kernels))
+    x = some(np.float32, 32)
+    interpret(small_kernels.by_pairs, [x], [(x.shape, np.float32)], SIZE=32)
+    after = {name: id(value) for name, value in vars(tl).items()}
+    after |= {f"tensor.{name}": id(value) for name, value in vars(tl.tensor).items()}
+    assert after == before and all(vars(small_kernels)[name] is value for name, value in globals_before.items())
+
+
+def test_philox_of_triton_itself_runs_here():
+    """What Triton wrote in its own language needs no second implementation."""
+    from ringattn_triton.interpreter.language import current
+    from ringattn_triton.interpreter.programs import LANGUAGE, Launch
+    from ringattn_triton.interpreter.values import Tensor
+
+    current.launch = Launch("philox", (1,))
+    zero = Tensor(np.zeros(1, np.uint32), tl.uint32)
+    words = LANGUAGE.philox(0, zero, zero, zero, zero)
+    assert [int(word.data[0]) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_jax_arrays_of_every_dtype_come_and_go():
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint32, jnp.bool_, jnp.int8):
+        x = jnp.asarray(np.arange(32) % 2, dtype)
+        (got,) = interpret(small_kernels.cast, [x], [(x.shape, np.dtype(dtype))], SIZE=32)
+        assert jax.numpy.array_equal(x, got) and got.dtype == x.dtype

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel is one operation of a JAX program: jitted, sharded, in a loop, in a derivative, on a CPU or for a GPU."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_kernels
+from jax.sharding import PartitionSpec as P
+from ringattn_triton import compiled
+from ringattn_triton.launch import capability, compiling_for, interpreting, launch
+
+TILE = 32
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def ring_of(ranks):
+    return jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("ring",))
+
+
+def scaled(x, flag=None, scale=2.0):
+    constants = {"N": x.size, "TILE": TILE, "SCALE": scale, "PRESENT": flag is not None}
+    grid = (-(-x.size // TILE),)
+    return launch(small_kernels.scaled, [x, flag], [like(x)], grid=grid, warps=4, stages=1, **constants)[0]
+
+
+def added(x, total):
+    constants = {"N": x.size, "TILE": TILE}
+    grid = (-(-x.size // TILE),)
+    return launch(
+        small_kernels.added, [x, total], [like(total)], grid=grid, warps=4, stages=1, aliases={1: 0}, **constants
+    )[0]
+
+
+@pytest.fixture
+def x():
+    return jnp.asarray(np.random.default_rng(0).standard_normal(100), jnp.float32)
+
+
+def test_a_launch_runs_with_and_without_jit(x):
+    np.testing.assert_array_equal(scaled(x), 2 * x)
+    np.testing.assert_array_equal(jax.jit(scaled)(x), 2 * x)
+
+
+def test_an_operand_that_is_none_is_absent(x):
+    np.testing.assert_array_equal(scaled(x, jnp.ones(1, jnp.float32)), 2 * x + 1)
+    np.testing.assert_array_equal(scaled(x, None), 2 * x)
+
+
+def test_an_aliased_operand_keeps_its_value(x):
+    total = jnp.ones_like(x)
+    np.testing.assert_array_equal(jax.jit(added)(x, total), x + 1)
+    np.testing.assert_array_equal(total, jnp.ones_like(x))
+
+
+def test_a_launch_runs_in_loops_branches_and_remat(x):
+    def step(i, total):
+        return jax.lax.cond(i % 2 == 0, lambda: added(x, total), lambda: total)
+
+    total = jax.jit(jax.checkpoint(lambda x: jax.lax.fori_loop(0, 6, step, jnp.zeros_like(x))))(x)
+    np.testing.assert_allclose(total, 3 * x, rtol=1e-6)
+
+
+def test_a_launch_serves_a_custom_derivative(x):
+    @jax.custom_vjp
+    def double(x):
+        return scaled(x)
+
+    double.defvjp(lambda x: (scaled(x), None), lambda _, g: (scaled(g),))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: double(x).sum()))(x), jnp.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("size", [64, 1 << 18])
+def test_a_ring_of_launches_and_permutes_runs(check_vma, size):
+    """Large operands too: other callbacks hang there, waiting for threads that wait for them."""
+    mesh = ring_of(4)
+    permutation = [(i, (i + 1) % 4) for i in range(4)]
+    x = jnp.arange(4 * size, dtype=jnp.float32) % 97
+
+    def shard(x):
+        def step(_, carry):
+            total, x = carry
+            return wide(x, total), jax.lax.ppermute(x, "ring", permutation)
+
+        def wide(x, total):
+            constants = {"N": x.size, "TILE": size // 2}
+            return launch(
+                small_kernels.added, [x, total], [like(x)], grid=(2,), warps=4, stages=1, aliases={1: 0}, **constants
+            )[0]
+
+        zeros = jnp.zeros_like(x)
+        return jax.lax.fori_loop(0, 4, step, (zeros, x))[0]
+
+    ring = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=P("ring"), out_specs=P("ring"), check_vma=check_vma))
+    np.testing.assert_array_equal(ring(x).reshape(4, size), jnp.tile(x.reshape(4, size).sum(0), (4, 1)))
+
+
+def test_outputs_vary_over_the_mesh_axes_of_all_operands():
+    mesh = ring_of(2)
+
+    def shard(x, flag):
+        out = scaled(x, flag)
+        assert jax.typeof(out).manual_axis_type.varying == {"ring"}
+        assert jax.typeof(scaled(flag, flag)).manual_axis_type.varying == frozenset()
+        return out
+
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=(P("ring"), P()), out_specs=P("ring")))
+    x = jnp.arange(64.0, dtype=jnp.float32)
+    np.testing.assert_array_equal(run(x, jnp.ones(1, jnp.float32)), 2 * x + 1)
+
+
+def test_an_error_in_a_kernel_reaches_the_caller_with_its_name(x):
+    constants = {"N": 110, "TILE": TILE, "SCALE": 1.0, "PRESENT": False}
+    with pytest.raises(Exception, match=r"kernel scaled: program .3, 0, 0. loads element 109 of operand 'X'"):
+        jax.block_until_ready(
+            launch(small_kernels.scaled, [x, None], [like(x)], grid=(4,), warps=4, stages=1, **constants)
+        )
+
+
+def test_an_error_on_one_device_of_a_ring_is_logged_and_does_not_hang_the_others(caplog):
+    def shard(x):
+        out = launch(small_kernels.jumping, [x], [like(x)], grid=(1,), warps=4, stages=1, SIZE=16)[0]
+        return jax.lax.ppermute(out, "ring", [(0, 1), (1, 0)])
+
+    ring = jax.jit(jax.shard_map(shard, mesh=ring_of(2), in_specs=P("ring"), out_specs=P("ring")))
+    got = ring(jnp.zeros(32, jnp.float32).at[20].set(99.0))
+    assert jnp.isnan(got[:16]).all() and (got[16:] == 0).all()
+    assert "kernel jumping failed on one of 2 devices" in caplog.text
+    assert "program (0, 0, 0) loads element 99 of operand 'X'" in caplog.text
+
+
+def test_a_cpu_without_the_variable_is_told_what_to_do(x, monkeypatch):
+    monkeypatch.delenv("RINGATTN_TRITON_INTERPRET")
+    assert not interpreting()
+    with pytest.raises(RuntimeError, match=r"kernel scaled was to be launched on a CPU.*RINGATTN_TRITON_INTERPRET=1"):
+        jax.jit(lambda x: scaled(x, scale=5.0))(x)
+
+
+def test_one_traced_program_is_interpreted_here_and_compiled_for_a_gpu(x):
+    traced = jax.jit(lambda x: scaled(x, scale=3.0)).trace(x)
+    np.testing.assert_array_equal(traced.lower().compile()(x), 3 * x)
+    with compiling_for(90):
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton_kernel_call" in text and "callback" not in text
+
+
+def test_an_alias_is_one_buffer_of_the_compiled_program(x):
+    with compiling_for(80):
+        text = jax.jit(added).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = [line for line in text.splitlines() if "custom_call @triton_kernel_call" in line]
+    assert "output_operand_alias" in line and "operand_index = 1" in line
+
+
+def test_the_kernel_that_jax_triton_0_4_wants_has_no_parameter_for_an_aliased_output():
+    sharing = compiled.sharing(small_kernels.added, 2, 1, ((1, 0),), ("N", "TILE"))
+    assert sharing.arg_names == ["X", "TOTAL", "N", "TILE"]
+    assert sharing.fn.__name__ == "added"
+
+
+def test_importing_jax_triton_leaves_the_environment_as_it_was(monkeypatch):
+    for before in (None, "/somewhere"):
+        if before is None:
+            monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        else:
+            monkeypatch.setenv("TRITON_CACHE_DIR", before)
+        compiled.jax_triton.cache_clear()
+        compiled.jax_triton()
+        assert os.environ.get("TRITON_CACHE_DIR") == before
+
+
+def test_what_is_compiled_for_a_gpu_is_not_interpreted():
+    assert interpreting() and capability() is None
+    with compiling_for(90):
+        assert not interpreting() and capability() == 90
+        with compiling_for(120):
+            assert capability() == 120
+    assert interpreting()

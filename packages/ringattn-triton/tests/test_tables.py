@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on what kernels are told of visibility: all that is visible is visited, and masked where it must be."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given_blocks import OPTIONS, dense_mask, make_block, with_option
+from ringattn_core.masks import Predicate
+from ringattn_core.protocol import Block
+from ringattn_core.visibility import visible
+from ringattn_triton import words
+from ringattn_triton.tables import Table, table
+
+
+def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
+    """The tiles that a program masks, and those that it does not, as kernels read the table."""
+    bounds = [int(x) for x in found.bounds[group if found.visits.grouped else 0, row]]
+    if not found.visits.listed:
+        lo, hi, full_lo, full_hi = bounds
+        return [*range(lo, full_lo), *range(full_hi, hi)], [*range(full_lo, full_hi)]
+    assert found.tiles is not None
+    masked, every = bounds[:2]
+    listed = [int(x) for x in found.tiles[group if found.visits.grouped else 0, row]]
+    return listed[:masked], listed[masked:every]
+
+
+def seen_pairs(block: Block) -> np.ndarray:
+    shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
+    seen = visible(block)
+    return np.broadcast_to(True if seen is None else np.asarray(seen), shape)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_whole(
+    option: str, by_keys: bool
+) -> None:
+    block = with_option(option, 41, 53)
+    padding = [(0, 0), (0, 7), (0, 11)]
+    seen, whole = (np.pad(pairs, padding) for pairs in (seen_pairs(block).any(1), seen_pairs(block).all(1)))
+    whole[:, 41:, :53] = not by_keys
+    some: Any = seen.reshape(2, 3, 16, 4, 16).any((2, 4))
+    full: Any = whole.reshape(2, 3, 16, 4, 16).all((2, 4))
+    if by_keys:
+        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
+    found = table(block, 16, 16, by_keys)
+    for group, row in np.ndindex(*some.shape[:2]):
+        masked, unmasked = visited(found, group, row)
+        assert len({*masked, *unmasked}) == len(masked) + len(unmasked), "a tile is visited twice"
+        assert set(np.flatnonzero(some[group, row])) <= {*masked, *unmasked}, "a visible tile is not visited"
+        assert set(unmasked) <= set(np.flatnonzero(full[group, row])), "a tile that is not seen whole is not masked"
+
+
+def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:
+    found = table(make_block(1, 64, 64, causal=True), 16, 16)
+    assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
+
+
+def test_documents_are_listed_so_that_none_visits_another() -> None:
+    ids = np.repeat(np.arange(4), 16)[None].astype(np.int32)
+    order = np.random.default_rng(0).permutation(64)
+    block = make_block(1, 64, 64, q_segments=ids, kv_segments=ids[:, order])
+    found, expected = table(block, 16, 16), seen_pairs(block)[0, 0].reshape(4, 16, 4, 16).any((1, 3))
+    assert found.visits.listed and not found.visits.grouped
+    for row in range(4):
+        assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))
+
+
+@pytest.mark.parametrize("keys", [1, 31, 32, 53, 64])
+def test_words_hold_the_truth_of_every_pair(keys: int) -> None:
+    block = make_block(
+        2, 9, keys, heads=4, kv_heads=2, mask=dense_mask(2, 4, 9, keys), **OPTIONS["masks of heads"](9, keys)
+    )
+    packed, of_head = words.of_rule(block)
+    assert packed.shape == (1, 2, 9, -(-keys // 32)) and packed.dtype == jnp.uint32
+    np.testing.assert_array_equal(of_head, [1, 0, 0, 1])
+    for number in range(2):
+        np.testing.assert_array_equal(_unpacked(packed[0, number], keys), dense_mask(2, 9, keys)[number])
+    np.testing.assert_array_equal(_unpacked(words.of_dense(block), keys), block.mask)
+
+
+def test_a_predicate_need_not_look_at_its_arguments() -> None:
+    block = make_block(
+        1, 9, 40, masks=(Predicate(lambda q, kv: True), Predicate(lambda q, kv: kv < 5)), mask_of_head=(0, 1)
+    )
+    packed, _ = words.of_rule(block)
+    np.testing.assert_array_equal(
+        _unpacked(packed[0], 40), np.stack([np.ones((9, 40), bool), np.tile(np.arange(40) < 5, (9, 1))])
+    )
+
+
+@pytest.mark.parametrize("option", ["mask of the algebra", "masks of heads"])
+def test_words_are_made_without_a_truth_value_for_each_pair(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = with_option(option, 500, 512)
+    whole, _ = words.of_rule(block)
+    monkeypatch.setattr(words, "PAIRS_AT_ONCE", 2**12)
+    made = jax.jit(words.of_rule).lower(block).compile()
+    np.testing.assert_array_equal(made(block)[0], whole)
+    held: Any = made.memory_analysis()
+    assert held.temp_size_in_bytes < 500 * 512 / 2
+
+
+def _unpacked(packed: Any, keys: int) -> np.ndarray:
+    bits = (np.asarray(packed)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    return bits.reshape(*packed.shape[:-1], -1)[..., :keys].astype(bool)
