@@ -131,6 +131,17 @@ OPTIONS: dict[str, Any] = {
 """What a block of so many queries and keys, two batch rows and four heads may be asked for."""
 
 
+KEY_INDICES = {
+    "consecutive": np.arange(40),
+    "consecutive from a multiple of four": np.arange(40) + 4000,
+    "consecutive from no multiple of four": np.arange(40) + 4002,
+    "every fourth": np.arange(40) * 4 + 1,
+    "two runs that meet within a tile": np.concatenate([np.arange(8) + 8, np.arange(32) + 400]),
+    "with padding": np.where(np.arange(40) < 35, np.arange(40), -1),
+}
+"""Global indices of 40 keys; a kernel may draw for four at once only where they follow each other."""
+
+
 def with_option(option: str, q_length: int, kv_length: int, **fields: Any) -> Block:
     given = OPTIONS[option](q_length, kv_length)
     return make_block(2, q_length, kv_length, **{"heads": 4, "kv_heads": 2, **given, **fields})

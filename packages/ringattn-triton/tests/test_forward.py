@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, near, with_option
+from given_blocks import KEY_INDICES, OPTIONS, TOLERANCE, dense_mask, make_block, near, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.dropout import kept
 from ringattn_core.errors import InputError
@@ -137,18 +137,8 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
     near("the largest score decides", got.out, ringattn_xla.block.KERNEL.forward(block, empty(block)).out, 1e-2)
 
 
-INDICES = {
-    "consecutive": np.arange(40),
-    "consecutive from a multiple of four": np.arange(40) + 4000,
-    "consecutive from no multiple of four": np.arange(40) + 4002,
-    "every fourth": np.arange(40) * 4 + 1,
-    "two runs that meet within a tile": np.concatenate([np.arange(8) + 8, np.arange(32) + 400]),
-    "with padding": np.where(np.arange(40) < 35, np.arange(40), -1),
-}
-
-
 @pytest.mark.parametrize("kv_length", [40, 32])
-@pytest.mark.parametrize("indices", INDICES)
+@pytest.mark.parametrize("indices", KEY_INDICES)
 def test_dropout_keeps_what_core_keeps_wherever_the_keys_are(indices: str, kv_length: int) -> None:
     """Equal scores and the unit matrix for values: the output is the draws."""
     fields: dict[str, Any] = {
@@ -156,7 +146,7 @@ def test_dropout_keeps_what_core_keeps_wherever_the_keys_are(indices: str, kv_le
         "seed": np.array([7, 2**31 + 5], np.uint32),
         "head_index": np.array([3, 2**30], np.int32),
     }
-    kv_index = INDICES[indices][None, :kv_length].astype(np.int32)
+    kv_index = KEY_INDICES[indices][None, :kv_length].astype(np.int32)
     block = make_block(
         2, 24, kv_length, value_dim=kv_length + 1, scale=0.0, kv_index=kv_index, tiles=(16, 32), **fields
     )

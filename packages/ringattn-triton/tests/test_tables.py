@@ -12,7 +12,7 @@ from given_blocks import OPTIONS, dense_mask, make_block, with_option
 from ringattn_core.masks import Predicate
 from ringattn_core.protocol import Block
 from ringattn_core.visibility import visible
-from ringattn_triton import words
+from ringattn_triton import operands, words
 from ringattn_triton.tables import Table, table
 
 
@@ -34,20 +34,21 @@ def seen_pairs(block: Block) -> np.ndarray:
     return np.broadcast_to(True if seen is None else np.asarray(seen), shape)
 
 
+@pytest.mark.parametrize("kv_tile", [16, 32])
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_whole(
-    option: str, by_keys: bool
+    option: str, by_keys: bool, kv_tile: int
 ) -> None:
     block = with_option(option, 41, 53)
     padding = [(0, 0), (0, 7), (0, 11)]
     seen, whole = (np.pad(pairs, padding) for pairs in (seen_pairs(block).any(1), seen_pairs(block).all(1)))
     whole[:, 41:, :53] = not by_keys
-    some: Any = seen.reshape(2, 3, 16, 4, 16).any((2, 4))
-    full: Any = whole.reshape(2, 3, 16, 4, 16).all((2, 4))
+    some: Any = seen.reshape(2, 3, 16, -1, kv_tile).any((2, 4))
+    full: Any = whole.reshape(2, 3, 16, -1, kv_tile).all((2, 4))
     if by_keys:
         some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
-    found = table(block, 16, 16, by_keys)
+    found = table(operands.of(block), block, 16, kv_tile, by_keys)
     for group, row in np.ndindex(*some.shape[:2]):
         masked, unmasked = visited(found, group, row)
         assert len({*masked, *unmasked}) == len(masked) + len(unmasked), "a tile is visited twice"
@@ -56,7 +57,8 @@ def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_w
 
 
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:
-    found = table(make_block(1, 64, 64, causal=True), 16, 16)
+    block = make_block(1, 64, 64, causal=True)
+    found = table(operands.of(block), block, 16, 16)
     assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
 
 
@@ -64,7 +66,10 @@ def test_documents_are_listed_so_that_none_visits_another() -> None:
     ids = np.repeat(np.arange(4), 16)[None].astype(np.int32)
     order = np.random.default_rng(0).permutation(64)
     block = make_block(1, 64, 64, q_segments=ids, kv_segments=ids[:, order])
-    found, expected = table(block, 16, 16), seen_pairs(block)[0, 0].reshape(4, 16, 4, 16).any((1, 3))
+    found, expected = (
+        table(operands.of(block), block, 16, 16),
+        seen_pairs(block)[0, 0].reshape(4, 16, 4, 16).any((1, 3)),
+    )
     assert found.visits.listed and not found.visits.grouped
     for row in range(4):
         assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))

@@ -25,10 +25,9 @@ class Block:
     A tile of a block is a block (`tile`), so a function of a block serves at any size. A negative `kv_index`
     marks a padding key that nobody sees; only blocks with `padded` hold any.
 
-    Core promises that values are finite, and in `backward` queries, and that a key which holds anything but finite
-    numbers is NaN throughout in `forward` and zero in `backward`: a kernel that selects by `visible` *after* the
-    products then keeps NaN out of the rows that may not see it. In `forward` a query may hold anything: core sees to
-    its own row, and the kernel only has to keep it out of the others.
+    Core promises that queries are finite, that values are finite, and that a key which holds anything but
+    finite numbers is NaN throughout in `forward` and zero in `backward`: a kernel that selects by `visible`
+    *after* the products then keeps NaN out of the rows that may not see it.
     """
 
     q: Float[Array, "B T N H"]

@@ -31,8 +31,7 @@ def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
 
 def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
-    # A bias may forbid by -inf, which NaN would absorb; else bad queries spoil nobody's row but their own.
-    q = inputs.q if inputs.bias is None else finite.queries(inputs.q)
+    q, bad = finite.queries(inputs.q)
     wire = parcels.to_wire(finite.keys_and_values(inputs.k, inputs.v, poison=True))
     kernel, tied, dtype = batching.forward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
     partial = _aligned(ring, empty(block(ring, inputs, q, parcels.from_wire(wire, dtype), fixed, 0)), inputs)
@@ -54,7 +53,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
         offsets, shifts = offsets[looped:], shifts[looped:]
     for offset, shift in zip(offsets, shifts, strict=True):
         wire, partial = hop(wire, partial, offset, shift)
-    partial = finite.poisoned(partial, finite.bad(inputs.q))
+    partial = finite.poisoned(partial, bad)
     whole = with_sinks(partial, _sinks(inputs))
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
 
@@ -85,7 +84,7 @@ def _gradients(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> dict[str, Any]:
     """The sums over all hops. Each parcel brings the next keys, and the gradients of the keys that left before."""
-    q = finite.queries(inputs.q)
+    q, _ = finite.queries(inputs.q)
     kernel, tied, dtype = batching.backward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
     zeros = {"q": q, "bias": inputs.bias, "slopes": inputs.slopes}
     sums = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in zeros.items()}

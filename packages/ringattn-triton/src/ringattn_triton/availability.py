@@ -26,8 +26,8 @@ def _why(devices: Sequence[Any]) -> str | None:
     if not on_gpus and not interpretation_allowed():
         found = ", ".join(sorted({device.platform for device in devices}))
         return (
-            f"JAX sees no GPU in this process, but {found}. Install the JAX of your GPU (pip install 'jax[cuda13]'), or "
-            f"set {INTERPRET_VARIABLE}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
+            f"JAX sees no GPU in this process, but {found}. Install the JAX of your GPU (pip install 'jax[cuda13]'), "
+            f"or set {INTERPRET_VARIABLE}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
         )
     reason = _why_no_triton()
     if reason is not None or not on_gpus:

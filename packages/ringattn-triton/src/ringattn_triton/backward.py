@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients
-from ringattn_core.tiles import tiles
 from ringattn_core.varying import align, axes_of
 
 from . import operands, schedules, tables
@@ -69,7 +68,7 @@ def backward(
 
 def _of_keys(block: Block, given: Operands, rows: list[jax.Array], target: Target) -> tuple[jax.Array, jax.Array]:
     schedule = schedules.backward_keys(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
-    table = tables.table(block, schedule.q_tile, schedule.kv_tile, by_keys=True)
+    table = tables.table(given, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
         [*given.arrays, table.bounds, table.tiles, *rows],
@@ -87,7 +86,7 @@ def _of_queries(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the queries, and of each query's part in the slope of its head."""
     schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
-    table = tables.table(block, schedule.q_tile, schedule.kv_tile)
+    table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
     arrays = [*given.arrays, table.bounds, table.tiles, *rows, dq]
     by_row = rows[1].shape if block.slopes is not None else (1,)
     dq, dslopes = launch(
@@ -105,10 +104,10 @@ def _of_queries(
 
 def _of_bias(block: Block, given: Operands, rows: list[jax.Array], target: Target) -> jax.Array:
     assert block.bias is not None
-    schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    schedule = schedules.backward_bias(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     q_tile, kv_tile = schedule.q_tile, schedule.kv_tile
     counts = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
-    seen = tiles(block.padded_to(counts[0] * q_tile, counts[1] * kv_tile), q_tile, kv_tile).some.astype(jnp.int8)
+    seen = tables.seen(given, block, q_tile, kv_tile).some.astype(jnp.int8)
     batch, heads, length, _ = block.bias.shape
     summed_rows = length == 1
     sums = BiasSums(

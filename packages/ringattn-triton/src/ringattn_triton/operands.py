@@ -102,6 +102,9 @@ class Operands(NamedTuple):
     arrays: tuple[jax.Array | None, ...]
     facts: Facts
 
+    def named(self, name: str) -> jax.Array | None:
+        return self.arrays[INPUTS.index(name)]
+
 
 def of(block: Block, fast: bool = False) -> Operands:
     """The block as operands; `fast` allows approximations of the device that an interpreter lacks."""
@@ -157,7 +160,7 @@ def of(block: Block, fast: bool = False) -> Operands:
         scale=rule.scale,
         plain=plain,
         fold=natural if plain else 1.0,
-        precision=_precision(rule.precision, narrow),
+        precision=_precision(rule.precision, narrow, fast),
         fast=fast and narrow,
         capped=rule.soft_cap is not None,
         bend=rule.scale / rule.soft_cap if rule.soft_cap is not None else 1.0,
@@ -204,8 +207,12 @@ def _stride(x: jax.Array | None, axis: int) -> int:
     return 0 if x is None or x.shape[axis] == 1 else math.prod(x.shape[axis + 1 :])
 
 
-def _precision(asked: str | None, narrow: bool) -> str:
-    """What `tl.dot` calls it; products of narrow numbers are exact as they are."""
-    if narrow or asked is None:
+def _precision(asked: str | None, narrow: bool, fast: bool) -> str:
+    """What `tl.dot` calls it; products of narrow numbers are exact as they are.
+
+    Three products of TF32 are as exact as sums in float32 are, and run on tensor cores where there are any.
+    """
+    if narrow:
         return "ieee"
-    return {"default": "tf32", "high": "tf32x3"}.get(asked, "ieee")
+    exact = "tf32x3" if fast else "ieee"
+    return {None: exact, "default": "tf32", "high": "tf32x3"}.get(asked, "ieee")

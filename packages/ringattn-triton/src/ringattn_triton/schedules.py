@@ -70,7 +70,7 @@ def forward(facts: Facts, itemsize: int, params: FwdParams, target: Target) -> S
 
 
 def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
-    """No default spills registers by more than some bytes, in plain causal attention none at all.
+    """What was fastest where it was measured, on Hopper; elsewhere what spills no registers, or hardly any.
 
     Exact float32 products are no business of tensor cores: their operands are held in registers, so that tiles are
     small. Dropout holds four random words for each four scores, and a bias a tile more of shared memory.
@@ -82,13 +82,19 @@ def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) ->
             return Schedule(64 if dim <= 128 else 32, 16, 8, 2)
         if facts.precision == "tf32" and _wide_products(target) and dim <= 128:
             return Schedule(128, 64, 8, 2)
+        if _wide_products(target) and dim <= 128:
+            return Schedule(32, 64, 4, 2)
         return Schedule(64, 32, 4, 2) if dim <= 128 else Schedule(32, 16, 8, 2)
     if target.kind == "rocm":
         return Schedule(128 if dim <= 128 else 64, 64 if dim <= 64 else 32, 4, 1)
     if _wide_products(target):
         if dim > 128:
             return Schedule(128, 32 if facts.dropout or facts.bias else 64, 8, 2)
-        return Schedule(128, 64 if facts.dropout or facts.bias else 128, 8, 3)
+        if dim <= 64 or facts.dropout or facts.bias:
+            return Schedule(128, 64, 8, 3)
+        # Two programs share a multiprocessor: one begins and ends while the other multiplies.
+        short = facts.below or facts.segments or facts.masks or facts.dense
+        return Schedule(64, 64, 4, 3) if short or facts.capped or facts.group > 1 else Schedule(128, 128, 8, 3)
     if dim > 128:
         return Schedule(64, 32, 8, 2)
     if dim > 64:
@@ -108,16 +114,25 @@ def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Targ
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
+        if facts.precision != "ieee" and _wide_products(target) and dim <= 128:
+            return Schedule(64 if dim <= 64 else 32, 32, 4, 2)
         return Schedule(16, 16 if dim > 128 else 32 if dim > 64 else 64, 8, 2)
     if _wide_products(target):
         if dim > 128:
             return Schedule(32, 64, 8, 2)
-        return Schedule(32, 128, 8, 2) if facts.dropout or facts.bias else Schedule(64, 128, 8, 3)
+        if facts.dropout:
+            return Schedule(32, 128, 8, 2)
+        if facts.bias:
+            return Schedule(32, 128, 8, 2)
+        return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
 
 
 def backward_queries(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernels of dq and of the bias, with what the caller fixed of it."""
+    """The schedule of the kernel of dq, with what the caller fixed of it: by `dq_q_blocksize` and the like in `extra`
+    where it is to differ from that of dk and dv."""
+    own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
+    params = dataclasses.replace(params, extra=(), **own)
     return _backward(
         _backward_queries_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
     )
@@ -127,12 +142,26 @@ def _backward_queries_by_family(facts: Facts, itemsize: int, dim: int, target: T
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
+        if facts.precision != "ieee" and _wide_products(target) and dim <= 128:
+            return Schedule(32, 64, 4, 2)
         return Schedule(16 if dim > 128 else 32 if dim > 64 else 64, 16, 8, 2)
     if _wide_products(target):
         if dim > 128:
-            return Schedule(64, 32, 8, 2)
-        return Schedule(128, 32, 8, 2) if facts.dropout else Schedule(128, 64, 8, 2 if facts.bias else 3)
+            return Schedule(128, 32, 8, 2)
+        short = (facts.below or facts.segments or facts.masks or facts.dense) and not (facts.dropout or facts.bias)
+        if dim <= 64 and not (facts.dropout or facts.bias):
+            return Schedule(128, 64, 4, 3) if facts.plain and not short else Schedule(64, 64, 4, 3)
+        return Schedule(64, 64, 4, 2) if short else Schedule(128, 64, 8, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
+
+
+def backward_bias(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+    """The schedule of the kernel of the bias, which holds a sum of scores beside what that of dq holds."""
+    dim = _largest_dim(facts)
+    default = _backward_queries_by_family(facts, itemsize, dim, target)
+    if itemsize < 4 and _wide_products(target) and dim <= 128:
+        default = Schedule(128, 64, 8, 2)
+    return _backward(default, facts, itemsize, params, target)
 
 
 def _backward(default: Schedule, facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:

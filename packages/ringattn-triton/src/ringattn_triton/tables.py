@@ -5,12 +5,17 @@ A table says it as ranges where visible tiles form runs, and as lists where ids 
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt32
 from ringattn_core.protocol import Block
 from ringattn_core.tiles import Tiles, tiles, visible_ranges
+
+from .operands import Operands
+from .words import BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,24 +39,57 @@ class Table(NamedTuple):
     visits: Visits
 
 
-def table(block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Table:
+def table(given: Operands, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Table:
     """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
 
-    A tile that reaches over the end of the keys, or of the queries where `by_keys`, is never seen whole.
+    `given` is the block as operands. A tile that reaches over the end of the keys, or of the queries where `by_keys`,
+    is never seen whole.
     """
     rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
-    padded = block.padded_to(rows * q_tile, columns * kv_tile)
     ragged_queries = by_keys and block.q_length % q_tile != 0
     if by_keys:
         rows, columns = columns, rows
     if _scattered(block):
-        found = _turned(tiles(padded, q_tile, kv_tile), by_keys, ragged_queries)
+        found = _turned(seen(given, block, q_tile, kv_tile), by_keys, ragged_queries)
         bounds, listed = _lists(found)
     else:
+        padded = block.padded_to(-(-block.q_length // q_tile) * q_tile, -(-block.kv_length // kv_tile) * kv_tile)
         bounds, listed = visible_ranges(padded, q_tile, kv_tile, by_keys), None
         if ragged_queries:
             bounds = _without_last(bounds, columns)
     return Table(bounds, listed, Visits(listed is not None, rows, columns, bounds.shape[0] > 1))
+
+
+def seen(given: Operands, block: Block, q_tile: int, kv_tile: int) -> Tiles:
+    """Which tiles see each other. What the masks say is read from their words: nobody evaluates a mask twice."""
+    words = [x for x in (given.named("mask_words"), given.named("dense_words")) if x is not None]
+    by_words = bool(words) and kv_tile % BITS == 0
+    bare = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=())) if by_words else block
+    rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
+    found = tiles(bare.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)
+    for one in words if by_words else ():
+        some, full = _of_words(one, block.kv_length, q_tile, kv_tile)
+        found = Tiles(found.some & some, found.full & full)
+    shape = (max(x.shape[0] for x in found), rows, columns)
+    return Tiles(*(jnp.broadcast_to(x, shape) for x in found))
+
+
+def _of_words(
+    words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
+) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
+    """Which tiles have any bit in any mask, and which have all bits in all; bits past the end are not counted."""
+    counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
+    valid = jnp.where(counted, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32), 0).sum(-1, dtype=jnp.uint32)
+    more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]
+
+    def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:
+        x = jnp.pad(x, more, constant_values=np.uint32(neutral))
+        cut = x.reshape(x.shape[0], x.shape[1], -1, q_tile, x.shape[3] * BITS // kv_tile, kv_tile // BITS)
+        return jax.lax.reduce(cut, np.uint32(neutral), combine, (1, 3, 5))
+
+    some = reduced(words & valid, jax.lax.bitwise_or, 0)
+    full = reduced(words | ~valid, jax.lax.bitwise_and, 2**32 - 1)
+    return some != 0, full == np.uint32(2**32 - 1)
 
 
 def _scattered(block: Block) -> bool:

@@ -10,7 +10,7 @@ from ringattn_core.masks import Coordinates, Mask
 from ringattn_core.protocol import Block
 
 BITS: Final = 32
-PAIRS_AT_ONCE: Final = 2**23
+PAIRS_AT_ONCE: Final = 2**26
 """How many pairs of a mask that is not made of comparisons are looked at before the next."""
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts
-from .scores import Inputs, bent, drawn, of_head, of_keys, of_queries
+from .scores import Inputs, bent, biases, drawn, of_head, of_keys, of_queries
 from .tiles import moved, vectors
 
 
@@ -71,6 +71,7 @@ def _of_tile(
     head = of_head(P, batch, head_number, F)
     queries = of_queries(P, batch, row_tile * Q_TILE, F, Q_TILE, False)
     keys = of_keys(P, batch, kv_tile * KV_TILE, F, KV_TILE, False)
+    bias = biases(queries, keys, head, F)
     draws = 0
     if F.dropout:
         draws = drawn(queries, keys, head, F, KV_TILE, False)
@@ -97,6 +98,6 @@ def _of_tile(
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
     _, ds = derivatives(
-        bend, dp, lse, delta, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, True, False, KV_RAGGED
+        bend, dp, lse, delta, bias, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, True, False, KV_RAGGED
     )
     return ds

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
-from .scores import Inputs, bent, drawn, of_head, of_keys, of_queries
+from .scores import Inputs, bent, biases, drawn, of_head, of_keys, of_queries
 from .tiles import full_tile, masked_tile, moved, vectors, visit
 
 
@@ -97,6 +97,7 @@ def _added(
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     queries = of_queries(P, batch, start, F, Q_TILE, True)
+    bias = biases(queries, keys, head, F)
     draws = 0
     if F.dropout:
         draws = drawn(queries, keys, head, F, KV_TILE, True)
@@ -110,7 +111,7 @@ def _added(
     dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
     lse, delta = row_facts(LSE, DELTA, rows, rows, F, Q_RAGGED, True)
     dropped, ds = derivatives(
-        bend, dp, lse, delta, draws, queries, keys, head, F, Q_TILE, KV_TILE, True, MASKED, False, False
+        bend, dp, lse, delta, bias, draws, queries, keys, head, F, Q_TILE, KV_TILE, True, MASKED, False, False
     )
     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
     dk = tl.dot(unbent(ds, bend, F).to(q.dtype), q, dk, input_precision=F.precision)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
-from .scores import Inputs, bent, distance, drawn, of_head, of_keys, of_queries
+from .scores import Inputs, bent, biases, distance, drawn, of_head, of_keys, of_queries
 from .tiles import full_tile, masked_tile, moved, vectors, visit
 
 
@@ -90,6 +90,7 @@ def _added(
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     keys = of_keys(P, batch, start, F, KV_TILE, False)
+    bias = biases(queries, keys, head, F)
     draws = 0
     if F.dropout:
         draws = drawn(queries, keys, head, F, KV_TILE, False)
@@ -99,7 +100,7 @@ def _added(
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
     _, ds = derivatives(
-        bend, dp, lse, delta, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, MASKED, False, KV_RAGGED
+        bend, dp, lse, delta, bias, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, MASKED, False, KV_RAGGED
     )
     if F.slopes:
         dslope -= tl.sum(ds * distance(queries, keys), 1)

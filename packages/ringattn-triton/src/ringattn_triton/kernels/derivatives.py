@@ -26,15 +26,15 @@ def row_facts(LSE, DELTA, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
 
 @triton.jit
 def derivatives(
-    bend, dp, lse, delta, draws, queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    BY_KEYS: tl.constexpr, MASKED: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr,
+    bend, dp, lse, delta, bias, draws, queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr, MASKED: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The probabilities after dropout, and the derivative by the scores with all that is added to them.
 
-    `draws` is `scores.drawn`, or anything without dropout. Where a pair does not see each other both are zero: `dp` and
-    `delta` are finite, and what is NaN is selected away.
+    `bias` is `scores.biases` and `draws` is `scores.drawn`, or anything without dropout. Where a pair does not see each
+    other both are zero: `dp` and `delta` are finite, and what is NaN is selected away.
     """
-    p = tl.exp2(scored(bend, queries, keys, head, F) * F.fold - lse)
+    p = tl.exp2(scored(bend, bias, queries, keys, head, F) * F.fold - lse)
     if MASKED:
         p = tl.where(visible(queries, keys, head, F, Q_RAGGED, KV_RAGGED), p, 0.0)
     if F.dropout:

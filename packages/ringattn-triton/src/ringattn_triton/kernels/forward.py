@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .scores import LOG2_E, Inputs, bent, drawn, kept, of_head, of_keys, of_queries, scored, visible
+from .scores import LOG2_E, Inputs, bent, biases, drawn, kept, of_head, of_keys, of_queries, scored, visible
 from .tiles import full_tile, masked_tile, moved, vectors, visit
 
 
@@ -109,9 +109,10 @@ def _continued(
     at = moved(tile, KV_TILE * F.kv_token, F.wide)
     k = vectors(k_pointers + at, columns[None, :], dims[:, None], F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     keys = of_keys(P, batch, start, F, KV_TILE, False)
+    bias = biases(queries, keys, head, F)
     if F.dropout:
         draws = drawn(queries, keys, head, F, KV_TILE, False)
-    s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), queries, keys, head, F)
+    s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED), s, -float("inf"))
     now = tl.maximum(top, tl.max(s, 1) * F.fold)

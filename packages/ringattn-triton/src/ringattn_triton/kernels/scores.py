@@ -282,13 +282,21 @@ def bent(product, F: tl.constexpr):
 
 
 @triton.jit
-def scored(bend, queries, keys, head, F: tl.constexpr):
-    """The scores of a tile from `bent`; times `F.fold` they are in units of log2."""
+def biases(queries, keys, head, F: tl.constexpr):
+    """What the bias adds to a tile of scores. Read before the products, it arrives while they run."""
+    if F.bias:
+        return tl.load(head.bias + (_rows(queries, F) * F.bias_query + keys.column))
+    else:
+        return 0
+
+
+@triton.jit
+def scored(bend, bias, queries, keys, head, F: tl.constexpr):
+    """The scores of a tile from `bent` and `biases`; times `F.fold` they are in units of log2."""
     s = bend
     if not F.plain:
         s = s * F.unbend
     if F.bias:
-        bias = tl.load(head.bias + (_rows(queries, F) * F.bias_query + keys.column))
         s = s + bias.to(tl.float32) * LOG2_E
     if F.slopes:
         s = s - head.slope * distance(queries, keys)
@@ -362,11 +370,6 @@ def _unsigned(x):
 
 
 @triton.jit
-def _survives(word, F: tl.constexpr):
-    return (word >= F.threshold).to(tl.int8)
-
-
-@triton.jit
 def philox(a, b, c, d, seed):
     """Philox 4x32-10 of the counter `(a, b, c, d)` under the key `(seed, 0)`; all of uint32.
 
@@ -375,14 +378,13 @@ def philox(a, b, c, d, seed):
     first = seed
     second = seed * 0
     for _ in tl.static_range(10):
-        high_a = tl.umulhi(a, MULTIPLIER_A)
-        high_c = tl.umulhi(c, MULTIPLIER_C)
-        low_a = a * MULTIPLIER_A
-        low_c = c * MULTIPLIER_C
-        a = high_c ^ b ^ first
-        b = low_c
-        c = high_a ^ d ^ second
-        d = low_a
+        # One product of 64 bits is one instruction; its halves by themselves would be two.
+        product_a = a.to(tl.uint64) * MULTIPLIER_A
+        product_c = c.to(tl.uint64) * MULTIPLIER_C
+        a = (product_c >> 32).to(tl.uint32) ^ b ^ first
+        b = product_c.to(tl.uint32)
+        c = (product_a >> 32).to(tl.uint32) ^ d ^ second
+        d = product_a.to(tl.uint32)
         first = first + WEYL_A
         second = second + WEYL_C
     return a, b, c, d

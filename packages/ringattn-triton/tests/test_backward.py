@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on the backward kernels: every gradient is that of the XLA backend and of float64, whatever is asked."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringattn_xla.block
+from given_blocks import KEY_INDICES, OPTIONS, bias, ids, make_block, near, with_option
+from ringattn_core.config import BwdParams
+from ringattn_core.dropout import kept
+from ringattn_core.errors import InputError
+from ringattn_core.merge import empty
+from ringattn_core.protocol import Block, Gradients
+from ringattn_triton import operands, schedules
+from ringattn_triton.block import KERNEL
+from ringattn_triton.schedules import Target
+
+TOLERANCE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
+NAMES = [field.name for field in dataclasses.fields(Gradients)]
+IN_WHOLE_TILES = {
+    "plain": (32, 16), "causal": (16, 32), "window": (32, 16), "segments": (16, 32), "masks of heads": (16, 32),
+    "bias": (32, 16), "dropout": (16, 32), "all at once": (32, 16),
+}  # fmt: skip
+
+
+def given_to(block: Block) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`dout, lse, delta, dq` of a ring in which half of the rows see keys of other blocks too."""
+    draw = np.random.default_rng(9)
+    out, lse = (np.asarray(x) for x in dataclasses.astuple(KERNEL.forward(block, empty(block)))[:2])
+    others = np.where(draw.random(lse.shape) < 0.5, draw.normal(size=lse.shape), -np.inf).astype(np.float32)
+    final = np.logaddexp(lse, others)
+    dout = np.asarray(jnp.asarray(draw.normal(size=out.shape), block.q.dtype).astype(jnp.float32))
+    share = np.exp(lse - np.where(np.isneginf(final), 0, final))
+    delta = np.swapaxes((dout * out).sum(-1), 1, 2) * share + draw.normal(size=lse.shape)
+    dq = draw.normal(size=block.q.shape)
+    found = (jnp.asarray(x, jnp.float32) for x in (dout, final, delta, dq))
+    return tuple(found)
+
+
+def backward(kernel: Any, block: Block, dout: Any, *rest: Any) -> dict[str, np.ndarray]:
+    """The gradients that there are."""
+    found = kernel.backward(block, dout.astype(block.q.dtype), *rest)
+    return {name: np.asarray(x) for name in NAMES if (x := getattr(found, name)) is not None}
+
+
+def compare(case: str, got: dict[str, np.ndarray], want: dict[str, Any], tolerance: float = 5e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].dtype == np.float32 and got[name].shape == x.shape, (case, name, got[name].dtype, x.shape)
+        near(f"{case}: {name}", got[name], x, tolerance * max(0.1, np.abs(x).max()))
+
+
+def check(block: Block, case: str) -> dict[str, np.ndarray]:
+    """The gradients, if they are those of the XLA backend."""
+    given = given_to(block)
+    got = backward(KERNEL, block, *given)
+    compare(case, got, backward(ringattn_xla.block.KERNEL, block, *given), TOLERANCE[str(block.q.dtype)])
+    return got
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_right_in_ragged_tiles(option: str) -> None:
+    got = check(with_option(option, 41, 53, tiles=(16, 16)), option)
+    expected = {"dbias": "bias" in option or option == "all at once", "dslopes": option.startswith(("slopes", "all"))}
+    assert {name: name in got for name in expected} == expected
+
+
+@pytest.mark.parametrize(("option", "tiles"), IN_WHOLE_TILES.items())
+def test_whole_tiles_longer_on_either_side_are_right(option: str, tiles: tuple[int, int]) -> None:
+    check(with_option(option, 64, 64, tiles=tiles), f"{option} {tiles}")
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 17), (17, 1), (7, 5)], ids=str)
+def test_a_block_smaller_than_a_tile_is_right(lengths: tuple[int, int]) -> None:
+    check(with_option("all at once", *lengths), str(lengths))
+
+
+def test_the_gradients_are_those_of_float64() -> None:
+    slopes = np.array([[0.25, 0.03]], np.float32)
+    block = make_block(
+        1, 40, 24, kv_heads=1, dim=16, tiles=(16, 16), soft_cap=4.0, offset=8, causal=True, bias=bias(1, 2, 40, 24),
+        slopes=slopes,
+    )  # fmt: skip
+    q, k, v, added = (np.asarray(x, np.float64) for x in (block.q, block.k, block.v, block.bias))
+    k, v = k[0, :, 0], v[0, :, 0]
+    distance = np.arange(40)[:, None] - np.arange(24)[None] - 8
+    bend = np.tanh(np.einsum("btnh,sh->bnts", q, k) * block.rule.scale / 4)
+    s = np.where(distance >= 0, 4 * bend + added - slopes[..., None, None] * np.abs(distance), -np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.log(np.exp(s).sum(-1))
+        p = np.nan_to_num(np.exp(s - lse[..., None]))
+    draw = np.random.default_rng(2)
+    dout, dlse, dq = (draw.normal(size=x.shape) for x in (q, lse, q))
+    dout = np.asarray(dout, np.float32).astype(np.float64)
+    delta = np.einsum("btnh,bnts,sh->bnt", dout, p, v) - dlse
+    ds = p * (np.einsum("btnh,sh->bnts", dout, v) - delta[..., None])
+    by_product = ds * (1 - bend**2) * block.rule.scale
+    want = {
+        "dq": dq + np.einsum("bnts,sh->btnh", by_product, k),
+        "dk": np.einsum("bnts,btnh->bsh", by_product, q)[:, :, None],
+        "dv": np.einsum("bnts,btnh->bsh", p, dout)[:, :, None],
+        "dbias": ds,
+        "dslopes": -(ds * np.abs(distance)).sum((2, 3)),
+    }
+    given = (jnp.asarray(x, jnp.float32) for x in (dout, lse, delta, dq))
+    compare("float64", backward(KERNEL, block, *given), want, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("option", ["causal", "bias of heads", "all at once"])
+def test_half_precision_stays_within_its_tolerance(option: str, dtype: Any) -> None:
+    check(with_option(option, 48, 40, dim=32, dtype=dtype, tiles=(16, 32)), option)
+
+
+@pytest.mark.parametrize("shape", [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)], ids=str)
+def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_lacks(shape: tuple[int, int, int]) -> None:
+    block = make_block(
+        2, 40, 37, heads=4, tiles=(16, 16), causal=True, bias=bias(*shape, 37), q_segments=ids(2, 40),
+        kv_segments=ids(2, 37),
+    )  # fmt: skip
+    assert np.any(check(block, str(shape))["dbias"])
+
+
+def test_the_gradient_of_a_bias_of_half_precision_is_float32() -> None:
+    block = with_option("bias", 24, 24)
+    check(dataclasses.replace(block, bias=block.bias.astype(jnp.bfloat16)), "bfloat16 bias")
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [((4, 4), (16, 16)), ((6, 2), (8, 24)), ((4, 1), (33, 5)), ((2, 2), (1, 1)), ((2, 1), (64, 128)),
+     ((2, 1), (200, 256))],
+    ids=str,
+)  # fmt: skip
+def test_any_grouping_of_heads_and_any_head_size(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    block = make_block(
+        2, 20, 24, heads=heads[0], kv_heads=heads[1], dim=dims[0], value_dim=dims[1], causal=True, tiles=(16, 16)
+    )
+    check(block, f"{heads} {dims}")
+
+
+def test_keys_and_values_of_one_size_are_read_from_either_packing() -> None:
+    block = make_block(2, 20, 24, heads=4, kv_heads=2, causal=True)
+    given = given_to(block)
+    side_by_side = dataclasses.replace(block, kv=jnp.concatenate([block.k, block.v], -1))
+    first, second = backward(KERNEL, block, *given), backward(KERNEL, side_by_side, *given)
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, second[name], name)
+
+
+@pytest.mark.parametrize("lse", [-np.inf, 0.5])
+def test_rows_that_see_nothing_neither_get_nor_send_a_gradient(lse: float) -> None:
+    """Nothing at all, where the lse is -inf, or nothing in this block."""
+    block = make_block(
+        1, 40, 40, causal=True, offset=20, tiles=(16, 16), dtype=jnp.bfloat16, bias=bias(1, 2, 40, 40),
+        slopes=np.array([[0.1, 0.2]], np.float32),
+    )  # fmt: skip
+    dout, final, delta, dq = given_to(block)
+    final = final.at[..., :20].set(lse)
+    got = backward(KERNEL, block, dout, final, delta, dq)
+    assert all(np.isfinite(x).all() for x in got.values())
+    np.testing.assert_array_equal(got["dq"][:, :20], dq[:, :20])
+    assert (got["dq"] != np.asarray(dq))[:, 20:].any() and not got["dbias"][:, :, :20].any()
+    without = backward(KERNEL, block, dout.at[:, :20].set(0), final, delta.at[..., :20].set(0), dq)
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, without[name], name)
+
+
+def test_a_block_that_nobody_sees_leaves_every_gradient_as_it_is() -> None:
+    block = make_block(
+        2, 40, 40, causal=True, offset=99, tiles=(16, 16), bias=bias(1, 2, 40, 40), slopes=np.ones((1, 2), np.float32)
+    )
+    given = given_to(block)
+    got = backward(KERNEL, block, *given)
+    np.testing.assert_array_equal(got.pop("dq"), given[-1])
+    assert set(got) == {"dk", "dv", "dbias", "dslopes"} and not any(x.any() for x in got.values())
+
+
+@pytest.mark.parametrize("option", ["causal", "segments", "dense mask", "bias", "slopes"])
+def test_a_row_that_is_nan_reaches_the_keys_that_it_sees_and_no_others(option: str) -> None:
+    block = with_option(option, 40, 40, tiles=(16, 16))
+    dout, lse, delta, dq = given_to(block)
+    given = (dout, lse.at[0, 1, 17].set(np.nan), delta, dq)
+    got, want = backward(KERNEL, block, *given), backward(ringattn_xla.block.KERNEL, block, *given)
+    for name, x in want.items():
+        np.testing.assert_array_equal(np.isnan(got[name]), np.isnan(x), name)
+    assert np.isnan(got["dq"]).any() and not np.isnan(got["dq"][1]).any()
+
+
+@pytest.mark.parametrize("option", ["causal", "segments", "all at once"])
+def test_the_keys_may_come_in_parts(option: str) -> None:
+    block = with_option(option, 41, 48, tiles=(16, 16))
+    dout, lse, delta, dq = given_to(block)
+    parts = []
+    for start, size in ((32, 16), (0, 32)):
+        parts.insert(0, backward(KERNEL, block.tile(0, 41, start, size), dout, lse, delta, dq))
+        dq = jnp.asarray(parts[0]["dq"])
+    want = backward(KERNEL, block, *given_to(block))
+    joined = {"dq": parts[0]["dq"]}
+    joined |= {name: np.concatenate([part[name] for part in parts], 1) for name in ("dk", "dv")}
+    if "dbias" in want:
+        joined["dbias"] = np.concatenate([part["dbias"] for part in parts], 3)
+        joined["dslopes"] = sum(part["dslopes"] for part in parts)
+    compare(option, joined, want)
+
+
+@pytest.mark.parametrize("indices", KEY_INDICES)
+def test_dropout_keeps_what_core_keeps_in_every_gradient(indices: str) -> None:
+    """Equal scores, and unit matrices for keys and cotangents: dq, dv and the gradient of the bias are the draws."""
+    block = make_block(
+        2, 24, 40, dim=40, value_dim=24, tiles=(16, 32), bias=bias(2, 2, 24, 40), dropout=0.4,
+        seed=np.array([7, 2**31 + 5], np.uint32), head_index=np.array([3, 2**30], np.int32),
+        kv_index=KEY_INDICES[indices][None].astype(np.int32), scale=1.0,
+    )  # fmt: skip
+    unit = jnp.broadcast_to(jnp.eye(40)[:, None], (2, 40, 2, 40))
+    kv = jnp.concatenate([unit, jnp.ones((2, 40, 2, 24))], -1)
+    block = dataclasses.replace(
+        block, kv=kv, q=block.q * 0, bias=jnp.zeros_like(block.bias), q_index=block.q_index + 12345
+    )
+    dout = jnp.broadcast_to(jnp.eye(24)[:, None], (2, 24, 2, 24))
+    lse, delta = jnp.full((2, 2, 24), np.log(40).astype(np.float32)), jnp.zeros((2, 2, 24))
+    got = backward(KERNEL, block, dout, lse, delta, jnp.zeros((2, 24, 2, 40)))
+    want = np.where(kept(block), 1 / 0.6 / 40, 0)
+    near("dq", got["dq"].transpose(0, 2, 1, 3), want, 1e-6)
+    near("dv", got["dv"].transpose(0, 2, 3, 1), want, 1e-6)
+    near("dbias", got["dbias"], want, 1e-6)
+    assert 0.5 < (want > 0).mean() < 0.7
+
+
+def test_two_runs_give_the_same_bits_and_the_choice_of_a_fused_backward_changes_none() -> None:
+    block = with_option("all at once", 40, 40, tiles=(16, 16))
+    given = given_to(block)
+    fused = dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=True))
+    first, *others = (backward(KERNEL, one, *given) for one in (block, block, fused))
+    for other in others:
+        for name, x in first.items():
+            np.testing.assert_array_equal(x, other[name], name)
+
+
+def test_scores_of_thousands_overflow_nowhere() -> None:
+    block = make_block(1, 24, 40, scale=1e3, causal=True, offset=4, tiles=(16, 16))
+    given = given_to(block)
+    largest = np.abs(np.asarray(given[1][..., 4:])).max()
+    got, want = (backward(kernel, block, *given) for kernel in (KERNEL, ringattn_xla.block.KERNEL))
+    compare("the largest score decides", got, want, 5e-5 * largest / 32)
+    assert all(np.isfinite(x).all() for x in got.values()) and largest > 2e3
+
+
+def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
+    block = make_block(1, 24, 24, dim=32)
+    given, exact = given_to(block), check(block, "exact")
+    for precision, least, most in (("default", 1e-5, 1e-2), ("highest", 0.0, 1e-6)):
+        other = dataclasses.replace(block, rule=dataclasses.replace(block.rule, precision=precision))
+        for name, x in backward(KERNEL, other, *given).items():
+            assert least <= np.abs(x - exact[name]).max() <= most, (precision, name)
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "named"), [(257, 8, "query"), (8, 300, "value")])
+def test_heads_beyond_256_are_refused_with_the_way_out(dim: int, value_dim: int, named: str) -> None:
+    block = make_block(1, 4, 4, dim=dim, value_dim=value_dim)
+    rows = jnp.zeros((1, 2, 4))
+    with pytest.raises(InputError, match=rf"{named}: has heads of size {max(dim, value_dim)}.*up to 256.*'xla'"):
+        KERNEL.backward(block, jnp.zeros((1, 4, 2, value_dim)), rows, rows, jnp.zeros((1, 4, 2, dim)))
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"q_blocksize": 48}, r"bwd_params.q_blocksize: got 48.*power of two from 16 to 256"),
+        ({"kv_blocksize": 8}, r"bwd_params.kv_blocksize: got 8.*power of two from 16 to 256"),
+        ({"num_warps": 32}, r"bwd_params.num_warps: got 32.*power of two from 1 to 16"),
+        ({"num_stages": 9}, r"bwd_params.num_stages: got 9.*from 1 to 8"),
+        ({"extra": {"dq_q_blocksize": 512}}, r"q_blocksize: got 512.*power of two from 16 to 256"),
+        ({"extra": {"dq_kv_blocksize": 24}}, r"kv_blocksize: got 24.*power of two from 16 to 256"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_no_kernel_has_is_refused(params: dict[str, Any], said: str) -> None:
+    block = make_block(1, 4, 4, bwd_params=BwdParams(**params))
+    rows = jnp.zeros((1, 2, 4))
+    with pytest.raises(InputError, match=said):
+        KERNEL.backward(block, block.q, rows, rows, block.q)
+
+
+@pytest.mark.parametrize("schedule", [schedules.backward_keys, schedules.backward_queries])
+def test_a_schedule_that_does_not_fit_the_device_is_refused_with_its_limit(schedule: Any) -> None:
+    facts = operands.of(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16)).facts
+    asked = BwdParams(q_blocksize=128, kv_blocksize=128, num_stages=4)
+    with pytest.raises(InputError, match=r"needs 262144 bytes of shared memory and the device has 232448.*default is"):
+        schedule(facts, 2, asked, Target("cuda", 90))
+
+
+def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
+    own = {"dq_q_blocksize": 64, "dq_kv_blocksize": 32, "dq_num_warps": 2, "dq_num_stages": 1}
+    params = BwdParams(q_blocksize=16, kv_blocksize=16, num_warps=4, num_stages=3, extra=own)
+    block = with_option("all at once", 70, 50, bwd_params=params)
+    facts, target = operands.of(block).facts, Target("cuda", 90)
+    assert dataclasses.astuple(schedules.backward_keys(facts, 4, params, target)) == (16, 16, 4, 3)
+    assert dataclasses.astuple(schedules.backward_queries(facts, 4, params, target)) == (64, 32, 2, 1)
+    assert dataclasses.astuple(schedules.backward_bias(facts, 4, params, target)) == (16, 16, 4, 3)
+    check(block, "two schedules")
