@@ -24,12 +24,8 @@ PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
 BACKENDS = ("xla", "triton")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
-# (Python, JAX, group of Triton): the newest JAX of each interpreter, and the floor.
-SUPPORTED = (
-    ("3.11", "0.10.2", "triton-3-6"),
-    ("3.12", "0.11.2", "triton-3-9"),
-    ("3.11", "0.10.0", "triton-3-6"),
-)
+# (Python, JAX, group of Triton): the newest JAX of each interpreter, and the floor, which has no GPU to compile for.
+SUPPORTED = (("3.11", "0.10.2", "triton-3-6"), ("3.12", "0.11.2", "triton-3-9"), ("3.11", "0.10.0", None))
 CPU = {"JAX_PLATFORMS": "cpu"}
 # Without a GPU the suite runs the kernels in their interpreter, which has no time for rings of eight.
 ON_CPU = {"triton": ({"RINGATTN_TRITON_INTERPRET": "1"}, ("--ringattn-largest-ring", "4"))}
@@ -72,12 +68,17 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("python,jax,triton", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
-def tests(session: nox.Session, jax: str, triton: str) -> None:
-    """The tests of each package and of the repository, on every supported JAX."""
-    session.install(f"jax=={jax}", *group("test"), *group(triton), *PACKAGES)
-    # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
-    session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
-    session.run("pytest", "-n", "2", *(session.posargs or ["tests", "packages"]), env=CPU)
+def tests(session: nox.Session, jax: str, triton: str | None) -> None:
+    """The tests of each package and of the repository, on every supported JAX; those of Triton where it is named."""
+    if triton is None:
+        session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
+        tested = [f"{path}/tests" for path in EVERYWHERE]
+    else:
+        session.install(f"jax=={jax}", *group("test"), *group(triton), *PACKAGES)
+        # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
+        session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
+        tested = ["tests", "packages"]
+    session.run("pytest", "-n", "2", *(session.posargs or tested), env=CPU)
 
 
 @nox.session

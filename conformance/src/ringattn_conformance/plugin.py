@@ -113,7 +113,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    measured = dict(report.user_properties).get(PROPERTY)
+    measured: Any = dict(report.user_properties).get(PROPERTY)
     if measured and report.when == "call":
         RUN.add(measured[0], report.nodeid, report.outcome, measured[1])
 

@@ -100,7 +100,7 @@ def test_the_tie_orders_two_computations_on_cpu(dtype: str):
     x, token = jnp.arange(4).astype(dtype), jnp.full((2, 2), jnp.nan)
 
     def reads_the_token(tied: Any) -> bool:
-        program = jax.jit(lambda x, token: tied(x, token) * 2).lower(x, token).compile().as_text()
+        program = jax.jit(lambda x, token: tied(x, token) * 2).lower(x, token).compile().as_text() or ""
         entry = program[program.index("ENTRY") :]
         return len(re.findall(re.escape(re.findall(r"(%\S+) = \S+ parameter\(1\)", entry)[0]) + r"\b", entry)) > 1
 

@@ -2,6 +2,7 @@
 """Promises of selection: a name is final, a sequence falls back in order, and every refusal says why."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -215,8 +216,12 @@ class TestTheBest:
         assert "'fast' passed over: it does not support BIAS (planned)" in said[1]
 
     @pytest.mark.usefixtures("fast_and_safe", "dead")
-    def test_one_that_is_for_another_platform_is_no_news(self, log: Any) -> None:
-        assert chosen(None, platform="cpu") == "safe"
+    def test_one_that_is_for_another_platform_is_mentioned_once_and_warned_of_never(self, log: Any) -> None:
+        log.set_level(logging.INFO)
+        for _ in range(2):
+            assert chosen(None, platform="cpu") == "safe"
+        said = [record.getMessage() for record in log.records]
+        assert said.count("backend 'fast' passed over: it serves cuda, not cpu") == 1
         assert warnings(log) == []
 
     @pytest.mark.usefixtures("fast_and_safe")

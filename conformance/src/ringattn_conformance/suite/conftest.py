@@ -25,4 +25,4 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
     """How many ranks the rotation of cases may use."""
-    return request.config.getoption("ringattn_largest_ring")
+    return request.config.option.ringattn_largest_ring

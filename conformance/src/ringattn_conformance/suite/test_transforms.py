@@ -70,7 +70,9 @@ def test_gradients_by_every_road(ringattn_backend: str, transformed: str):
 
 def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
     case = Case("layer", causal=True, sinks="each")
-    placed = place(dataclasses.replace(case, lse=False), Placement(2), ringattn_backend)
+    # One device cannot play two ranks here: JAX traces a custom_vjp inside a scan without the axes that vmap has bound.
+    ranks = min(2, len(jax.devices()))
+    placed = place(dataclasses.replace(case, lse=False), Placement(ranks), ringattn_backend)
     layers = jnp.stack([placed.operands["sinks"], placed.operands["sinks"] + 1])
 
     def layer(x: jax.Array, sinks: jax.Array) -> jax.Array:

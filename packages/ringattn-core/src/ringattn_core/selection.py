@@ -127,8 +127,8 @@ def _best(required: frozenset[Feature], platform: str) -> Registration:
             usable.append(registration)
             continue
         reasons[registration.name] = reason
-        if _serves(registration.backend, platform):
-            _log_once(logging.WARNING, f"backend {registration.name!r} passed over: {reason}")
+        level = logging.WARNING if _serves(registration.backend, platform) else logging.INFO
+        _log_once(level, f"backend {registration.name!r} passed over: {reason}")
     if not usable:
         raise NoBackendError(platform, reasons)
     if len(usable) > 1:

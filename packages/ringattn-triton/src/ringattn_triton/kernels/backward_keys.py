@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic
+# pyright: basic, reportAttributeAccessIssue=false
 """How the gradients of a tile of keys and values are computed: all queries that see them pass by.
 
 Scores are held with keys as rows, so that both results are products with the scores on the left as they are.

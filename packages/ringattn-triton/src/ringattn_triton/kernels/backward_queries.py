@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic
+# pyright: basic, reportAttributeAccessIssue=false
 """How the gradient of a tile of queries is computed, from the one given on; what each row adds to its head's slope."""
 
 import triton

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic
+# pyright: basic, reportAttributeAccessIssue=false
 """What one tile is in every backward kernel: its probabilities from the final lse, and the derivative by its scores."""
 
 import triton

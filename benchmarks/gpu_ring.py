@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of one GPU's rate each GPU of a ring keeps, beside gathering all keys first; causal, zigzag layout."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from interleaved import Claim, medians, report
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from programs import Attention, ours, with_gradients
+from ringattn_core import ring_attention, to_layout
+
+WORK = {"forward": 1.0, "forward+backward": 3.5}
+
+
+def gathered(mesh: Mesh, backend: str) -> Attention:
+    """All keys and values on every device, then one kernel."""
+    ranks, spec = mesh.size, PartitionSpec(None, "sp")
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, where: jax.Array) -> jax.Array:
+        key, value, all_where = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (key, value, where))
+        return ring_attention(
+            query, key, value, causal=True, q_positions=where, kv_positions=all_where, backend=backend
+        )
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        where = to_layout(jnp.arange(query.shape[1], dtype=jnp.int32)[None], "zigzag", ranks)
+        return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)(query, key, value, where)
+
+    return attend
+
+
+def run(attend: Attention, arrays: tuple[jax.Array, ...], part: str) -> Callable[[], Any]:
+    inputs = arrays[:3] if part == "forward" else arrays
+    program = jax.jit(attend if part == "forward" else with_gradients(attend)).lower(*inputs).compile()
+    return lambda: program(*inputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 65536, 131072], help="of the whole ring")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    ranks = len(jax.devices())
+    if jax.default_backend() != "gpu" or ranks < 2:
+        raise SystemExit("this benchmark needs several GPUs in one process")
+    mesh = Mesh(np.array(jax.devices()), ("sp",))
+    claims, raw = [], {}
+    for tokens in arguments.tokens:
+        # Alone: one GPU with what one rank holds.
+        sizes = {"ring": tokens, "gather": tokens, "alone": tokens // ranks}
+        shapes = {name: (1, length, arguments.heads, arguments.head_size) for name, length in sizes.items()}
+        seeds = jax.random.split(jax.random.key(0), 4)
+        split = NamedSharding(mesh, PartitionSpec(None, "sp"))
+        arrays = {
+            name: tuple(
+                jax.device_put(
+                    jax.random.normal(seed, shape).astype(jnp.bfloat16),
+                    jax.devices()[0] if name == "alone" else split,
+                )
+                for seed in seeds
+            )
+            for name, shape in shapes.items()
+        }
+        ring = ours(backend=arguments.backend, causal=True, layout="zigzag", mesh=mesh, axis_name="sp")
+        attentions = {
+            "ring": ring,
+            "gather": gathered(mesh, arguments.backend),
+            "alone": ours(backend=arguments.backend, causal=True),
+        }
+        for part, work in WORK.items():
+            runs = {name: run(attend, arrays[name], part) for name, attend in attentions.items()}
+            time = medians(runs, arguments.rounds, calls=3)
+            rates = {}
+            for name, seconds in time.items():
+                pairs = sizes[name] ** 2 / 2 / (1 if name == "alone" else ranks)
+                rates[name] = 4 * arguments.heads * arguments.head_size * pairs * work / 1e12 / seconds
+                raw[f"{tokens} tokens, {part}: {name}, TFLOP/s of a GPU"] = rates[name]
+            target = 0.8 if tokens < 65536 else 0.9
+            claims += [
+                Claim(f"{tokens} tokens, {part}: ring over alone", rates["ring"] / rates["alone"], ">=", target, "x"),
+                Claim(f"{tokens} tokens, {part}: ring over gather", rates["ring"] / rates["gather"], ">=", 1.0, "x"),
+            ]
+    report("gpu_ring.py", claims, raw)
+
+
+if __name__ == "__main__":
+    main()
