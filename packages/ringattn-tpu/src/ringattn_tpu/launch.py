@@ -159,7 +159,11 @@ def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Call,
     names = list(call.inputs)
     given = dict(zip(names, arrays, strict=True))
     order = sorted(names)  # the order of a dict's leaves
-    shapes = {name: operand.array for name, operand in call.outputs.items()}
+    varying = jax.typeof(listed).manual_axis_type
+    shapes = {
+        name: jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varying)
+        for name, operand in call.outputs.items()
+    }
     results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -198,11 +202,23 @@ def _interpreted(*arrays: jax.Array, call: Call) -> list[jax.Array]:
     return _pallas(*arrays, call=call, interpret=True)
 
 
+def _lowered(rule: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
+    """The lowering that `rule` says, over values that vary over no mesh axis: inside a kernel there is no mesh."""
+    lower = mlir.lower_fun(rule, multiple_results=True)
+
+    def plain(avals: Any) -> list[jax.core.ShapedArray]:
+        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+    def lowering(ctx: Any, *arrays: Any, call: Call) -> Any:
+        ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
+        return lower(ctx, *arrays, call=call)
+
+    return lowering
+
+
 _launch: Final = Primitive("ringattn_tpu_launch")
 _launch.multiple_results = True
 _launch.def_abstract_eval(_abstract)
 _launch.def_impl(_eager)
-mlir.register_lowering(_launch, mlir.lower_fun(_interpreted, multiple_results=True), platform="cpu")
-mlir.register_lowering(
-    _launch, mlir.lower_fun(functools.partial(_pallas, interpret=False), multiple_results=True), platform="tpu"
-)
+mlir.register_lowering(_launch, _lowered(_interpreted), platform="cpu")
+mlir.register_lowering(_launch, _lowered(functools.partial(_pallas, interpret=False)), platform="tpu")
