@@ -13,6 +13,14 @@ from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import Placement, answer_of, place, run
 
 
+TWO_WAY = (
+    "gqa", "bias", "sinks-each", "dropout-gqa", "mask-of-heads", "alibi-causal", "bias-heads", "dense-mask-heads",
+    "bias-rows", "mask-of-groups", "value-dim-larger", "sinks-shared", "everything", "causal-bfloat16", "window",
+    "positions-shuffled",
+)  # fmt: skip
+"""Whatever belongs to heads, all of them or each, and what leaves hops out."""
+
+
 def _agrees(case: Case, placement: Placement, backend: str, gradients: bool) -> None:
     placed = place(case, placement, backend)
     with owed(backend, case.needs | placement.needs) as right:
@@ -42,3 +50,25 @@ def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
 def test_an_everything_ring_of_eight_holds_in_half_precision(ringattn_backend: str):
     case = dataclasses.replace(NAMED["everything-bfloat16"], name="everything-on-eight", q_length=96, kv_length=96)
     _agrees(case, Placement(8, "striped"), ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+@pytest.mark.parametrize("name", TWO_WAY)
+def test_half_of_the_keys_may_go_round_the_other_way(ringattn_backend: str, name: str, ringattn_largest_ring: int):
+    number, case = TWO_WAY.index(name), NAMED[name]
+    ring, layout = one_place(case, number, ringattn_largest_ring)
+    placement = Placement(ring, layout, check_vma=number % 2 == 0, two_way=True)
+    _agrees(case, placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+def test_keys_go_both_ways_where_the_mesh_splits_the_heads_too(ringattn_backend: str):
+    case = Case(
+        "two-ways-of-split-heads", heads=8, kv_heads=4, bias="NT", slopes=True, sinks="each", dropout=0.2,
+        builder=NAMED["mask-of-heads"].builder,
+    )  # fmt: skip
+    placement = Placement(4, "striped", heads=2, two_way=True)
+    _agrees(case, placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+def test_one_device_may_play_all_ranks_of_both_ways(ringattn_backend: str):
+    placement = Placement(3, "zigzag", emulated=True, two_way=True)
+    _agrees(NAMED["everything"], placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
