@@ -12,7 +12,6 @@ from ringattn_conformance.lattice import Point, one_place
 from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import Placement, answer_of, place, run
 
-
 TWO_WAY = (
     "gqa", "bias", "sinks-each", "dropout-gqa", "mask-of-heads", "alibi-causal", "bias-heads", "dense-mask-heads",
     "bias-rows", "mask-of-groups", "value-dim-larger", "sinks-shared", "everything", "causal-bfloat16", "window",
