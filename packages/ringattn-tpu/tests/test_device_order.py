@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a TPU without wrap-around links a send overlaps with work only where the ring's device order lets it.
 
-Compiled ahead of time for a slice that nobody needs to have; the number of synchronous permutes is what XLA decided.
+Compiled ahead of time for a slice that nobody needs to have: what is synchronous, and what runs behind what, is what
+XLA decided. With two ways round both directions are busy all the time.
 """
 
+import functools
 import os
 import re
 from typing import Any
@@ -30,12 +32,18 @@ def devices(topology: str) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
-def permutes(mesh: Mesh, attend: Any) -> tuple[int, int]:
-    """How many of the program's permutes are synchronous, and how many have a start and a done."""
+def scheduled(mesh: Mesh, attend: Any) -> str:
+    """The program that XLA makes, its instructions in the order in which they run."""
     local = jax.shard_map(attend, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS, check_vma=False)
     shape = jax.ShapeDtypeStruct((1, 2048 * mesh.shape["sp"], 4, 128), jnp.bfloat16)
     text = jax.jit(local, in_shardings=NamedSharding(mesh, TOKENS)).lower(shape, shape).compile().as_text() or ""
     assert "is_scheduled=true" in text
+    return text
+
+
+def permutes(mesh: Mesh, attend: Any) -> tuple[int, int]:
+    """How many of the program's permutes are synchronous, and how many have a start and a done."""
+    text = scheduled(mesh, attend)
     return len(re.findall(r" collective-permute\(", text)), len(re.findall(r" collective-permute-start\(", text))
 
 
@@ -50,8 +58,8 @@ def products(q: jax.Array, kv: jax.Array) -> jax.Array:
     return out + kv
 
 
-def attention(q: jax.Array, kv: jax.Array) -> jax.Array:
-    return ring_attention(q, kv, kv, axis_name="sp", causal=True, layout="zigzag", backend="xla")
+def attention(q: jax.Array, kv: jax.Array, two_way: bool = False) -> jax.Array:
+    return ring_attention(q, kv, kv, axis_name="sp", causal=True, layout="zigzag", backend="xla", two_way=two_way)
 
 
 @pytest.mark.parametrize("attend", [products, attention])
@@ -86,3 +94,14 @@ def test_a_straight_line_is_synchronous_and_a_folded_one_is_not():
     assert [device.coords[0] for device in rows[0]] == list(range(8))
     assert permutes(Mesh(np.array(rows), ("data", "sp")), products)[0] == 2
     assert permutes(Mesh(folded, ("data", "sp")), products) == (0, 2)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_as_many_sends_as_there_are_ways_are_under_way_whenever_a_kernel_runs_but_in_the_last_hop(ways: int):
+    """The kernels of the backend `xla` are loops, and the program has no others."""
+    text = scheduled(ring_mesh(devices("v5e:2x2")), functools.partial(attention, two_way=ways == 2))
+    steps = re.findall(r" collective-permute-(start|done)\(| (while)\(", text[text.index("\nENTRY") :])
+    moved = [{"start": 1, "done": -1, "": 0}[step] for step, _ in steps]
+    under_way = [sum(moved[:n]) for n, (_, loop) in enumerate(steps) if loop]
+    assert len(under_way) == 4 * ways
+    assert under_way[: 3 * ways] == [ways] * 3 * ways
