@@ -27,7 +27,7 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     ring = Ring(
         kernel=kernel,
         rule=rule,
-        plan=plan(rule, call.layout, ranks, q_length, kv_length),
+        plan=plan(rule, call.layout, ranks, q_length, kv_length, call.two_way),
         layout=call.layout,
         axis=axis,
     )
