@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import pytest
-from ringattn_core import discovery, hops
+from ringattn_core import discovery, hops, parcels
 from ringattn_core.features import Feature
 
 from ringattn_conformance.blocks import rule_of
@@ -63,7 +63,9 @@ def _bytes(dtype: str, dims: str) -> int:
 def _planned(placed: Placed) -> hops.Plan:
     rows, columns = placed.case.lengths(placed.placement.ring)
     rule, ring = rule_of(placed.case, rows, columns), placed.placement.ring
-    return hops.plan(rule, placed.placement.layout, ring, rows // ring, columns // ring, placed.placement.two_way)
+    joint = parcels.joint(discovery.get(placed.backend).implementation())
+    lengths = rows // ring, columns // ring
+    return hops.plan(rule, placed.placement.layout, ring, *lengths, placed.placement.two_way, joint)
 
 
 def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[tuple[int, int]]:

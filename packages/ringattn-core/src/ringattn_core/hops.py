@@ -40,6 +40,8 @@ class Plan:
     ranks: int
     offsets: tuple[int, ...]
     two_way: bool = False
+    joint: bool = True
+    """Whether keys and the gradients that follow them travel as one array, where they go equally far."""
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -61,7 +63,7 @@ class Plan:
         shifts = self.shifts
         sends = [Send(shift, keys=True, gradients=False) for shift in shifts[:1]]
         for onward, behind in zip((*shifts[1:], None), (None, *shifts[1:]), strict=True):
-            sends += parcel_sends(onward, behind)
+            sends += self.parcel(onward, behind)
         home = self.homeward
         return self._each_way([*sends, *(() if home is None else (Send(home, keys=False, gradients=True),))])
 
@@ -70,6 +72,14 @@ class Plan:
         """How far the gradients of the last hop are from home, on their way; `None` where nothing left."""
         return self.ranks - self.offsets[-1] if self.offsets[-1] else None
 
+    def parcel(self, onward: int | None, behind: int | None) -> tuple[Send, ...]:
+        """What is sent during one hop of the backward: keys `onward`, the gradients of the hop before after them."""
+        if self.joint and onward is not None and onward == behind:
+            return (Send(onward, keys=True, gradients=True),)
+        keys = () if onward is None else (Send(onward, keys=True, gradients=False),)
+        gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
+        return keys + gradients
+
     def _each_way(self, sends: Iterable[Send]) -> tuple[Send, ...]:
         ways = len(self.turns)
         return tuple(
@@ -77,20 +87,16 @@ class Plan:
         )
 
 
-def parcel_sends(onward: int | None, behind: int | None) -> tuple[Send, ...]:
-    """What is sent during one hop of the backward: keys `onward`, the gradients of the hop before after them.
-
-    One array where both go equally far.
-    """
-    if onward is not None and onward == behind:
-        return (Send(onward, keys=True, gradients=True),)
-    keys = () if onward is None else (Send(onward, keys=True, gradients=False),)
-    gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
-    return keys + gradients
-
-
 @functools.lru_cache(maxsize=256)
-def plan(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, two_way: bool = False) -> Plan:
+def plan(
+    rule: Rule,
+    layout: str,
+    ranks: int,
+    q_length: int,
+    kv_length: int,
+    two_way: bool = False,
+    joint: bool = True,
+) -> Plan:
     """The hops on which some rank's queries can see some key; lengths are those of one shard.
 
     Masks that are not bounded by position, ids that are known at run time only, and positions of the caller's own
@@ -98,7 +104,7 @@ def plan(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, two
     is far on the other. So do they on two ranks, where both ways are the same.
     """
     made = _offsets(rule, layout, ranks, q_length, kv_length)
-    return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks)
+    return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
 
 
 def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> tuple[int, ...]:

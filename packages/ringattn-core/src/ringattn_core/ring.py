@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Float32
 
 from . import batching, finite, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
-from .hops import parcel_sends
 from .layout import put_columns
 from .merge import empty, with_sinks
 from .protocol import Partial
@@ -39,7 +38,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
     fixed = gathered(ring, fixed)
     q, bad = finite.queries(inputs.q)
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
-    wires = tuple(parcels.to_wire(finite.keys_and_values(way.inputs.k, way.inputs.v, poison=True)) for way in ways)
+    wires = tuple(_wire(ring, finite.keys_and_values(way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
     partials = tuple(
         _aligned(ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0)), inputs)
@@ -126,7 +125,7 @@ def _gradients(
         """Works on the keys of `wires` while they go `onward` and the gradients `behind` them follow by `back`."""
         done = [of_way["q"] for of_way in sums]
         wires = tuple(_after(ring, wire, done) for wire in wires)
-        sends = parcel_sends(onward, back)
+        sends = ring.plan.parcel(onward, back)
         if len(sends) == 1 and sends[0].keys and sends[0].gradients:
             joint = tuple(parcels.join(wire, late) for wire, late in zip(wires, behind, strict=True))
             arrivals = [parcels.split(parcel) for parcel in _sent(ring, ways, joint, sends[0].shift)]
@@ -146,7 +145,7 @@ def _gradients(
     def own(tokens: list[jax.Array]) -> Wires:
         """Packed when it is needed, twice, and not kept between."""
         pairs = [(_after(ring, way.inputs.k, tokens), _after(ring, way.inputs.v, tokens)) for way in ways]
-        return tuple(parcels.to_wire(finite.keys_and_values(k, v, poison=False)) for k, v in pairs)
+        return tuple(_wire(ring, finite.keys_and_values(k, v, poison=False)) for k, v in pairs)
 
     sums: Sums = tuple(zeros(way) for way in ways)
     behind = None
@@ -204,7 +203,24 @@ def _sent(ring: Ring, ways: Sequence[Way], given: Wires, shift: int) -> Wires:
     def permuted(x: jax.Array, shift: int) -> jax.Array:
         return jax.lax.ppermute(x, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
 
-    return tuple(permuted(x, way.come(shift)) for way, x in zip(ways, given, strict=True))
+    def as_integers(x: jax.Array, shift: int) -> jax.Array:
+        return parcels.from_wire(permuted(parcels.to_wire(x), shift), x.dtype)
+
+    def sent(x: jax.Array, shift: int) -> jax.Array:
+        if x.dtype in (jnp.float32, jnp.uint16):
+            return permuted(x, shift)
+        integers, floats = (functools.partial(send, shift=shift) for send in (as_integers, permuted))
+        return jax.lax.platform_dependent(x, tpu=floats, default=integers)
+
+    return tuple(sent(x, way.come(shift)) for way, x in zip(ways, given, strict=True))
+
+
+def _wire(ring: Ring, kv: parcels.Packed) -> parcels.Wire:
+    """K,V as the engine carries it. Where it never joins a parcel it stays what the kernel reads: no copy a hop.
+
+    The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
+    """
+    return parcels.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
 
 
 def _aligned(ring: Ring, tree: Any, inputs: Differentiable) -> Any:

@@ -13,6 +13,9 @@ from .forward import forward
 class TpuKernel:
     """Blockwise attention on TPUs: every feature but float16, heads of up to 256, the same bits at every run."""
 
+    # XLA on a TPU keeps several permutes in flight, and takes long to join bits of unequal width.
+    separate_sends = True
+
     def forward(self, block: Block, partial: Partial) -> Partial:
         return forward(block, partial)
 
