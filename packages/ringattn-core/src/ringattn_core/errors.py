@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 class RingAttnError(Exception):
     """Whatever ringattn raises of its own accord."""
 
+    def one_line(self) -> str:
+        """The message and the notes that were added to it, for where there is room for one line."""
+        return " ".join(" ".join([str(self), *getattr(self, "__notes__", ())]).split())
+
 
 class InputError(RingAttnError, ValueError):
     """An argument that no backend could compute with."""

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one device holds: the arrays of the call, and those of the engine at its busiest hop."""
+
+from typing import Any
+
+import jax
+
+from .. import parcels
+from ..blocks import Differentiable, block
+from ..merge import empty
+from .explanation import Held
+from .tracing import Shard
+
+
+def elements(shard: Shard) -> int:
+    """Those of a shard's packed K,V."""
+    return _packed(shard.inputs).size
+
+
+def held(shard: Shard) -> tuple[Held, ...]:
+    """Each array once. A kernel's own workspace, and what a compiler copies or lets share, is not in it."""
+    inputs, plan = shard.inputs, shard.ring.plan
+    size, itemsize = elements(shard), inputs.k.dtype.itemsize
+    partial = jax.eval_shape(_partial, shard)
+    keys, gradients = size * itemsize, 4 * size
+    sent = max((send.bytes(size, itemsize) for send in plan.backward), default=0)
+    out, dq, dbias = _bytes(partial.out), 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
+    found = [
+        Held("call", "inputs", _bytes((inputs, shard.fixed))),
+        Held("call", "output", partial.out.size * itemsize),
+        Held("forward", "K,V at work, and K,V that arrive" if plan.shifts else "K,V", keys * (2 if plan.shifts else 1)),
+        Held("forward", "partial output and lse, float32", _bytes(partial)),
+        Held("backward", "the largest message, going and coming", 2 * sent) if sent else Held("backward", "K,V", keys),
+        Held("backward", "dk, dv of the hop, float32", gradients),
+        Held("backward", "dq, float32", dq),
+        Held("backward", "dbias, float32", dbias),
+        Held("backward", "output, lse, delta kept, float32", out + 2 * _bytes(partial.lse)),
+    ]
+    return tuple(entry for entry in found if entry.bytes)
+
+
+def _packed(inputs: Differentiable) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(parcels.pack, inputs.k, inputs.v)
+
+
+def _partial(shard: Shard) -> Any:
+    kv = parcels.pack(shard.inputs.k, shard.inputs.v)
+    return empty(block(shard.ring, shard.inputs, shard.inputs.q, kv, shard.fixed, 0))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
