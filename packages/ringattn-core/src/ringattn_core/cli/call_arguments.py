@@ -93,6 +93,8 @@ def shape(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tup
             numbers = tuple(int(part) for part in text.split(","))
         except ValueError:
             raise argparse.ArgumentTypeError(f"got {text!r}, it needs whole numbers {wanted}") from None
+        if min(numbers) < 0:
+            raise argparse.ArgumentTypeError(f"got {min(numbers)}, it needs lengths of 0 or more")
         if len(numbers) < least or (most is not None and len(numbers) > most):
             raise argparse.ArgumentTypeError(f"got {len(numbers)} numbers, it needs {wanted}")
         return numbers

@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,15 +30,9 @@ def compiled(request: Request, shard: Shard, backend: str, gradients: bool) -> C
     """The call, and the call with its gradients, compiled and never run."""
     devices = jax.devices()[: request.ring]
     mesh = Mesh(np.array(devices), (AXIS,))
-    floating = {name: _placed(x, dict(shard.specs)[name], mesh) for name, x in request.floating().items()}
+    floating = {name: placed(x, dict(shard.specs)[name], mesh) for name, x in request.floating().items()}
 
-    def forward(floating: dict[str, jax.Array]) -> Any:
-        return request.attend(floating, mesh, backend)
-
-    def both(floating: dict[str, jax.Array], cotangents: Any) -> Any:
-        out, pull = jax.vjp(forward, floating)
-        return out, pull(cotangents)
-
+    forward, both = programs(request, mesh, backend)
     alone = jax.jit(forward).lower(floating).compile()
     kind = f"{len(devices)} x {devices[0].device_kind}"
     if not gradients:
@@ -48,7 +43,21 @@ def compiled(request: Request, shard: Shard, backend: str, gradients: bool) -> C
     return Compiled(kind, _temporary(alone), _temporary(jax.jit(both).lower(floating, cotangents).compile()))
 
 
-def _placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def programs(request: Request, mesh: Mesh, backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The call of the arrays that have a gradient; and of them and the cotangents, with every gradient."""
+    integers = request.integers()
+
+    def forward(floating: dict[str, jax.Array]) -> Any:
+        return request.attend(floating, integers, mesh, backend)
+
+    def both(floating: dict[str, jax.Array], cotangents: Any) -> Any:
+        out, pull = jax.vjp(forward, floating)
+        return out, pull(cotangents)
+
+    return forward, both
+
+
+def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
     """Split as the call splits it; whole where the ring does not divide it, and the call pads it first."""
     even = all(entry is None or length % mesh.size == 0 for entry, length in zip(spec, x.shape, strict=False))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if even else PartitionSpec()))

@@ -7,6 +7,7 @@ import jax
 
 from .. import parcels
 from ..blocks import Differentiable, block
+from ..features import Feature
 from ..merge import empty
 from .explanation import Held
 from .tracing import Shard
@@ -25,16 +26,19 @@ def held(shard: Shard) -> tuple[Held, ...]:
     keys, gradients = size * itemsize, 4 * size
     sent = max((send.bytes(size, itemsize) for send in plan.backward), default=0)
     out, dq, dbias = _bytes(partial.out), 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
+    fixed, lse = shard.fixed, _bytes(partial.lse)
+    ids = (fixed.q_segments, fixed.kv_segments, fixed.q_positions, fixed.kv_positions)
+    with_lse = Feature.RETURN_LSE in shard.needs
     found = [
-        Held("call", "inputs", _bytes((inputs, shard.fixed))),
-        Held("call", "output", partial.out.size * itemsize),
+        Held("call", "inputs", _bytes((inputs, ids))),
+        Held("call", "output and lse" if with_lse else "output", partial.out.size * itemsize + lse * with_lse),
         Held("forward", "K,V at work, and K,V that arrive" if plan.shifts else "K,V", keys * (2 if plan.shifts else 1)),
         Held("forward", "partial output and lse, float32", _bytes(partial)),
         Held("backward", "the largest message, going and coming", 2 * sent) if sent else Held("backward", "K,V", keys),
         Held("backward", "dk, dv of the hop, float32", gradients),
         Held("backward", "dq, float32", dq),
         Held("backward", "dbias, float32", dbias),
-        Held("backward", "output, lse, delta kept, float32", out + 2 * _bytes(partial.lse)),
+        Held("backward", "output, lse, delta kept, float32", out + 2 * lse),
     ]
     return tuple(entry for entry in found if entry.bytes)
 

@@ -108,12 +108,12 @@ class Request:
             found["mask_builder"] = _loaded(self.mask_builder)
         return found
 
-    def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str | None = None) -> Any:
-        """The call itself, on the devices of a mesh, of the arrays that `floating` gives the shapes of."""
+    def attend(self, floating: dict[str, jax.Array], integers: dict[str, Any], mesh: Any, backend: str) -> Any:
+        """The call itself, on the devices of a mesh, of the arrays that `floating` and `integers` describe."""
         rest = dict(floating)
         operands = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
         more = (rest.pop("softmax_aux", None), rest.pop("bias", None))
-        return ring_attention(*operands, *more, **rest, **self.integers(), **self.options(), mesh=mesh, backend=backend)
+        return ring_attention(*operands, *more, **rest, **integers, **self.options(), mesh=mesh, backend=backend)
 
 
 def _prefix(length: int, *_: int) -> masks.Mask:
