@@ -4,8 +4,9 @@
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from . import call_arguments
 from .screen import Screen
@@ -13,10 +14,15 @@ from .screen import Screen
 if TYPE_CHECKING:
     from .explanation import Explanation
 
-_EXAMPLES = """examples:
+_DESCRIPTION: Final = (
+    "Says what a call of ring_attention would do, without running it and without the devices: which backends could "
+    "answer it and why the others not, which hops are made, which tiles each rank computes at each hop, what is sent, "
+    "and what one device holds. Exits with 1 where no backend can run the call."
+)
+_EXAMPLES: Final = """examples:
   ringattn explain --query 1,131072,32,128 --kv 131072,8 --ring 8 --causal --layout zigzag
   ringattn explain --query 1,32768,8,64 --ring 8 --causal --window 4096,0 --svg ring.svg
-  ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200,3992 --backend xla --compile
+  ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200 --compile
 """
 
 
@@ -24,9 +30,7 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "explain",
         help="what a call would do: backend, hops, tiles, bytes, memory",
-        description="Says what a call of ring_attention would do, without running it and without the devices: which "
-        "backends could answer it and why the others not, which hops are made, which tiles each rank computes at each "
-        "hop, what is sent, and what one device holds. Exits with 1 where no backend can run the call.",
+        description=textwrap.fill(_DESCRIPTION, 79),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
