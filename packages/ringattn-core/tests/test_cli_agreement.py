@@ -178,6 +178,7 @@ def test_hops_that_are_said_to_be_skipped_hold_no_visible_tile() -> None:
 def test_the_memory_that_is_named_is_most_of_what_the_compiled_program_takes(dtype: str) -> None:
     request = Request((1, 8192, 8, 64), (1, 8192, 8, 64), (1, 8192, 8, 64), 4, dtype, causal=True)
     found = explaining.explain(request, "cpu", "xla", compiled=True)
+    assert found.compiled and found.compiled.forward and found.compiled.both
     for phase, planned in (("forward", found.compiled.forward), ("backward", found.compiled.both)):
         named = sum(entry.bytes for entry in found.memory if entry.phase == phase)
         assert 0.7 * planned <= named <= 1.15 * planned, f"{phase}: {named} is named and XLA plans {planned}"
@@ -190,6 +191,7 @@ def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
     specs = dict(tracing.shard(request).specs)
     floating = {name: compiling.placed(x, specs[name], mesh) for name, x in request.floating().items()}
     compiled = jax.jit(compiling.programs(request, mesh, "xla")[0]).lower(floating).compile().memory_analysis()
+    assert compiled is not None
     held = {entry.what.split()[0]: entry.bytes for entry in found.memory if entry.phase == "call"}
     assert held["inputs"] == compiled.argument_size_in_bytes
     # XLA counts a pointer for each of several results.

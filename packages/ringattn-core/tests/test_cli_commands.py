@@ -244,6 +244,17 @@ def test_a_reader_that_goes_away_is_no_fault() -> None:
     run = subprocess.Popen(
         [sys.executable, "-m", "ringattn_core", *CALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    assert run.stdout and run.stderr
     run.stdout.close()
-    errors_said = run.stderr.read()
-    assert (run.wait(60), errors_said) == (141, "")
+    complaint = run.stderr.read()
+    assert (run.wait(60), complaint) == (141, "")
+
+
+def test_an_error_says_where_the_name_came_from_and_nothing_of_jax(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RINGATTN_BACKEND", "goof")
+    status, _, err = said(capsys, *CALL)
+    assert status == 2 and err.endswith("The backend was named by RINGATTN_BACKEND.\n")
+    error = errors.InputError("x", "got 1", "Pass 2")
+    error.add_note("It was\nasked for.")
+    error.add_note("-----\nJAX has removed frames.")
+    assert error.one_line() == "x: got 1. Pass 2 It was asked for."

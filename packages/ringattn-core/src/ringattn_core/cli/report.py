@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an explanation says in words and tables."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from .table import amount, share
 def report(found: Explanation, screen: Screen) -> Iterator[str]:
     """The lines of the whole explanation."""
     yield screen.bold(title(found))
-    yield described(found)
+    yield from _prose(described(found), screen)
     yield ""
     yield from _backends(found, screen)
     yield ""
@@ -22,6 +23,10 @@ def report(found: Explanation, screen: Screen) -> Iterator[str]:
     yield from _sent(found, screen)
     yield ""
     yield from _memory(found, screen)
+
+
+def _prose(sentences: str, screen: Screen) -> Iterator[str]:
+    yield from textwrap.wrap(sentences, screen.width, break_on_hyphens=False)
 
 
 def title(found: Explanation) -> str:
@@ -71,7 +76,7 @@ def _backends(found: Explanation, screen: Screen) -> Iterator[str]:
     if found.refusal:
         yield from table.lines(("none:", found.refusal), (), width=screen.width)
     if found.own_ring:
-        yield f"{found.choice} drives a ring of its own; what follows is what core's engine would do."
+        yield from _prose(f"{found.choice} drives a ring of its own; below is what core's engine would do.", screen)
 
 
 def _tiles(found: Explanation, screen: Screen) -> Iterator[str]:
@@ -82,10 +87,11 @@ def _tiles(found: Explanation, screen: Screen) -> Iterator[str]:
     yield from terminal.picture(found, screen)
     yield ""
     yield from _counts(found, screen)
-    yield balance(found)
+    yield from _prose(balance(found), screen)
     if found.skipped:
         made, all_hops = len(found.hops) - 1, found.ranks - 1
-        yield f"{made} of {all_hops} sends are made: no query sees the keys that are {_runs(found.skipped)} ranks away."
+        lost = f"no query sees the keys that are {_runs(found.skipped)} ranks away."
+        yield from _prose(f"{made} of {all_hops} sends are made: {lost}", screen)
 
 
 def balance(found: Explanation) -> str:
@@ -133,9 +139,11 @@ def _sent(found: Explanation, screen: Screen) -> Iterator[str]:
     ]
     if rows:
         yield from table.lines(("", "times", "what", "where", "bytes each"), rows, right=" r  r", width=screen.width)
-    yield totals(found)
+    yield from _prose(totals(found), screen)
     if found.gathered:
-        yield f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
+        yield from _prose(
+            f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions.", screen
+        )
 
 
 def contents(message: Message) -> str:
@@ -158,11 +166,11 @@ def _memory(found: Explanation, screen: Screen) -> Iterator[str]:
     rows = [(entry.phase, entry.what, amount(entry.bytes)) for entry in found.memory]
     for phase in ("forward", "backward"):
         total = sum(entry.bytes for entry in found.memory if entry.phase == phase)
-        rows.append((phase, "the engine at its busiest hop: the sum of the above", amount(total)))
+        rows.append((phase, "together: the engine at its busiest hop", amount(total)))
     order = ("call", "forward", "backward")
     yield from table.lines(("", "arrays", "bytes"), sorted(rows, key=lambda row: order.index(row[0])), right="  r")
-    yield "Each array once; the workspace of the kernel, and what XLA copies or lets share, is not in it."
-    yield _of_xla(found.compiled)
+    counted = "Each array once; the workspace of the kernel, and what XLA copies or lets share, is not in it."
+    yield from _prose(f"{counted} {_of_xla(found.compiled)}", screen)
 
 
 def _of_xla(compiled: Compiled | None) -> str:
