@@ -198,6 +198,14 @@ def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
     assert 0 <= compiled.output_size_in_bytes - held["output"] <= 64
 
 
+def test_ids_and_positions_are_counted_as_gathered() -> None:
+    plain, restarting = explained("documents"), explained("documents whose positions restart")
+    (ids,), (both,) = ([x.bytes for x in found.memory if x.what.startswith("ids")] for found in (plain, restarting))
+    assert ids == 4 * 2 * (16 + 64), "an int32 for each of 2 x 16 queries and 2 x 64 keys"
+    assert both == ids + 4 * (16 + 64), "and positions of all rows together"
+    assert not [x for x in explained("causal").memory if x.what.startswith("ids")]
+
+
 def test_nothing_large_is_made_to_explain_a_large_call() -> None:
     tokens = 2**20
     request = Request((8, tokens, 128, 256), (8, tokens, 128, 256), (8, tokens, 128, 256), 16, causal=True)

@@ -148,6 +148,7 @@ def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: Explanati
     for rank in range(4):
         wanted = [f"rank {rank}", *(str(hop.tiles[rank]) for hop in found.hops), str(found.of_ranks[rank])]
         assert any(re.split(r" {2,}", line) == wanted for line in lines), wanted
+    assert any(line.split("  ")[0] == "keys of" and line.endswith("r - 2  r - 3") for line in map(str.rstrip, lines))
     assert found.of_ranks == (10, 26, 42, 58) and found.slowest == 58
     said = " ".join(text(found).split())
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said

@@ -27,10 +27,11 @@ def held(shard: Shard) -> tuple[Held, ...]:
     sent = max((send.bytes(size, itemsize) for send in plan.backward), default=0)
     out, dq, dbias = _bytes(partial.out), 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
     fixed, lse = shard.fixed, _bytes(partial.lse)
-    ids = (fixed.q_segments, fixed.kv_segments, fixed.q_positions, fixed.kv_positions)
+    ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
     found = [
-        Held("call", "inputs", _bytes((inputs, ids))),
+        Held("call", "inputs", _bytes(inputs)),
+        Held("call", "ids and positions, those of all keys", ids),
         Held("call", "output and lse" if with_lse else "output", partial.out.size * itemsize + lse * with_lse),
         Held("forward", "K,V at work, and K,V that arrive" if plan.shifts else "K,V", keys * (2 if plan.shifts else 1)),
         Held("forward", "partial output and lse, float32", _bytes(partial)),

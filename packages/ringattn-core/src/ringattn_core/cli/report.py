@@ -119,6 +119,7 @@ def _counts(found: Explanation, screen: Screen) -> Iterator[str]:
         [f"rank {rank}", *(str(hop.tiles[rank]) for hop in found.hops), str(found.of_ranks[rank])]
         for rank in range(found.ranks)
     ]
+    rows.insert(0, ["keys of", *("r" if hop.offset == 0 else f"r - {hop.offset}" for hop in found.hops), ""])
     rows.append(["busiest", *(str(max(hop.tiles)) for hop in found.hops), str(found.slowest)])
     lines = list(table.lines(head, rows, right=" " + "r" * (len(head) - 1), width=screen.width))
     if max(map(len, lines)) <= screen.width:
