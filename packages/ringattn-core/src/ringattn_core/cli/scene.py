@@ -144,7 +144,7 @@ def rectangles(chosen: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
     started: dict[tuple[int, int], int] = {}
     for number, row in enumerate([*chosen, np.zeros(chosen.shape[1], bool)]):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], row, [False]]).astype(np.int8)))
-        runs = {(int(left), int(right)) for left, right in zip(edges[::2], edges[1::2], strict=True)}
+        runs = [(int(left), int(right)) for left, right in zip(edges[::2], edges[1::2], strict=True)]
         for run in [run for run in started if run not in runs]:
             yield started.pop(run), number, *run
         for run in runs:
