@@ -175,6 +175,15 @@ def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gi
             assert status == 1 and "none:" in out and "hop 3" in out, "the plan is core's, and is shown all the same"
 
 
+def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
+    backend = Backend("acausal", 1, ("tpu",), {}, kernel="nowhere:KERNEL", priority=5)
+    with discovery.registered(backend, object()):
+        assert main([*CALL, "--backend", "acausal,xla", "--platform", "tpu"]) == 0
+    out = capsys.readouterr().out
+    assert "Backends on tpu" in out and re.search(r"^    acausal .* it does not support BFLOAT16", out, re.MULTILINE)
+    assert re.search(r"^->  xla .* runs this call$", out, re.MULTILINE)
+
+
 def test_a_backend_with_a_ring_of_its_own_is_said_to_have_one() -> None:
     def ring(query: Any, key: Any, value: Any, **options: Any) -> Any: ...
 

@@ -84,6 +84,8 @@ class Request:
     def integers(self) -> dict[str, np.ndarray]:
         """Ids and positions, in the order of the layout: they decide which tiles are visible, so they are there."""
         if self.documents is None:
+            if self.restart_positions:
+                raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
             return {}
         packed = MaskInfo.from_documents(self.documents, self.query[1], self.restart_positions)
         found = {"q_segment_ids": packed.q_segment_ids, "q_positions": packed.q_positions}

@@ -85,7 +85,19 @@ def scene(found: Explanation) -> Scene:
         items += _bar(found, rank, bars, y, panel)
     items.append(Words(bars, top - 10, "tiles computed", 11, colour=MUTED))
     items += _foot(found, bottom + 48)
-    return Scene(width, bottom + 48 + 62, title(found), tuple(items))
+    return Scene(
+        width, bottom + 48 + 62, title(found), (*_by_colour(items), *(x for x in items if isinstance(x, Words)))
+    )
+
+
+def _by_colour(items: list[Area | Words]) -> Iterator[Area]:
+    """One area a colour, in the order in which colours appear: what is skipped lies under what is not."""
+    boxes: dict[str, list[Box]] = {}
+    for item in items:
+        if isinstance(item, Area):
+            boxes.setdefault(item.colour, []).extend(item.boxes)
+    for colour, drawn in boxes.items():
+        yield Area(colour, tuple(drawn))
 
 
 def _heading(found: Explanation) -> Iterator[Area | Words]:
