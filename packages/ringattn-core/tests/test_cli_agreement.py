@@ -19,6 +19,7 @@ from ringattn_core.features import Feature, Support
 from ringattn_core.layout import order
 from ringattn_core.protocol import Backend, Block, Gradients, Partial
 from ringattn_core.tiles import tiles
+from ringattn_xla.block import XlaKernel
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
@@ -50,12 +51,16 @@ REQUESTS = {
     "padded": asked(61, causal=True),
     "padded keys": asked(64, keys=57),
     "everything else": asked(causal=True, sinks=2, alibi=True, bias=(1, 4, 1, 64), dropout_prob=0.5, return_lse=True),
+    "two ways": asked(causal=True, layout="zigzag", two_way=True),
+    "two ways, one of them": asked(sliding_window=(5, 0), two_way=True),
+    "two ways of three": asked(48, ring=3, causal=True, two_way=True, value_size=5),
     "ring of eight": asked(ring=8, causal=True),
     "alone": asked(ring=1, causal=True),
 }
 PLANS = (
     "causal zigzag", "causal striped", "bfloat16", "far hops by window", "three hops by window", "no hop by chunk",
     "many queries", "documents whose positions restart", "padded keys", "everything else", "alone",
+    "two ways", "two ways, one of them",
 )  # fmt: skip
 """Those whose programs send different things."""
 
@@ -79,8 +84,8 @@ def ring_of(request: Request) -> Mesh:
     return Mesh(np.array(jax.devices()[: request.ring]), (AXIS,))
 
 
-def program(request: Request, gradients: bool) -> str:
-    forward, both = compiling.programs(request, ring_of(request), "xla")
+def program(request: Request, gradients: bool, backend: str = "xla") -> str:
+    forward, both = compiling.programs(request, ring_of(request), backend)
     floating = request.floating()
     arguments = (floating, jax.eval_shape(forward, floating)) if gradients else (floating,)
     return jax.jit(both if gradients else forward).lower(*arguments).compile().as_text() or ""
@@ -98,7 +103,8 @@ def test_the_compiled_program_sends_the_messages_that_are_said(name: str) -> Non
     wanted = Counter(message.bytes for message in (*found.forward, *found.backward))
     text = program(REQUESTS[name], gradients=True)
     assert moved(text, "collective-permute") == wanted
-    assert len(found.forward) == len(found.hops) - 1
+    sends = {hop.number for hop in found.hops if hop.offset}
+    assert len(found.forward) == len(sends) * max(hop.ways for hop in found.hops)
 
 
 @pytest.mark.parametrize("name", ["causal", "bfloat16", "far hops by window", "padded"])
@@ -153,14 +159,39 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
         jax.effects_barrier()
     q_length, kv_length = found.lengths
     starts = [order(request.layout, request.ring, request.ring * n)[::n].tolist() for n in (q_length, kv_length)]
-    got = {(starts[0].index(row), starts[1].index(column)): states for row, column, states in recorder.noted}
-    assert len(recorder.noted) == len(got) == request.ring * len(found.hops), "a block of some rank and hop is missing"
+    got: dict[tuple[int, int], list[np.ndarray]] = {}
+    for row, column, states in recorder.noted:
+        got.setdefault((starts[0].index(row), starts[1].index(column)), []).append(states)
+    ways, expected = max(hop.ways for hop in found.hops), Counter()
     for rank in range(request.ring):
         for number, hop in enumerate(found.hops):
-            states = got[rank, (rank - hop.offset) % request.ring]
-            for row in states:
+            place = rank, (rank - hop.offset) % request.ring
+            expected[place] += ways // hop.ways
+            for row in np.concatenate(got[place]):
                 np.testing.assert_array_equal(row, found.states[rank, number], f"rank {rank}, hop {number}")
-            assert hop.tiles[rank] == (states[0] > 0).sum() and hop.whole[rank] == (states[0] == 2).sum()
+            states = found.states[rank, number]
+            assert hop.tiles[rank] == (states > 0).sum() and hop.whole[rank] == (states == 2).sum()
+    assert Counter({place: len(blocks) for place, blocks in got.items()}) == expected, "blocks that nobody told of"
+
+
+class SendsApart(XlaKernel):
+    """A kernel whose keys and gradients travel as two arrays."""
+
+    separate_sends = True
+
+
+def test_a_kernel_that_wants_keys_and_gradients_sent_apart_is_said_to_get_them_so() -> None:
+    backend = Backend("apart", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+    with discovery.registered(backend, SendsApart()):
+        found = explaining.explain(REQUESTS["bfloat16"], "cpu", "apart")
+        text = program(REQUESTS["bfloat16"], gradients=True, backend="apart")
+    assert not any(message.keys and message.gradients for message in found.backward)
+    assert moved(text, "collective-permute") == Counter(x.bytes for x in (*found.forward, *found.backward))
+    together = explained("bfloat16")
+    assert (
+        sum(x.bytes for x in found.backward) == sum(x.bytes for x in together.backward)
+        and found.memory == together.memory
+    )
 
 
 def test_hops_that_are_said_to_be_skipped_hold_no_visible_tile() -> None:

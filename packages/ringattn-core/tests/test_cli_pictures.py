@@ -21,7 +21,7 @@ from ringattn_core.cli.main import main
 from ringattn_core.cli.picture import shrunk
 from ringattn_core.cli.report import report
 from ringattn_core.cli.request import Request
-from ringattn_core.cli.scene import COLOURS, rectangles, scene
+from ringattn_core.cli.scene import COLOURS, Words, rectangles, scene
 from ringattn_core.cli.screen import Screen
 from ringattn_core.features import Feature, Support
 from ringattn_core.protocol import Backend
@@ -152,6 +152,19 @@ def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: Explanati
     assert found.of_ranks == (10, 26, 42, 58) and found.slowest == 58
     said = " ".join(text(found).split())
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
+
+
+def test_both_ways_round_are_columns_of_one_hop_and_count_half() -> None:
+    found, one_way = explained(layout="zigzag", two_way=True), explained(layout="zigzag")
+    said = text(found)
+    heads = ["tiles", "hop 0", *(f"hop {number}" for number in (1, 1, 2, 2, 3, 3)), "sum"]
+    whose = ["keys of", "r", "r - 1", "r + 1", "r - 2", "r + 2", "r - 3", "r + 3"]
+    lines = [re.split(r" {2,}", line) for line in said.splitlines()]
+    assert heads in lines and whose in lines and "each column is of half of the heads" in said
+    assert found.of_ranks == one_way.of_ranks and found.slowest == one_way.slowest
+    assert re.search(r"^forward +3 +K,V +to rank r \+ 1 .*\nforward +3 +K,V +to rank r - 1 ", said, re.MULTILINE)
+    words = [item.text for item in scene(found).items if isinstance(item, Words)]
+    assert {"keys of rank r - 1", "keys of rank r + 1"} <= set(words) and "2 x K,V 512 B \N{RIGHTWARDS ARROW}" in words
 
 
 def test_as_json_it_says_what_the_explanation_holds(found: Explanation, capsys) -> None:

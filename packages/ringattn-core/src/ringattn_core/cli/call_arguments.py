@@ -50,6 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--lse", action="store_true", help="the log of the denominator comes back too")
     more.add_argument("--precision", metavar="P", help="default, high or highest")
     more.add_argument("--fused-backward", action="store_true", help="a backward in any order is welcome")
+    more.add_argument("--two-way", action="store_true", help="half of the heads travel the other way round")
 
 
 def request(arguments: argparse.Namespace) -> "Request":
@@ -81,6 +82,7 @@ def request(arguments: argparse.Namespace) -> "Request":
         return_lse=arguments.lse,
         precision=arguments.precision,
         fused_backward=arguments.fused_backward,
+        two_way=arguments.two_way,
     )
 
 

@@ -10,7 +10,7 @@ from .. import selection
 from ..discovery import Registration
 from ..errors import BackendNotFoundError, InputError, RingAttnError
 from ..features import Feature
-from ..hops import Send
+from ..hops import Plan, Send
 from . import compiling, memory, tracing
 from .explanation import MASKED, WHOLE, Candidate, Explanation, Hop, Message
 from .request import Request
@@ -25,11 +25,13 @@ def explain(
     compiled: bool = False,
 ) -> Explanation:
     """What a call would do on devices of `platform`, with `backend` as `ring_attention` takes it."""
-    shard = tracing.shard(request)
-    plan = shard.ring.plan
-    chosen, refusal = _choice(backend, shard.needs, platform)
-    sizes = _tile(tile, shard)
-    states = tracing.visited(request, shard, *sizes)
+    needs = tracing.shard(request).needs
+    chosen, refusal = _choice(backend, needs, platform)
+    own_ring = chosen is not None and chosen.descriptor().kernel is None
+    shard = tracing.shard(request, None if chosen is None or own_ring else chosen.implementation())
+    plan, sizes = shard.ring.plan, _tile(tile, shard)
+    visits = [(number, turn * offset) for number, offset in enumerate(plan.offsets) for turn in _turns(plan, offset)]
+    states = tracing.visited(request, shard, [offset for _, offset in visits], *sizes)
     size, itemsize = memory.elements(shard), shard.inputs.k.dtype.itemsize
 
     def messages(sends: tuple[Send, ...]) -> tuple[Message, ...]:
@@ -39,14 +41,17 @@ def explain(
     return Explanation(
         request=request,
         platform=platform,
-        needs=tuple(feature.name for feature in Feature if feature in shard.needs),
-        candidates=tuple(_candidate(*found) for found in selection.candidates(shard.needs, platform)),
+        needs=tuple(feature.name for feature in Feature if feature in needs),
+        candidates=tuple(_candidate(*found) for found in selection.candidates(needs, platform)),
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
-        own_ring=chosen is not None and chosen.descriptor().kernel is None,
+        own_ring=own_ring,
         lengths=(shard.inputs.q.shape[1], shard.inputs.k.shape[1]),
         tile=sizes,
-        hops=tuple(_hop(offset, states[:, number]) for number, offset in enumerate(plan.offsets)),
+        hops=tuple(
+            Hop(number, offset, len(_turns(plan, offset)), *_counts(states[:, column]))
+            for column, (number, offset) in enumerate(visits)
+        ),
         skipped=tuple(offset for offset in range(plan.ranks) if offset not in plan.offsets),
         forward=messages(plan.forward),
         backward=messages(plan.backward),
@@ -90,11 +95,15 @@ def _tile(asked: tuple[int, int] | None, shard: Shard) -> tuple[int, int]:
     return min(asked[0], lengths[0]), min(asked[1], lengths[1])
 
 
-def _hop(offset: int, states: np.ndarray) -> Hop:
-    def counts(seen: np.ndarray) -> tuple[int, ...]:
-        return tuple(int(count) for count in seen.sum((1, 2)))
+def _turns(plan: Plan, offset: int) -> tuple[int, ...]:
+    """The ways on which keys come over this distance: a rank's own are the same on both."""
+    return plan.turns if offset else (1,)
 
-    return Hop(offset, counts(states >= MASKED), counts(states == WHOLE))
+
+def _counts(states: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For each rank the tiles that are computed, and those without a mask."""
+    computed, whole = ((states >= state).sum((1, 2)).tolist() for state in (MASKED, WHOLE))
+    return tuple(computed), tuple(whole)
 
 
 def _gathered(shard: Shard) -> int:

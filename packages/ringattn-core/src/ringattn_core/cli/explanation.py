@@ -28,7 +28,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What every rank sends at once to the rank `shift` onward: keys and values, gradients of them, or both."""
+    """What every rank sends to the rank `shift` onward, or back: keys and values, gradients of them, or both."""
 
     shift: int
     keys: bool
@@ -38,9 +38,14 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """Rank `r` works on the keys of rank `r - offset`; for each rank, how many tiles, and how many without a mask."""
+    """Rank `r` works on the keys of rank `r - offset`; for each rank, how many tiles, and how many without a mask.
 
+    Of two with one `number`, each is of half of the heads.
+    """
+
+    number: int
     offset: int
+    ways: int
     tiles: tuple[int, ...]
     whole: tuple[int, ...]
 
@@ -106,13 +111,21 @@ class Explanation:
 
     @property
     def of_ranks(self) -> tuple[int, ...]:
-        """The tiles that each rank computes, over all hops."""
-        return tuple(sum(counts) for counts in zip(*(hop.tiles for hop in self.hops), strict=True))
+        """The tiles that each rank computes, over all hops; those of half of the heads count half, rounded up."""
+        return tuple(-(-sum(counts) // 2) for counts in zip(*self._halves().values(), strict=True))
 
     @property
     def slowest(self) -> int:
         """The tiles that a ring in lockstep waits for: of the busiest rank, hop by hop."""
-        return sum(max(hop.tiles) for hop in self.hops)
+        return -(-sum(map(max, self._halves().values())) // 2)
+
+    def _halves(self) -> dict[int, list[int]]:
+        """The tiles of each rank at each hop by number, counted in halves."""
+        found = {hop.number: [0] * self.ranks for hop in self.hops}
+        for hop in self.hops:
+            counts = zip(found[hop.number], hop.tiles, strict=True)
+            found[hop.number] = [before + 2 * count // hop.ways for before, count in counts]
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; of the states only the counts."""

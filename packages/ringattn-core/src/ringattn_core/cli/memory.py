@@ -8,6 +8,7 @@ import jax
 from .. import parcels
 from ..blocks import Differentiable, block
 from ..features import Feature
+from ..hops import Plan
 from ..merge import empty
 from .explanation import Held
 from .tracing import Shard
@@ -24,7 +25,7 @@ def held(shard: Shard) -> tuple[Held, ...]:
     size, itemsize = elements(shard), inputs.k.dtype.itemsize
     partial = jax.eval_shape(_partial, shard)
     keys, gradients = size * itemsize, 4 * size
-    sent = max((send.bytes(size, itemsize) for send in plan.backward), default=0)
+    sent = _sent_at_once(plan, size, itemsize)
     out, dq, dbias = _bytes(partial.out), 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
     fixed, lse = shard.fixed, _bytes(partial.lse)
     ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
@@ -35,7 +36,7 @@ def held(shard: Shard) -> tuple[Held, ...]:
         Held("call", "output and lse" if with_lse else "output", partial.out.size * itemsize + lse * with_lse),
         Held("forward", "K,V at work, and K,V that arrive" if plan.shifts else "K,V", keys * (2 if plan.shifts else 1)),
         Held("forward", "partial output and lse, float32", _bytes(partial)),
-        Held("backward", "the largest message, going and coming", 2 * sent) if sent else Held("backward", "K,V", keys),
+        Held("backward", "what is sent at once, going and coming", 2 * sent) if sent else Held("backward", "K,V", keys),
         Held("backward", "dk, dv of the hop, float32", gradients),
         Held("backward", "dq, float32", dq),
         Held("backward", "dbias, float32", dbias),
@@ -44,13 +45,21 @@ def held(shard: Shard) -> tuple[Held, ...]:
     return tuple(entry for entry in found if entry.bytes)
 
 
+def _sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
+    """The bytes that travel during the hop of the backward that sends most; on both ways together."""
+    onward, behind = (*plan.shifts[1:], None), (None, *plan.shifts[1:])
+    hops = [plan.parcel(None, plan.homeward), plan.parcel(next(iter(plan.shifts), None), None)]
+    hops += [plan.parcel(*moves) for moves in zip(onward, behind, strict=True)]
+    return max(sum(send.bytes(size, itemsize) for send in sends) for sends in hops)
+
+
 def _packed(inputs: Differentiable) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(parcels.pack, inputs.k, inputs.v)
 
 
 def _partial(shard: Shard) -> Any:
     kv = parcels.pack(shard.inputs.k, shard.inputs.v)
-    return empty(block(shard.ring, shard.inputs, shard.inputs.q, kv, shard.fixed, 0))
+    return empty(block(shard.ring, shard.inputs, kv, shard.fixed, 0))
 
 
 def _bytes(tree: Any) -> int:

@@ -2,6 +2,7 @@
 """What an explanation says in words and tables."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ def described(found: Explanation) -> str:
         "bias": given.bias and f"bias {'x'.join(map(str, given.bias))}",
         "alibi": "ALiBi" if given.alibi else None,
         "dropout": given.dropout_prob and f"dropout {given.dropout_prob}",
+        "ways": "both ways round" if given.two_way else None,
         "cap": given.logits_soft_cap and f"soft cap {given.logits_soft_cap}",
     }
     said = ", ".join(str(word) for word in masks.values() if word) or "no mask"
@@ -88,6 +90,8 @@ def _tiles(found: Explanation, screen: Screen) -> Iterator[str]:
     yield ""
     yield from _counts(found, screen)
     yield from _prose(balance(found), screen)
+    if any(hop.ways == 2 for hop in found.hops):
+        yield from _prose("After hop 0 each column is of half of the heads: their keys come from either side.", screen)
     if found.skipped:
         made, all_hops = len(found.hops) - 1, found.ranks - 1
         lost = f"no query sees the keys that are {_runs(found.skipped)} ranks away."
@@ -114,19 +118,18 @@ def totals(found: Explanation) -> str:
 
 def _counts(found: Explanation, screen: Screen) -> Iterator[str]:
     """A row a rank and a column a hop, where that fits; else a row a hop."""
-    head = ["tiles", *(f"hop {number}" for number in range(len(found.hops))), "sum"]
-    rows = [
-        [f"rank {rank}", *(str(hop.tiles[rank]) for hop in found.hops), str(found.of_ranks[rank])]
-        for rank in range(found.ranks)
-    ]
-    rows.insert(0, ["keys of", *("r" if hop.offset == 0 else f"r - {hop.offset}" for hop in found.hops), ""])
+    head = ["tiles", *(f"hop {hop.number}" for hop in found.hops), "sum"]
+    rows = [["keys of", *(rank(-hop.offset) for hop in found.hops), ""]]
+    for number, total in enumerate(found.of_ranks):
+        rows.append([f"rank {number}", *(str(hop.tiles[number]) for hop in found.hops), str(total)])
     rows.append(["busiest", *(str(max(hop.tiles)) for hop in found.hops), str(found.slowest)])
     lines = list(table.lines(head, rows, right=" " + "r" * (len(head) - 1), width=screen.width))
     if max(map(len, lines)) <= screen.width:
         yield from lines
         return
     spread = [(str(min(x)), f"{sum(x) / len(x):.1f}", str(max(x))) for x in (hop.tiles for hop in found.hops)]
-    rows = [(_runs(range(first, last + 1)), *counts) for first, last, counts in _alike(spread)]
+    numbers = [hop.number for hop in found.hops]
+    rows = [(_runs(sorted({*numbers[first : last + 1]})), *counts) for first, last, counts in _alike(spread)]
     rows.append(("all", str(min(found.of_ranks)), f"{sum(found.of_ranks) / found.ranks:.1f}", str(found.slowest)))
     yield from table.lines(("hop", "least busy rank", "mean", "busiest rank"), rows, right="rrrr")
 
@@ -134,9 +137,9 @@ def _counts(found: Explanation, screen: Screen) -> Iterator[str]:
 def _sent(found: Explanation, screen: Screen) -> Iterator[str]:
     yield screen.bold("Sent by each rank")
     rows = [
-        (phase, str(last - first + 1), contents(message), f"to rank r + {message.shift}", amount(message.bytes))
+        (phase, str(times), contents(message), f"to rank {rank(message.shift)}", amount(message.bytes))
         for phase, messages in (("forward", found.forward), ("backward", found.backward))
-        for first, last, message in _alike(messages)
+        for message, times in Counter(messages).items()
     ]
     if rows:
         yield from table.lines(("", "times", "what", "where", "bytes each"), rows, right=" r  r", width=screen.width)
@@ -145,6 +148,11 @@ def _sent(found: Explanation, screen: Screen) -> Iterator[str]:
         yield from _prose(
             f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions.", screen
         )
+
+
+def rank(distance: int) -> str:
+    """The rank so far onward from rank `r`."""
+    return f"r {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "r"
 
 
 def contents(message: Message) -> str:

@@ -51,6 +51,7 @@ class Request:
     return_lse: bool = False
     precision: str | None = None
     fused_backward: bool = False
+    two_way: bool = False
 
     @property
     def mesh(self) -> AbstractMesh:
@@ -99,7 +100,7 @@ class Request:
         """The arguments that are no arrays."""
         names = (
             "layout", "causal", "sliding_window", "chunk_size", "logits_soft_cap", "softmax_scale", "dropout_prob",
-            "return_lse", "precision", "fused_backward",
+            "return_lse", "precision", "fused_backward", "two_way",
         )  # fmt: skip
         found = {name: getattr(self, name) for name in names} | {"axis_name": AXIS}
         if self.dropout_prob:

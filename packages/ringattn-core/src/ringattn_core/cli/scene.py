@@ -9,7 +9,7 @@ import numpy as np
 
 from .explanation import MASKED, SKIPPED, WHOLE, WORDS, Explanation
 from .picture import shrunk
-from .report import balance, contents, described, title, totals
+from .report import balance, contents, described, rank, title, totals
 from .table import amount
 
 INK: Final = "#1b1f24"
@@ -76,13 +76,13 @@ def scene(found: Explanation) -> Scene:
     bottom = top + found.ranks * (panel + gap)
     items = [*_heading(found), *_columns(found, left, top, bottom, panel, gap)]
     bars = left + hops * (panel + gap) + 12
-    for rank in range(found.ranks):
-        y = top + rank * (panel + gap)
-        if panel >= 14 or rank % 4 == 0:
-            items.append(Words(left - 10, y + panel / 2 + 4, f"rank {rank}", min(12, panel), "end"))
+    for number in range(found.ranks):
+        y = top + number * (panel + gap)
+        if panel >= 14 or number % 4 == 0:
+            items.append(Words(left - 10, y + panel / 2 + 4, f"rank {number}", min(12, panel), "end"))
         for hop in range(hops):
-            items += _panel(found.states[rank, hop], left + hop * (panel + gap), y, panel)
-        items += _bar(found, rank, bars, y, panel)
+            items += _panel(found.states[number, hop], left + hop * (panel + gap), y, panel)
+        items += _bar(found, number, bars, y, panel)
     items.append(Words(bars, top - 10, "tiles computed", 11, colour=MUTED))
     items += _foot(found, bottom + 48)
     return Scene(
@@ -121,17 +121,19 @@ def _columns(found: Explanation, left: float, top: float, bottom: float, panel: 
     if not titled:
         yield Words(left - 10, top - 8, "hop", 10, "end", MUTED)
     every = 1 if panel >= 20 else 4
-    for number, hop in enumerate(found.hops):
-        middle = left + number * (panel + gap) + panel / 2
+    ways = max(hop.ways for hop in found.hops)
+    for column, hop in enumerate(found.hops):
+        middle = left + column * (panel + gap) + panel / 2
         if titled:
-            whose = "own keys" if hop.offset == 0 else f"keys of rank r - {hop.offset}"
-            yield Words(middle, top - 26, f"hop {number}", 12, "middle", bold=True)
+            whose = f"keys of rank {rank(-hop.offset)}" if hop.offset else "own keys"
+            yield Words(middle, top - 26, f"hop {hop.number}", 12, "middle", bold=True)
             yield Words(middle, top - 10, whose, 10.5, "middle", MUTED)
-        elif number % every == 0:
-            yield Words(middle, top - 8, str(number), 10, "middle", MUTED)
-        if titled and number < len(found.forward):
-            message = found.forward[number]
-            sent = f"{contents(message)} {amount(message.bytes)} \N{RIGHTWARDS ARROW}"
+        elif column % every == 0:
+            yield Words(middle, top - 8, str(hop.number), 10, "middle", MUTED)
+        if titled and hop.offset >= 0 and ways * hop.number < len(found.forward):
+            message = found.forward[ways * hop.number]
+            each = "2 x " if ways == 2 else ""
+            sent = f"{each}{contents(message)} {amount(message.bytes)} \N{RIGHTWARDS ARROW}"
             yield Words(middle + (panel + gap) / 2, bottom + 14, sent, 10.5, "middle", MUTED)
 
 
@@ -163,13 +165,13 @@ def rectangles(chosen: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
             started.setdefault(run, number)
 
 
-def _bar(found: Explanation, rank: int, x: float, y: float, panel: int) -> Iterator[Area | Words]:
-    count, most = found.of_ranks[rank], max(*found.of_ranks, 1)
+def _bar(found: Explanation, number: int, x: float, y: float, panel: int) -> Iterator[Area | Words]:
+    count, most = found.of_ranks[number], max(*found.of_ranks, 1)
     tall = min(14, panel - 2)
     length = (_BARS - 74) * count / most
     middle = y + panel / 2
     yield Area(COLOURS[WHOLE], (Box(x, middle - tall / 2, round(length, 2), tall),))
-    if panel >= 14 or rank % 4 == 0:
+    if panel >= 14 or number % 4 == 0:
         yield Words(x + length + 6, middle + 4, f"{count}", min(11, panel), colour=MUTED)
 
 

@@ -36,7 +36,7 @@ def picture(found: Explanation, screen: Screen) -> Iterator[str]:
     for first in range(0, hops, band):
         numbers = range(first, min(first + band, hops))
         yield ""
-        yield _head(numbers, label, wide, gap)
+        yield _head([found.hops[column].number for column in numbers], label, wide, gap)
         for rank in range(found.ranks):
             panels = [_panel(found.states[rank, number], wide, tall, screen) for number in numbers]
             for number, parts in enumerate(zip(*panels, strict=True)):

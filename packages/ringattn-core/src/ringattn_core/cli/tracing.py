@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax
@@ -38,14 +39,14 @@ class Shard:
     specs: tuple[tuple[str, PartitionSpec], ...] = dataclasses.field(metadata={"static": True})
 
 
-def shard(request: Request) -> Shard:
-    """The shapes of one rank's share; nothing is computed."""
-    stacked = jax.eval_shape(functools.partial(_every_rank, request, lambda shard: shard), request.integers())
+def shard(request: Request, kernel: Any = None) -> Shard:
+    """The shapes of one rank's share; nothing is computed. What the ring sends may depend on the kernel."""
+    stacked = jax.eval_shape(functools.partial(_every_rank, request, kernel, lambda shard: shard), request.integers())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
-def visited(request: Request, shard: Shard, q_tile: int, kv_tile: int) -> np.ndarray:
-    """0 where a tile is skipped, 1 where it is masked, 2 where it is seen whole: `[ranks, hops, q tiles, key tiles]`.
+def visited(request: Request, shard: Shard, offsets: Sequence[int], q_tile: int, kv_tile: int) -> np.ndarray:
+    """0 where a tile is skipped, 1 where it is masked, 2 where it is seen whole: `[ranks, offsets, q tiles, kv tiles]`.
 
     Of the first row of the batch, and of all heads together.
     """
@@ -57,13 +58,13 @@ def visited(request: Request, shard: Shard, q_tile: int, kv_tile: int) -> np.nda
         kv = parcels.pack(inputs.k, inputs.v)
 
         def of_hop(offset: jax.Array) -> jax.Array:
-            found = tiles(block(ring, inputs, inputs.q, kv, fixed, offset).padded_to(*lengths), q_tile, kv_tile)
+            found = tiles(block(ring, inputs, kv, fixed, offset).padded_to(*lengths), q_tile, kv_tile)
             return found.some[0].astype(jnp.uint8) + found.full[0].astype(jnp.uint8)
 
-        return jax.vmap(of_hop)(jnp.asarray(ring.plan.offsets, jnp.int32))
+        return jax.vmap(of_hop)(jnp.asarray(offsets, jnp.int32))
 
     # Under `jit` the arrays whose shapes alone are read are never made.
-    return np.asarray(jax.jit(functools.partial(_every_rank, request, of_rank))(request.integers()))
+    return np.asarray(jax.jit(functools.partial(_every_rank, request, None, of_rank))(request.integers()))
 
 
 def default_tiles(shard: Shard) -> tuple[int, int]:
@@ -75,7 +76,7 @@ def default_tiles(shard: Shard) -> tuple[int, int]:
     return min(tile, lengths[0]), min(tile, lengths[1])
 
 
-def _every_rank(request: Request, work: Any, integers: dict[str, Any]) -> Any:
+def _every_rank(request: Request, kernel: Any, work: Any, integers: dict[str, Any]) -> Any:
     """`work` on the shard of each rank, stacked: `vmap` plays the ranks, as `shard_map` would on devices."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in request.floating().items()}
     mesh = request.mesh
@@ -91,8 +92,6 @@ def _every_rank(request: Request, work: Any, integers: dict[str, Any]) -> Any:
     options = dataclasses.replace(call, **dict.fromkeys(sharding.ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
-        # The plan and the blocks are the same for every kernel.
-        kernel: Any = None
         ring, inputs, fixed = engine.prepared(kernel, dataclasses.replace(options, **local))
         return work(Shard(inputs, fixed, ring, needs, tuple(specs.items())))
 
