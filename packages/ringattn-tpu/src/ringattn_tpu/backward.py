@@ -92,12 +92,11 @@ class _Whole:
         return tables.steps(self.given.block, self.sizes.q_tile, self.sizes.kv_tile, by_keys=True, every_own=True)
 
     def fuses(self, steps: Steps) -> bool:
-        """Whether one pass is asked for, has room for the gradients of a head, and comes by each head but once."""
+        """Whether one pass has room for the gradients of a head, and comes by each head but once."""
         wide = [-(-dim // LANES) * LANES for dim in (self.head_dim, self.value_dim)]
         floats = 2 * self.sizes.q_length * wide[0] + self.sizes.kv_length * sum(wide)
         return (
-            self.given.block.rule.fused_backward
-            and not self.given.facts.slopes
+            not self.given.facts.slopes
             and (steps.rows == 1 or self.given.group == 1)
             and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
         )

@@ -10,7 +10,7 @@ from ..launch import Step
 from ..operands import Facts
 from ..tables import FIRST, LAST, MASKED, OPENS
 from .derivatives import derivatives, keep_state
-from .scores import LANES, Part, distance, keep_columns
+from .scores import Part, distance, folded, keep_columns
 
 SUBLANES: Final = 8
 
@@ -41,7 +41,7 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, fac
                 found.dproduct.astype(k.dtype), k, precision=facts.precision, preferred_element_type=jnp.float32
             )
             if facts.slopes:
-                outputs["dslopes"][...] -= _folded(found.ds * distance(one))
+                outputs["dslopes"][...] -= _in_one_register(found.ds * distance(one))
 
     pl.when(~step.has(MASKED))(lambda: over(False))
     pl.when(step.has(MASKED))(lambda: over(True))
@@ -51,10 +51,6 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, fac
         outputs["dq"][...] = inputs["dq"][...] + acc[...] * facts.scale
 
 
-def _folded(x: Any) -> Any:
+def _in_one_register(x: Any) -> Any:
     """The sums of what lies in the same place of each register: `[8, 128]`."""
-    rows = x.reshape(-1, SUBLANES, x.shape[1]).sum(0)
-    total = rows[:, :LANES]
-    for start in range(LANES, x.shape[1], LANES):
-        total = total + rows[:, start : start + LANES]
-    return total
+    return folded(x.reshape(-1, SUBLANES, x.shape[1]).sum(0))

@@ -9,14 +9,14 @@ from jax.experimental import pallas as pl
 from ..launch import Step
 from ..operands import Facts
 from ..tables import FIRST, IDLE, LAST, MASKED
-from .scores import START, Part, bent, hidden, keep_columns, kept, outer, scored, to_column, to_row, wide
+from .scores import LANES, START, Part, bent, folded, hidden, keep_columns, kept, outer, scored, to_column, to_row, wide
 
 
 def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts, part: int, fresh: bool) -> None:
     """`out` and `lse` continued with the keys that the steps bring; `fresh` says that they begin here.
 
-    `m` is the running maximum and `total` the running sum of a row, in every lane of it, `acc` its output times that.
-    What is there to begin with counts as one key of weight 1 whose score is the lse.
+    `m` is the running maximum of a row, in every lane of it, `total` its running sum, over all lanes of it together,
+    and `acc` its output times that. What is there to begin with counts as one key of weight 1 whose score is the lse.
     """
     acc, m, total, columns = scratch["acc"], scratch["m"], scratch["total"], scratch.get("columns")
     visiting = inputs["k"].shape[0]
@@ -33,7 +33,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts
             nothing = lse == -jnp.inf
             acc[...] = inputs["out"][...]
             m[...] = jnp.where(nothing, START, lse)
-            total[...] = jnp.where(nothing, 0.0, 1.0)
+            total[...] = jnp.where(nothing, 0.0, 1.0 / LANES)
 
     def over(masked: bool) -> None:
         for start in range(0, visiting, part):
@@ -44,7 +44,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts
 
     @pl.when(step.has(LAST))
     def _():
-        weight = total[...]
+        weight = jnp.broadcast_to(total[...].sum(-1, keepdims=True), total.shape)
         nothing = weight == 0.0
         share = 1.0 / jnp.where(nothing, 1.0, weight)
         outputs["out"][...] = acc[...] * wide(share, acc.shape[1])
@@ -61,7 +61,7 @@ def _visit(part: Part, acc: Any, m: Any, total: Any, masked: bool) -> None:
     after = jnp.maximum(before, s.max(-1, keepdims=True))
     p = jnp.exp2(s - wide(after, part.width))
     decay = jnp.exp2(before - after)
-    total[...] = decay * total[...] + p.sum(-1, keepdims=True)
+    total[...] = decay * total[...] + folded(p)
     m[...] = after
     if facts.dropout:
         p = p * kept(part)

@@ -40,6 +40,14 @@ def wide(column: jax.Array, width: int) -> jax.Array:
     return jnp.tile(column, (1, -(-width // LANES)))[:, :width]
 
 
+def folded(x: jax.Array) -> jax.Array:
+    """The sums of what lies in the same lane, `[tile, 128]`."""
+    total = x[:, :LANES]
+    for start in range(LANES, x.shape[1], LANES):
+        total = total + x[:, start : start + LANES]
+    return total
+
+
 class Part(NamedTuple):
     """Some of a visiting tile, from lane `start`, against all of the own one, whose numbers `columns` holds."""
 
