@@ -23,7 +23,7 @@ def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def joint(kernel: Any) -> bool:
-    """Whether keys travel with gradients in one array: unless the kernel's `separate_sends` says that two are better."""
+    """Whether keys travel with gradients in one array: unless the kernel's `separate_sends` says otherwise."""
     return not getattr(kernel, "separate_sends", False)
 
 

@@ -134,6 +134,9 @@ def _gradients(
             following = None if onward is None else _sent(ring, ways, wires, onward)
             late = None if back is None else tuple(_after(ring, x, done) for x in behind)
             arrived = None if back is None or late is None else _sent(ring, ways, late, back)
+            if onward is None and late is not None and not ring.plan.joint:
+                # What goes home leaves before the last kernel begins, and arrives behind it.
+                wires = tuple(_after(ring, wire, late) for wire in wires)
         for came in (*(following or ()), *(arrived or ())):
             sums = tuple({**of_way, "q": tie.settled(of_way["q"], came)} for of_way in sums)
         made = [compute(n, parcels.from_wire(wire, dtype), sums[n], offset) for n, wire in enumerate(wires)]
