@@ -10,6 +10,7 @@ import pytest
 from ringattn_core import discovery, hops
 from ringattn_core.features import Feature
 
+from ringattn_conformance import tiers
 from ringattn_conformance.blocks import rule_of
 from ringattn_conformance.cases import DTYPES, Case
 from ringattn_conformance.outcomes import owed
@@ -67,6 +68,7 @@ def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[int]:
     return Counter(send.bytes(elements, itemsize) for send in sends)
 
 
+@tiers.mark(tiers.CORE, "all-hops-causal-zigzag-3", "one-hop-by-window-contiguous-1")
 @pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=lambda x: str(x) if isinstance(x, Case) else "")
 def test_the_compiled_program_sends_what_the_plan_says(
     ringattn_backend: str, case: Case, layout: str, expected: int | None
@@ -99,6 +101,7 @@ def test_without_gradients_only_keys_and_values_travel(ringattn_backend: str, nu
             assert sum(sent.values()) == expected
 
 
+@tiers.core
 def test_a_ring_of_one_sends_nothing(ringattn_backend: str):
     case = Case("alone", causal=True, lse=False)
     placed = place(case, Placement(1), ringattn_backend)
