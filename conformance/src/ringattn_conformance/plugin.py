@@ -4,6 +4,7 @@
 Nothing here imports JAX before the suite is asked for.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Iterable
@@ -88,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
         force_devices()
+        config.add_cleanup(functools.partial(factor.use, factor.used()))
         factor.use(config.option.ringattn_tolerance_factor)
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
         config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)

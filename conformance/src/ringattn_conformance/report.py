@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 from . import certificate, environment, notes
 from .collection import Collection, Name
-from .schema import FORMAT, BackendReport, Error, FeatureReport, Nearest, Options, Outcome, Report
+from .schema import FORMAT, UNDECLARED, BackendReport, Error, FeatureReport, Nearest, Options, Outcome, Report
 
 
 @dataclasses.dataclass
@@ -72,6 +72,7 @@ def document(
 
 def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, str]) -> BackendReport:
     from ringattn_core import discovery
+    from ringattn_core.features import Feature
 
     registration = discovery.registrations()[name]
     descriptor = registration.descriptor()
@@ -97,8 +98,7 @@ def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, 
         "not_run": collection.not_run(name, run.tests),
         "rings": _rings(tests),
         "features": {
-            feature.name: _feature(feature.name, support.name, tests)
-            for feature, support in descriptor.features.items()
+            feature.name: _feature(feature.name, descriptor.features.get(feature), tests) for feature in Feature
         },
         "worst": _worst(tests),
     }
@@ -117,7 +117,7 @@ def _rings(tests: list[Ran]) -> dict[str, dict[str, int]]:
     return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
 
 
-def _feature(feature: str, support: str, tests: list[Ran]) -> FeatureReport:
+def _feature(feature: str, support: Any, tests: list[Ran]) -> FeatureReport:
     needing = [ran for ran in tests if feature in ran.notes.get("needed", ())]
     errors = [
         cast(Nearest, {"dtype": dtype, "result": result, "test": ran.name.test, **found})
@@ -126,7 +126,7 @@ def _feature(feature: str, support: str, tests: list[Ran]) -> FeatureReport:
         for result, found in results.items()
     ]
     return {
-        "support": support,
+        "support": support.name if support else UNDECLARED,
         "outcomes": _counted(needing),
         "refusals": sum(feature in ran.notes.get("refused", ()) for ran in tests),
         "worst": max(errors, key=notes.share, default=None),

@@ -10,6 +10,9 @@ from typing import Any, Final, Literal, NotRequired, TypedDict, get_args, get_or
 FORMAT: Final = 2
 """Changes with any field that goes or changes its meaning; a new field, `NotRequired`, does not change it."""
 
+UNDECLARED: Final = "UNDECLARED"
+"""The support of a feature of which the backend's descriptor says nothing."""
+
 Outcome = Literal["passed", "failed", "expected_failure", "unexpected_pass", "skipped"]
 
 
@@ -29,7 +32,10 @@ class Nearest(Error):
 
 
 class FeatureReport(TypedDict):
-    """A feature: how it is declared, what became of the tests that need it, and how many demand its refusal."""
+    """A feature: how it is declared, what became of the tests that need it, and how many demand a refusal for its lack.
+
+    `support` is a name of `ringattn_core.Support`, or `UNDECLARED`.
+    """
 
     support: str
     outcomes: dict[str, int]
@@ -111,7 +117,7 @@ def read(path: Path) -> Report:
     wrong = fault(content, Report, "the report")
     if wrong:
         raise ValueError(f"{path}: {wrong}. Run the suite again")
-    return content
+    return typing.cast(Report, content)
 
 
 def fault(value: Any, kind: Any, where: str) -> str | None:

@@ -68,8 +68,8 @@ def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[int]:
     return Counter(send.bytes(elements, itemsize) for send in sends)
 
 
-@tiers.mark(tiers.CORE, "all-hops-causal-zigzag-3", "one-hop-by-window-contiguous-1")
-@pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=lambda x: str(x) if isinstance(x, Case) else "")
+@tiers.mark(tiers.CORE, "all-hops-causal", "one-hop-by-window")
+@pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=[case.name for case, *_ in CASES])
 def test_the_compiled_program_sends_what_the_plan_says(
     ringattn_backend: str, case: Case, layout: str, expected: int | None
 ):

@@ -16,7 +16,7 @@ def ring_attention(*, query, key, value, **options: Any):
     """The keys are gathered as float32, so that what comes back to each rank is summed as float32 too."""
     axis, group = options["axis_name"] or (), query.shape[2] // key.shape[2]
 
-    def all_ranks(x):
+    def all_ranks(x: Any) -> Any:
         return jax.lax.all_gather(x, axis, axis=1, tiled=True) if axis and x is not None else x
 
     ranks, rank = (jax.lax.psum(1, axis), jax.lax.axis_index(axis)) if axis else (1, 0)
