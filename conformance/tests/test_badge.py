@@ -27,14 +27,14 @@ def _colour(image: ElementTree.Element) -> str | None:
 @pytest.mark.parametrize(
     ("changes", "words", "colour"),
     [
-        ({}, "core certified, 1 features", badge.CERTIFIED),
-        ({"tier": "full"}, "full certified, 1 features", badge.CERTIFIED),
-        ({"expected_failures": {"a": "hard"}}, "core certified, 1 features, 1 expected failure", badge.WITH_EXPECTED),
-        ({"failed": ["a", "b"], "deselected": ["c"]}, "core 2 failed", badge.FAILED),
-        ({"crashes": ["a"]}, "core 1 failed", badge.FAILED),
-        ({"deselected": ["a"]}, "core not certified", badge.NOT_JUDGED),
-        ({"tolerance_factor": 2.5}, "core not certified, tolerances x2.5", badge.NOT_JUDGED),
-        ({"tolerance_factor": 0.5}, "core certified, 1 features, tolerances x0.5", badge.CERTIFIED),
+        ({}, "core: certified, 1 feature", badge.CERTIFIED),
+        ({"tier": "full"}, "full: certified, 1 feature", badge.CERTIFIED),
+        ({"expected_failures": {"a": "hard"}}, "core: certified, 1 feature, 1 expected failure", badge.WITH_EXPECTED),
+        ({"failed": ["a", "b"], "deselected": ["c"]}, "core: 2 failed", badge.FAILED),
+        ({"crashes": ["a"]}, "core: 1 failed", badge.FAILED),
+        ({"deselected": ["a"]}, "core: not certified", badge.NOT_JUDGED),
+        ({"tolerance_factor": 2.5}, "core: not certified, tolerances x2.5", badge.NOT_JUDGED),
+        ({"tolerance_factor": 0.5}, "core: certified, 1 feature, tolerances x0.5", badge.CERTIFIED),
     ],
 )
 def test_its_words_and_its_colour_are_those_of_the_verdict(changes: dict[str, Any], words: str, colour: str):

@@ -50,12 +50,12 @@ def _message(backend: BackendReport, report: Report) -> tuple[str, str]:
     expected = len(backend["expected_failures"])
     if certificate["given"]:
         but = f", {expected} expected failure{'s' * (expected > 1)}" if expected else ""
-        message = f"{certificate['tier']} certified, {supported} features{but}{stretched}"
+        message = f"{certificate['tier']}: certified, {supported} feature{'s' * (supported != 1)}{but}{stretched}"
         return message, WITH_EXPECTED if expected else CERTIFIED
     failed = len(backend["failed"]) + len(backend["unexpected_passes"]) + len(report["crashes"])
     if failed:
-        return f"{certificate['tier']} {failed} failed{stretched}", FAILED
-    return f"{certificate['tier']} not certified{stretched}", NOT_JUDGED
+        return f"{certificate['tier']}: {failed} failed{stretched}", FAILED
+    return f"{certificate['tier']}: not certified{stretched}", NOT_JUDGED
 
 
 def _text(text: str, x: int, width: int) -> str:
