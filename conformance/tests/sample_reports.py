@@ -37,7 +37,6 @@ BACKEND: BackendReport = {
 REPORT: Report = {
     "format": 2,
     "date": "2026-01-02T03:04:05+00:00",
-    "python": "3.11.7",
     "versions": {"jax": "0.10.2", "ringattn-core": "0.1.0"},
     "environment": {"JAX_PLATFORMS": "cpu"},
     "devices": {"platform": "cpu", "kind": "cpu", "count": 8},

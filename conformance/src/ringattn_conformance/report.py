@@ -3,7 +3,6 @@
 
 import dataclasses
 import datetime
-import platform
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast, get_args
@@ -53,7 +52,6 @@ def document(
     report: Report = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
         "versions": environment.versions(),
         "environment": environment.variables(),
         "devices": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},

@@ -92,7 +92,6 @@ class Report(TypedDict):
 
     format: int
     date: str
-    python: str
     versions: dict[str, str | None]
     environment: dict[str, str]
     devices: Devices
