@@ -49,6 +49,7 @@ def test_equal_reports_have_nothing_to_tell():
         ({"features": _feature("FULL")}, "BIAS planned full"),
         ({"rings": {"2": {"real": 43, "emulated": 0}}}, "a ring of 2 40 tests real and 3 tests emulated 43 tests real"),
         ({"worst": _error(1e-3)}, "worst error of out, float16 20.0% of tolerance 50.0% of tolerance"),
+        ({"worst": {}}, "worst error of out, float16 20.0% of tolerance -"),
     ],
 )
 def test_what_changed_is_a_row_with_both_values(changes: dict[str, Any], row: str):

@@ -106,10 +106,13 @@ def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Ro
 
 def _errors(old: BackendReport, new: BackendReport) -> Iterator[Row]:
     was, now = _shares(old), _shares(new)
-    for name in sorted(was.keys() & now.keys()):
-        low, high = sorted((was[name], now[name]))
+    for name in sorted(was.keys() | now.keys()):
+        low, high = sorted(found.get(name, 0.0) for found in (was, now))
         if high > APPRECIABLE * low:
-            yield f"worst error of {name}", f"{was[name]:.1%} of tolerance", f"{now[name]:.1%} of tolerance"
+            yield (
+                f"worst error of {name}",
+                *(f"{found[name]:.1%} of tolerance" if name in found else ABSENT for found in (was, now)),
+            )
 
 
 def _shares(backend: BackendReport) -> dict[str, float]:
