@@ -109,10 +109,11 @@ def _errors(old: BackendReport, new: BackendReport) -> Iterator[Row]:
     for name in sorted(was.keys() | now.keys()):
         low, high = sorted(found.get(name, 0.0) for found in (was, now))
         if high > APPRECIABLE * low:
-            yield (
-                f"worst error of {name}",
-                *(f"{found[name]:.1%} of tolerance" if name in found else ABSENT for found in (was, now)),
-            )
+            yield f"worst error of {name}", _percent(was.get(name)), _percent(now.get(name))
+
+
+def _percent(share: float | None) -> str:
+    return ABSENT if share is None else f"{share:.1%} of tolerance"
 
 
 def _shares(backend: BackendReport) -> dict[str, float]:
