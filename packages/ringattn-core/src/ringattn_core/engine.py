@@ -12,6 +12,7 @@ from .blocks import Differentiable, Fixed, Ring
 from .call import Call
 from .hops import plan
 from .mask_builder import Built, build
+from .parcels import joint
 from .protocol import BlockKernel
 from .ring import attend
 from .rule import Rule
@@ -20,6 +21,12 @@ from .varying import align, axes_of
 
 def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     """`(out, lse)` of one shard, by the ring engine over `kernel`."""
+    ring, inputs, fixed = prepared(kernel, call)
+    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+
+
+def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fixed]:
+    """What the engine makes of the call of one shard: its plan and rule, and its inputs in canonical form."""
     axis = call.axis_name or ()
     ranks = axes.size("axis_name", axis)
     rule = _rule(call, ranks)
@@ -27,7 +34,7 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     ring = Ring(
         kernel=kernel,
         rule=rule,
-        plan=plan(rule, call.layout, ranks, q_length, kv_length),
+        plan=plan(rule, call.layout, ranks, q_length, kv_length, call.two_way, joint(kernel)),
         layout=call.layout,
         axis=axis,
     )
@@ -43,7 +50,7 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
         call.attention_mask,
         call.dropout_seed,
     )
-    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+    return ring, inputs, fixed
 
 
 @functools.partial(jax.jit, static_argnums=0)
