@@ -82,11 +82,13 @@ def test_runs_that_have_nothing_to_do_with_the_suite_are_left_alone(tmp_path: Pa
 
 
 def test_the_header_names_versions_backends_and_variables(tmp_path: Path):
-    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", "own", RINGATTN_BACKEND="own")
+    done = _pytest(tmp_path, COUNTS, "--ringattn-backend", "own", RINGATTN_BACKEND="own", RINGATTN_TYPO="1")
     assert "ringattn: python" in done.stdout
-    assert "jaxlib" in done.stdout
+    for name in ("jaxlib", "numpy", "pytest", "pytest-xdist", "ringattn-core", "ringattn-xla", "ringattn-conformance"):
+        assert f", {name} " in done.stdout
     assert "ringattn backend: own of this process 0 on 8 cpu devices" in done.stdout
     assert "RINGATTN_BACKEND=own" in done.stdout
+    assert "RINGATTN_TYPO=1" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,77 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: it keeps the worst error of each result, and says on what it was measured."""
+"""The report: of all errors it keeps the worst of each result, and a failure in any phase of a test stays one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import pytest
-from ringattn_conformance.report import Run
+from ringattn_conformance import notes
+from ringattn_conformance.collection import Collection, Name
+from ringattn_conformance.report import Run, document
+from ringattn_conformance.schema import Options
 
-MODULE = """
-import numpy as np
-import pytest
-from ringattn_conformance import tolerances
-
-@pytest.mark.parametrize("error", [1e-6, 4e-6, 2e-6])
-def test_it(ringattn_backend, error):
-    tolerances._remember("float32", "out", error, 2e-5)
-
-def test_that_fails(ringattn_backend):
-    assert ringattn_backend == "other"
-
-def test_of_somebody_else():
-    pass
-"""
+OPTIONS: Options = {"tier": "full", "largest_ring": 8, "tolerance_factor": 1.0}
 
 
-def found(error: float, tolerance: float = 1.0) -> dict[str, dict[str, dict[str, float]]]:
-    return {"float32": {"out": {"error": error, "tolerance": tolerance}}}
+def found(error: float, tolerance: float = 1.0, needed: tuple[str, ...] = ("CAUSAL",)) -> dict[str, Any]:
+    worst = {"float32": {"out": {"error": error, "tolerance": tolerance}}}
+    return {"needed": needed, "refused": (), "rings": [], "worst": worst}
+
+
+def made(run: Run) -> Any:
+    return document(run, Collection(), {"xla": {}}, OPTIONS, 0)["backends"]["xla"]
 
 
 def test_of_all_errors_the_one_nearest_to_its_tolerance_stays():
     run = Run()
-    for errors in (found(0.5, 10.0), found(0.2, 1.0), found(0.3, 10.0)):
-        run.add("xla", "a", "passed", errors)
-    assert run.worst == {"xla": found(0.2, 1.0)}
-    assert run.outcomes == {"xla": {"passed": 3}}
+    for number, errors in enumerate((found(0.5, 10.0), found(0.2, 1.0), found(0.3, 10.0, needed=()))):
+        run.add(f"node {number}", Name("xla", f"t{number}", ""), "passed", errors)
+    backend = made(run)
+    assert backend["worst"] == {"float32": {"out": {"error": 0.2, "tolerance": 1.0, "test": "t1"}}}
+    assert backend["features"]["CAUSAL"]["worst"]["test"] == "t1"
+    assert backend["outcomes"] == {"passed": 3}
+    assert backend["features"]["CAUSAL"]["outcomes"] == {"passed": 2}
 
 
-def test_backends_are_told_apart_and_failures_are_named():
+def test_a_test_of_another_backend_is_not_counted_and_one_of_no_backend_is():
     run = Run()
-    run.add("one", "a", "failed", found(0.1))
-    run.add("other", "b", "passed", found(0.2))
-    assert run.failed == ["a"]
-    assert run.worst == {"one": found(0.1), "other": found(0.2)}
+    run.add("1", Name("triton", "a", ""), "failed", {})
+    run.add("2", Name(None, "b", ""), "failed", {})
+    assert made(run)["failed"] == ["b"]
 
 
-def report_of(folder: Path, *arguments: str) -> Any:
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "test_it.py").write_text(MODULE)
-    written = folder / "deep" / "report.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py", "--ringattn-backend", "xla"]
-    kept = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, "--ringattn-report", str(written), *arguments],
-        env=kept | {"JAX_PLATFORMS": "cpu"}, cwd=folder, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert [path.name for path in written.parent.iterdir()] == ["report.json"]
-    return json.loads(written.read_text())
+def test_a_failure_after_the_call_stays_and_keeps_what_the_call_found():
+    run = Run()
+    run.add("1", Name("xla", "a", ""), "passed", found(0.2))
+    run.add("1", Name("xla", "a", ""), "failed", {})
+    run.add("1", Name("xla", "a", ""), "passed", {})
+    backend = made(run)
+    assert backend["outcomes"] == {"failed": 1}
+    assert backend["worst"]["float32"]["out"]["error"] == 0.2
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "workers"])
-def test_a_run_leaves_its_report(tmp_path: Path, arguments: tuple[str, ...]):
-    report = report_of(tmp_path, *arguments)
-    assert report["exit_status"] == 1
-    assert report["failed"] == ["test_it.py::test_that_fails[xla]"]
-    assert report["devices"]["platform"] == "cpu"
-    assert report["options"] == {"full": False, "largest_ring": 8}
-    backend = report["backends"]["xla"]
-    assert backend["outcomes"] == {"passed": 3, "failed": 1}
-    assert backend["worst"] == found(4e-6, 2e-5)
-    assert backend["features"]["CAUSAL"] == "FULL"
-    assert backend["requires"]["jax"] == report["versions"]["jax"]
+def test_a_backend_is_described_with_what_it_requires():
+    backend = made(Run())
+    assert backend["distribution"] == "ringattn-xla"
+    assert backend["kind"] == "block kernel"
+    assert backend["requires"]["jax"]
+    assert backend["features"]["CAUSAL"]["support"] == "FULL"
+
+
+def test_notes_are_taken_once_and_of_two_errors_the_worse_stays():
+    notes.taken()
+    for error in (1e-6, 4e-6, 2e-6):
+        notes.error("float32", "out", error, 2e-5)
+    assert notes.taken()["worst"] == {"float32": {"out": {"error": 4e-6, "tolerance": 2e-5}}}
+    assert notes.taken()["worst"] == {}

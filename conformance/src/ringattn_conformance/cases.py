@@ -26,6 +26,7 @@ class Case:
 
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. `sinks` is `shared`, `head` or `each` (`[N, 2]`).
+    `core` marks the most used options.
     """
 
     name: str

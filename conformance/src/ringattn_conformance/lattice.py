@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which rings and in which layouts each case runs."""
+"""On which rings and in which layouts each case runs, and in which tier."""
 
 import dataclasses
 import itertools
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
+import pytest
+
+from . import tiers
 from .cases import CASES, Case
 from .ranks import Placement
+from .tiers import RINGS
 
-RINGS: Final = (1, 2, 3, 4, 8)
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
+ESSENTIAL: Final = frozenset({
+    "plain", "causal", "window", "chunk", "segments", "positions-restart-rows", "mask-of-heads", "dense-mask-heads",
+    "gqa", "value-dim", "cross-causal", "soft-cap", "sinks", "bias", "alibi", "dropout", "fused-backward",
+    "gqa-causal-segments", "segments-unseen-rank", "everything", "causal-bfloat16", "causal-float16",
+    "everything-bfloat16", "long-causal",
+})  # fmt: skip
+"""The cases of the core tier: one at least for each feature."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +40,27 @@ def places(case: Case, largest: int = RINGS[-1]) -> list[tuple[int, str]]:
     return [(ring, layout) for ring, layout in every if case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])]
 
 
-def points(full: bool, largest: int = RINGS[-1]) -> list[Point]:
-    """The whole product for the core options; for the rest the largest ring up to four and one other, by turns."""
+def points(largest: int = RINGS[-1]) -> list[tuple[Point, str | None]]:
+    """Every point, and the smallest tier that it belongs to: none, beyond the largest ring.
+
+    Core has the essential cases by turns, and the most used options in each layout; full has all cases by turns, and
+    the most used options everywhere; the rest is exhaustive.
+    """
     found = []
     for number, case in enumerate(CASES):
         possible = places(case, largest)
-        chosen = possible if full or case.core else _by_turns(number, possible)
-        found += [
-            Point(case, Placement(ring, layout, check_vma=turn % 2 == 0))
-            for turn, (ring, layout) in enumerate(chosen, start=number)
-        ]
+        turns = _by_turns(number, possible)
+        for turn, place in enumerate(places(case), start=number):
+            point = Point(case, Placement(*place, check_vma=turn % 2 == 0))
+            found.append((point, _tier(case, place, turns) if place in possible else None))
     return found
+
+
+def parameters(cases: Iterable[Case]) -> list[Any]:
+    """Cases as pytest takes them, each under its name, the essential ones in the core tier."""
+    return [
+        pytest.param(case, id=case.name, marks=[tiers.core] if case.name in ESSENTIAL else []) for case in cases
+    ]  # fmt: skip
 
 
 def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:
@@ -47,6 +68,12 @@ def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, s
     rings = [ring for ring in RINGS[1:] if ring <= largest] or [1]
     possible = [place for place in places(case, largest) if place[0] == rings[number % len(rings)]]
     return possible[number % len(possible)]
+
+
+def _tier(case: Case, place: tuple[int, str], turns: list[tuple[int, str]]) -> str:
+    if case.name in ESSENTIAL and (place in turns or (case.core and place[0] == RINGS[1])):
+        return tiers.CORE
+    return tiers.FULL if case.core or place in turns else tiers.EXHAUSTIVE
 
 
 def _by_turns(number: int, possible: list[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -9,6 +9,8 @@ from ringattn_core import discovery
 from ringattn_core.errors import UnsupportedFeatureError
 from ringattn_core.features import Feature
 
+from . import notes
+
 
 def supports(backend: str, *features: Feature) -> bool:
     """Whether a backend declares all of them as supported."""
@@ -26,10 +28,13 @@ def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
 
     The refusal names the backend and one of the features.
     """
+    features = frozenset(features)
     missing = lacking(backend, features)
     if not missing:
+        notes.needs(features)
         yield True
         return
+    notes.refuses(missing)
     with pytest.raises(UnsupportedFeatureError) as refusal:
         yield False
     assert refusal.value.backend == backend

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pytest runs the suite: which backends, on how many devices, and what the header says.
+"""How pytest runs the suite: which backends, which tier, on how many devices, and what it says about it.
 
 Nothing here imports JAX before the suite is asked for.
 """
 
+import functools
 import os
-import platform
 import sys
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from . import report as reporting
-from .report import PROPERTY
+from . import environment, expectations, factor, tiers
+from .collection import PARAMETER
+from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION, Recorder
 
-BACKEND_OPTION: Final = "--ringattn-backend"
-FULL_OPTION: Final = "--ringattn-full"
 LARGEST_OPTION: Final = "--ringattn-largest-ring"
 REPORT_OPTION: Final = "--ringattn-report"
-DEVICES: Final = 8
+EXPECTATIONS_OPTION: Final = "--ringattn-expectations"
+DEVICES: Final = tiers.RINGS[-1]
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"
-REPORTED: Final = ("jax", "jaxlib", "numpy", "ringattn-core", "ringattn-conformance")
-RUN: Final = reporting.Run()
+RECORDER: Final = "ringattn_recorder"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,10 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the backend to certify; repeat for several (default: every installed one that is available here)",
     )
     group.addoption(
-        FULL_OPTION,
-        action="store_true",
-        dest="ringattn_full",
-        help="every case on every ring size and layout, not a rotating selection",
+        TIER_OPTION,
+        choices=list(tiers.TIERS),
+        default=tiers.FULL,
+        dest="ringattn_tier",
+        help="how much is tried (default: %(default)s). "
+        + "; ".join(f"{n}: {what}" for n, what in tiers.TIERS.items()),
     )
     group.addoption(
         LARGEST_OPTION,
@@ -50,7 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEVICES,
         metavar="RANKS",
         dest="ringattn_largest_ring",
-        help="no rotating case on a ring of more ranks (default: %(default)s); for backends that are slow to interpret",
+        help="no rotating case on a ring of more ranks (default: %(default)s), which spoils the certificate; "
+        "for backends that are slow to interpret",
     )
     group.addoption(
         REPORT_OPTION,
@@ -58,6 +59,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         dest="ringattn_report",
         help="write what was tried, on what, and the worst errors, as JSON",
+    )
+    group.addoption(
+        EXPECTATIONS_OPTION,
+        type=Path,
+        metavar="PATH",
+        dest="ringattn_expectations",
+        help="the backend's pyproject.toml, whose [tool.ringattn-conformance] names the failures that are expected "
+        "(default: ./pyproject.toml, where there is one)",
+    )
+    group.addoption(
+        FACTOR_OPTION,
+        type=factor.parsed,
+        default=1.0,
+        metavar="X",
+        dest="ringattn_tolerance_factor",
+        help="multiply every tolerance; more than 1 spoils the certificate",
     )
 
 
@@ -69,8 +86,13 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
         force_devices()
+        config.add_cleanup(functools.partial(factor.use, factor.used()))
+        factor.use(config.option.ringattn_tolerance_factor)
+        expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
+        config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)
 
 
 def force_devices() -> None:
@@ -86,61 +108,31 @@ def _concerns(options: Any, args: Iterable[str]) -> bool:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    if not _concerns(config.option, config.args):
+    recorder = config.pluginmanager.get_plugin(RECORDER)
+    if recorder is None:
         return []
-    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
-    lines = [f"ringattn: python {platform.python_version()}, {versions}"]
+    options, versions = config.option, environment.versions()
+    lines = [f"ringattn: {', '.join(f'{name} {version}' for name, version in versions.items())}"]
     lines += [f"ringattn backend: {described(name)}" for name in backends(config)]
-    lines.append(f"ringattn rings: up to {config.option.ringattn_largest_ring} ranks in the rotation of cases")
-    variables = ", ".join(f"{name}={value}" for name, value in _variables().items())
+    lines.append(f"ringattn tier: {options.ringattn_tier}, rings of up to {options.ringattn_largest_ring} by turns")
+    if options.ringattn_tolerance_factor != 1:
+        lines.append(f"ringattn tolerances: TIMES {options.ringattn_tolerance_factor:g}")
+    expected = sum(len(recorder.expected.of(name)) for name in backends(config))
+    lines += [f"ringattn expected failures: {expected}"] if expected else []
+    variables = ", ".join(f"{name}={value}" for name, value in environment.variables().items())
     return [*lines, "ringattn environment: " + (variables or "nothing set")]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Every failure of the suite ends with the line that runs it alone; every test hands on the errors it measured."""
-    backend = getattr(item, "callspec", None) and item.callspec.params.get("ringattn_backend")  # pyright: ignore
-    measuring = sys.modules.get(f"{SUITE}.tolerances")
-    if backend and call.when == "call":
-        item.user_properties.append((PROPERTY, (backend, measuring.taken() if measuring else {})))
-    done = yield
-    if done.failed and backend:
-        module = item.getparent(pytest.Module)
-        where = module.obj.__name__ if module is not None else ""
-        line = f"pytest --pyargs '{where}::{item.name}' {BACKEND_OPTION} {backend}"
-        done.sections.append(("run this alone", line))
-    return done
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    measured: Any = dict(report.user_properties).get(PROPERTY)
-    if measured and report.when == "call":
-        RUN.add(measured[0], report.nodeid, report.outcome, measured[1])
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """In the process that was started: under xdist the workers' reports end there."""
-    options = session.config.option
-    if options.ringattn_report and not hasattr(session.config, "workerinput"):
-        about = {
-            "versions": _versions(),
-            "environment": _variables(),
-            "options": {"full": bool(options.ringattn_full), "largest_ring": options.ringattn_largest_ring},
-            "exit_status": int(exitstatus),
-        }
-        reporting.write(options.ringattn_report, reporting.document(RUN, about))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
-    if "ringattn_backend" in names:
-        metafunc.parametrize("ringattn_backend", backends(metafunc.config))
+    if PARAMETER in names:
+        metafunc.parametrize(PARAMETER, backends(metafunc.config))
     if "ringattn_point" in names:
         from .lattice import points
 
-        options = metafunc.config.option
-        found = points(bool(options.ringattn_full), options.ringattn_largest_ring)
-        metafunc.parametrize("ringattn_point", found, ids=str)
+        found = points(metafunc.config.option.ringattn_largest_ring)
+        parameters = [pytest.param(point, id=str(point), marks=tiers.mark(tier)) for point, tier in found]
+        metafunc.parametrize("ringattn_point", parameters)
 
 
 def backends(config: pytest.Config) -> list[str]:
@@ -174,20 +166,3 @@ def described(name: str) -> str:
     found = discovery.registrations()[name]
     devices = jax.devices()
     return f"{name} of {found.distribution} {found.version} on {len(devices)} {devices[0].platform} devices"
-
-
-def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in REPORTED}
-
-
-def _variables() -> dict[str, str]:
-    """The variables of the environment that count."""
-    counting = [name for name in sorted(os.environ) if name.startswith(("RINGATTN_", "JAX_")) or name == "XLA_FLAGS"]
-    return {name: os.environ[name] for name in counting}
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -14,7 +14,7 @@ from ringattn_core import ring_attention
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.features import Feature
 
-from . import oracle
+from . import notes, oracle
 from .cases import OPERANDS, Case, Inputs
 
 RING: Final = "ring"
@@ -224,6 +224,7 @@ def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Arr
 def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
     """The outputs, and every gradient by name, of one compiled call; in natural order."""
     everywhere = placed.everywhere()
+    notes.ring(placed.placement.ring, placed.placement.emulated)
     if not gradients:
         outputs = jax.jit(everywhere)(placed.operands, placed.fixed)
         return placed.natural(dict(zip(placed.outputs, outputs, strict=True)))

@@ -1,97 +1,143 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of the suite leaves behind: versions, devices, features, outcomes, and the worst error of each result."""
+"""What a run of the suite leaves behind: features, rings, outcomes, the worst errors, and the certificate."""
 
 import dataclasses
 import datetime
-import json
-import platform
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from importlib import metadata
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
-FORMAT: Final = 1
-PROPERTY: Final = "ringattn_worst"
-"""Under which name a test's errors travel from the process that ran it to the one that reports."""
+from . import certificate, environment, notes
+from .collection import Collection, Name
+from .schema import FORMAT, UNDECLARED, BackendReport, Error, FeatureReport, Nearest, Options, Outcome, Report
 
-_NAME: Final = re.compile(r"[\w.-]+")
 
-Worst = dict[str, dict[str, dict[str, float]]]
-"""By dtype and result: the error that came nearest to its tolerance, and that tolerance."""
+@dataclasses.dataclass
+class Ran:
+    """One test that has come to its end."""
+
+    name: Name
+    outcome: Outcome
+    notes: Mapping[str, Any]
 
 
 @dataclasses.dataclass
 class Run:
-    """What has been reported so far."""
+    """What has been reported so far, by node id; and the tests during which a worker died."""
 
-    outcomes: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
-    failed: list[str] = dataclasses.field(default_factory=list)
-    worst: dict[str, Worst] = dataclasses.field(default_factory=dict)
+    tests: dict[str, Ran] = dataclasses.field(default_factory=dict)
+    crashes: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, backend: str, name: str, outcome: str, errors: Worst) -> None:
-        """One test's outcome; of its errors only those that are worse than any before stay."""
-        self.outcomes.setdefault(backend, Counter())[outcome] += 1
-        if outcome == "failed":
-            self.failed.append(name)
-        known = self.worst.setdefault(backend, {})
-        for dtype, results in errors.items():
-            for result, found in results.items():
-                before = known.setdefault(dtype, {}).get(result)
-                if before is None or _share(found) > _share(before):
-                    known[dtype][result] = found
+    def add(self, node: str, name: Name, outcome: Outcome, found: Mapping[str, Any]) -> None:
+        """A failure stays, whatever other phases of the test report."""
+        before = self.tests.get(node)
+        if before is None or before.outcome != "failed":
+            self.tests[node] = Ran(name, outcome, found or (before.notes if before else {}))
+
+    def of(self, backend: str) -> list[Ran]:
+        return [ran for ran in self.tests.values() if ran.name.concerns(backend)]
 
 
-def _share(found: Mapping[str, float]) -> float:
-    return found["error"] / found["tolerance"] if found["tolerance"] else found["error"]
-
-
-def document(run: Run, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole report, as JSON takes it."""
+def document(
+    run: Run,
+    collection: Collection,
+    expected: Mapping[str, Mapping[str, str]],
+    options: Options,
+    exit_status: int,
+) -> Report:
+    """The whole report, as JSON takes it; `expected` has the backends that the run is about."""
     import jax
-    from ringattn_core import discovery
 
     devices = jax.devices()
-    backends = {}
-    for name, outcomes in run.outcomes.items():
-        found = discovery.registrations()[name]
-        descriptor = found.descriptor()
-        backends[name] = {
-            "distribution": found.distribution,
-            "version": found.version,
-            "requires": _installed(metadata.requires(found.distribution) or ()),
-            "api": descriptor.api,
-            "features": {feature.name: support.name for feature, support in descriptor.features.items()},
-            "outcomes": dict(outcomes),
-            "worst": run.worst.get(name, {}),
-        }
-    return {
+    report: Report = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
+        "versions": environment.versions(),
+        "environment": environment.variables(),
         "devices": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
-        **about,
-        "failed": sorted(run.failed),
-        "backends": backends,
+        "options": options,
+        "uncollected": collection.uncollected,
+        "crashes": sorted(run.crashes),
+        "exit_status": exit_status,
+        "backends": {},
+    }
+    for name, reasons in expected.items():
+        found = _backend(name, run, collection, reasons)
+        found["certificate"] = certificate.judged(found, report)
+        report["backends"][name] = found
+    return report
+
+
+def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, str]) -> BackendReport:
+    from ringattn_core import discovery
+    from ringattn_core.features import Feature
+
+    registration = discovery.registrations()[name]
+    descriptor = registration.descriptor()
+    tests = run.of(name)
+
+    def with_outcome(outcome: Outcome) -> list[str]:
+        return sorted(ran.name.test for ran in tests if ran.outcome == outcome)
+
+    return {
+        "distribution": registration.distribution,
+        "version": registration.version,
+        "requires": environment.required_by(registration.distribution),
+        "api": descriptor.api,
+        "kind": "ring function" if descriptor.kernel is None else "block kernel",
+        "certificate": {"given": False, "tier": "", "spoiled_by": []},
+        "outcomes": _counted(tests),
+        "failed": with_outcome("failed"),
+        "skipped": with_outcome("skipped"),
+        "expected_failures": {test: reasons.get(test, "") for test in with_outcome("expected_failure")},
+        "unexpected_passes": with_outcome("unexpected_pass"),
+        "unknown_expectations": collection.unknown(reasons),
+        "deselected": collection.left_out(name),
+        "not_run": collection.not_run(name, run.tests),
+        "rings": _rings(tests),
+        "features": {
+            feature.name: _feature(feature.name, descriptor.features.get(feature), tests) for feature in Feature
+        },
+        "worst": _worst(tests),
     }
 
 
-def _installed(requirements: Iterable[str]) -> dict[str, str | None]:
-    """The version of each distribution that a backend requires; `None` where it is not there."""
-    names = [match[0] for match in map(_NAME.match, requirements) if match]
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+def _counted(tests: list[Ran]) -> dict[str, int]:
+    """How many tests had each outcome, only those that occurred, in one order."""
+    counts = Counter(ran.outcome for ran in tests)
+    return {outcome: counts[outcome] for outcome in get_args(Outcome) if counts[outcome]}
 
 
-def write(path: Path, content: Any) -> None:
-    """The report as a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    partial.replace(path)
+def _rings(tests: list[Ran]) -> dict[str, dict[str, int]]:
+    """How many tests ran on a ring of each size, on as many devices and played by one."""
+    counts = Counter((ranks, how) for ran in tests for ranks, how in ran.notes.get("rings", ()))
+    sizes = sorted({ranks for ranks, _ in counts})
+    return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
+
+
+def _feature(feature: str, support: Any, tests: list[Ran]) -> FeatureReport:
+    needing = [ran for ran in tests if feature in ran.notes.get("needed", ())]
+    errors = [
+        cast(Nearest, {"dtype": dtype, "result": result, "test": ran.name.test, **found})
+        for ran in needing
+        for dtype, results in ran.notes["worst"].items()
+        for result, found in results.items()
+    ]
+    return {
+        "support": support.name if support else UNDECLARED,
+        "outcomes": _counted(needing),
+        "refusals": sum(feature in ran.notes.get("refused", ()) for ran in tests),
+        "worst": max(errors, key=notes.share, default=None),
+    }
+
+
+def _worst(tests: list[Ran]) -> dict[str, dict[str, Error]]:
+    """By dtype and result, of all errors the one nearest to its tolerance."""
+    worst: dict[str, dict[str, Error]] = {}
+    for ran in tests:
+        for dtype, results in ran.notes.get("worst", {}).items():
+            known = worst.setdefault(dtype, {})
+            for result, found in results.items():
+                if result not in known or notes.share(found) > notes.share(known[result]):
+                    known[result] = {"error": found["error"], "tolerance": found["tolerance"], "test": ran.name.test}
+    return worst

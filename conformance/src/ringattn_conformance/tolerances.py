@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from . import factor, notes
 from .cases import DTYPES, OPERANDS, Case, Inputs
 from .oracle import Answer
-from .report import Worst
 
 FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest absolute error of the output and of the lse."""
@@ -19,8 +19,8 @@ SAFE_SCORE: Final = 32.0
 
 
 def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float) -> float:
-    """The largest absolute error that the specification allows."""
-    growth = max(1.0, largest / SAFE_SCORE)
+    """The largest absolute error that the specification allows, times the factor of this run."""
+    growth = factor.used() * max(1.0, largest / SAFE_SCORE)
     if not quantity.startswith("d"):
         return FORWARD[dtype] * growth
     size = np.max(np.abs(want), where=np.isfinite(want), initial=0.0)
@@ -36,7 +36,7 @@ def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, wh
 
 
 def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[str]:
-    """What of `got` is too far from the oracle's answer. Remembers how far each is, for `taken`."""
+    """What of `got` is too far from the oracle's answer. Notes how far each is."""
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():
@@ -45,24 +45,8 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[s
         if fault:
             faults.append(fault)
         else:
-            _remember(dtype, name, float(_errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
+            notes.error(dtype, name, float(_errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
     return faults
-
-
-_remembered: Worst = {}
-
-
-def _remember(dtype: str, name: str, error: float, tolerance: float) -> None:
-    known = _remembered.setdefault(dtype, {})
-    if name not in known or error / tolerance > known[name]["error"] / known[name]["tolerance"]:
-        known[name] = {"error": error, "tolerance": tolerance}
-
-
-def taken() -> Worst:
-    """The worst errors within tolerance since the last call."""
-    found = dict(_remembered)
-    _remembered.clear()
-    return found
 
 
 def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str | None:

@@ -12,9 +12,10 @@ from ringattn_core.features import Feature
 from ringattn_core.merge import empty
 from ringattn_core.protocol import BlockKernel
 
-from ringattn_conformance import oracle, tolerances
+from ringattn_conformance import notes, oracle, tiers, tolerances
 from ringattn_conformance.blocks import blocks_of, sinkless
 from ringattn_conformance.cases import ALONE, COMBINED, HALF, LONG, Case
+from ringattn_conformance.lattice import parameters
 from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import inputs_of
 
@@ -49,11 +50,12 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dls
     return partial, dq, found
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("case", parameters(CHOSEN))
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
     kernel = _kernel(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, *case.needs, Feature.GRADIENTS):
         return
+    notes.needs(case.needs | {Feature.GRADIENTS})
     case = sinkless(case)
     inputs = inputs_of(case, SHARDS)
     answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
@@ -77,6 +79,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
 
 
+@tiers.core
 def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     kernel = _kernel(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):

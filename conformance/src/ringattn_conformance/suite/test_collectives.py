@@ -11,6 +11,7 @@ import pytest
 from ringattn_core import discovery, hops, parcels
 from ringattn_core.features import Feature
 
+from ringattn_conformance import tiers
 from ringattn_conformance.blocks import rule_of
 from ringattn_conformance.cases import DTYPES, Case
 from ringattn_conformance.outcomes import owed
@@ -78,7 +79,8 @@ def _elements(placed: Placed) -> tuple[int, int]:
     return (problem.k.size + problem.v.size) // placed.placement.ring, DTYPES[placed.case.dtype](0).itemsize
 
 
-@pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=lambda x: str(x) if isinstance(x, Case) else "")
+@tiers.mark(tiers.CORE, "all-hops-causal", "one-hop-by-window")
+@pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=[case.name for case, *_ in CASES])
 def test_the_compiled_program_sends_what_the_plan_says(
     ringattn_backend: str, case: Case, layout: str, expected: int | None
 ):
@@ -110,16 +112,16 @@ def test_without_gradients_only_keys_and_values_travel(ringattn_backend: str, nu
             assert sum(sent.values()) == expected
 
 
-@pytest.mark.parametrize(
-    ("case", "layout", "both"),
-    [
-        (Case("both-ways", causal=True, lse=False, heads=4), "zigzag", True),
-        (Case("both-ways-narrow", dtype="bfloat16", lse=False), "contiguous", True),
-        (Case("both-ways-unequal-values", value_dim=5, lse=False), "striped", True),
-        (Case("one-way-where-hops-are-left-out", window=(5, 0), lse=False), "contiguous", False),
-    ],
-    ids=lambda x: str(x) if isinstance(x, Case) else "",
+BOTH_WAYS = (
+    (Case("both-ways", causal=True, lse=False, heads=4), "zigzag", True),
+    (Case("both-ways-narrow", dtype="bfloat16", lse=False), "contiguous", True),
+    (Case("both-ways-unequal-values", value_dim=5, lse=False), "striped", True),
+    (Case("one-way-where-hops-are-left-out", window=(5, 0), lse=False), "contiguous", False),
 )
+
+
+@tiers.mark(tiers.CORE, "both-ways")
+@pytest.mark.parametrize(("case", "layout", "both"), BOTH_WAYS, ids=[case.name for case, *_ in BOTH_WAYS])
 def test_half_of_the_bytes_go_each_way(ringattn_backend: str, case: Case, layout: str, both: bool):
     placement = Placement(4, layout, two_way=True)
     if discovery.get(ringattn_backend).descriptor().kernel is None or not on_devices(placement):
@@ -136,6 +138,7 @@ def test_half_of_the_bytes_go_each_way(ringattn_backend: str, case: Case, layout
             assert (halves[1] == halves[3] == whole // 2) == both
 
 
+@tiers.core
 def test_a_ring_of_one_sends_nothing(ringattn_backend: str):
     case = Case("alone", causal=True, lse=False)
     placed = place(case, Placement(1), ringattn_backend)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from ringattn_core.features import Feature
 
+from ringattn_conformance import tiers
 from ringattn_conformance.cases import NAMED
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placement, place, with_gradients
 
 
+@tiers.mark(tiers.CORE, "long-causal")
 @pytest.mark.parametrize("name", ["everything", "long-causal", "causal-bfloat16"])
 def test_a_repeated_run_gives_the_same_bits(ringattn_backend: str, name: str):
     case = NAMED[name]

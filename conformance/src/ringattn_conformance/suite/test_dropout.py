@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ringattn_conformance import oracle
+from ringattn_conformance import oracle, tiers
 from ringattn_conformance.cases import Case
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, run
@@ -37,6 +37,7 @@ def _kept(placed: Placed) -> np.ndarray:
     return np.swapaxes(run(placed, gradients=False)["out"], 1, 2) > 0
 
 
+@tiers.mark(tiers.CORE, "ring2-zigzag", "ring8-contiguous")
 @pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda number: str(PLACEMENTS[number]))
 def test_the_bits_are_those_of_the_specification(ringattn_backend: str, number: int):
     placement = PLACEMENTS[number]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ringattn_core import from_layout, ring_attention, to_layout
 from ringattn_core.features import Feature
 
-from ringattn_conformance import oracle, tolerances
+from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ingredients import packed
 from ringattn_conformance.outcomes import owed
@@ -59,6 +59,7 @@ def _whole(case: Case, backend: str, ring: int, layout: str) -> tuple[dict[str, 
     return dict(zip(("out", "lse"), outputs, strict=False)) | gradients, inputs
 
 
+@tiers.core
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_global_arrays_through_a_mesh_in_every_layout(ringattn_backend: str, layout: str):
     case = Case("by-mesh", causal=True, window=(20, None), sinks="head", heads=4, kv_heads=2)
@@ -69,6 +70,7 @@ def test_global_arrays_through_a_mesh_in_every_layout(ringattn_backend: str, lay
             tolerances.check(got, answer, case, inputs, f"by mesh, {layout}")
 
 
+@tiers.mark(tiers.CORE, "uneven", "uneven-causal")
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
 def test_lengths_that_the_ring_does_not_divide(ringattn_backend: str, case: Case):
     # Padding is a segment of its own, so that core may ask for segment ids that the caller did not give.
@@ -88,6 +90,7 @@ def test_an_alias_of_a_layout_is_that_layout(ringattn_backend: str):
             assert all(np.array_equal(zigzag[name], alias[name]) for name in zigzag)
 
 
+@tiers.core
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
 def test_reordering_puts_each_token_where_the_specification_says(layout: str, ring: int):

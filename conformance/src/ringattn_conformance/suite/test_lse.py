@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ringattn_core.features import Feature
 
-from ringattn_conformance import oracle, tolerances
+from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import NAMED, OPERANDS
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placement, answer_of, place, run, with_gradients
@@ -17,6 +17,7 @@ from ringattn_conformance.ranks import Placement, answer_of, place, run, with_gr
 RING = 4
 
 
+@tiers.mark(tiers.CORE, "lse", "sinks-each")
 @pytest.mark.parametrize("name", ["lse", "sinks-each", "segments-unseen-rank", "causal-bfloat16", "dropout-lse"])
 def test_it_is_the_natural_logarithm_of_the_whole_denominator(ringattn_backend: str, name: str):
     case = NAMED[name]
@@ -27,6 +28,7 @@ def test_it_is_the_natural_logarithm_of_the_whole_denominator(ringattn_backend: 
             tolerances.check({"lse": got["lse"]}, answer_of(case, RING), case, placed.inputs)
 
 
+@tiers.core
 def test_a_row_that_sees_nothing_has_minus_infinity_or_its_sinks_alone(ringattn_backend: str):
     case = NAMED["sinks-empty-rows"]
     placed = place(case, Placement(RING), ringattn_backend)
@@ -43,6 +45,7 @@ def test_a_row_that_sees_nothing_has_minus_infinity_or_its_sinks_alone(ringattn_
             assert np.isneginf(lse[..., : lse.shape[-1] // 2]).all()
 
 
+@tiers.mark(tiers.CORE, "sinks-each")
 @pytest.mark.parametrize("name", ["sinks-each", "sinks-empty-rows", "dropout-lse"])
 def test_a_gradient_through_the_lse_alone_is_exact(ringattn_backend: str, name: str):
     case = NAMED[name]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from ringattn_core.features import Feature
 
-from ringattn_conformance import oracle
+from ringattn_conformance import oracle, tiers
 from ringattn_conformance.cases import ALONE, Case
-from ringattn_conformance.lattice import LAYOUTS
+from ringattn_conformance.lattice import ESSENTIAL, LAYOUTS
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, place, run
 
@@ -33,6 +33,7 @@ def _probe(case: Case, placement: Placement, backend: str) -> Placed:
     return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
 
 
+@tiers.mark(tiers.CORE, *(case.name for case in MASKED if case.name in ESSENTIAL))
 @pytest.mark.parametrize("number", range(len(MASKED)), ids=lambda number: MASKED[number].name)
 def test_the_keys_that_a_query_sees(ringattn_backend: str, number: int):
     case = MASKED[number]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ringattn_core.features import Feature
 
-from ringattn_conformance import oracle, tolerances
+from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import DTYPES, Case, Inputs
 from ringattn_conformance.ingredients import packed
 from ringattn_conformance.outcomes import owed
@@ -32,6 +32,7 @@ def _rms(got: dict[str, np.ndarray], answer: oracle.Answer) -> dict[str, float]:
     return {name: float(np.sqrt(np.mean((x.astype(np.float64) - wanted[name]) ** 2))) for name, x in got.items()}
 
 
+@tiers.core
 def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_backend: str):
     with owed(ringattn_backend, ROUNDED.needs | NEEDS) as right:
         results = {ring: run(place(ROUNDED, Placement(ring), ringattn_backend)) for ring in (1, 8)}
@@ -111,6 +112,7 @@ def _misplaced(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answe
     return faults + ([fault] if fault else [])
 
 
+@tiers.core
 def test_a_poisoned_token_of_padding_harms_nobody(ringattn_backend: str):
     """All that lies in padding may be garbage: nobody sees it, and it sees nobody."""
     case = Case("garbage", segments=_half_padding, sinks="head", bias="NT")
@@ -131,6 +133,7 @@ def _half_padding(batch: int, rows: int, columns: int) -> Any:
     return ids, ids
 
 
+@tiers.core
 def test_products_of_float32_are_exact_whatever_the_default_precision(ringattn_backend: str):
     case = Case("exact", head_dim=32, value_dim=32, lse=False)
     placed = place(case, Placement(2, emulated=True), ringattn_backend)
@@ -153,11 +156,15 @@ def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: st
             answer = oracle.attend(inputs.problem)
             others = np.arange(48) != 30
             fault = tolerances.difference(
-                "out", got["out"][:, others], answer.out[:, others], tolerances.FORWARD["float32"]
+                "out",
+                got["out"][:, others],
+                answer.out[:, others],
+                tolerances.allowed("out", "float32", answer.out, 0.0),
             )
             tolerances.fail_if([fault] if fault else [], "rows beside one of huge scores")
 
 
+@tiers.core
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_have_the_dtype_of_the_inputs_and_the_lse_is_float32(ringattn_backend: str, dtype: str):
     case = Case("dtypes", dtype=dtype, kv_heads=1)

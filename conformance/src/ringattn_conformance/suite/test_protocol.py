@@ -10,6 +10,9 @@ from ringattn_core import discovery, signature
 from ringattn_core.features import Feature, Support
 from ringattn_core.protocol import API_VERSIONS, BlockKernel
 
+from ringattn_conformance import tiers
+
+pytestmark = tiers.core
 FORBIDDEN = ("triton", "jax_triton", "jax.experimental.pallas", "jax._src.pallas")
 DTYPES = (Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16)
 LOADS_INERTLY = """

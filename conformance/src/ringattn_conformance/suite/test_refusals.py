@@ -9,6 +9,7 @@ from ringattn_core import discovery
 from ringattn_core.errors import UnsupportedFeatureError
 from ringattn_core.features import Feature, Support
 
+from ringattn_conformance import notes, tiers
 from ringattn_conformance.cases import CASES, Case
 from ringattn_conformance.ranks import Placed, Placement, place, with_gradients
 
@@ -38,7 +39,12 @@ def _trace(placed: Placed, feature: Feature) -> None:
 
 @pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
 @pytest.mark.parametrize(
-    "support", [Support.PLANNED, Support.IMPOSSIBLE, None], ids=["planned", "impossible", "silent"]
+    "support",
+    [
+        pytest.param(Support.PLANNED, id="planned"),
+        pytest.param(Support.IMPOSSIBLE, id="impossible"),
+        pytest.param(None, id="silent", marks=tiers.core),
+    ],
 )
 def test_a_feature_that_is_not_full_is_refused(ringattn_backend: str, feature: Feature, support: Support | None):
     registration = discovery.get(ringattn_backend)
@@ -55,13 +61,17 @@ def test_a_feature_that_is_not_full_is_refused(ringattn_backend: str, feature: F
     assert (support.value if support else "not declared") in str(refusal.value)
 
 
+@tiers.core
 @pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
 def test_a_feature_is_answered_or_refused(ringattn_backend: str, feature: Feature):
     placed = _call(feature, ringattn_backend)
     needed = placed.case.needs | placed.placement.needs | {feature}
     descriptor = discovery.get(ringattn_backend).descriptor()
-    if all(descriptor.supports(one) for one in needed):
+    missing = [one for one in needed if not descriptor.supports(one)]
+    if not missing:
+        notes.needs(needed)
         _trace(placed, feature)
         return
+    notes.refuses(missing)
     with pytest.raises(UnsupportedFeatureError):
         _trace(placed, feature)

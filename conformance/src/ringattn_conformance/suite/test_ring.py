@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from ringattn_core.features import Feature
 
-from ringattn_conformance import tolerances
+from ringattn_conformance import tiers, tolerances
 from ringattn_conformance.cases import ALONE, NAMED, Case
 from ringattn_conformance.lattice import Point, one_place, places
 from ringattn_conformance.outcomes import owed, supports
@@ -22,7 +22,7 @@ TWO_WAY = (
 
 def _agrees(case: Case, placement: Placement, backend: str, gradients: bool) -> None:
     placed = place(case, placement, backend)
-    with owed(backend, case.needs | placement.needs) as right:
+    with owed(backend, case.needs | placement.needs | ({Feature.GRADIENTS} if gradients else set())) as right:
         got = run(placed, gradients)
         if right:
             tolerances.check(got, answer_of(case, placement.ring), case, placed.inputs, f"on {placed.placement}")
@@ -33,6 +33,7 @@ def test_outputs_and_gradients_are_those_of_the_oracle(ringattn_backend: str, ri
     _agrees(ringattn_point.case, ringattn_point.placement, ringattn_backend, gradients)
 
 
+@tiers.mark(tiers.CORE, "plain", "segments-unseen-rank", "soft-cap")
 @pytest.mark.parametrize("number", range(len(ALONE)), ids=lambda number: ALONE[number].name)
 def test_without_gradients_the_output_is_the_same(ringattn_backend: str, number: int, ringattn_largest_ring: int):
     case = ALONE[number]
@@ -40,6 +41,7 @@ def test_without_gradients_the_output_is_the_same(ringattn_backend: str, number:
     _agrees(case, placement, ringattn_backend, gradients=False)
 
 
+@tiers.mark(tiers.CORE, "everything")
 @pytest.mark.parametrize("name", ["everything", "causal-bfloat16", "sinks", "bias-forbids", "chunk"])
 def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
     placement = Placement(4, "zigzag", emulated=True)
@@ -51,6 +53,7 @@ def test_an_everything_ring_of_eight_holds_in_half_precision(ringattn_backend: s
     _agrees(case, Placement(8, "striped"), ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
 
 
+@tiers.mark(tiers.CORE, "gqa", "sinks-each")
 @pytest.mark.parametrize("name", TWO_WAY)
 def test_half_of_the_keys_may_go_round_the_other_way(ringattn_backend: str, name: str, ringattn_largest_ring: int):
     number, case = TWO_WAY.index(name), NAMED[name]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import discovery, ring_attention
 from ringattn_core.features import Feature
 
-from ringattn_conformance import oracle, tolerances
+from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
 from ringattn_conformance.ingredients import OF_HEADS, packed
 from ringattn_conformance.outcomes import owed, supports
@@ -51,6 +51,7 @@ def _check(placed: Placed, gradients: Arrays, where: str) -> None:
     tolerances.check(got, answer_of(placed.case, placed.placement.ring), placed.case, placed.inputs, where)
 
 
+@tiers.mark(tiers.CORE, "grad", "checkpoint")
 @pytest.mark.parametrize("transformed", ["grad", "value_and_grad", "checkpoint", "eager"])
 def test_gradients_by_every_road(ringattn_backend: str, transformed: str):
     placed = place(CASE, Placement(2, check_vma=transformed != "checkpoint"), ringattn_backend)
@@ -68,6 +69,7 @@ def test_gradients_by_every_road(ringattn_backend: str, transformed: str):
             _check(placed, found, transformed)
 
 
+@tiers.core
 def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
     case = Case("layer", causal=True, sinks="each")
     # One device cannot play two ranks here: JAX traces a custom_vjp inside a scan without the axes that vmap has bound.
@@ -94,6 +96,7 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
                 tolerances.fail_if([fault] if fault else [], "scan against layers one by one")
 
 
+@tiers.core
 @CHECKS
 def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
     """Checked, the gradient of what is replicated is the whole one; unchecked it is this rank's part."""
@@ -129,6 +132,7 @@ PLACEMENTS = (
 )
 
 
+@tiers.mark(tiers.CORE, "ring2-contiguous-data2-heads2")
 @pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda number: str(PLACEMENTS[number]))
 def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, number: int):
     placement = PLACEMENTS[number]
@@ -180,6 +184,7 @@ def _per_example(order: str, examples: list[Placed]) -> Arrays:
     return jax.jit(lambda x, c: gradients(x, c, mapped))(every, cotangents)
 
 
+@tiers.mark(tiers.CORE, "vmap-of-grad-of-shard_map")
 @pytest.mark.parametrize(
     "order", ["grad-of-vmap-of-shard_map", "grad-of-shard_map-of-vmap", "vmap-of-grad-of-shard_map"]
 )
@@ -202,6 +207,7 @@ def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
                 tolerances.check(placed.natural(mine), answer, placed.case, placed.inputs, f"{order}, example {number}")
 
 
+@tiers.core
 def test_without_an_axis_it_is_one_device(ringattn_backend: str):
     case = NAMED["everything"]
     placed = place(case, Placement(1), ringattn_backend)
@@ -213,6 +219,7 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
             tolerances.check(got, answer_of(case, 1), case, placed.inputs, "without an axis")
 
 
+@tiers.core
 def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
     case = Case("two-axes", causal=True, lse=False)
     inputs, devices = case.inputs(4), jax.devices()

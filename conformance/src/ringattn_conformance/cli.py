@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ringattn-conformance`: run the suite, draw a badge of a report, compare two reports."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from . import badge, comparison, factor, tiers
+from .collection import SUITE
+from .plugin import EXPECTATIONS_OPTION, LARGEST_OPTION, REPORT_OPTION
+from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION
+from .schema import Report, read, write
+
+CERTIFIED: Final = 0
+FAILED: Final = 1
+UNUSABLE: Final = 2
+NOT_CERTIFIED: Final = 3
+CODES: Final = f"""exit codes:
+  {CERTIFIED}  the certificate is given
+  {FAILED}  a test failed, or one that is expected to fail passed or does not exist
+  {UNUSABLE}  nothing ran: an argument, the backend or its pyproject.toml cannot be used
+  {NOT_CERTIFIED}  nothing failed, and still no certificate: the last line says why
+"""
+OF_COMPARE: Final = """exit codes:
+  0  nothing is worse in the second report
+  1  a test that fails, a feature or a certificate that is lost
+  2  a report cannot be read
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the command, as its help describes it; wrong arguments exit with 2."""
+    parser, line = _parser(), list(sys.argv[1:] if arguments is None else arguments)
+    end = line.index("--") if "--" in line else len(line)
+    given = parser.parse_args(line[:end])
+    given.pytest = line[end + 1 :]
+    try:
+        return given.command(given)
+    except (ValueError, OSError) as error:
+        parser.exit(UNUSABLE, f"{parser.prog}: {error}\n")
+
+
+def run(given: argparse.Namespace) -> int:
+    """The suite against one backend, whatever pytest settings lie in the folder where the command is called."""
+    options = {
+        BACKEND_OPTION: given.backend,
+        TIER_OPTION: given.tier,
+        LARGEST_OPTION: given.largest_ring,
+        FACTOR_OPTION: given.tolerance_factor,
+        EXPECTATIONS_OPTION: given.expectations,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "report.json")
+        line = ["--pyargs", f"{__package__}.suite", "-c", os.devnull, "--rootdir", str(SUITE.parent)]
+        line += ["-p", "no:cacheprovider", "--tb=short", "-n", str(given.workers), REPORT_OPTION, str(written)]
+        # This command is itself of the package whose assertions pytest would rewrite.
+        line += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        line += [text for option, x in options.items() if x is not None for text in (option, str(x))]
+        code = pytest.main([*line, *given.pytest])
+        if not written.is_file():
+            return UNUSABLE if code else NOT_CERTIFIED
+        report = read(written)
+    if given.report:
+        write(given.report, report)
+    return exit_code(report)
+
+
+def exit_code(report: Report) -> int:
+    """What a run comes to."""
+    backends = report["backends"].values()
+    bad = any(one["failed"] or one["unexpected_passes"] or one["unknown_expectations"] for one in backends)
+    if bad or report["crashes"]:
+        return FAILED
+    given = [one["certificate"]["given"] for one in backends]
+    return CERTIFIED if given and all(given) else NOT_CERTIFIED
+
+
+def draw(given: argparse.Namespace) -> int:
+    report = read(given.report)
+    names = list(report["backends"])
+    name = given.backend or (names[0] if len(names) == 1 else None)
+    if name not in names:
+        told = "several backends" if given.backend is None else f"no backend {name!r}"
+        raise ValueError(f"{given.report} has {told}: {', '.join(names) or 'it is empty'}. Name one with --backend")
+    image = badge.svg(name, report["backends"][name], report)
+    given.output.write_text(image, encoding="utf-8")
+    return 0
+
+
+def compare(given: argparse.Namespace) -> int:
+    before, after = read(given.before), read(given.after)
+    print("\n".join(comparison.lines(before, after)))
+    worse = comparison.worse(before, after)
+    print("\n" + "\n".join(["for the worse:", *(f"  {one}" for one in worse)] if worse else ["nothing is worse"]))
+    return 1 if worse else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("ringattn-conformance", description="Certify ring-attention backends.")
+    commands = parser.add_subparsers(required=True, metavar="run | badge | compare")
+    raw = argparse.RawDescriptionHelpFormatter
+    one = commands.add_parser("run", help="run the suite against one backend", epilog=CODES, formatter_class=raw)
+    one.description = "Run the suite against one backend, and judge it. What follows -- goes to pytest."
+    one.add_argument("backend", metavar="NAME", help="the name under which it is registered")
+    one.add_argument("--tier", choices=list(tiers.TIERS), default=tiers.FULL, help="how much is tried (%(default)s)")
+    one.add_argument("-n", dest="workers", default="0", metavar="N", help="processes, or 'auto' (default: this one)")
+    one.add_argument("--report", type=Path, metavar="FILE", help="write the report as JSON")
+    one.add_argument(
+        "--expectations", type=Path, metavar="PATH", help="the backend's pyproject.toml (./pyproject.toml)"
+    )
+    one.add_argument(
+        "--largest-ring", type=int, metavar="RANKS", help="spoils the certificate: no larger ring by turns"
+    )
+    one.add_argument("--tolerance-factor", type=factor.parsed, metavar="X", help="above 1, spoils the certificate")
+    one.set_defaults(command=run)
+    image = commands.add_parser("badge", help="draw a report as an SVG badge")
+    image.add_argument("report", type=Path, metavar="REPORT.json")
+    image.add_argument("-o", dest="output", type=Path, required=True, metavar="BADGE.svg")
+    image.add_argument("--backend", metavar="NAME", help="which one, where the report has several")
+    image.set_defaults(command=draw)
+    two = commands.add_parser(
+        "compare", help="what changed between two reports", epilog=OF_COMPARE, formatter_class=raw
+    )
+    two.add_argument("before", type=Path, metavar="BEFORE.json")
+    two.add_argument("after", type=Path, metavar="AFTER.json")
+    two.set_defaults(command=compare)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

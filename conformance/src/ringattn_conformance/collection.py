@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests of the suite there are, under names that no installation changes, and which this run leaves out."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from . import tiers
+
+SUITE: Final = Path(__file__).parent / "suite"
+PARAMETER: Final = "ringattn_backend"
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A test as reports and expectations name it, `module::test[parameters]`, and the backend it is about.
+
+    The suite has a few tests that need no backend: these are about all of them.
+    """
+
+    backend: str | None
+    test: str
+    parameters: str
+
+    def concerns(self, backend: str) -> bool:
+        return self.backend in (None, backend)
+
+
+def name_of(item: pytest.Item) -> Name | None:
+    """The name of a test of the suite, or of anybody's test of a backend."""
+    spec = getattr(item, "callspec", None)
+    backend = spec.params.get(PARAMETER) if spec is not None else None
+    if backend is None and not in_suite(item.path):
+        return None
+    parameters = spec.id if spec is not None else ""
+    if backend is not None:
+        parameters = parameters.removeprefix(backend).removeprefix("-")
+    test = f"{item.path.stem}::{getattr(item, 'originalname', None) or item.name}"
+    return Name(backend, f"{test}[{parameters}]" if parameters else test, parameters)
+
+
+def in_suite(path: Path) -> bool:
+    return path.parent.resolve() == SUITE.resolve()
+
+
+def modules() -> list[str]:
+    return sorted(path.stem for path in SUITE.glob("test_*.py"))
+
+
+@dataclasses.dataclass
+class Collection:
+    """What one process of pytest has collected.
+
+    `known` are the suite's tests of every tier, `wanted` those of the tier asked for, before anybody deselects, and
+    `selected` the node ids that are left to run.
+    """
+
+    modules: set[str] = dataclasses.field(default_factory=set)
+    known: set[str] = dataclasses.field(default_factory=set)
+    wanted: dict[str, tuple[str | None, str]] = dataclasses.field(default_factory=dict)
+    selected: set[str] = dataclasses.field(default_factory=set)
+
+    def add(self, module: pytest.Module, tests: Iterable[Any], tier: str) -> None:
+        """A whole module of the suite, whatever part of it the command line names."""
+        self.modules.add(module.path.stem)
+        for item in tests:
+            name = name_of(item) if isinstance(item, pytest.Item) else None
+            if name is not None:
+                self.known.add(name.test)
+                if tiers.contains(tier, tiers.tier_of(item, name.parameters)):
+                    self.wanted[item.nodeid] = (name.backend, name.test)
+
+    @property
+    def uncollected(self) -> list[str]:
+        """The modules of the suite that the command line leaves out."""
+        return sorted(set(modules()) - self.modules)
+
+    def left_out(self, backend: str) -> list[str]:
+        """The tests that are wanted and were deselected, by whatever means."""
+        return self._tests(backend, set(self.wanted) - self.selected)
+
+    def not_run(self, backend: str, finished: Iterable[str]) -> list[str]:
+        """The tests that were selected, and of which nothing has been heard."""
+        return self._tests(backend, (set(self.wanted) & self.selected) - set(finished))
+
+    def unknown(self, expected: Iterable[str]) -> list[str]:
+        """Which of the tests that are expected to fail do not exist, as far as modules were collected."""
+        elsewhere = set(modules()) - self.modules
+        return sorted(test for test in expected if test not in self.known and test.partition("::")[0] not in elsewhere)
+
+    def _tests(self, backend: str, nodes: Iterable[str]) -> list[str]:
+        named = (self.wanted[node] for node in nodes)
+        return sorted(test for about, test in named if about in (None, backend))
+
+    def save(self, path: Path) -> None:
+        """As a file, from a worker to the process that reports; whole or not at all."""
+        content = {
+            "modules": sorted(self.modules),
+            "known": sorted(self.known),
+            "wanted": self.wanted,
+            "selected": sorted(self.selected),
+        }
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(content))
+        partial.replace(path)
+
+
+def saved(folder: Path) -> Collection:
+    """What the workers have collected, which is the same in all of them."""
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        wanted = {node: (backend, test) for node, (backend, test) in content["wanted"].items()}
+        return Collection(set(content["modules"]), set(content["known"]), wanted, set(content["selected"]))
+    return Collection()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of pytest writes down: what it collected, what it left out, and what became of each test."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, cast
+
+import pytest
+
+from . import notes, summary, tiers
+from .collection import Collection, Name, in_suite, name_of, saved
+from .expectations import Expectations
+from .report import Run, document
+from .schema import Options, Outcome, Report, write
+
+BACKEND_OPTION: Final = "--ringattn-backend"
+TIER_OPTION: Final = "--ringattn-tier"
+FACTOR_OPTION: Final = "--ringattn-tolerance-factor"
+NAME: Final = "ringattn_name"
+NOTES: Final = "ringattn_notes"
+"""Under which names a test's name and notes travel from the process that ran it to the one that reports."""
+SHARED: Final = "ringattn_collections"
+"""Under which name a worker is told where to leave what it has collected."""
+PHASES: Final = ("setup", "call", "teardown")
+
+
+class Recorder:
+    """The plugin of one run that is about the suite; in a worker it only collects."""
+
+    def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
+        self.config, self.expected, self.backends = config, expected, backends
+        self.run, self.collection = Run(), Collection()
+        self.folder: Path | None = None
+        self.report: Report | None = None
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
+        """Leaves the tests of the tier. It sees the suite's modules before pytest or a plugin leaves any test out."""
+        report = yield
+        if isinstance(collector, pytest.Module) and report.passed:
+            tier = self.config.option.ringattn_tier
+            if in_suite(collector.path):
+                self.collection.add(collector, report.result, tier)
+            report.result = [node for node in report.result if _within(tier, node)]
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Marks those that are expected to fail."""
+        for item in items:
+            name = name_of(item)
+            reason = self.expected.of(name.backend).get(name.test) if name and name.backend else None
+            if reason is not None:
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collection.selected = {item.nodeid for item in session.items}
+        worker = getattr(self.config, "workerinput", {})
+        if SHARED in worker:
+            self.collection.save(Path(worker[SHARED], f"{worker['workerid']}.json"))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker of pytest-xdist leaves what it has collected in a folder of this process."""
+        if self.folder is None:
+            folder = tempfile.TemporaryDirectory()
+            self.config.add_cleanup(folder.cleanup)
+            self.folder = Path(folder.name)
+        node.workerinput[SHARED] = str(self.folder)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        """Every failure of the suite ends with the line that runs it alone; every test hands on its name and notes."""
+        name = name_of(item)
+        if name is not None and call.when == "setup":
+            item.user_properties.append((NAME, (name.backend, name.test, name.parameters)))
+            notes.taken()
+        if name is not None and call.when == "call":
+            item.user_properties.append((NOTES, notes.taken()))
+        done = yield
+        if done.failed and name is not None and name.backend:
+            done.sections.append(("run this alone", self.alone(item, name.backend)))
+        return done
+
+    def alone(self, item: pytest.Item, backend: str) -> str:
+        """The command line that runs one test as this run did."""
+        module, options = item.getparent(pytest.Module), self.config.option
+        where = module.obj.__name__ if module is not None else ""
+        line = f"pytest --pyargs '{where}::{item.name}' {BACKEND_OPTION} {backend}"
+        changed = {
+            TIER_OPTION: (options.ringattn_tier, tiers.FULL),
+            FACTOR_OPTION: (options.ringattn_tolerance_factor, 1.0),
+        }
+        return line + "".join(f" {option} {value}" for option, (value, usual) in changed.items() if value != usual)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties: Any = dict(report.user_properties)
+        if NAME in properties and (report.when == "call" or not report.passed):
+            self.run.add(report.nodeid, Name(*properties[NAME]), outcome_of(report), properties.get(NOTES, {}))
+        elif report.failed and report.when not in PHASES:
+            self.run.crashes.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """In the process that was started: under xdist the workers' reports end there."""
+        if hasattr(self.config, "workerinput") or self.config.option.collectonly:
+            return
+        collection = saved(self.folder) if self.folder else self.collection
+        expected = {name: self.expected.of(name) for name in self.backends()}
+        options: Options = {
+            "tier": self.config.option.ringattn_tier,
+            "largest_ring": self.config.option.ringattn_largest_ring,
+            "tolerance_factor": self.config.option.ringattn_tolerance_factor,
+        }
+        unknown = any(collection.unknown(reasons) for reasons in expected.values())
+        if unknown and exitstatus == pytest.ExitCode.OK:
+            exitstatus = session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self.report = document(self.run, collection, expected, options, int(exitstatus))
+        if self.config.option.ringattn_report:
+            write(self.config.option.ringattn_report, self.report)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.report is None:
+            return
+        for name, backend in self.report["backends"].items():
+            terminalreporter.write_sep("=", summary.title(name, backend, self.report))
+            for line in summary.lines(backend, self.report):
+                terminalreporter.write_line(line)
+
+
+def _within(tier: str, node: Any) -> bool:
+    name = name_of(node) if isinstance(node, pytest.Item) else None
+    return name is None or tiers.contains(tier, tiers.tier_of(node, name.parameters))
+
+
+def outcome_of(report: pytest.TestReport) -> Outcome:
+    """pytest's outcome, in the words of a report."""
+    if report.skipped:
+        return "expected_failure" if hasattr(report, "wasxfail") else "skipped"
+    if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):
+        return "unexpected_pass"
+    return cast(Outcome, report.outcome)

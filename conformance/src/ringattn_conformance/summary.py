@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says at its end: a table for people, all that was left out, and whether the certificate is given."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from . import notes
+from .schema import BackendReport, FeatureReport, Report
+
+LISTED: Final = 20
+"""Test ids that are listed of each kind; the report has them all."""
+HEADINGS: Final = ("feature", "declared", "passed", "failed", "expected to fail", "refused", "nearest to its tolerance")
+OUTCOMES: Final = {
+    "passed": "passed",
+    "failed": "failed",
+    "expected_failure": "failed as expected",
+    "unexpected_pass": "passed unexpectedly",
+    "skipped": "skipped",
+}
+
+
+def title(name: str, backend: BackendReport, report: Report) -> str:
+    return f"{name} of {backend['distribution']} {backend['version']}, {report['options']['tier']} tier"
+
+
+def lines(backend: BackendReport, report: Report) -> list[str]:
+    """All that a reader needs to judge the run of one backend."""
+    rows = [_row(feature, found) for feature, found in backend["features"].items()]
+    found = [*table((HEADINGS, *rows)), "", "rings: " + (_rings(backend["rings"]) or "none")]
+    if report["options"]["tolerance_factor"] != 1:
+        found.append(f"EVERY TOLERANCE TIMES {report['options']['tolerance_factor']:g}")
+    for key, what in (
+        ("failed", "failed"),
+        ("unexpected_passes", "expected to fail and passed"),
+        ("unknown_expectations", "expected to fail and unknown"),
+        ("deselected", "deselected"),
+        ("skipped", "skipped"),
+        ("not_run", "selected and not run"),
+    ):
+        found += listed(what, backend[key])
+    found += listed("expected to fail", (f"{test}: {why}" for test, why in backend["expected_failures"].items()))
+    found += listed("crashed the process", report["crashes"])
+    found.append(", ".join(f"{n} {OUTCOMES[outcome]}" for outcome, n in backend["outcomes"].items()) or "nothing ran")
+    return [*found, verdict(backend)]
+
+
+def verdict(backend: BackendReport) -> str:
+    """The last line: the certificate, or why there is none."""
+    certificate, expected = backend["certificate"], len(backend["expected_failures"])
+    if certificate["given"]:
+        but = f", with {expected} expected failure{'s' * (expected > 1)}" if expected else ""
+        return f"CERTIFIED for the {certificate['tier']} tier{but}"
+    return f"NOT CERTIFIED for the {certificate['tier']} tier: {'; '.join(certificate['spoiled_by'])}"
+
+
+def table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns as wide as they need to be; the first row is underlined."""
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [found[0], "  ".join("-" * width for width in widths), *found[1:]]
+
+
+def listed(what: str, tests: Iterable[str]) -> list[str]:
+    """Names under a heading; nothing of nothing."""
+    tests = list(tests)
+    more = [f"  and {len(tests) - LISTED} more"] if len(tests) > LISTED else []
+    return [f"{what}:", *(f"  {test}" for test in tests[:LISTED]), *more] if tests else []
+
+
+def _row(feature: str, found: FeatureReport) -> tuple[str, ...]:
+    outcomes, worst = found["outcomes"], found["worst"]
+    failed = outcomes.get("failed", 0) + outcomes.get("unexpected_pass", 0)
+    counts = (outcomes.get("passed", 0), failed, outcomes.get("expected_failure", 0), found["refusals"])
+    near = f"{notes.share(worst):.1%} ({worst['result']}, {worst['dtype']})" if worst else ""
+    return (feature, found["support"].lower(), *(str(count or "") for count in counts), near)
+
+
+def _rings(rings: dict[str, dict[str, int]]) -> str:
+    kinds = {ranks: " and ".join(how for how, count in found.items() if count) for ranks, found in rings.items()}
+    return ", ".join(f"{ranks} {how}" for ranks, how in kinds.items())

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes down: nothing that was left out, expected, widened or lost goes unsaid."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ringattn_conformance import schema
+from small_suites import LETTER, SUITE, SmallSuite, expecting
+
+EVERY = [
+    f"{LETTER}[a]",
+    f"{LETTER}[b]",
+    f"{LETTER}[c]",
+    "test_first::test_of_the_core",
+    "test_second::test_of_no_backend",
+]
+PROCESSES = pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+
+
+@PROCESSES
+def test_a_whole_run_is_certified_and_says_what_it_saw(ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]):
+    done = ran(*workers)
+    assert done.code == 0, done.text
+    assert done.certificate == {"given": True, "tier": "full", "spoiled_by": []}
+    assert "CERTIFIED for the full tier\n" in done.text
+    assert schema.fault(done.report, schema.Report, "the report") is None
+    assert done.backend["outcomes"] == {"passed": 5}
+    assert done.backend["rings"] == {"2": {"real": 2, "emulated": 1}}
+    causal = done.backend["features"]["CAUSAL"]
+    assert causal["support"] == "FULL" and causal["outcomes"] == {"passed": 3}
+    assert causal["worst"] == {
+        "dtype": "float32", "result": "out", "error": 2e-6, "tolerance": 2e-5, "test": f"{LETTER}[c]",
+    }  # fmt: skip
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["report.json"]
+
+
+def test_a_feature_that_is_not_declared_is_in_the_report_too(ran: SmallSuite, tmp_path: Path):
+    content = "from ringattn_core import Backend, Support, Feature\nfrom ringattn_core.discovery import registered\n"
+    content += "own = Backend('own', 1, ('cpu',), {Feature.FLOAT32: Support.FULL}, kernel='nowhere:KERNEL')\n"
+    content += "kept = registered(own)\nkept.__enter__()\n"
+    (tmp_path / "own.py").write_text(content)
+    done = ran("-p", "own", "--ringattn-backend", "own")
+    features = done.report["backends"]["own"]["features"]
+    assert (features["CAUSAL"]["support"], features["FLOAT32"]["support"]) == ("UNDECLARED", "FULL")
+    assert features["CAUSAL"]["refusals"] == 3, "each of the letters demands a refusal, and gets none"
+    assert len(done.report["backends"]["own"]["failed"]) == 3
+
+
+@pytest.mark.parametrize(("tier", "count"), [("core", 1), ("full", 5), ("exhaustive", 6)])
+def test_a_tier_runs_its_tests_and_those_of_the_smaller_ones(ran: SmallSuite, tier: str, count: int):
+    done = ran("--ringattn-tier", tier)
+    assert done.backend["outcomes"] == {"passed": count}
+    assert done.certificate["tier"] == tier
+    assert f"ringattn tier: {tier}," in done.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out"),
+    [
+        (("-k", "not letter"), EVERY[:3]),
+        (("-m", "slow"), EVERY),
+        (("--deselect", "suite/test_first.py::test_letter[xla-b]"), EVERY[1:2]),
+    ],
+    ids=["-k", "-m", "--deselect"],
+)
+def test_what_is_deselected_is_listed_and_spoils_the_certificate(
+    ran: SmallSuite, arguments: tuple[str, ...], left_out: list[str]
+):
+    done = ran(*arguments)
+    assert done.backend["deselected"] == left_out
+    assert not done.certificate["given"]
+    for test in left_out:
+        assert f"  {test}\n" in done.text
+
+
+def test_what_the_workers_deselect_is_listed(ran: SmallSuite):
+    assert ran("-n", "2", "-k", "not letter").backend["deselected"] == EVERY[:3]
+
+
+@pytest.mark.parametrize("only", ["suite/test_first.py", "suite/test_first.py::test_letter[xla-a]"])
+def test_a_part_of_the_suite_is_no_run_of_the_suite(ran: SmallSuite, only: str):
+    done = ran(only=only)
+    assert done.report["uncollected"] == ["test_second"]
+    assert "test_second was not collected" in done.certificate["spoiled_by"]
+    assert done.backend["deselected"] == (EVERY[1:4] if "::" in only else [])
+
+
+def test_an_ignored_file_is_missed(ran: SmallSuite):
+    assert ran("--ignore", "suite/test_second.py").report["uncollected"] == ["test_second"]
+
+
+def test_the_last_failed_alone_are_no_run_of_the_suite(ran: SmallSuite):
+    assert ran(RINGATTN_WRONG="b").backend["failed"] == [f"{LETTER}[b]"]
+    done = ran("--lf")
+    assert done.code == 0 and done.backend["outcomes"] == {"passed": 1}
+    assert not done.certificate["given"]
+    assert set(done.backend["deselected"]) >= {EVERY[0], EVERY[2], EVERY[3]}
+
+
+@PROCESSES
+def test_what_a_stop_at_the_first_failure_leaves_is_listed(ran: SmallSuite, workers: tuple[str, ...]):
+    done = ran("-x", *workers, RINGATTN_WRONG="abc")
+    counted = sum(done.backend["outcomes"].values()) + len(done.backend["not_run"])
+    assert counted == len(EVERY)
+    assert done.backend["failed"]
+    if not workers:
+        assert done.backend["not_run"] == EVERY[1:]
+
+
+def test_a_test_that_ends_its_process_is_named(ran: SmallSuite):
+    done = ran("-n", "1", RINGATTN_DEADLY="b")
+    assert done.report["crashes"] == ["suite/test_first.py::test_letter[xla-b]"]
+    assert done.backend["not_run"] == [f"{LETTER}[b]"]
+    assert not done.certificate["given"]
+
+
+def test_collecting_alone_judges_nothing(ran: SmallSuite):
+    done = ran("--collect-only")
+    assert done.report is None and "CERTIFIED" not in done.text
+
+
+@PROCESSES
+def test_a_failure_that_is_expected_stands_in_the_certificate_with_its_reason(
+    ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]
+):
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}')
+    done = ran(*workers, RINGATTN_WRONG="b")
+    assert done.code == 0, done.text
+    assert done.backend["expected_failures"] == {f"{LETTER}[b]": "b is hard"}
+    assert done.certificate["given"]
+    assert f"  {LETTER}[b]: b is hard\n" in done.text
+    assert "CERTIFIED for the full tier, with 1 expected failure\n" in done.text
+
+
+def test_a_failure_that_is_not_the_expected_one_fails(ran: SmallSuite, tmp_path: Path):
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}')
+    done = ran(RINGATTN_WRONG="bc")
+    assert done.code == 1
+    assert done.backend["failed"] == [f"{LETTER}[c]"]
+
+
+def test_a_pass_that_is_not_expected_fails(ran: SmallSuite, tmp_path: Path):
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}')
+    done = ran()
+    assert done.code == 1
+    assert done.backend["unexpected_passes"] == [f"{LETTER}[b]"]
+    assert done.backend["failed"] == []
+    assert not done.certificate["given"]
+
+
+@PROCESSES
+def test_a_failure_that_is_expected_of_no_known_test_fails(ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]):
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[d]" = "no such letter"}}')
+    done = ran(*workers)
+    assert done.code == 1
+    assert done.backend["unknown_expectations"] == [f"{LETTER}[d]"]
+    assert not done.certificate["given"]
+
+
+def test_a_smaller_tier_knows_the_tests_of_the_larger_ones(ran: SmallSuite, tmp_path: Path):
+    expecting(tmp_path, 'expected-failures = {"test_second::test_rare" = "in the exhaustive tier alone"}')
+    done = ran("--ringattn-tier", "core")
+    assert done.code == 0 and done.certificate["given"]
+
+
+def test_expectations_of_a_project_are_of_its_own_backends(ran: SmallSuite, tmp_path: Path):
+    project = '[project.entry-points."ringattn.backends"]\nacme = "acme:BACKEND"'
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}', project)
+    assert ran().certificate["given"], "xla is none of acme's backends"
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}', project.replace("acme =", "xla ="))
+    assert ran().backend["unexpected_passes"] == [f"{LETTER}[b]"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('expected-failures = ["a"]', "expected-failures is ['a']. Make it a table"),
+        ('expected-failures = {"a" = " "}', "'a' has the reason ' '. Say in a sentence why it fails"),
+        ("expected-failure = {}", "has 'expected-failure'. It may have 'expected-failures'"),
+    ],
+)
+def test_expectations_that_cannot_be_meant_stop_the_run(ran: SmallSuite, tmp_path: Path, content: str, message: str):
+    expecting(tmp_path, content)
+    done = ran()
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    assert message in done.text
+
+
+def test_a_file_of_expectations_that_is_no_toml_stops_the_run(ran: SmallSuite, tmp_path: Path):
+    (tmp_path / "acme.toml").write_text("expected-failures =")
+    done = ran("--ringattn-expectations", "acme.toml")
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    assert "acme.toml is no TOML: Invalid value" in done.text
+
+
+def test_a_file_of_expectations_that_is_named_must_be_there(ran: SmallSuite):
+    done = ran("--ringattn-expectations", "lost.toml")
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    assert "lost.toml: No such file or directory. Name a pyproject.toml" in done.text
+
+
+def test_a_wider_tolerance_is_told_at_the_start_at_the_end_and_in_the_report(ran: SmallSuite):
+    done = ran("--ringattn-tolerance-factor", "3")
+    assert "ringattn tolerances: TIMES 3\n" in done.text
+    assert "EVERY TOLERANCE TIMES 3\n" in done.text
+    assert done.report["options"]["tolerance_factor"] == 3
+    assert done.certificate["spoiled_by"] == ["every tolerance was multiplied by 3"]
+
+
+@pytest.mark.parametrize("factor", ["0", "-1", "nan", "inf", "much"])
+def test_a_factor_that_is_no_positive_number_stops_the_run(ran: SmallSuite, factor: str):
+    assert ran(f"--ringattn-tolerance-factor={factor}").code == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_failure_ends_with_the_line_that_runs_it_as_it_ran(ran: SmallSuite):
+    options = ("--ringattn-tier", "exhaustive", "--ringattn-tolerance-factor", "2.0")
+    done = ran(*options, RINGATTN_WRONG="b")
+    assert f"::test_letter[xla-b]' --ringattn-backend xla {' '.join(options)}" in done.text
+
+
+def test_a_test_outside_the_suite_may_fail_and_does_not_count_as_the_suite(ran: SmallSuite, tmp_path: Path):
+    (tmp_path / "test_own.py").write_text(SUITE["test_first"])
+    done = ran(only="test_own.py", RINGATTN_WRONG="a")
+    assert done.backend["failed"] == ["test_own::test_letter[a]"]
+    assert done.report["uncollected"] == ["test_first", "test_second"]
+
+
+def test_the_report_is_plain_json(ran: SmallSuite, tmp_path: Path):
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    ran()
+    json.loads((tmp_path / "deep" / "report.json").read_text(), parse_constant=refuse)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one rank attends to the keys of all ranks: it gathers them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ringattn_core.layout import indices
+from ringattn_core.masks import Causal, Chunked, Coordinates, Local
+
+product = functools.partial(jnp.einsum, precision="highest")
+
+
+def ring_attention(*, query, key, value, **options: Any):
+    """The keys are gathered as float32, so that what comes back to each rank is summed as float32 too."""
+    axis, group = options["axis_name"] or (), query.shape[2] // key.shape[2]
+
+    def all_ranks(x: Any) -> Any:
+        return jax.lax.all_gather(x, axis, axis=1, tiled=True) if axis and x is not None else x
+
+    ranks, rank = (jax.lax.psum(1, axis), jax.lax.axis_index(axis)) if axis else (1, 0)
+    q_index, index = (indices(options["layout"], ranks, rank, x.shape[1])[None] for x in (query, key))
+    k, v = (jnp.repeat(all_ranks(x.astype(jnp.float32)), group, axis=2) for x in (key, value))
+    s = product("btnh,bsnh->bnts", query.astype(jnp.float32), k) * options["softmax_scale"]
+    s = jnp.where(visible(options, q_index, all_ranks(index), all_ranks(options["kv_segment_ids"])), s, -jnp.inf)
+    if (sinks := options["softmax_aux"]) is not None:  # columns without a value
+        columns = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], (*s.shape[:3], sinks.shape[1]))
+        s = jnp.concatenate([s, columns], -1)
+    empty = jnp.isneginf(s).all(-1)
+    s = jnp.where(empty[..., None], 0.0, s)
+    lse = jax.nn.logsumexp(s, -1)
+    p = jnp.where(empty[..., None], 0.0, jnp.exp(s - lse[..., None]))[..., : k.shape[1]]
+    out = product("bnts,bsnh->btnh", p, v).astype(query.dtype)
+    return (out, jnp.where(empty, -jnp.inf, lse)) if options["return_lse"] else out
+
+
+def visible(options, q_index, kv_index, kv_segments):
+    """`[B, 1, T, S]`: which keys of all ranks each query of this one sees."""
+    window, chunk = options["sliding_window"], options["chunk_size"]
+    masks = [Causal()] * options["causal"] + ([Local(*window)] if window else []) + ([Chunked(chunk)] if chunk else [])
+    q, kv = Coordinates(q_index, q_index).rows(), Coordinates(kv_index, kv_index).columns()
+    seen = functools.reduce(jnp.logical_and, (mask.visible(q, kv)[:, None] for mask in masks), jnp.asarray(True))
+    if (ids := options["q_segment_ids"]) is not None:
+        seen = seen & (ids[:, None, :, None] == kv_segments[:, None, None, :]) & (ids >= 0)[:, None, :, None]
+    return seen

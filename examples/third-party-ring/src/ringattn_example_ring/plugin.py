@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this backend tells core about itself."""
+
+from ringattn_core import Backend, Support
+from ringattn_core import Feature as F
+
+CAN = (F.GRADIENTS, F.FLOAT32, F.FLOAT16, F.BFLOAT16, F.RETURN_LSE, F.SINKS, F.ZIGZAG, F.STRIPED, F.CAUSAL)
+CAN += (F.SLIDING_WINDOW, F.CHUNKED, F.SEGMENT_IDS, F.GROUPED_HEADS, F.UNEQUAL_VALUE_DIM, F.CROSS_LENGTHS)
+
+BACKEND = Backend(
+    name="example-ring",
+    api=1,
+    platforms=("cpu", "gpu", "cuda", "rocm", "tpu"),
+    features=dict.fromkeys(CAN, Support.FULL) | {F.BIAS: Support.PLANNED, F.FUSED_BACKWARD: Support.IMPOSSIBLE},
+    ring="ringattn_example_ring.gather:ring_attention",
+    priority=-1001,  # an example is never chosen by itself
+)
