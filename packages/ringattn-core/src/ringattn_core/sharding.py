@@ -21,6 +21,7 @@ from .errors import InputError, MeshError
 from .layout import pieces
 from .mask_builder import build
 from .selection import select
+from .tuning.choice import settled_over
 
 BATCH_AXES: Final = ("dp", "fsdp", "data")
 HEAD_AXES: Final = ("tp", "model")
@@ -81,6 +82,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
         batch_axis_name=roles.batch or None,
         head_axis_name=roles.heads or None,
     )
+    options = settled_over(mesh, registration, options, specs, arrays)
     result = _run(registration.name, options, mesh, roles, tuple(specs.items()), arrays)
     if call.query.shape[1] == length:
         return result
