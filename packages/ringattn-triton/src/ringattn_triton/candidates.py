@@ -23,9 +23,12 @@ _STAGES: Final = (2, 3)
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
     """Schedules whose tiles are no longer than the block; one that does not fit the device fails when it is tried.
+    None for kernels that are interpreted.
 
     The backward has a kernel that owns keys and one that owns queries: each schedule of one meets each of the other.
     """
+    if problem.platform == "cpu":
+        return []
     narrow = jnp.dtype(problem.dtype).itemsize < 4
     forward = _schedules(problem, _FORWARD if narrow else _FORWARD_FLOAT32)
     keys = _schedules(problem, _BACKWARD_KEYS if narrow else _BACKWARD_KEYS_FLOAT32)

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("forward", outcome.forward, outcome.config.fwd_params),
         ("backward", outcome.backward, outcome.config.bwd_params),
     ):
-        print(f"\n{part}")
+        print(f"\n{part}" if timed else f"\n{part}: the backend offers no candidates")
         for line in lines(timed, chosen):
             print(line)
     found = None if arguments.dry_run else cache.read(problem)
@@ -67,18 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(timed: Sequence["Timed"], chosen: "FwdParams | BwdParams") -> Iterator[str]:
-    """Candidates from the fastest to those that did not run; the default is the first of `timed`."""
+    """Candidates, those that stayed longest first, then from the fastest; the default is the first of `timed`."""
     from .tuner import shown
 
-    default = timed[0]
-    widest = max(len(shown(candidate.params)) for candidate in timed)
-    for candidate in sorted(timed, key=lambda candidate: (candidate.seconds is None, candidate.seconds)):
+    widest = max((len(shown(candidate.params)) for candidate in timed), default=0)
+    for candidate in sorted(timed, key=lambda candidate: (-candidate.rounds, candidate.seconds)):
         name = f"{'*' if candidate.params == chosen else ' '} {shown(candidate.params):<{widest}}"
         if candidate.seconds is None:
             yield f"{name}  {candidate.failure}"
             continue
-        beside = "" if default.seconds is None else f"  {candidate.seconds / default.seconds:5.2f} of the default"
-        yield f"{name}  {1e3 * candidate.seconds:10.3f} ms{beside}  {candidate.rounds:2} rounds"
+        default = timed[0].seconds
+        beside = "" if default is None else f"  {candidate.seconds / default:5.2f} of the default"
+        yield f"{name}  {1e3 * candidate.seconds:10.3f} ms{beside}, rounds: {candidate.rounds}"
 
 
 def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":

@@ -68,7 +68,7 @@ def fastest(
     built: Built | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """The fastest of the backend's candidates, or the default where nothing is faster by more than `TIE`.
+    """The fastest of the backend's candidates, or the default where nothing is faster by more than `TIE`, or offered.
 
     A candidate that does not compile, or has not enough memory, is recorded and passed over. Whatever is being traced
     where this is called does not see any of it.
@@ -80,7 +80,10 @@ def fastest(
             "it gives no candidate_configs",
             "Pass its parameters with cfg=, or name a backend that gives candidates",
         )
-    candidates = [default, *kernel.candidate_configs(problem)]
+    offered = kernel.candidate_configs(problem)
+    if not offered:
+        return Outcome(default, (), ())
+    candidates = [default, *offered]
     progress = Progress() if progress is None else progress
     stop = threading.Event()
     device = _device(problem)
