@@ -143,16 +143,18 @@ class _Race:
         return timed, _chosen(candidates[0], medians, seconds)
 
     def _timed(self, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params) -> dict[Params, list[float]]:
-        calls = {params: max(1, math.ceil(LEAST_SECONDS / max(_seconds(run, 1), 1e-6))) for params, run in runs.items()}
+        least = {params: _seconds(run, 1) for params, run in runs.items()}
+        calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
         seconds: dict[Params, list[float]] = {params: [] for params in runs}
         racing, leaving = list(runs), dict(LEAVING)
         for number in range(1, ROUNDS + 1):
             for params in racing if number % 2 else reversed(racing):
                 self._step(f"{part}: round {number} of {ROUNDS}, {shown(params)}")
                 seconds[params].append(_seconds(runs[params], calls[params]))
+                least[params] = min(least[params], seconds[params][-1])
             if number in leaving:
-                slowest = leaving[number] * min(min(taken) for taken in seconds.values())
-                staying = [p for p in racing if p == default or min(seconds[p]) <= slowest]
+                slowest = leaving[number] * min(least.values())
+                staying = [params for params in racing if params == default or least[params] <= slowest]
                 self.progress.add((len(staying) - len(racing)) * (ROUNDS - number))
                 racing = staying
         return seconds
