@@ -19,7 +19,8 @@ from ringattn_core.tuning.problem import of_call
 from ringattn_core.validation import validated
 from ringattn_xla.tiling import near_equal
 
-SIZES = (32, 64, 128, 256, 512, 1024)
+SIZES = (64, 128, 256, 512, 1024)
+"""Of the sweep: keys, and queries times heads of a group."""
 MOST_SCORES = 2**19
 """Of the tiles of the sweep: twice what the candidates have."""
 SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], str, Mapping[str, Any]]] = {
@@ -34,7 +35,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], str, Mapping[str, A
 def sizes_of_sweep(q_length: int, kv_length: int, group: int) -> list[dict[str, int]]:
     """Every pair of sizes that cuts the block in a way of its own."""
     found = {}
-    for q in SIZES:
+    for q in (size // group for size in SIZES):
         for kv in SIZES:
             cut = near_equal(q_length, q), near_equal(kv_length, kv)
             if cut[0] * cut[1] * group <= MOST_SCORES:
@@ -55,8 +56,8 @@ def program(part: str, arrays: Sequence[jax.Array], dout: jax.Array, cfg: Any, o
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="causal")
-    parser.add_argument("--rounds", type=int, default=7, help="of the sweep")
-    parser.add_argument("--duel", type=int, default=41, help="rounds of the comparison of what both chose")
+    parser.add_argument("--rounds", type=int, default=5, help="of the sweep")
+    parser.add_argument("--duel", type=int, default=31, help="rounds of the comparison of what both chose")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     os.environ["RINGATTN_CACHE_DIR"] = tempfile.mkdtemp()

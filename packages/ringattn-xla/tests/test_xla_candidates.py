@@ -39,9 +39,10 @@ def test_no_two_cut_a_block_alike(given: Problem) -> None:
 
 
 def test_tiles_of_many_heads_have_fewer_queries() -> None:
-    """What a step holds is scores of every query head of a key head."""
+    """What a step multiplies are rows: every query head of a key head."""
     assert max(q * kv for q, kv in cuts(problem())) == 2**18
     assert max(q * kv for q, kv in cuts(problem(heads=64))) == 2**15
+    assert {8 * q for q, _ in cuts(problem(heads=64))} <= {q for q, _ in cuts(problem())}
 
 
 def test_a_block_shorter_than_every_tile_has_one_candidate() -> None:

@@ -8,7 +8,9 @@ from ringattn_core.tuning import Problem
 
 from .tiling import near_equal
 
-_Q_TILES: Final = (64, 128, 256, 512, 1024)
+_ROWS: Final = (64, 128, 256, 512, 1024)
+"""Of a tile: queries times heads of a group, as the products have them."""
+_SHORTEST: Final = 16
 _KV_TILES: Final = (128, 256, 512)
 _MOST_SCORES: Final = 2**18
 """Of one key head in one step: beyond, products gain nothing, and memory grows."""
@@ -18,7 +20,7 @@ def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
     """One for each way in which such sizes cut the block; the largest is for blocks that none of them cuts."""
     group = problem.heads // problem.kv_heads
     found: dict[tuple[int, int], RingAttentionConfig] = {}
-    for q in _Q_TILES:
+    for q in (max(rows // group, _SHORTEST) for rows in _ROWS):
         for kv in _KV_TILES:
             cut = near_equal(problem.q_length, q), near_equal(problem.kv_length, kv)
             if cut[0] * cut[1] * group <= _MOST_SCORES and cut not in found:

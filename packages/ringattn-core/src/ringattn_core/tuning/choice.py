@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..axes import size
 from ..call import Call
-from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..config import RingAttentionConfig
 from ..discovery import Registration, get, on_clear
 from ..errors import TuningError
 from ..mask_builder import Built
-from .overlay import overlaid
+from .overlay import OPEN, overlaid
 from .policy import Policy, current
 from .problem import Problem, built_masks, of_call, tunable
 
@@ -48,15 +48,15 @@ def settled(registration: Registration, call: Call, ranks: int | None = None, me
     them leaves the other to an overlay, to the caches, and last to the backend.
     """
     forward, backward = overlaid(registration.name, call.fwd_params, call.bwd_params)
-    if forward == FwdParams() or backward == BwdParams():
+    if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
         kernel = registration.implementation()
         if tunable(registration) or hasattr(kernel, "default_config"):
             ranks = size("axis_name", call.axis_name or ()) if ranks is None else ranks
             built = built_masks(call, ranks)
             problem = of_call(registration, call, built, ranks, mesh)
             found = configured(registration, problem, built)
-            forward = found.fwd_params if forward == FwdParams() else forward
-            backward = found.bwd_params if backward == BwdParams() else backward
+            forward = found.fwd_params if forward == OPEN.fwd_params else forward
+            backward = found.bwd_params if backward == OPEN.bwd_params else backward
             call = call if built is None else dataclasses.replace(call, mask_builder=built)
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
@@ -91,7 +91,7 @@ def configured(registration: Registration, problem: Problem, built: Built | None
 def default(registration: Registration, problem: Problem) -> RingAttentionConfig:
     """What the backend runs with where nobody has tuned."""
     own = getattr(registration.implementation(), "default_config", None)
-    return RingAttentionConfig() if own is None else own(problem)
+    return OPEN if own is None else own(problem)
 
 
 def tune(

@@ -4,10 +4,13 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..errors import InputError
+
+OPEN: Final = RingAttentionConfig()
+"""The parameters of a call that leaves them open."""
 
 _context: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.ContextVar(
     "ringattn_overlay", default=()
@@ -36,6 +39,6 @@ def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[Fwd
     """The parameters of a call that `backend` answers, those that it leaves open filled from the overlays."""
     for cfg in _context.get():
         if cfg.backend_name in (None, backend):
-            forward = cfg.fwd_params if forward == FwdParams() else forward
-            backward = cfg.bwd_params if backward == BwdParams() else backward
+            forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
+            backward = cfg.bwd_params if backward == OPEN.bwd_params else backward
     return forward, backward
