@@ -302,40 +302,6 @@ class TestUnderATrace:
         assert given == [(("Prefix(length=4)", "Prefix(length=5)"), (Prefix(4), Prefix(5)))]
 
 
-def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
-    monkeypatch.setattr(tuner, "ROUNDS", 1)
-    monkeypatch.setattr(tuner, "LEAST_SECONDS", 0.0)
-    kernel = SimpleKernel()
-    backend = Backend("real", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
-    with discovery.registered(backend, kernel), jax.checking_leaks():
-        got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(X)
-    assert {rule.fwd_params.q_blocksize for rule in kernel.rules} == {None, 2, 4}
-    np.testing.assert_allclose(got, jax.nn.dot_product_attention(X, X, X, is_causal=True), atol=2e-5)
-
-
-class SimpleKernel:
-    """The kernel of `xla` with two candidates."""
-
-    def __init__(self) -> None:
-        self.rules: list[Any] = []
-
-    def forward(self, block: Any, partial: Any) -> Any:
-        from ringattn_xla.block import KERNEL
-
-        self.rules.append(block.rule)
-        return KERNEL.forward(block, partial)
-
-    def backward(self, block: Any, *arrays: Any) -> Any:
-        from ringattn_xla.block import KERNEL
-
-        return KERNEL.backward(block, *arrays)
-
-    def candidate_configs(self, problem: Any) -> list[RingAttentionConfig]:
-        return [RingAttentionConfig(FwdParams(size)) for size in (2, 4)]
-
-
 class TestABackendWithout:
     def test_either_function_runs_as_it_did_and_touches_no_cache(
         self, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,14 +4,16 @@
 import dataclasses
 import io
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from ringattn_core import discovery
+from ringattn_core import discovery, ring_attention
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.errors import TuningError
 from ringattn_core.features import Feature, Support
@@ -288,3 +290,37 @@ def test_a_fast_program_is_called_often_enough_to_be_measured(monkeypatch: pytes
     race = tuner._Race("mine", Progress(Terminal(False)), threading.Event())
     race.run("forward", [FwdParams(8)], lambda params: lambda: None)
     assert asked == [1, *[math.ceil(10 - 1e-9)] * tuner.ROUNDS]
+
+
+def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
+    monkeypatch.setattr(tuner, "ROUNDS", 1)
+    monkeypatch.setattr(tuner, "LEAST_SECONDS", 0.0)
+    kernel, x = SimpleKernel(), jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+    backend = Backend("real", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
+    with discovery.registered(backend, kernel), jax.checking_leaks():
+        got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(x)
+    assert {rule.fwd_params.q_blocksize for rule in kernel.rules} == {None, 2, 4}
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=2e-5)
+
+
+class SimpleKernel:
+    """The kernel of `xla` with two candidates."""
+
+    def __init__(self) -> None:
+        self.rules: list[Any] = []
+
+    def forward(self, block: Any, partial: Any) -> Any:
+        from ringattn_xla.block import KERNEL
+
+        self.rules.append(block.rule)
+        return KERNEL.forward(block, partial)
+
+    def backward(self, block: Any, *arrays: Any) -> Any:
+        from ringattn_xla.block import KERNEL
+
+        return KERNEL.backward(block, *arrays)
+
+    def candidate_configs(self, problem: Any) -> list[RingAttentionConfig]:
+        return [RingAttentionConfig(FwdParams(size)) for size in (2, 4)]
