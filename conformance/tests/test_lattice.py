@@ -6,7 +6,9 @@ from ringattn_conformance.cases import CASES
 from ringattn_conformance.lattice import LAYOUTS, RINGS, one_place, points
 from ringattn_core.features import Feature
 
-ELSEWHERE = {Feature.GRADIENTS, Feature.ZIGZAG, Feature.STRIPED, Feature.PRECISION, Feature.FUSED_BACKWARD}
+ELSEWHERE = {
+    Feature.GRADIENTS, Feature.ZIGZAG, Feature.STRIPED, Feature.TWO_WAY, Feature.PRECISION, Feature.FUSED_BACKWARD,
+}  # fmt: skip
 """What is no matter of a case, or tried by tests of its own."""
 OPTIONS = [feature for feature in Feature if feature not in ELSEWHERE]
 

@@ -29,7 +29,7 @@ Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
 class Placement:
     """A ring of so many ranks, in a layout; in a mesh that may also split the batch (`data`) and the `heads`.
 
-    Emulated, one device plays all ranks of the ring by `vmap`.
+    Emulated, one device plays all ranks of the ring by `vmap`. With `two_way` half of the keys go round the other way.
     """
 
     ring: int = 4
@@ -38,11 +38,13 @@ class Placement:
     heads: int = 1
     check_vma: bool = True
     emulated: bool = False
+    two_way: bool = False
 
     def __str__(self) -> str:
         parts = [f"ring{self.ring}", self.layout]
         parts += [f"data{self.data}"] if self.data > 1 else []
         parts += [f"heads{self.heads}"] if self.heads > 1 else []
+        parts += ["two-way"] if self.two_way else []
         parts += [] if self.check_vma or self.emulated else ["unchecked"]
         return "-".join([*parts, "emulated"] if self.emulated else parts)
 
@@ -53,7 +55,8 @@ class Placement:
     @property
     def needs(self) -> frozenset[Feature]:
         of_layout = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
-        return frozenset({of_layout[self.layout]} if self.layout in of_layout else ())
+        asked = [of_layout[self.layout]] if self.layout in of_layout else []
+        return frozenset([*asked, Feature.TWO_WAY] if self.two_way else asked)
 
     @property
     def mesh(self) -> Mesh:
@@ -133,6 +136,8 @@ class Placed:
             options["alibi_slopes"] = operands["slopes"]
         if placement.layout != "contiguous":
             options["layout"] = placement.layout
+        if placement.two_way:
+            options["two_way"] = True
         if placement.data > 1:
             options["batch_axis_name"] = DATA
         if placement.heads > 1:

@@ -86,6 +86,23 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(ranks: int, off
     assert len(made.forward) == len(offsets) - 1
 
 
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_two_ways_send_half_of_everything_each(ranks: int):
+    one, two = (plan(Rule(1.0, causal=True), "zigzag", ranks, 4, 4, two_way) for two_way in (False, True))
+    assert (one.turns, two.turns) == ((1,), (1, -1))
+    for whole, halves in ((one.forward, two.forward), (one.backward, two.backward)):
+        assert [send.shift for send in halves[::2]] == [-send.shift for send in halves[1::2]]
+        assert [(s.shift, s.keys, s.gradients) for s in halves[::2]] == [(s.shift, s.keys, s.gradients) for s in whole]
+        assert {2 * half.bytes(12, 2) - send.bytes(12, 2) for half, send in zip(halves[::2], whole, strict=True)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks"), [(Rule(1.0), 1), (Rule(1.0), 2), (Rule(1.0, window=(3, 3)), 8), (Rule(1.0, chunk=4), 8)]
+)
+def test_all_keys_go_one_way_where_hops_are_left_out_or_both_ways_are_one(rule: Rule, ranks: int):
+    assert plan(rule, "contiguous", ranks, 4, 4, two_way=True) == plan(rule, "contiguous", ranks, 4, 4)
+
+
 def test_a_parcel_holds_keys_in_their_dtype_and_gradients_in_float32():
     full = Plan(4, (0, 1, 2, 3)).backward
     assert [(send.keys, send.gradients) for send in full] == [

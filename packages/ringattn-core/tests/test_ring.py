@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import parcels, ring, ring_attention, tie
@@ -36,7 +36,14 @@ def differentiated(ranks: int, **options: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "options", [dict(causal=True), dict(sliding_window=3), dict(causal=True, layout="zigzag")], ids=str
+    "options",
+    [
+        dict(causal=True),
+        dict(sliding_window=3),
+        dict(causal=True, layout="zigzag"),
+        dict(layout="striped", two_way=True, dropout_prob=0.2, dropout_seed=5),
+    ],
+    ids=str,
 )
 def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, options: dict[str, Any]
@@ -92,6 +99,40 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
     one = compiled(1, 1024, gradient).memory_analysis().temp_size_in_bytes
     assert large <= small + packed // 4
     assert large <= one + 2.5 * packed * (2 if gradient else 1)
+
+
+def kernels_before_sends(jaxpr: Any) -> list[set[int]]:
+    """For each permute of a program, in order, the kernels that it waits for, by number."""
+    waits: dict[Any, set[int]] = {}
+    found, kernels = [], 0
+    for equation in jaxpr.eqns:
+        needed = set().union(*(waits.get(x, set()) for x in equation.invars if not isinstance(x, Literal)))
+        if equation.primitive.name == "ppermute":
+            found.append(needed)
+        if equation.primitive.name == "custom_vmap_call":
+            needed, kernels = needed | {kernels}, kernels + 1
+        waits |= dict.fromkeys(equation.outvars, needed)
+    return found
+
+
+@pytest.mark.parametrize("two_way", [False, True])
+def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(two_way: bool):
+    """So a scheduler may run the sends of a hop behind its kernels, forward and backward, whatever it prefers."""
+    program = jax.make_jaxpr(differentiated(4, two_way=two_way, causal=True))(*arrays(16))
+    bodies = {id(body): body for e in equations(program.jaxpr) for body in jaxprs_in_params(e.params)}
+    forward, backward = (found for body in bodies.values() if (found := kernels_before_sends(body)))
+    ways = 2 if two_way else 1
+    assert forward == [set(range(ways * hop)) for hop in (0, 1, 2) for _ in range(ways)]
+    assert backward == [set(range(ways * hop)) for hop in (0, 0, 1, 2, 3) for _ in range(ways)]
+
+
+def test_keys_that_need_no_second_way_have_the_program_of_one():
+    def program(ranks: int, **options: Any) -> str:
+        return str(jax.make_jaxpr(differentiated(ranks, **options))(*arrays(16)))
+
+    for ranks, options in ((2, {}), (1, {}), (4, dict(sliding_window=3))):
+        assert program(ranks, two_way=True, **options) == program(ranks, **options)
+    assert program(4, two_way=True) != program(4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

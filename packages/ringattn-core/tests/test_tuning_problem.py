@@ -27,7 +27,7 @@ POSITIONS = jnp.arange(T, dtype=jnp.int32)
 
 
 def of(ranks: int = 1, q: Any = Q, k: Any = KV, v: Any = None, **options: Any) -> Problem:
-    call = validated(q, k, k if v is None else v, **options)
+    call = validated(q, k, k if v is None else v, **options, ranks=ranks)
     return of_call(discovery.get("xla"), call, built_masks(call, ranks), ranks)
 
 
@@ -58,6 +58,8 @@ MATTERS: dict[str, dict[str, Any]] = {
     "masks of heads": {"mask_builder": lambda q, kv, heads, head, reps: Prefix(3 + head)},
     "precision": {"precision": "highest"},
     "fused backward": {"fused_backward": True},
+    "two ways": {"two_way": True, "ranks": 4},
+    "two ways with a bias": {"two_way": True, "ranks": 3, "bias": jnp.zeros((1, N, T, 3 * S))},
 }
 
 
@@ -131,7 +133,7 @@ class TestWhatIsMeasured:
         """Shapes and rule of every hop, but for values that a problem does not have."""
         options = MATTERS[name]
         ranks = options.get("ranks", 1)
-        call = validated(**_named({k: v for k, v in options.items() if k != "ranks"}))
+        call = validated(**_named({"ranks": ranks, **options}))
         real, made = Seen(), Seen()
         if ranks == 1:
             from ringattn_core import engine

@@ -69,6 +69,7 @@ OPTIONS = {
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
+    "two ways by word": (dict(two_way="both"), "two_way: got 'both'. It must be True or False"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
@@ -171,6 +172,13 @@ def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
         InputError, match=r"'zigzag' needs an even local length, but query has 3 tokens.*Pad the sequence to 16"
     ):
         in_shard_map(axis_name="sp", layout="zigzag", length=12)
+
+
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_two_ways_round_need_an_even_number_of_key_heads(key_heads: int):
+    message = rf"two_way: needs an even number of key heads on each rank, but there are {key_heads}. Leave two_way out"
+    with pytest.raises(InputError, match=message):
+        ring_attention(ones(B, T, 6, H), ones(B, T, key_heads, H), ones(B, T, key_heads, H), two_way=True)
 
 
 def test_batch_axes_cannot_be_those_of_the_ring():

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels: the permutes in the compiled program are those of the plan, in number and in bytes."""
 
+import dataclasses
 import re
 from collections import Counter
 from typing import Any
 
 import jax
 import pytest
-from ringattn_core import discovery, hops
+from ringattn_core import discovery, hops, parcels
 from ringattn_core.features import Feature
 
 from ringattn_conformance.blocks import rule_of
@@ -16,7 +17,7 @@ from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, with_gradients
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
-PERMUTE = re.compile(r"= ([^=]*?) collective-permute(-start)?\(")
+PERMUTE = re.compile(r"= ([^=]*?) collective-permute(-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}")
 SHAPE = re.compile(r"(\w+)\[([\d,]+)\]")
 CASES = (
     (Case("all-hops", lse=False), "contiguous", 3),
@@ -31,15 +32,19 @@ CASES = (
 )
 
 
-def _sent(placed: Placed, gradients: bool) -> Counter[int]:
-    """How many permutes of how many bytes one rank makes."""
+def _sent(placed: Placed, gradients: bool) -> Counter[tuple[int, int]]:
+    """How many permutes of how many bytes, how far onward, one rank makes."""
     everywhere = placed.everywhere()
     if gradients:
         lowered = jax.jit(with_gradients(everywhere)).lower(placed.operands, placed.fixed, placed.cotangents)
     else:
         lowered = jax.jit(everywhere).lower(placed.operands, placed.fixed)
     text = lowered.compile().as_text() or ""
-    return Counter(size for result, start in PERMUTE.findall(text) for size in _carried(result, bool(start)))
+    return Counter(
+        (size, (int(target) - int(origin)) % placed.placement.ring)
+        for result, start, origin, target in PERMUTE.findall(text)
+        for size in _carried(result, bool(start))
+    )
 
 
 def _carried(result: str, start: bool) -> list[int]:
@@ -58,13 +63,19 @@ def _bytes(dtype: str, dims: str) -> int:
 def _planned(placed: Placed) -> hops.Plan:
     rows, columns = placed.case.lengths(placed.placement.ring)
     rule, ring = rule_of(placed.case, rows, columns), placed.placement.ring
-    return hops.plan(rule, placed.placement.layout, ring, rows // ring, columns // ring)
+    joint = parcels.joint(discovery.get(placed.backend).implementation())
+    lengths = rows // ring, columns // ring
+    return hops.plan(rule, placed.placement.layout, ring, *lengths, placed.placement.two_way, joint)
 
 
-def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[int]:
-    problem, itemsize = placed.inputs.problem, DTYPES[placed.case.dtype](0).itemsize
-    elements = (problem.k.size + problem.v.size) // placed.placement.ring
-    return Counter(send.bytes(elements, itemsize) for send in sends)
+def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[tuple[int, int]]:
+    return Counter((send.bytes(*_elements(placed)), send.shift % placed.placement.ring) for send in sends)
+
+
+def _elements(placed: Placed) -> tuple[int, int]:
+    """How many elements a shard's packed K,V has, and of what size."""
+    problem = placed.inputs.problem
+    return (problem.k.size + problem.v.size) // placed.placement.ring, DTYPES[placed.case.dtype](0).itemsize
 
 
 @pytest.mark.parametrize(("case", "layout", "expected"), CASES, ids=lambda x: str(x) if isinstance(x, Case) else "")
@@ -97,6 +108,32 @@ def test_without_gradients_only_keys_and_values_travel(ringattn_backend: str, nu
         if right:
             assert sent == _bytes_of(_planned(placed).forward, placed)
             assert sum(sent.values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "both"),
+    [
+        (Case("both-ways", causal=True, lse=False, heads=4), "zigzag", True),
+        (Case("both-ways-narrow", dtype="bfloat16", lse=False), "contiguous", True),
+        (Case("both-ways-unequal-values", value_dim=5, lse=False), "striped", True),
+        (Case("one-way-where-hops-are-left-out", window=(5, 0), lse=False), "contiguous", False),
+    ],
+    ids=lambda x: str(x) if isinstance(x, Case) else "",
+)
+def test_half_of_the_bytes_go_each_way(ringattn_backend: str, case: Case, layout: str, both: bool):
+    placement = Placement(4, layout, two_way=True)
+    if discovery.get(ringattn_backend).descriptor().kernel is None or not on_devices(placement):
+        return
+    placed = place(case, placement, ringattn_backend)
+    with owed(ringattn_backend, case.needs | placement.needs | {Feature.GRADIENTS}) as right:
+        sent = _sent(placed, gradients=True)
+        if right:
+            plan = _planned(placed)
+            assert sent == _bytes_of((*plan.forward, *plan.backward), placed)
+            halves = {shift: sum(size * n for (size, s), n in sent.items() if s == shift) for shift in (1, 3)}
+            one_way = dataclasses.replace(plan, two_way=False)
+            whole = sum(send.bytes(*_elements(placed)) for send in (*one_way.forward, *one_way.backward))
+            assert (halves[1] == halves[3] == whole // 2) == both
 
 
 def test_a_ring_of_one_sends_nothing(ringattn_backend: str):

@@ -19,6 +19,7 @@ PLACEMENTS = (
     Placement(8),
     Placement(3, "contiguous", emulated=True),
     Placement(4, data=2),
+    Placement(4, "zigzag", two_way=True),
     Placement(2, "striped", data=2, heads=2),
 )
 

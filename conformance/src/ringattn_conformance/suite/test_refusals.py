@@ -12,16 +12,19 @@ from ringattn_core.features import Feature, Support
 from ringattn_conformance.cases import CASES, Case
 from ringattn_conformance.ranks import Placed, Placement, place, with_gradients
 
-OF_LAYOUTS = {Feature.ZIGZAG: "zigzag", Feature.STRIPED: "striped"}
+OF_PLACEMENTS = {
+    Feature.ZIGZAG: {"layout": "zigzag"},
+    Feature.STRIPED: {"layout": "striped"},
+    Feature.TWO_WAY: {"two_way": True},
+}
 ALWAYS = (Feature.GRADIENTS, Feature.PRECISION)
 
 
 def _call(feature: Feature, backend: str) -> Placed:
     """The shortest call that needs the feature."""
-    wanted = [case for case in CASES if feature in case.needs and feature not in OF_LAYOUTS]
+    wanted = [case for case in CASES if feature in case.needs and feature not in OF_PLACEMENTS]
     case = min(wanted, key=lambda case: len(case.needs), default=Case("short"))
-    layout = OF_LAYOUTS.get(feature, "contiguous")
-    return place(case, Placement(2, layout, emulated=True), backend)
+    return place(case, Placement(2, emulated=True, **OF_PLACEMENTS.get(feature, {})), backend)
 
 
 def _trace(placed: Placed, feature: Feature) -> None:

@@ -8,9 +8,16 @@ from ringattn_core.features import Feature
 
 from ringattn_conformance import tolerances
 from ringattn_conformance.cases import ALONE, NAMED, Case
-from ringattn_conformance.lattice import Point, one_place
+from ringattn_conformance.lattice import Point, one_place, places
 from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import Placement, answer_of, place, run
+
+TWO_WAY = (
+    "gqa", "bias", "sinks-each", "dropout-gqa", "mask-of-heads", "alibi-causal", "bias-heads", "dense-mask-heads",
+    "bias-rows", "mask-of-groups", "value-dim-larger", "sinks-shared", "everything", "causal-bfloat16",
+    "positions-shuffled",
+)  # fmt: skip
+"""Whatever belongs to heads, to all of them or to each."""
 
 
 def _agrees(case: Case, placement: Placement, backend: str, gradients: bool) -> None:
@@ -42,3 +49,34 @@ def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
 def test_an_everything_ring_of_eight_holds_in_half_precision(ringattn_backend: str):
     case = dataclasses.replace(NAMED["everything-bfloat16"], name="everything-on-eight", q_length=96, kv_length=96)
     _agrees(case, Placement(8, "striped"), ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+@pytest.mark.parametrize("name", TWO_WAY)
+def test_half_of_the_keys_may_go_round_the_other_way(ringattn_backend: str, name: str, ringattn_largest_ring: int):
+    number, case = TWO_WAY.index(name), NAMED[name]
+    possible = places(case, ringattn_largest_ring)
+    # On two ranks both ways are one; in steps of four, consecutive cases meet other rings and other layouts.
+    possible = [place for place in possible if place[0] > 2] or possible
+    ring, layout = possible[4 * number % len(possible)]
+    placement = Placement(ring, layout, check_vma=number % 2 == 0, two_way=True)
+    _agrees(case, placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+@pytest.mark.parametrize(("name", "ring"), [("sinks-each", 2), ("window", 4)])
+def test_where_one_way_is_enough_asking_for_two_changes_no_result(ringattn_backend: str, name: str, ring: int):
+    placement = Placement(ring, two_way=True)
+    _agrees(NAMED[name], placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+def test_keys_go_both_ways_where_the_mesh_splits_the_heads_too(ringattn_backend: str):
+    case = Case(
+        "two-ways-of-split-heads", heads=8, kv_heads=4, bias="NT", slopes=True, sinks="each", dropout=0.2,
+        builder=NAMED["mask-of-heads"].builder,
+    )  # fmt: skip
+    placement = Placement(4, "striped", heads=2, two_way=True)
+    _agrees(case, placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))
+
+
+def test_one_device_may_play_all_ranks_of_both_ways(ringattn_backend: str):
+    placement = Placement(3, "zigzag", emulated=True, two_way=True)
+    _agrees(NAMED["everything"], placement, ringattn_backend, supports(ringattn_backend, Feature.GRADIENTS))

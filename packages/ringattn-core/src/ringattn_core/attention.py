@@ -44,6 +44,7 @@ def ring_attention(
     batch_axis_name: str | Sequence[str] | None = None,
     head_axis_name: str | Sequence[str] | None = None,
     layout: str = "contiguous",
+    two_way: bool = False,
     precision: Any = None,
     return_lse: bool = False,
     fused_backward: bool = False,
@@ -61,7 +62,8 @@ def ring_attention(
 
     `causal`, `sliding_window` (both ends inclusive), `chunk_size`, segment ids, `mask_builder` and `attention_mask`
     are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` says in which order the sequence is
-    ("contiguous", "zigzag", "striped"); `to_layout` brings it there. With `return_lse` the result is `(out, lse)`.
+    ("contiguous", "zigzag", "striped"); `to_layout` brings it there. With `two_way` half of the key heads travel the
+    other way round, so that links are used in both directions. With `return_lse` the result is `(out, lse)`.
     """
     options: dict[str, Any] = {
         "q_segment_ids": q_segment_ids,
@@ -93,6 +95,7 @@ def ring_attention(
         batch_axis_name=batch_axis_name,
         head_axis_name=head_axis_name,
         layout=layout,
+        two_way=two_way,
         precision=precision,
         return_lse=return_lse,
         ranks=None if mesh is None else 1,

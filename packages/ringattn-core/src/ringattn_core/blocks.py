@@ -70,14 +70,14 @@ def gathered(ring: Ring, fixed: Fixed) -> Fixed:
 
 
 def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
-    """The rank whose keys this rank works on after they have come `offset` ranks."""
+    """The rank whose keys this rank works on after they have come `offset` ranks onward; below 0 is back."""
     return (fixed.rank - offset) % ring.plan.ranks
 
 
-def block(ring: Ring, inputs: Differentiable, q: jax.Array, kv: Packed, fixed: Fixed, offset: Any) -> Block:
-    """This rank's queries against the keys that have come `offset` ranks; `fixed` is gathered."""
+def block(ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: Any) -> Block:
+    """This rank's queries against the keys that have come `offset` ranks onward; `fixed` is gathered."""
     origin, ranks = source(ring, fixed, offset), ring.plan.ranks
-    batch, q_length = q.shape[:2]
+    batch, q_length = inputs.q.shape[:2]
     kv_length = kv.shape[-3]
     q_index = indices(ring.layout, ranks, fixed.rank, q_length)[None]
     kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
@@ -89,7 +89,7 @@ def block(ring: Ring, inputs: Differentiable, q: jax.Array, kv: Packed, fixed: F
         return None if x is None else columns(x, ring.layout, ranks, origin)
 
     return Block(
-        q=q,
+        q=inputs.q,
         kv=kv,
         q_positions=q_index if fixed.q_positions is None else fixed.q_positions,
         kv_positions=kv_index if fixed.kv_positions is None else visiting(fixed.kv_positions),

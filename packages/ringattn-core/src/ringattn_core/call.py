@@ -44,6 +44,7 @@ class Call:
     batch_axis_name: tuple[str, ...] | None
     head_axis_name: tuple[str, ...] | None
     layout: str
+    two_way: bool
     precision: str | None
     return_lse: bool
 
@@ -73,6 +74,7 @@ class Call:
             Feature.RETURN_LSE: self.return_lse,
             Feature.ZIGZAG: self.layout == "zigzag",
             Feature.STRIPED: self.layout == "striped",
+            Feature.TWO_WAY: self.two_way,
             Feature.PRECISION: self.precision is not None,
             Feature.FUSED_BACKWARD: self.fused_backward,
         }

@@ -12,6 +12,7 @@ from .blocks import Differentiable, Fixed, Ring
 from .call import Call
 from .hops import plan
 from .mask_builder import Built, build
+from .parcels import joint
 from .protocol import BlockKernel
 from .ring import attend
 from .rule import Rule
@@ -27,7 +28,7 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     ring = Ring(
         kernel=kernel,
         rule=rule,
-        plan=plan(rule, call.layout, ranks, q_length, kv_length),
+        plan=plan(rule, call.layout, ranks, q_length, kv_length, call.two_way, joint(kernel)),
         layout=call.layout,
         axis=axis,
     )

@@ -29,6 +29,7 @@ class Feature(enum.Enum):
     RETURN_LSE = "The log of the denominator comes back too, and is differentiable."
     ZIGZAG = "Rank r holds chunks r and 2D-1-r."
     STRIPED = "Token i lies on rank i mod D."
+    TWO_WAY = "Half of the key heads travel the other way round the ring."
     PRECISION = "Matrix products of float32 at a lower precision, where the caller asks."
     FUSED_BACKWARD = "A one-pass backward that may accumulate in any order, where the caller asks."
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt16
 
 Packed = Float[Array, "2 B S K H"] | Float[Array, "B S K HHv"]
-Wire = Float32[Array, "..."] | UInt16[Array, "..."]
+Wire = Float[Array, "..."] | UInt16[Array, "..."]
 
 
 def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
@@ -22,14 +22,19 @@ def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:
     return packed[..., :key_dim], packed[..., key_dim:]
 
 
+def joint(kernel: Any) -> bool:
+    """Whether keys travel with gradients in one array: unless the kernel's `separate_sends` says that two are better."""
+    return not getattr(kernel, "separate_sends", False)
+
+
 def to_wire(kv: Packed) -> Wire:
-    """K,V as it travels: narrow floats as integers, because XLA widens them on some platforms; the rest as it is."""
+    """K,V as it travels in a parcel: narrow floats as integers, because XLA widens them on some platforms."""
     return kv if kv.dtype == jnp.float32 else jax.lax.bitcast_convert_type(kv, jnp.uint16)
 
 
 def from_wire(wire: Wire, dtype: Any) -> Packed:
     """The inverse of `to_wire`, bit for bit."""
-    return wire if dtype == jnp.float32 else jax.lax.bitcast_convert_type(wire, dtype)
+    return wire if wire.dtype == dtype else jax.lax.bitcast_convert_type(wire, dtype)
 
 
 def join(wire: Wire, gradients: Float32[Array, "..."]) -> Wire:

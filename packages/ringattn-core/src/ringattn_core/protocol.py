@@ -163,7 +163,9 @@ class BlockKernel(Protocol):
     """The easy door: two functions of one block. Core drives the ring, and owns AD, sinks, vmap and layouts.
 
     The object is hashable: JAX compiles once for each. An optional third function, `tie(x, token) -> x`, returns `x`
-    such that nothing that reads it starts before `token` is there; the default is `ringattn_core.tie.tie`.
+    such that nothing that reads it starts before `token` is there; the default is `ringattn_core.tie.tie`. An optional
+    attribute `separate_sends`, where true, says that its platform keeps several permutes in flight: keys and the
+    gradients behind them then travel as two arrays, each in its own dtype, and need not be joined and split.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:

@@ -14,6 +14,7 @@ from .layout import from_layout as from_layout
 from .layout import to_layout as to_layout
 from .mask_info import MaskInfo as MaskInfo
 from .merge import merging as merging
+from .mesh import ring_mesh as ring_mesh
 from .protocol import Backend as Backend
 from .protocol import Block as Block
 from .protocol import BlockKernel as BlockKernel

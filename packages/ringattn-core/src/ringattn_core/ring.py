@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import jax
@@ -11,16 +12,20 @@ from jaxtyping import Array, Float, Float32
 
 from . import batching, finite, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
-from .hops import parcel_sends
 from .layout import put_columns
 from .merge import empty, with_sinks
 from .protocol import Partial
 from .varying import align, axes_of
+from .ways import Way, gradient, joined, parts, split
 
 UNROLLED: Final = 8
 """Hops up to which the ring is unrolled: XLA overlaps an unrolled ring best; beyond, a scan keeps programs small."""
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
+Wires = tuple[parcels.Wire, ...]
+Partials = tuple[Partial, ...]
+Sums = tuple[dict[str, Any], ...]
+"""One of each for every way round."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -32,28 +37,38 @@ def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
 def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
     q, bad = finite.queries(inputs.q)
-    wire = parcels.to_wire(finite.keys_and_values(inputs.k, inputs.v, poison=True))
-    kernel, tied, dtype = batching.forward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
-    partial = _aligned(ring, empty(block(ring, inputs, q, parcels.from_wire(wire, dtype), fixed, 0)), inputs)
+    ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
+    wires = tuple(_wire(ring, finite.keys_and_values(way.inputs.k, way.inputs.v, poison=True)) for way in ways)
+    kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
+    partials = tuple(
+        _aligned(ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0)), inputs)
+        for way, wire in zip(ways, wires, strict=True)
+    )
 
-    def hop(wire: parcels.Wire, partial: Partial, offset: Any, shift: int | None) -> tuple[parcels.Wire, Partial]:
-        # The send is issued before the kernel, and not before the kernel of the last hop is done.
-        wire = wire if shift is None or partial.empty else tied(wire, partial.out)
-        following = wire if shift is None else _send(ring, wire, shift)
-        kv = parcels.from_wire(wire, dtype)
-        return following, kernel(block(ring, inputs, q, kv, _at(fixed, partial.lse), offset), partial)
+    def hop(wires: Wires, partials: Partials, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
+        # All sends are issued before the kernels, and not before the kernels of the last hop are done.
+        done = [partial.out for partial in partials if not partial.empty]
+        wires = wires if shift is None else tuple(_after(ring, wire, done) for wire in wires)
+        following = wires if shift is None else _sent(ring, ways, wires, shift)
+        found = []
+        for way, wire, partial in zip(ways, wires, partials, strict=True):
+            kv = parcels.from_wire(wire, dtype)
+            visited = block(ring, way.inputs, kv, _at(way.fixed, partial.lse), way.come(offset))
+            found.append(kernel(visited, partial))
+        return following, tuple(found)
 
     offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
     if len(offsets) > UNROLLED and set(ring.plan.shifts) == {1}:
         looped = len(offsets) - 1
-        partial = dataclasses.replace(partial, empty=False)
-        (wire, partial), _ = jax.lax.scan(
-            lambda carry, offset: (hop(*carry, offset, 1), None), (wire, partial), jnp.arange(looped, dtype=jnp.int32)
+        partials = tuple(dataclasses.replace(partial, empty=False) for partial in partials)
+        (wires, partials), _ = jax.lax.scan(
+            lambda carry, offset: (hop(*carry, offset, 1), None), (wires, partials), jnp.arange(looped, dtype=jnp.int32)
         )
         offsets, shifts = offsets[looped:], shifts[looped:]
     for offset, shift in zip(offsets, shifts, strict=True):
-        wire, partial = hop(wire, partial, offset, shift)
-    partial = finite.poisoned(partial, bad)
+        wires, partials = hop(wires, partials, offset, shift)
+    out, lse = joined([partial.out for partial in partials], 2), joined([partial.lse for partial in partials], 1)
+    partial = finite.poisoned(Partial(out, lse), bad)
     whole = with_sinks(partial, _sinks(inputs))
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
 
@@ -72,8 +87,10 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
         dsinks = -jnp.einsum("bnt,bnts->ns", delta, share, precision="highest")
     sums = _gradients(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
-    dk, dv = parcels.unpack(sums["kv"], inputs.q.shape[-1])
-    gradients = Differentiable(sums["q"], dk, dv, dsinks, sums["bias"], sums["slopes"])
+    found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
+    dk, dv = parcels.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
+    dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
+    gradients = Differentiable(joined(found["q"], 2), dk, dv, dsinks, dbias, dslopes)
     return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs), None
 
 
@@ -82,59 +99,74 @@ attend.defvjp(_forward, _backward)
 
 def _gradients(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
-) -> dict[str, Any]:
-    """The sums over all hops. Each parcel brings the next keys, and the gradients of the keys that left before."""
+) -> Sums:
+    """The sums over all hops, of each way. Each parcel brings the next keys, and the gradients of those before them."""
     q, _ = finite.queries(inputs.q)
-    kernel, tied, dtype = batching.backward(ring.kernel), tie.of(ring.kernel), inputs.k.dtype
-    zeros = {"q": q, "bias": inputs.bias, "slopes": inputs.slopes}
-    sums = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in zeros.items()}
-    sums = _aligned(ring, sums, inputs)
+    ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
+    kernel, dtype = batching.backward(ring.kernel), inputs.k.dtype
+    arrays = [parts(x, axis, len(ways)) for x, axis in ((dout, 2), (lse, 1), (delta, 1))]
+    given = list(zip(*arrays, strict=True))
 
-    def compute(kv: parcels.Packed, sums: dict[str, Any], offset: Any) -> tuple[jax.Array, dict[str, Any]]:
-        visited = block(ring, inputs, q, kv, _at(fixed, sums["q"]), offset)
-        found = kernel(visited, dout, lse, delta, sums["q"])
+    def zeros(way: Way) -> dict[str, Any]:
+        shapes = {"q": way.inputs.q, "bias": way.inputs.bias, "slopes": way.inputs.slopes}
+        fresh = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items()}
+        return _aligned(ring, fresh, inputs)
+
+    def compute(number: int, kv: parcels.Packed, sums: dict[str, Any], offset: Any) -> tuple[jax.Array, dict[str, Any]]:
+        way = ways[number]
+        offset = way.come(offset)
+        visited = block(ring, way.inputs, kv, _at(way.fixed, sums["q"]), offset)
+        found = kernel(visited, *given[number], sums["q"])
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 
     def hop(
-        wire: parcels.Wire, behind: Any, sums: dict[str, Any], offset: Any, onward: int | None, back: int | None
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Works on the keys of `wire` while they go `onward` and the gradients `behind` them follow by `back`."""
-        wire = tied(wire, sums["q"])
-        sends = parcel_sends(onward, back)
+        wires: Wires, behind: Any, sums: Sums, offset: Any, onward: int | None, back: int | None
+    ) -> tuple[Any, Any, Sums]:
+        """Works on the keys of `wires` while they go `onward` and the gradients `behind` them follow by `back`."""
+        done = [of_way["q"] for of_way in sums]
+        wires = tuple(_after(ring, wire, done) for wire in wires)
+        sends = ring.plan.parcel(onward, back)
         if len(sends) == 1 and sends[0].keys and sends[0].gradients:
-            following, arrived = parcels.split(_send(ring, parcels.join(wire, behind), sends[0].shift))
+            joint = tuple(parcels.join(wire, late) for wire, late in zip(wires, behind, strict=True))
+            arrivals = [parcels.split(parcel) for parcel in _sent(ring, ways, joint, sends[0].shift)]
+            following, arrived = zip(*arrivals, strict=True)
         else:
-            following = None if onward is None else _send(ring, wire, onward)
-            arrived = None if back is None else _send(ring, tied(behind, sums["q"]), back)
-        for came in (following, arrived):
-            sums = sums if came is None else {**sums, "q": tie.settled(sums["q"], came)}
-        mine, sums = compute(parcels.from_wire(wire, dtype), sums, offset)
-        return following, mine if arrived is None else mine + arrived, sums
+            following = None if onward is None else _sent(ring, ways, wires, onward)
+            late = None if back is None else tuple(_after(ring, x, done) for x in behind)
+            arrived = None if back is None or late is None else _sent(ring, ways, late, back)
+        for came in (*(following or ()), *(arrived or ())):
+            sums = tuple({**of_way, "q": tie.settled(of_way["q"], came)} for of_way in sums)
+        made = [compute(n, parcels.from_wire(wire, dtype), sums[n], offset) for n, wire in enumerate(wires)]
+        mine, sums = zip(*made, strict=True)
+        if arrived is not None:
+            mine = tuple(here + there for here, there in zip(mine, arrived, strict=True))
+        return following, mine, sums
 
-    def own(token: jax.Array) -> parcels.Wire:
+    def own(tokens: list[jax.Array]) -> Wires:
         """Packed when it is needed, twice, and not kept between."""
-        kv = finite.keys_and_values(tied(inputs.k, token), tied(inputs.v, token), poison=False)
-        return parcels.to_wire(kv)
+        pairs = [(_after(ring, way.inputs.k, tokens), _after(ring, way.inputs.v, tokens)) for way in ways]
+        return tuple(_wire(ring, finite.keys_and_values(k, v, poison=False)) for k, v in pairs)
 
+    sums: Sums = tuple(zeros(way) for way in ways)
     behind = None
     offsets, shifts = ring.plan.offsets[1:], ring.plan.shifts
     if offsets:
-        wire = _send(ring, own(dout), shifts[0])
+        wires = _sent(ring, ways, own([dout]), shifts[0])
         onward = (*shifts[1:], None)
-        wire, behind, sums = hop(wire, behind, sums, offsets[0], onward[0], None)
+        wires, behind, sums = hop(wires, behind, sums, offsets[0], onward[0], None)
         steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
         if len(steps) > UNROLLED and set(shifts) == {1}:
-            (wire, behind, sums), _ = jax.lax.scan(
+            (wires, behind, sums), _ = jax.lax.scan(
                 lambda carry, offset: (hop(*carry, offset, 1, 1), None),
-                (wire, behind, sums),
+                (wires, behind, sums),
                 jnp.asarray(offsets[1:-1]),
             )
             steps = steps[-1:]
         for offset, onward, back in steps:
-            wire, behind, sums = hop(wire, behind, sums, offset, onward, back)
-    home = ring.plan.homeward
-    _, total, sums = hop(own(sums["q"]), behind, sums, 0, None, home[0].shift if home else None)
-    return {**sums, "kv": total}
+            wires, behind, sums = hop(wires, behind, sums, offset, onward, back)
+    mine = own([of_way["q"] for of_way in sums])
+    _, total, sums = hop(mine, behind, sums, 0, None, ring.plan.homeward)
+    return tuple({**of_way, "kv": kv} for of_way, kv in zip(sums, total, strict=True))
 
 
 def _added(ring: Ring, sums: dict[str, Any], found: Any, origin: Any) -> dict[str, Any]:
@@ -159,9 +191,36 @@ def _at(fixed: Fixed, token: jax.Array) -> Fixed:
     return dataclasses.replace(fixed, rank=tie.number(fixed.rank, token))
 
 
-def _send(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
+def _after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
+    """`x`, such that nothing that reads it starts before all the tokens are there."""
+    return functools.reduce(tie.of(ring.kernel), tokens, x)
+
+
+def _sent(ring: Ring, ways: Sequence[Way], given: Wires, shift: int) -> Wires:
+    """What arrives where every rank sends the share of each way `shift` ranks on, on that way."""
     ranks = ring.plan.ranks
-    return jax.lax.ppermute(x, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
+
+    def permuted(x: jax.Array, shift: int) -> jax.Array:
+        return jax.lax.ppermute(x, ring.axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
+
+    def as_integers(x: jax.Array, shift: int) -> jax.Array:
+        return parcels.from_wire(permuted(parcels.to_wire(x), shift), x.dtype)
+
+    def sent(x: jax.Array, shift: int) -> jax.Array:
+        if x.dtype in (jnp.float32, jnp.uint16):
+            return permuted(x, shift)
+        integers, floats = (functools.partial(send, shift=shift) for send in (as_integers, permuted))
+        return jax.lax.platform_dependent(x, tpu=floats, default=integers)
+
+    return tuple(sent(x, way.come(shift)) for way, x in zip(ways, given, strict=True))
+
+
+def _wire(ring: Ring, kv: parcels.Packed) -> parcels.Wire:
+    """K,V as the engine carries it. Where it never joins a parcel it stays what the kernel reads: no copy a hop.
+
+    The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
+    """
+    return parcels.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
 
 
 def _aligned(ring: Ring, tree: Any, inputs: Differentiable) -> Any:

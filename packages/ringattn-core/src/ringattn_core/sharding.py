@@ -22,6 +22,7 @@ from .layout import pieces
 from .mask_builder import build
 from .selection import select
 from .tuning.choice import settled_over
+from .validation import halves_go_both_ways
 
 BATCH_AXES: Final = ("dp", "fsdp", "data")
 HEAD_AXES: Final = ("tp", "model")
@@ -174,6 +175,8 @@ def _divisible(call: Call, mesh: Any, roles: Roles) -> None:
                 f"{argument} has {what} {number}, which the {parts} ranks of mesh axes {names} do not divide. "
                 f"Pass in_specs that leave that axis whole, or another mesh"
             )
+    if call.two_way:
+        halves_go_both_ways(call.key.shape[2] // math.prod(mesh.shape[name] for name in roles.heads))
     ranks = math.prod(mesh.shape[name] for name in roles.sequence)
     parts = ranks * pieces(call.layout)
     for argument, x in (("query", call.query), ("key", call.key)):

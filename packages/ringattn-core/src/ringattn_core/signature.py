@@ -47,6 +47,7 @@ class RingAttention(Protocol):
         batch_axis_name: str | tuple[str, ...] | None = None,
         head_axis_name: str | tuple[str, ...] | None = None,
         layout: str = "contiguous",
+        two_way: bool = False,
         precision: Any = None,
         return_lse: bool = False,
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...

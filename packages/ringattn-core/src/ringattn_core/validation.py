@@ -51,6 +51,7 @@ def validated(
     batch_axis_name: Any = None,
     head_axis_name: Any = None,
     layout: Any = "contiguous",
+    two_way: Any = False,
     precision: Any = None,
     return_lse: Any = False,
     ranks: int | None = None,
@@ -103,6 +104,7 @@ def validated(
         batch_axis_name=batch_axes or None,
         head_axis_name=head_axes or None,
         layout=layout,
+        two_way=_two_way(two_way, k.shape[2]),
         precision=_precision(precision),
         return_lse=_flag("return_lse", return_lse),
     )
@@ -155,6 +157,23 @@ def _layout_fits(layout: str, q: jax.Array, k: jax.Array, ranks: int) -> None:
                 f"{layout!r} needs an even local length, but {name} has {x.shape[1]} tokens on each rank",
                 f"Pad the sequence to {(x.shape[1] + 1) * ranks} tokens, or use 'contiguous' or 'striped'",
             )
+
+
+def _two_way(two_way: Any, key_heads: int) -> bool:
+    wanted = _flag("two_way", two_way)
+    if wanted:
+        halves_go_both_ways(key_heads)
+    return wanted
+
+
+def halves_go_both_ways(key_heads: int) -> None:
+    """Refuses a number of key heads on one rank that two ways round cannot share."""
+    if key_heads % 2:
+        raise InputError(
+            "two_way",
+            f"needs an even number of key heads on each rank, but there are {key_heads}",
+            "Leave two_way out, or split the heads over fewer ranks",
+        )
 
 
 def _segments(q_ids: Any, kv_ids: Any, q: jax.Array, k: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:

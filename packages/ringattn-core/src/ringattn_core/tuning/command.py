@@ -43,6 +43,7 @@ def add(subparsers: Any) -> None:
     options.add_argument("--dropout", action="store_true", help="dropout")
     options.add_argument("--precision", choices=("default", "high", "highest"), help="of the products")
     options.add_argument("--fused-backward", action="store_true", help="a backward in any order is welcome")
+    options.add_argument("--two-way", action="store_true", help="half of the key heads travel the other way round")
     parser.add_argument("--backend", metavar="NAME", help="by default the one that the call would have")
     parser.add_argument("--dry-run", action="store_true", help="measure, and keep nothing")
     parser.set_defaults(run=run)
@@ -122,6 +123,7 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
             layout=arguments.layout,
             precision=arguments.precision,
             fused_backward=arguments.fused_backward,
+            two_way=arguments.two_way,
         )
         registration = select(arguments.backend, call.needs(), platform_of(None, ()))
         found.append((registration, of_call(registration, call, None, ring)))

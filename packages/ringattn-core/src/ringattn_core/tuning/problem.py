@@ -57,6 +57,7 @@ class Problem:
     attention_mask: tuple[int, ...] | None = None
     precision: str | None = None
     fused_backward: bool = False
+    two_way: bool = False
 
     @property
     def key(self) -> str:
@@ -119,6 +120,7 @@ def of_call(registration: Registration, call: Call, built: Built | None, ranks: 
         attention_mask=_shape(call.attention_mask),
         precision=call.precision,
         fused_backward=call.fused_backward,
+        two_way=call.two_way,
     )
 
 

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from ..blocks import Differentiable, Fixed, Ring, block
 from ..config import BwdParams, FwdParams
 from ..contract import backward, forward
-from ..hops import plan
+from ..hops import Plan, plan
 from ..layout import indices
 from ..mask_builder import Built
 from ..merge import empty
 from ..parcels import pack
 from ..protocol import BlockKernel, Partial
 from ..rule import Rule
+from ..ways import parts, split
 from .problem import Problem
 
 HOPS: Final = 4
@@ -32,8 +33,9 @@ DOCUMENTS: Final = 4
 class Trial:
     """The made-up inputs of a problem, on the device that it is for, and the programs over them.
 
-    The rank is the one with the most to do where causality makes them unequal, the last; nothing is sent. Each hop is a
-    call of one compiled program, so that no two of them can be merged, and what they continue from is given away.
+    The rank is the one with the most to do where causality makes them unequal, the last; nothing is sent, and of two
+    ways round the heads of one are here. Each hop is a call of one compiled program, so that no two of them can be
+    merged, and what they continue from is given away.
     """
 
     kernel: BlockKernel
@@ -72,9 +74,7 @@ class Trial:
         return run
 
     def _ring(self, rule: Rule) -> Ring:
-        problem = self.problem
-        hops = plan(rule, problem.layout, problem.ranks, problem.q_length, problem.kv_length)
-        return Ring(self.kernel, rule, hops, problem.layout, ())
+        return Ring(self.kernel, rule, _plan(rule, self.problem), self.problem.layout, ())
 
 
 def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Built | None = None) -> Trial:
@@ -93,12 +93,19 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Buil
             precision=problem.precision,
             fused_backward=problem.fused_backward,
         )
-        hops = plan(rule, problem.layout, problem.ranks, problem.q_length, problem.kv_length)
+        hops = _plan(rule, problem)
         inputs, fixed, dout = _made_up(problem)
-        offsets = tuple(jnp.asarray(offset, jnp.int32) for offset in hops.offsets[:HOPS])
-        made = Trial(kernel, problem, rule, inputs, fixed, dout, offsets)
+        way, *_ = split(hops.turns, inputs, fixed)
+        dout, *_ = parts(dout, 2, len(hops.turns))
+        offsets = tuple(jnp.asarray(way.come(offset), jnp.int32) for offset in hops.offsets[:HOPS])
+        made = Trial(kernel, problem, rule, way.inputs, way.fixed, dout, offsets)
     jax.block_until_ready((made.inputs, made.fixed, made.dout, made.offsets))
     return made
+
+
+def _plan(rule: Rule, problem: Problem) -> Plan:
+    lengths = problem.q_length, problem.kv_length
+    return plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
 
 
 def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
@@ -135,7 +142,7 @@ def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, partial: Partial | None) -> Any:
-    visited = block(ring, inputs, inputs.q, pack(inputs.k, inputs.v), fixed, offset)
+    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
     return forward(ring.kernel, visited, empty(visited) if partial is None else partial)
 
 
@@ -150,7 +157,7 @@ def _rows(whole: Partial, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
 def _backward_hop(
     ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Any, dq: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    visited = block(ring, inputs, inputs.q, pack(inputs.k, inputs.v), fixed, offset)
+    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
     zeros = jnp.zeros(inputs.q.shape, jnp.float32)
     found = backward(ring.kernel, visited, *rows, zeros if dq is None else dq)
     return found.dq, (found.dk, found.dv, found.dbias, found.dslopes)

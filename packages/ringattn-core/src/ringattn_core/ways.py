@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which heads' keys travel which way round the ring, and how what has heads is split between the ways."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from .blocks import Differentiable, Fixed
+
+INPUT_HEADS: Final = {"q": 2, "k": 2, "v": 2, "bias": 1, "slopes": 0}
+FIXED_HEADS: Final = {"head_index": 0, "mask": 1}
+"""The axis of each array that counts its heads; sinks are no matter of a hop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way round, and all that belongs to the heads that go it: `turn` is 1 for onward and -1 for back.
+
+    The first heads go the first way: a key head goes with all query heads that read it.
+    """
+
+    turn: int
+    inputs: Differentiable
+    fixed: Fixed
+
+    def come(self, distance: Any) -> Any:
+        """How far onward keys have come, or go, that move so far on this way."""
+        return distance if self.turn == 1 else -distance
+
+
+def split(turns: tuple[int, ...], inputs: Differentiable, fixed: Fixed) -> tuple[Way, ...]:
+    """The ways, each with an equal share of the heads."""
+    shares = {name: parts(getattr(inputs, name), axis, len(turns)) for name, axis in INPUT_HEADS.items()}
+    of_fixed = {name: parts(getattr(fixed, name), axis, len(turns)) for name, axis in FIXED_HEADS.items()}
+    return tuple(
+        Way(
+            turn,
+            dataclasses.replace(inputs, **{name: share[number] for name, share in shares.items()}),
+            dataclasses.replace(fixed, **{name: share[number] for name, share in of_fixed.items()}),
+        )
+        for number, turn in enumerate(turns)
+    )
+
+
+def parts(x: Any, axis: int, count: int) -> Sequence[Any]:
+    """An array in equal parts along its heads; one that has them all in one entry, or is none, belongs to each."""
+    return [x] * count if count == 1 or x is None or x.shape[axis] == 1 else jnp.split(x, count, axis)
+
+
+def joined(found: Sequence[jax.Array], axis: int) -> jax.Array:
+    """The inverse of `parts` for an array that has an entry for every head."""
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis)
+
+
+def gradient(found: Sequence[Any], x: jax.Array | None, axis: int) -> Any:
+    """The gradient of `x` from those of its `parts`: what belongs to each way gets the sum."""
+    if x is None or len(found) == 1:
+        return found[0]
+    return sum(found[1:], found[0]) if x.shape[axis] == 1 else joined(found, axis)

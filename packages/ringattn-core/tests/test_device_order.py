@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On every grid of TPUs the hops of a ring are short, the closing one too; elsewhere devices keep their order."""
+
+import dataclasses
+import itertools
+import math
+import random
+from typing import Any
+
+import jax
+import pytest
+import ringattn_core
+from ringattn_core import device_order, ring_mesh
+from ringattn_core.errors import MeshError
+
+PLANES = list(itertools.product(range(1, 7), repeat=2))
+SOLIDS = list(itertools.product(range(1, 5), repeat=3))
+GRIDS = [(*grid, cores) for grid in (*PLANES, *SOLIDS) for cores in (1, 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a TPU as tells where it is."""
+
+    coords: tuple[int, ...]
+    core_on_chip: int = 0
+    slice_index: int | None = None
+
+
+def devices(*box: int, cores: int = 1, slices: int = 1, corner: int = 0) -> list[Device]:
+    """All devices of some slices, in the order in which JAX lists them: the first axis fastest."""
+    cells = [cell[::-1] for cell in itertools.product(*map(range, box[::-1]))]
+    return [
+        Device(tuple(c + corner for c in cell), core, number if slices > 1 else None)
+        for number in range(slices)
+        for cell in cells
+        for core in range(cores)
+    ]
+
+
+def distance(a: Device, b: Device) -> int:
+    """Links between two devices of a slice; the cores of a chip are none apart."""
+    assert a.slice_index == b.slice_index
+    return sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True))
+
+
+def hops(ring: Any) -> list[int]:
+    return [distance(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
+
+
+def has_a_cycle(box: tuple[int, ...]) -> bool:
+    """Whether a search finds a closed way; a core's neighbours are those of its chip and of the chips beside it."""
+    everything = list(itertools.product(*map(range, box)))
+    near = {
+        a: [b for b in everything if a != b and sum(abs(i - j) for i, j in zip(a[:-1], b[:-1], strict=True)) <= 1]
+        for a in everything
+    }
+
+    def extended(path: list[tuple[int, ...]], visited: set[tuple[int, ...]]) -> bool:
+        if len(path) == len(everything):
+            return everything[0] in near[path[-1]]
+        onward = (cell for cell in near[path[-1]] if cell not in visited)
+        return any(extended([*path, cell], visited | {cell}) for cell in onward)
+
+    return math.prod(box) <= 2 or extended(everything[:1], set(everything[:1]))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_ring_of_the_whole_grid_is_made_of_neighbour_hops_wherever_that_is_possible(cores: int):
+    for box in (grid for grid in GRIDS if grid[-1] == cores):
+        ring = ring_mesh(devices(*box[:-1], cores=cores)).devices
+        assert len(set(ring)) == math.prod(box)
+        assert max(hops(list(ring)), default=0) <= (1 if device_order.closes(box) else 2), box
+
+
+def test_two_links_are_used_only_where_no_search_finds_a_way_with_one():
+    for box in (grid for grid in GRIDS if math.prod(grid) <= 12):
+        assert device_order.closes(box) == has_a_cycle(box), box
+
+
+def test_a_ring_on_a_plane_of_even_size_has_no_long_hop_but_the_naive_order_has():
+    naive = devices(8, 8)
+    assert max(hops(naive)) == 14
+    assert hops(list(ring_mesh(naive).devices)) == [1] * 64
+
+
+def test_both_cores_of_a_chip_follow_one_another():
+    ring = list(ring_mesh(devices(2, 2, 2, cores=2)).devices)
+    assert hops(ring) == [0, 1] * 8
+
+
+def test_a_line_of_chips_with_two_cores_goes_out_over_one_and_back_over_the_other():
+    ring = list(ring_mesh(devices(4, 1, 1, cores=2)).devices)
+    assert hops(ring) == [1, 1, 1, 0, 1, 1, 1, 0]
+
+
+def test_a_line_is_folded():
+    assert [device.coords[0] for device in ring_mesh(devices(8, 1)).devices] == [0, 2, 4, 6, 7, 5, 3, 1]
+
+
+@pytest.mark.parametrize("box", [(8, 8, 1), (4, 8, 2), (16, 16, 1), (2, 4, 12), (4, 4, 4), (3, 4, 1)], ids=str)
+@pytest.mark.parametrize("cores", [1, 2])
+def test_every_ring_size_tiles_the_grid_with_boxes_of_the_shortest_hops(box: tuple[int, ...], cores: int):
+    everything = devices(*box, cores=cores)
+    sides = [[n for n in range(1, size + 1) if size % n == 0] for size in (*box, cores)]
+    shapes = list(itertools.product(*sides))
+    for ranks in (n for n in range(1, len(everything) + 1) if len(everything) % n == 0):
+        mesh = ring_mesh(everything, axis_sizes={"data": len(everything) // ranks, "sp": ranks})
+        assert mesh.axis_names == ("data", "sp") and set(mesh.devices.flat) == set(everything)
+        short = any(device_order.closes(shape) for shape in shapes if math.prod(shape) == ranks)
+        assert {max(hops(list(ring))) for ring in mesh.devices} <= ({0, 1} if short else {2})
+
+
+def test_the_other_axis_goes_from_box_to_neighbouring_box():
+    mesh = ring_mesh(devices(8, 8), axis_sizes={"data": 16, "sp": 4})
+    for number in range(4):
+        assert hops(list(mesh.devices[:, number])) == [2] * 16
+
+
+@pytest.mark.parametrize("ranks, shape", [(4, (2, 2)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8))])
+def test_the_box_of_a_ring_is_as_compact_as_can_be(ranks: int, shape: tuple[int, ...]):
+    mesh = ring_mesh(devices(8, 8), axis_sizes={"data": 64 // ranks, "sp": ranks})
+    for ring in mesh.devices:
+        assert tuple(max(axis) - min(axis) + 1 for axis in zip(*(d.coords for d in ring), strict=True)) == shape
+
+
+def test_where_the_devices_were_listed_and_where_the_grid_begins_changes_nothing():
+    everything = devices(4, 8, corner=5)
+    shuffled = random.Random(0).sample(everything, len(everything))
+    assert (ring_mesh(shuffled).devices == ring_mesh(everything).devices).all()
+    assert hops(list(ring_mesh(shuffled).devices)) == [1] * 32
+
+
+def test_a_ring_stays_within_a_slice_or_is_made_of_whole_ones():
+    everything = devices(2, 4, slices=4)
+    within = ring_mesh(everything, axis_sizes={"data": 4, "sp": 8}).devices
+    assert [{device.slice_index for device in ring} for ring in within] == [{0}, {1}, {2}, {3}]
+    across = ring_mesh(everything, axis_sizes={"data": 2, "sp": 16}).devices
+    for ring in across:
+        leaving = sum(a.slice_index != b.slice_index for a, b in itertools.pairwise([*ring, ring[0]]))
+        assert leaving == 2
+
+
+def test_axes_come_in_the_order_given_and_several_may_count_the_rings():
+    everything = devices(4, 4)
+    mesh = ring_mesh(everything, "ring", {"dp": 2, "ring": 4, "tp": 2})
+    assert mesh.shape == {"dp": 2, "ring": 4, "tp": 2}
+    assert all(hops(list(mesh.devices[i, :, j])) == [1] * 4 for i in range(2) for j in range(2))
+
+
+def test_devices_without_coordinates_keep_their_order():
+    assert list(ring_mesh().devices) == jax.devices()
+    assert ringattn_core.ring_mesh().axis_names == ("sp",)
+    by_four = ring_mesh(jax.devices(), axis_sizes={"data": 2, "sp": 4}).devices
+    assert by_four.tolist() == [jax.devices()[:4], jax.devices()[4:]]
+    first = ring_mesh(jax.devices(), axis_sizes={"sp": 4, "data": 2}).devices
+    assert first.T.tolist() == by_four.tolist()
+
+
+REFUSED = {
+    "no size for the ring": (devices(4), dict(axis_sizes={"data": 4}), r"axis_name='sp' is not in axis_sizes={'data'"),
+    "another number of devices": (
+        devices(4), dict(axis_sizes={"sp": 8}), r"axis_sizes={'sp': 8} do not make 4, the number of devices. Pass sizes"
+    ),
+    "no devices": ([], {}, "axis_sizes={'sp': 0} do not make 0"),
+    "a grid with a hole": (
+        devices(4, 4)[:-1], {}, "the devices of slice 0 do not fill the 4x4 grid that they span. Pass devices that do"
+    ),
+    "one device twice": (devices(2, 2)[:3] * 2 + devices(2, 2)[3:] * 2, {}, "do not fill the 2x2 grid"),
+    "a ring of one slice and a half": (
+        devices(2, 4, slices=3), dict(axis_sizes={"data": 2, "sp": 12}),
+        "a ring of 12 devices is neither a part of every slice nor made of whole slices .* have 8, 8, 8 devices",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_ring_is_refused(name: str):
+    given, options, message = REFUSED[name]
+    with pytest.raises(MeshError, match=message):
+        ring_mesh(given, **options)
+
+
+def test_the_refusal_of_a_grid_counts_its_cores():
+    with pytest.raises(MeshError, match=r"do not fill the 2x2 \(times 2 cores\) grid"):
+        ring_mesh(devices(2, 2, cores=2)[1:])

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the kernels can run in this process, and if not, why: a sentence for each reason."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+
+from .launch import INTERPRET_VARIABLE, interpretation_allowed
+
+OLDEST: Final = 5
+"""The first generation of TPUs whose kernels are compiled in the tests."""
+
+
+def why_unavailable() -> str | None:
+    """Why the kernels cannot run on the devices that JAX sees here, or `None` where they can."""
+    return _why(jax.local_devices())
+
+
+def _why(devices: Sequence[Any]) -> str | None:
+    others = sorted({device.platform for device in devices if device.platform != "tpu"})
+    if others and not interpretation_allowed():
+        return (
+            f"JAX sees no TPU in this process, but {', '.join(others)}. Install the JAX of TPUs "
+            f"(pip install 'jax[tpu]') on a machine that has one, or set {INTERPRET_VARIABLE}=1 to interpret the "
+            "kernels on a CPU, which is slow and meant for tests"
+        )
+    return next(filter(None, map(_why_not_on, devices)), None)
+
+
+def _why_not_on(device: Any) -> str | None:
+    if device.platform != "tpu" or _generation(device.device_kind) >= OLDEST:
+        return None
+    return f"device {device.id} is a {device.device_kind}; the kernels are for TPU v5e, v5p, v6e, 7x and later"
+
+
+def _generation(kind: str) -> int:
+    """The number in a name such as "TPU v5 lite" or "TPU7x"; unknown names are taken for newer ones."""
+    digits = [letter for letter in kind if letter.isdigit()]
+    return int(digits[0]) if digits else OLDEST

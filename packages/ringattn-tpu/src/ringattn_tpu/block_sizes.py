@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a block is cut into tiles, and how much of a tile is computed at a time."""
+
+import dataclasses
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.errors import InputError
+from ringattn_core.protocol import Block
+
+from . import tables
+
+LANES: Final = 128
+"""Lengths of tiles are multiples of this: rows of queries and keys lie in lanes."""
+LARGEST_HEAD: Final = 256
+_LONGEST: Final = 1024
+_SHORTEST: Final = 256
+_PART: Final = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The tiles of queries and keys, the lengths that they divide, and how much of a visiting tile goes at a time."""
+
+    q_tile: int
+    kv_tile: int
+    q_length: int
+    kv_length: int
+    part: int
+
+    def part_of(self, visiting_tile: int) -> int:
+        """The longest part that divides the tile."""
+        return next(n for n in range(min(self.part, visiting_tile), 0, -LANES) if visiting_tile % n == 0)
+
+
+def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
+    """The tiles that `params` asks for, and those that it leaves open.
+
+    Tiles are long, so that the pipeline hides its transfers behind products, but no longer than half of what a window
+    lets a query see; near equal, so that padding wastes little; and so few that the list of steps has room.
+    """
+    refuse_large_heads(block)
+    wide = block.q.dtype == jnp.float32 or max(block.q.shape[-1], block.value_dim) > LANES
+    target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, _span(block) // 2 // LANES * LANES))
+    asked = (params.q_blocksize, params.kv_blocksize)
+    while True:
+        q_tile, q_length = _near_equal(block.q_length, _rounded("q_blocksize", asked[0]) or target)
+        kv_tile, kv_length = _near_equal(block.kv_length, _rounded("kv_blocksize", asked[1]) or target)
+        if tables.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
+            part = dict(params.extra).get("part") or _PART
+            return Sizes(q_tile, kv_tile, q_length, kv_length, _rounded("part", part) or _PART)
+        if all(asked) or target > max(q_length, kv_length):
+            raise InputError(
+                "fwd_params.q_blocksize, kv_blocksize",
+                f"tiles of {q_tile} and {kv_tile} make more than {tables.MOST_STEPS} steps of {block.q.shape[0]} x "
+                f"{block.q_length} queries and {block.kv_length} keys, and the scalar memory of a TPU holds no more",
+                "Ask for longer tiles, or let the backend choose",
+            )
+        target *= 2
+
+
+def refuse_large_heads(block: Block) -> None:
+    """Heads that the vector memory was not planned for."""
+    size = max(block.q.shape[-1], block.value_dim)
+    if size > LARGEST_HEAD:
+        raise InputError(
+            "query, value",
+            f"a head has {size} elements, and the kernels of 'tpu' hold at most {LARGEST_HEAD}",
+            "Use smaller heads, or backend='xla'",
+        )
+
+
+def _rounded(name: str, size: int | None) -> int | None:
+    if size is None:
+        return None
+    return -(-size // LANES) * LANES
+
+
+def _near_equal(length: int, target: int) -> tuple[int, int]:
+    """The tile, and the padded length, when `length` is cut into the fewest near-equal tiles up to `target`."""
+    count = -(-length // target)
+    tile = -(-length // (count * LANES)) * LANES
+    return tile, tile * count
+
+
+def _span(block: Block) -> int:
+    """How many keys a query can see at most, as far as window and chunk say."""
+    rule = block.rule
+    spans = [2**30] if rule.chunk is None else [rule.chunk]
+    if rule.window is not None:
+        left, right = rule.window
+        right = 0 if rule.causal else right
+        spans += [] if left is None or right is None else [left + right + 1]
+    return min(spans)
+
+
+def padded(x: jax.Array, length: int, axis: int, value: float = 0) -> jax.Array:
+    """`x` grown to `length` along an axis."""
+    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if length != x.shape[axis] else x

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of a block: queries keep their tile while keys and values visit it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ..launch import Step
+from ..operands import Facts
+from ..tables import FIRST, IDLE, LAST, MASKED
+from .scores import START, Part, bent, hidden, keep_columns, kept, outer, scored, to_column, to_row, wide
+
+
+def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts, part: int, fresh: bool) -> None:
+    """`out` and `lse` continued with the keys that the steps bring; `fresh` says that they begin here.
+
+    `m` is the running maximum and `total` the running sum of a row, in every lane of it, `acc` its output times that.
+    What is there to begin with counts as one key of weight 1 whose score is the lse.
+    """
+    acc, m, total, columns = scratch["acc"], scratch["m"], scratch["total"], scratch.get("columns")
+    visiting = inputs["k"].shape[0]
+
+    @pl.when(step.has(FIRST))
+    def _():
+        keep_columns(facts, inputs, columns, by_keys=False)
+        if fresh:
+            acc[...] = jnp.zeros_like(acc)
+            m[...] = jnp.full_like(m, START)
+            total[...] = jnp.zeros_like(total)
+        else:
+            lse = to_column(inputs["lse"][...])
+            nothing = lse == -jnp.inf
+            acc[...] = inputs["out"][...]
+            m[...] = jnp.where(nothing, START, lse)
+            total[...] = jnp.where(nothing, 0.0, 1.0)
+
+    def over(masked: bool) -> None:
+        for start in range(0, visiting, part):
+            _visit(Part(facts, step, inputs, columns, False, start, part), acc, m, total, masked)
+
+    for masked in (False, True):
+        pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))(lambda masked=masked: over(masked))
+
+    @pl.when(step.has(LAST))
+    def _():
+        weight = total[...]
+        nothing = weight == 0.0
+        share = 1.0 / jnp.where(nothing, 1.0, weight)
+        outputs["out"][...] = acc[...] * wide(share, acc.shape[1])
+        outputs["lse"][...] = to_row(jnp.where(nothing, -jnp.inf, m[...] + jnp.log2(jnp.where(nothing, 1.0, weight))))
+
+
+def _visit(part: Part, acc: Any, m: Any, total: Any, masked: bool) -> None:
+    facts = part.facts
+    k, v = part.inputs["k"][part.lanes, :], part.inputs["v"][part.lanes, :]
+    q = part.inputs["q"][...]
+    product = outer(q, k, facts)
+    s = hidden(part, scored(part, bent(part, product)), masked)
+    before = m[...]
+    after = jnp.maximum(before, s.max(-1, keepdims=True))
+    p = jnp.exp2(s - wide(after, part.width))
+    decay = jnp.exp2(before - after)
+    total[...] = decay * total[...] + p.sum(-1, keepdims=True)
+    m[...] = after
+    if facts.dropout:
+        p = p * kept(part)
+    seen = jnp.dot(p.astype(v.dtype), v, precision=facts.precision, preferred_element_type=jnp.float32)
+    acc[...] = wide(decay, acc.shape[1]) * acc[...] + seen

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a kernel is launched from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU.
+
+Which of the two is decided when the program is lowered, so that one traced program serves both.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.core
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from ringattn_core.varying import align, axes_of
+
+from .tables import Numbering, Steps
+
+INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
+VMEM_LIMIT: Final = 2**25 * 3 // 2
+"""What a kernel may use of a core's vector memory: 48 MiB, of the 64 MiB that the smallest of these TPUs has."""
+
+
+class At(NamedTuple):
+    """Where a step works: a batch row, a head of the grid, a member of its group, its own tile and the visiting one."""
+
+    batch: Any
+    head: Any
+    member: Any
+    own: Any
+    visiting: Any
+
+
+class Operand(NamedTuple):
+    """An input or output of a kernel: the block of it that a step works on has this shape (`None`: one, and dropped).
+
+    Without a `block` the kernel never reads it: it only lends its memory to an output.
+    """
+
+    array: Any
+    block: tuple[int | None, ...] | None = None
+    at: Callable[[At], tuple[Any, ...]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The loops round the steps, outermost first: batch rows, heads, then steps and members of a group.
+
+    `members_inside` says that all members of a group visit before the next step; else each makes all steps.
+    """
+
+    batch: int
+    heads: int
+    members: int = 1
+    members_inside: bool = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """All of a launch that is known when the program is traced."""
+
+    kernel: Callable[..., None]
+    grid: Grid
+    numbering: Numbering
+    rows: int
+    inputs: Mapping[str, Operand]
+    outputs: Mapping[str, Operand]
+    scratch: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    cost: Any
+    name: str
+
+
+def launch(
+    kernel: Callable[..., None],
+    steps: Steps,
+    grid: Grid,
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
+    *,
+    scratch: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    cost: Any = None,
+    name: str,
+) -> dict[str, jax.Array]:
+    """What the kernel writes: `kernel(step, inputs, outputs, scratch)` once a step, references under their names.
+
+    An output named by `aliases` under an input takes that input's memory; where no step writes it, it keeps the
+    input's values. The outputs vary over the mesh axes that the inputs vary over.
+    """
+    arrays = {name: operand.array for name, operand in inputs.items()}
+    call = Call(
+        kernel=kernel,
+        grid=grid,
+        numbering=steps.numbering,
+        rows=steps.rows,
+        inputs={name: operand._replace(array=None) for name, operand in inputs.items()},
+        outputs={
+            name: operand._replace(array=jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype))
+            for name, operand in outputs.items()
+        },
+        scratch=scratch,
+        aliases=aliases or {},
+        cost=cost,
+        name=name,
+    )
+    axes = axes_of(arrays, steps.listed)
+    results = _launch.bind(steps.length, steps.listed, *arrays.values(), call=call)
+    return dict(zip(outputs, align(results, axes), strict=True))
+
+
+class Step(NamedTuple):
+    """A step as its kernel sees it: its flags, and how many members there are and which one this is."""
+
+    flags: Any
+    at: At
+    member: Any
+    members: int
+
+    def has(self, flag: int) -> Any:
+        return (self.flags & flag) != 0
+
+
+def interpretation_allowed() -> bool:
+    """Whether the environment asks for it; programs that are lowered for TPUs are compiled all the same."""
+    return os.environ.get(INTERPRET_VARIABLE, "") == "1"
+
+
+def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Call, interpret: Any) -> list[jax.Array]:
+    grid, rows = call.grid, call.rows
+    outer = grid.batch if rows == 1 else 1
+    if grid.members_inside:
+        loops, where = (outer, grid.heads, count, grid.members), (0, 1, 3, 2)
+    else:
+        loops, where = (outer, grid.heads, grid.members, count), (0, 1, 2, 3)
+
+    def at(program: tuple[Any, ...], listed: Any) -> At:
+        batch, head, member, step = (program[place] for place in where)
+        number = listed[step]
+        numbering = call.numbering
+        batch = batch if rows == 1 else numbering.batch(number)
+        return At(batch, head, member, numbering.own(number), numbering.visiting(number))
+
+    def spec(operand: Operand) -> pl.BlockSpec:
+        index = operand.at
+        if index is None:
+            return pl.BlockSpec(memory_space=pl.ANY)
+        return pl.BlockSpec(operand.block, lambda *given: index(at(given[:-1], given[-1])))
+
+    def kernel(listed: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+        program = tuple(pl.program_id(axis) for axis in range(4))
+        place = at(program, listed)
+        call.kernel(Step(listed[program[where[3]]], place, place.member, grid.members), inputs, outputs, scratch)
+
+    names = list(call.inputs)
+    given = dict(zip(names, arrays, strict=True))
+    order = sorted(names)  # the order of a dict's leaves
+    varying = jax.typeof(listed).manual_axis_type
+    shapes = {
+        name: jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varying)
+        for name, operand in call.outputs.items()
+    }
+    results = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=loops,
+            in_specs=[{name: spec(operand) for name, operand in call.inputs.items()}],
+            out_specs={name: spec(operand) for name, operand in call.outputs.items()},
+            scratch_shapes=[dict(call.scratch)],
+        ),
+        out_shape=shapes,
+        input_output_aliases={1 + order.index(a): sorted(shapes).index(b) for a, b in call.aliases.items()},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=call.cost,
+        interpret=interpret,
+        name=call.name,
+    )(listed, given)
+    return [results[name] for name in call.outputs]
+
+
+def _abstract(*_: Any, call: Call) -> list[jax.core.ShapedArray]:
+    return [jax.core.ShapedArray(operand.array.shape, operand.array.dtype) for operand in call.outputs.values()]
+
+
+def _eager(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+    return jax.jit(functools.partial(_launch.bind, call=call))(*arrays)
+
+
+def _interpreted(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+    if not interpretation_allowed():
+        raise RuntimeError(
+            f"kernel {call.name} was to be launched on a CPU, and Mosaic compiles for TPUs. Set {INTERPRET_VARIABLE}=1 "
+            "to interpret it, which is slow and meant for tests, or choose the backend 'xla'."
+        )
+    return _pallas(*arrays, call=call, interpret=True)
+
+
+def _lowered(rule: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
+    """The lowering that `rule` says, over values that vary over no mesh axis: inside a kernel there is no mesh."""
+    lower = mlir.lower_fun(rule, multiple_results=True)
+
+    def plain(avals: Any) -> list[jax.core.ShapedArray]:
+        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+    def lowering(ctx: Any, *arrays: Any, call: Call) -> Any:
+        ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
+        return lower(ctx, *arrays, call=call)
+
+    return lowering
+
+
+_launch: Final = Primitive("ringattn_tpu_launch")
+_launch.multiple_results = True
+_launch.def_abstract_eval(_abstract)
+_launch.def_impl(_eager)
+mlir.register_lowering(_launch, _lowered(_interpreted), platform="cpu")
+mlir.register_lowering(_launch, _lowered(functools.partial(_pallas, interpret=False)), platform="tpu")

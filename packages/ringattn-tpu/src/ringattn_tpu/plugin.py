@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this backend tells core about itself, without importing any kernel."""
+
+from typing import Final
+
+from ringattn_core.features import Feature, Support
+from ringattn_core.protocol import Backend
+
+BACKEND: Final = Backend(
+    name="tpu",
+    api=1,
+    platforms=("tpu",),  # interpreted on a CPU only where it is named: no default should be that slow
+    # The vector units of TPUs have no float16, and Mosaic, which compiles for them, refuses it.
+    features={**dict.fromkeys(Feature, Support.FULL), Feature.FLOAT16: Support.IMPOSSIBLE},
+    kernel="ringattn_tpu.block:KERNEL",
+    probe="ringattn_tpu.availability:why_unavailable",
+)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How masks that kernels cannot compute reach them: bits in words that lie along a kernel's own side.
+
+Word `w` of a tile holds its rows `w * bits` and up, the first in bit 0: a kernel spreads a word over rows by shifts,
+where bits along the lanes would have to be gathered.
+"""
+
+import dataclasses
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+from ringattn_core.protocol import Block
+from ringattn_core.visibility import visible
+
+_SUBLANES: Final = 8
+PAIRS_AT_ONCE: Final = 2**26
+"""How many pairs of a mask are looked at before the next."""
+
+
+def bits(tile: int) -> int:
+    """How many rows share a word, such that the words of a tile fill whole vector registers."""
+    return 32 if tile % (32 * _SUBLANES) == 0 else 16
+
+
+def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"]:
+    """Which pairs the masks of the rule, and the dense mask, leave: words along the queries, or the keys if `by_keys`.
+
+    The batch is 1 where no mask depends on it, the heads are 1 where all obey the same.
+    """
+    rule = block.rule
+    bare = dataclasses.replace(rule, causal=False, window=None, chunk=None)
+    masked = dataclasses.replace(block, rule=bare, q_segments=None, kv_segments=None, padded=False)
+    count = bits(tile)
+    length = block.kv_length if by_keys else block.q_length
+    other = block.q_length if by_keys else block.kv_length
+    heads = max(1 if block.mask is None else block.mask.shape[1], 1 if len(rule.masks) <= 1 else block.q.shape[2])
+    rows = max(PAIRS_AT_ONCE // (other * heads * count), 1) * count
+    rows = next(n for n in range(min(rows, length), 0, -count) if length % n == 0)
+
+    def some(number: jax.Array) -> jax.Array:
+        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, number * rows, rows, axis)  # noqa: E731
+        seen = visible(masked.map_keys(cut) if by_keys else masked.map_queries(cut))
+        assert seen is not None
+        seen = jnp.swapaxes(seen, 2, 3) if by_keys else seen
+        return _packed(jnp.broadcast_to(seen, (*seen.shape[:2], rows, other)), count)
+
+    packed = jax.lax.map(some, jnp.arange(length // rows, dtype=jnp.int32))
+    return jnp.moveaxis(packed, 0, 2).reshape(*packed.shape[1:3], length // count, other)
+
+
+def _packed(seen: jax.Array, count: int) -> jax.Array:
+    """Bits summed where they are computed: XLA fuses both, and no array of single truth values comes to be."""
+    weights = (jnp.uint32(1) << jnp.arange(count, dtype=jnp.uint32))[:, None]
+    cut = seen.reshape(*seen.shape[:2], -1, count, seen.shape[3])
+    words = jnp.where(cut, weights, jnp.uint32(0)).sum(3, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.int32)

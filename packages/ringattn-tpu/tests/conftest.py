@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test of the TPU backend stands on: CPU devices, interpreted kernels, strict promotion."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["RINGATTN_TPU_INTERPRET"] = "1"
+if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
