@@ -25,9 +25,9 @@ SIZES = (64, 128, 256, 512, 1024)
 MOST_SCORES = 2**19
 """Of the tiles of the sweep: twice what the candidates have."""
 SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], str, Mapping[str, Any]]] = {
-    "causal": ((1, 2048, 4, 64), (1, 2048, 4, 64), "float32", {"causal": True}),
+    "causal": ((1, 1024, 4, 64), (1, 1024, 4, 64), "float32", {"causal": True}),
     "full": ((1, 1024, 8, 64), (1, 1024, 8, 64), "float32", {}),
-    "window": ((1, 4096, 2, 64), (1, 4096, 2, 64), "float32", {"sliding_window": (256, 0)}),
+    "window": ((1, 2048, 2, 64), (1, 2048, 2, 64), "float32", {"sliding_window": (256, 0)}),
     "grouped": ((1, 1024, 8, 32), (1, 1024, 2, 32), "float32", {"causal": True}),
     "bfloat16": ((1, 1024, 4, 64), (1, 1024, 4, 64), "bfloat16", {"causal": True}),
 }
