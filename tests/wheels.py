@@ -14,8 +14,9 @@ def faults(built: Distribution, declared: dict) -> list[str]:
     metadata, name = built.metadata, declared["name"]
     package = name.replace("-", "_")
     files = {str(path) for path in built.files or ()}
-    scripts = {(point.group, point.name, point.value) for point in built.entry_points}
-    groups = declared.get("entry-points", {})
+    points = {(point.group, point.name, point.value) for point in built.entry_points}
+    commands = declared.get("scripts", {})
+    groups = {**declared.get("entry-points", {}), "console_scripts": commands}
     promised = {(group, key, value) for group, points in groups.items() for key, value in points.items()}
     checks = {
         "the version differs": built.version == declared["version"],
@@ -27,8 +28,10 @@ def faults(built: Distribution, declared: dict) -> list[str]:
         "the types are missing": f"{package}/py.typed" in files,
         "the module is missing": f"{package}/__init__.py" in files,
         "the dependencies differ": len(built.requires or ()) == len(declared["dependencies"]),
-        "the entry points differ": scripts == promised,
-        "something else is installed": all(file.startswith((f"{package}/", f"{package}-")) for file in files),
+        "the entry points differ": points == promised,
+        "something else is installed": all(
+            file.startswith((f"{package}/", f"{package}-")) or Path(file).stem in commands for file in files
+        ),
     }
     return [f"{name}: {fault}" for fault, holds in checks.items() if not holds]
 

@@ -21,6 +21,12 @@ from .varying import align, axes_of
 
 def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     """`(out, lse)` of one shard, by the ring engine over `kernel`."""
+    ring, inputs, fixed = prepared(kernel, call)
+    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+
+
+def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fixed]:
+    """What the engine makes of the call of one shard: its plan and rule, and its inputs in canonical form."""
     axis = call.axis_name or ()
     ranks = axes.size("axis_name", axis)
     rule = _rule(call, ranks)
@@ -44,7 +50,7 @@ def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
         call.attention_mask,
         call.dropout_seed,
     )
-    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+    return ring, inputs, fixed
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -8,6 +8,12 @@ from collections.abc import Mapping, Sequence
 class RingAttnError(Exception):
     """Whatever ringattn raises of its own accord."""
 
+    def one_line(self) -> str:
+        """The message and the notes that ringattn added to it, for where there is room for one line."""
+        # JAX adds a note on its tracebacks, under a rule.
+        notes = (note for note in getattr(self, "__notes__", ()) if not note.startswith("---"))
+        return " ".join(" ".join([str(self), *notes]).split())
+
 
 class InputError(RingAttnError, ValueError):
     """An argument that no backend could compute with."""

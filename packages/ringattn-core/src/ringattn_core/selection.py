@@ -46,7 +46,8 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
     A name is final. A sequence is tried in order. `None` leaves it to `use_backend`, then to the environment,
     then to the priorities of the installed backends.
     """
-    _warn_of_unknown_variables()
+    for sentence in unknown_variables():
+        _log_once(logging.WARNING, sentence)
     if backend is not None:
         return _among(_names(backend, "backend"), required, platform)
     for source, names in (("use_backend", _context.get()), (BACKEND_VARIABLE, _of_environment())):
@@ -127,7 +128,7 @@ def _best(required: frozenset[Feature], platform: str) -> Registration:
             usable.append(registration)
             continue
         reasons[registration.name] = reason
-        level = logging.WARNING if _serves(registration.backend, platform) else logging.INFO
+        level = logging.WARNING if serves(registration.backend, platform) else logging.INFO
         _log_once(level, f"backend {registration.name!r} passed over: {reason}")
     if not usable:
         raise NoBackendError(platform, reasons)
@@ -141,7 +142,7 @@ def _why_not(registration: Registration, required: frozenset[Feature], platform:
     backend = registration.backend
     if registration.error is not None or backend is None:
         return str(registration.error)
-    if platform is not None and not _serves(backend, platform):
+    if platform is not None and not serves(backend, platform):
         return f"it serves {', '.join(backend.platforms) or 'no platform'}, not {platform}"
     missing = _missing(backend, required)
     if missing:
@@ -162,7 +163,7 @@ def _missing(backend: Backend, required: frozenset[Feature]) -> list[tuple[str, 
     return [(f.name, s.value if s else "not declared") for f, s in zip(lacking, declared, strict=True)]
 
 
-def _serves(backend: Backend | None, platform: str) -> bool:
+def serves(backend: Backend | None, platform: str) -> bool:
     """Whether a backend is written for the platform; one that did not load might have been."""
     if backend is None:
         return True
@@ -193,13 +194,14 @@ def _of_environment() -> tuple[str, ...]:
     return tuple(name.strip() for name in named if name.strip())
 
 
-def _warn_of_unknown_variables() -> None:
+def unknown_variables() -> Iterator[str]:
+    """A sentence for each variable of the environment that looks like ours and is not."""
     for variable in os.environ:
         if variable.startswith("RINGATTN_") and variable not in VARIABLES:
             close = difflib.get_close_matches(variable, VARIABLES, n=1)
             guess = f" (did you mean {close[0]}?)" if close else ""
             known = ", ".join(VARIABLES)
-            _log_once(logging.WARNING, f"environment variable {variable} is not known{guess}. Known: {known}")
+            yield f"environment variable {variable} is not known{guess}. Known: {known}"
 
 
 def _log_once(level: int, message: str) -> None:

@@ -65,29 +65,29 @@ class Roles:
 
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
     """The call on global arrays: padded where the ring does not divide it, sharded, answered and cut."""
-    roles = _roles(call, mesh, in_specs, out_specs)
-    ranks = math.prod(mesh.shape[name] for name in roles.sequence)
     length = call.query.shape[1]
-    if call.mask_builder is not None:
-        heads, key_heads = call.query.shape[2], call.key.shape[2]
-        built = build(call.mask_builder, length, call.key.shape[1], heads, key_heads)
-        call = dataclasses.replace(call, mask_builder=built)
-    call = _padded(call, ranks)
+    call, roles = prepared(call, mesh, in_specs, out_specs)
     specs = roles.specs(call)
     registration = select(backend, call.needs(), platform_of(mesh, ()))
     arrays = {name: _placed(getattr(call, name), mesh, spec) for name, spec in specs.items()}
-    options = dataclasses.replace(
-        call,
-        **dict.fromkeys(ARRAYS),
-        axis_name=roles.sequence,
-        batch_axis_name=roles.batch or None,
-        head_axis_name=roles.heads or None,
-    )
+    options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
     options = settled_over(mesh, registration, options, specs, arrays)
     result = _run(registration.name, options, mesh, roles, tuple(specs.items()), arrays)
     if call.query.shape[1] == length:
         return result
     return (result[0][:, :length], result[1][..., :length]) if call.return_lse else result[:, :length]
+
+
+def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None) -> tuple[Call, Roles]:
+    """The call with lengths that the ring divides, masks of global heads and the axes of every shard; and its roles."""
+    roles = _roles(call, mesh, in_specs, out_specs)
+    ranks = math.prod(mesh.shape[name] for name in roles.sequence)
+    if call.mask_builder is not None:
+        heads, key_heads = call.query.shape[2], call.key.shape[2]
+        built = build(call.mask_builder, call.query.shape[1], call.key.shape[1], heads, key_heads)
+        call = dataclasses.replace(call, mask_builder=built)
+    names = {"batch_axis_name": roles.batch or None, "head_axis_name": roles.heads or None}
+    return dataclasses.replace(_padded(call, ranks), axis_name=roles.sequence, **names), roles
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

@@ -13,12 +13,13 @@ from ringattn_core.varying import align, axes_of
 from . import block_sizes, operands, tables
 from .block_sizes import LANES, padded
 from .kernels.backward_bias import backward_bias
+from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
 from .kernels.backward_queries import SUBLANES, backward_queries
 from .kernels.scores import own_numbers
-from .launch import At, Grid, Operand, launch
+from .launch import VMEM_LIMIT, At, Grid, Operand, launch
 from .operands import LOG2_E, Operands
-from .tables import FIRST
+from .tables import FIRST, Steps
 
 Shape = jax.ShapeDtypeStruct
 
@@ -30,9 +31,10 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
     q_length, kv_length = block.q_length, block.kv_length
     given = operands.of(block, block_sizes.choose(block, block.rule.bwd_params))
     whole = _Whole(given, _of_rows(given, dout, lse, delta))
-    found = whole.keys()
+    dq = padded(jnp.swapaxes(dq, 1, 2), given.sizes.q_length, 2)
+    steps = whole.steps_by_keys()
+    found = whole.fused(dq, steps) if whole.fuses(steps) else {**whole.keys(steps), **whole.queries(dq)}
     dk, dv = (jnp.swapaxes(found[name][:, :, :kv_length], 1, 2) for name in ("dk", "dv"))
-    found = whole.queries(padded(jnp.swapaxes(dq, 1, 2), given.sizes.q_length, 2))
     dslopes = None
     if block.slopes is not None:
         each = found["dslopes"].sum((2, 3))
@@ -85,13 +87,55 @@ class _Whole:
             scratch["columns"] = pltpu.VMEM((numbers, tile, LANES), jnp.int32)
         return scratch
 
-    def keys(self) -> dict[str, jax.Array]:
+    def steps_by_keys(self) -> Steps:
+        """Every tile of keys has a step, because `dk` and `dv` are this block's alone."""
+        return tables.steps(self.given.block, self.sizes.q_tile, self.sizes.kv_tile, by_keys=True, every_own=True)
+
+    def fuses(self, steps: Steps) -> bool:
+        """Whether one pass is asked for, has room for the gradients of a head, and comes by each head but once."""
+        wide = [-(-dim // LANES) * LANES for dim in (self.head_dim, self.value_dim)]
+        floats = 2 * self.sizes.q_length * wide[0] + self.sizes.kv_length * sum(wide)
+        return (
+            self.given.block.rule.fused_backward
+            and not self.given.facts.slopes
+            and (steps.rows == 1 or self.given.group == 1)
+            and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
+        )
+
+    def fused(self, dq: jax.Array, steps: Steps) -> dict[str, jax.Array]:
+        """`dq` continued, `dk` and `dv`, in one pass."""
+        sizes, tile, group = self.sizes, self.sizes.kv_tile, self.given.group
+        dims = {"dk": self.head_dim, "dv": self.value_dim}
+        inputs = self._inputs(by_keys=True, member_heads=True)
+        block = (None, None, sizes.q_length, self.head_dim)
+        inputs["dq"] = Operand(dq, block, lambda at: (at.batch, at.head * group + at.member, 0, 0))
+        whole = {
+            name: Operand(
+                Shape((self.batch, self.kv_heads, sizes.kv_length, dim), jnp.float32),
+                (None, None, sizes.kv_length, dim),
+                lambda at: (at.batch, at.head, 0, 0),
+            )
+            for name, dim in dims.items()
+        }
+        return launch(
+            functools.partial(backward_fused, facts=self.given.facts, part=sizes.part_of(sizes.q_tile)),
+            steps,
+            Grid(self.batch, self.kv_heads, group, members_inside=False),
+            inputs,
+            {"dq": inputs["dq"], **whole},
+            scratch=self._scratch(by_keys=True) | {n: pltpu.VMEM((tile, dim), jnp.float32) for n, dim in dims.items()},
+            aliases={"dq": "dq"},
+            cost=operands.cost(self.given, products=5),
+            name="ringattn_backward_fused",
+        )
+
+    def keys(self, steps: Steps) -> dict[str, jax.Array]:
         """`dk` and `dv`."""
         sizes, tile = self.sizes, self.sizes.kv_tile
         dims = {"dk": self.head_dim, "dv": self.value_dim}
         return launch(
             functools.partial(backward_keys, facts=self.given.facts, part=sizes.part_of(sizes.q_tile)),
-            tables.steps(self.given.block, sizes.q_tile, tile, by_keys=True, every_own=True),
+            steps,
             Grid(self.batch, self.kv_heads, self.given.group),
             self._inputs(by_keys=True, member_heads=True),
             {

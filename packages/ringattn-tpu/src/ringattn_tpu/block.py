@@ -8,6 +8,7 @@ from ringattn_core.protocol import Block, Gradients, Partial
 
 from .backward import backward
 from .forward import forward
+from .tie import tie
 
 
 class TpuKernel:
@@ -15,6 +16,7 @@ class TpuKernel:
 
     # XLA on a TPU keeps several permutes in flight, and takes long to join bits of unequal width.
     separate_sends = True
+    tie = staticmethod(tie)
 
     def forward(self, block: Block, partial: Partial) -> Partial:
         return forward(block, partial)

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from ringattn_core.varying import align, axes_of
 
+from .lowering import over_no_mesh
 from .tables import Numbering, Steps
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
@@ -202,23 +203,11 @@ def _interpreted(*arrays: jax.Array, call: Call) -> list[jax.Array]:
     return _pallas(*arrays, call=call, interpret=True)
 
 
-def _lowered(rule: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
-    """The lowering that `rule` says, over values that vary over no mesh axis: inside a kernel there is no mesh."""
-    lower = mlir.lower_fun(rule, multiple_results=True)
-
-    def plain(avals: Any) -> list[jax.core.ShapedArray]:
-        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
-
-    def lowering(ctx: Any, *arrays: Any, call: Call) -> Any:
-        ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
-        return lower(ctx, *arrays, call=call)
-
-    return lowering
-
-
 _launch: Final = Primitive("ringattn_tpu_launch")
 _launch.multiple_results = True
 _launch.def_abstract_eval(_abstract)
 _launch.def_impl(_eager)
-mlir.register_lowering(_launch, _lowered(_interpreted), platform="cpu")
-mlir.register_lowering(_launch, _lowered(functools.partial(_pallas, interpret=False)), platform="tpu")
+mlir.register_lowering(_launch, over_no_mesh(_interpreted, multiple_results=True), platform="cpu")
+mlir.register_lowering(
+    _launch, over_no_mesh(functools.partial(_pallas, interpret=False), multiple_results=True), platform="tpu"
+)

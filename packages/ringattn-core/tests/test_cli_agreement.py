@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of `ringattn explain`: what it says is what the compiled program does, and what its blocks hold."""
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from ringattn_core import discovery
+from ringattn_core.cli import compiling, explaining, tracing
+from ringattn_core.cli.explanation import Explanation
+from ringattn_core.cli.request import AXIS, Request
+from ringattn_core.features import Feature, Support
+from ringattn_core.layout import order
+from ringattn_core.protocol import Backend, Block, Gradients, Partial
+from ringattn_core.tiles import tiles
+from ringattn_xla.block import XlaKernel
+
+SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
+MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+
+def asked(tokens: int = 64, ring: int = 4, keys: int | None = None, **options: Any) -> Request:
+    keys = tokens if keys is None else keys
+    given = {"dtype": "float32", **options}
+    value = given.pop("value_size", 8)
+    return Request((2, tokens, 4, 8), (2, keys, 2, 8), (2, keys, 2, value), ring, **given)
+
+
+REQUESTS = {
+    "nothing": asked(),
+    "causal": asked(causal=True),
+    "causal zigzag": asked(causal=True, layout="zigzag"),
+    "causal striped": asked(causal=True, layout="striped", value_size=5),
+    "bfloat16": asked(dtype="bfloat16"),
+    "one hop by window": asked(sliding_window=(5, 0)),
+    "far hops by window": asked(sliding_window=(5, 5)),
+    "three hops by window": asked(ring=8, sliding_window=(17, 0), causal=True),
+    "no hop by chunk": asked(chunk_size=16),
+    "one hop by chunk": asked(chunk_size=9),
+    "many queries": asked(128, keys=64, causal=True, sliding_window=(20, 0)),
+    "documents": asked(documents=(30, 20, 9), causal=True, layout="zigzag"),
+    "documents whose positions restart": asked(documents=(30, 20, 9), causal=True, restart_positions=True),
+    "prefix": asked(prefix=20),
+    "padded": asked(61, causal=True),
+    "padded keys": asked(64, keys=57),
+    "everything else": asked(causal=True, sinks=2, alibi=True, bias=(1, 4, 1, 64), dropout_prob=0.5, return_lse=True),
+    "two ways": asked(causal=True, layout="zigzag", two_way=True),
+    "two ways, one of them": asked(sliding_window=(5, 0), two_way=True),
+    "two ways of three": asked(48, ring=3, causal=True, two_way=True, value_size=5),
+    "ring of eight": asked(ring=8, causal=True),
+    "alone": asked(ring=1, causal=True),
+}
+PLANS = (
+    "causal zigzag", "causal striped", "bfloat16", "far hops by window", "three hops by window", "no hop by chunk",
+    "many queries", "documents whose positions restart", "padded keys", "everything else", "alone",
+    "two ways", "two ways, one of them",
+)  # fmt: skip
+"""Those whose programs send different things."""
+
+
+def explained(name: str, **options: Any) -> Explanation:
+    return explaining.explain(REQUESTS[name], "cpu", "xla", **options)
+
+
+def moved(program: str, operation: str, of: Collection[str] = SIZES.keys()) -> Counter[int]:
+    """How many arrays of how many bytes one device gets by an operation; a start names what it sends as well."""
+    found: Counter[int] = Counter()
+    for result, named, start in MOVED.findall(program):
+        shapes = [(kind, dims.split(",")) for kind, dims in ARRAY.findall(result) if kind in of]
+        arrays = [SIZES[kind] * int(np.prod([int(n or 1) for n in dims])) for kind, dims in shapes]
+        if named == operation:
+            found.update(arrays[len(arrays) // 2 :] if start else arrays)
+    return found
+
+
+def ring_of(request: Request) -> Mesh:
+    return Mesh(np.array(jax.devices()[: request.ring]), (AXIS,))
+
+
+def program(request: Request, gradients: bool, backend: str = "xla") -> str:
+    forward, both = compiling.programs(request, ring_of(request), backend)
+    floating = request.floating()
+    arguments = (floating, jax.eval_shape(forward, floating)) if gradients else (floating,)
+    return jax.jit(both if gradients else forward).lower(*arguments).compile().as_text() or ""
+
+
+def test_the_reader_of_programs_counts_what_is_there() -> None:
+    text = "  %a = f32[2,3]{1,0} collective-permute(%x)\n  %b = (u16[4], u16[4]) collective-permute-start(%y)\n"
+    assert moved(text + "%c = s32[1,8] all-gather(%z)", "collective-permute") == Counter({24: 1, 8: 1})
+    assert moved(text + "%c = s32[1,8] all-gather(%z)", "all-gather") == Counter({32: 1})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_compiled_program_sends_the_messages_that_are_said(name: str) -> None:
+    found = explained(name)
+    wanted = Counter(message.bytes for message in (*found.forward, *found.backward))
+    text = program(REQUESTS[name], gradients=True)
+    assert moved(text, "collective-permute") == wanted
+    sends = {hop.number for hop in found.hops if hop.offset}
+    assert len(found.forward) == len(sends) * max(hop.ways for hop in found.hops)
+
+
+@pytest.mark.parametrize("name", ["causal", "bfloat16", "far hops by window", "padded"])
+def test_without_gradients_it_sends_the_forward_messages(name: str) -> None:
+    wanted = Counter(message.bytes for message in explained(name).forward)
+    assert moved(program(REQUESTS[name], gradients=False), "collective-permute") == wanted
+    assert wanted
+
+
+@pytest.mark.parametrize("name", ["documents", "documents whose positions restart", "padded", "causal"])
+def test_what_is_said_to_be_gathered_is_gathered_once(name: str) -> None:
+    request, found = REQUESTS[name], explained(name)
+    whole = moved(program(request, gradients=False), "all-gather", of={"s32"})
+    # A gather gives all shards, of which one is the rank's own.
+    assert sum(size * count for size, count in whole.items()) * (request.ring - 1) == found.gathered * request.ring
+    assert bool(found.gathered) == ("documents" in name or name == "padded")
+
+
+class Recorder:
+    """A kernel that computes nothing, and notes which tiles of its block are visible."""
+
+    def __init__(self, sizes: tuple[int, int]):
+        self.sizes = sizes
+        self.noted: list[tuple[int, int, np.ndarray]] = []
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        lengths = (-(-n // size) * size for n, size in zip((block.q_length, block.kv_length), self.sizes, strict=True))
+        some, full = tiles(block.padded_to(*lengths), *self.sizes)
+        jax.debug.callback(
+            self._note, block.q_index[0, 0], block.kv_index[0, 0], some.astype(jnp.uint8) + full.astype(jnp.uint8)
+        )
+        return partial
+
+    def backward(self, block: Block, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+        raise AssertionError("nobody asks for gradients")
+
+    def _note(self, row: Any, column: Any, states: Any) -> None:
+        self.noted.append((int(row), int(column), np.asarray(states)))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> None:
+    request, sizes = REQUESTS[name], (4, 8)
+    found = explained(name, tile=sizes)
+    recorder = Recorder(found.tile)
+    features = dict.fromkeys(Feature, Support.FULL)
+    backend = Backend("recorder", 1, ("cpu",), features, kernel="nowhere:KERNEL")
+    forward, _ = compiling.programs(request, ring_of(request), "recorder")
+    floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating().items()}
+    with discovery.registered(backend, recorder):
+        jax.block_until_ready(jax.jit(forward)(floating))
+        jax.effects_barrier()
+    q_length, kv_length = found.lengths
+    starts = [order(request.layout, request.ring, request.ring * n)[::n].tolist() for n in (q_length, kv_length)]
+    got: dict[tuple[int, int], list[np.ndarray]] = {}
+    for row, column, states in recorder.noted:
+        got.setdefault((starts[0].index(row), starts[1].index(column)), []).append(states)
+    ways, expected = max(hop.ways for hop in found.hops), Counter()
+    for rank in range(request.ring):
+        for number, hop in enumerate(found.hops):
+            place = rank, (rank - hop.offset) % request.ring
+            expected[place] += ways // hop.ways
+            for row in np.concatenate(got[place]):
+                np.testing.assert_array_equal(row, found.states[rank, number], f"rank {rank}, hop {number}")
+            states = found.states[rank, number]
+            assert hop.tiles[rank] == (states > 0).sum() and hop.whole[rank] == (states == 2).sum()
+    assert Counter({place: len(blocks) for place, blocks in got.items()}) == expected, "blocks that nobody told of"
+
+
+class SendsApart(XlaKernel):
+    """A kernel whose keys and gradients travel as two arrays."""
+
+    separate_sends = True
+
+
+def test_a_kernel_that_wants_keys_and_gradients_sent_apart_is_said_to_get_them_so() -> None:
+    backend = Backend("apart", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+    with discovery.registered(backend, SendsApart()):
+        found = explaining.explain(REQUESTS["bfloat16"], "cpu", "apart")
+        text = program(REQUESTS["bfloat16"], gradients=True, backend="apart")
+    assert not any(message.keys and message.gradients for message in found.backward)
+    assert moved(text, "collective-permute") == Counter(x.bytes for x in (*found.forward, *found.backward))
+    together = explained("bfloat16")
+    assert (
+        sum(x.bytes for x in found.backward) == sum(x.bytes for x in together.backward)
+        and found.memory == together.memory
+    )
+
+
+def test_hops_that_are_said_to_be_skipped_hold_no_visible_tile() -> None:
+    for name, skipped in (
+        ("three hops by window", (4, 5, 6, 7)),
+        ("no hop by chunk", (1, 2, 3)),
+        ("far hops by window", (2,)),
+    ):
+        found = explained(name)
+        assert found.skipped == skipped
+        assert sorted((*found.skipped, *(hop.offset for hop in found.hops))) == list(range(found.ranks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_that_is_named_is_most_of_what_the_compiled_program_takes(dtype: str) -> None:
+    request = Request((1, 8192, 8, 64), (1, 8192, 8, 64), (1, 8192, 8, 64), 4, dtype, causal=True)
+    found = explaining.explain(request, "cpu", "xla", compiled=True)
+    assert found.compiled and found.compiled.forward and found.compiled.both
+    for phase, planned in (("forward", found.compiled.forward), ("backward", found.compiled.both)):
+        named = sum(entry.bytes for entry in found.memory if entry.phase == phase)
+        assert 0.7 * planned <= named <= 1.15 * planned, f"{phase}: {named} is named and XLA plans {planned}"
+
+
+@pytest.mark.parametrize("name", ["causal", "everything else", "bfloat16"])
+def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
+    request, found = REQUESTS[name], explained(name)
+    mesh = ring_of(request)
+    specs = dict(tracing.shard(request).specs)
+    floating = {name: compiling.placed(x, specs[name], mesh) for name, x in request.floating().items()}
+    compiled = jax.jit(compiling.programs(request, mesh, "xla")[0]).lower(floating).compile().memory_analysis()
+    assert compiled is not None
+    held = {entry.what.split()[0]: entry.bytes for entry in found.memory if entry.phase == "call"}
+    assert held["inputs"] == compiled.argument_size_in_bytes
+    # XLA counts a pointer for each of several results.
+    assert 0 <= compiled.output_size_in_bytes - held["output"] <= 64
+
+
+def test_ids_and_positions_are_counted_as_gathered() -> None:
+    plain, restarting = explained("documents"), explained("documents whose positions restart")
+    (ids,), (both,) = ([x.bytes for x in found.memory if x.what.startswith("ids")] for found in (plain, restarting))
+    assert ids == 4 * 2 * (16 + 64), "an int32 for each of 2 x 16 queries and 2 x 64 keys"
+    assert both == ids + 4 * (16 + 64), "and positions of all rows together"
+    assert not [x for x in explained("causal").memory if x.what.startswith("ids")]
+
+
+def test_nothing_large_is_made_to_explain_a_large_call() -> None:
+    tokens = 2**20
+    request = Request((8, tokens, 128, 256), (8, tokens, 128, 256), (8, tokens, 128, 256), 16, causal=True)
+    found = explaining.explain(request, "tpu", "xla")
+    assert found.memory[0].bytes == 3 * 8 * tokens * 128 * 256 * 2 // 16
+    assert found.tile == (512, 512), "the default tile grows with the sequence"
+    assert all(hop.tiles[15] for hop in found.hops)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the command line: each subcommand answers, a mistake takes one line and 2, a closed pipe is no fault."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from ringattn_core import errors, ring_attention
+from ringattn_core.cli.main import main
+from ringattn_core.features import Feature
+
+PLUGIN = """
+    from ringattn_core.features import Feature, Support
+    from ringattn_core.protocol import Backend
+    FEATURES = {{**dict.fromkeys(Feature, Support.FULL), Feature.BIAS: Support.PLANNED}}
+    del FEATURES[Feature.DROPOUT]
+    BACKEND = Backend("{name}", 1, {platforms}, FEATURES, {door}="{name}_block:{door}", priority=7, probe={probe!r})
+"""
+BLOCK = """
+    class Kernel:
+        def forward(self, block, partial): ...
+        def backward(self, block, dout, lse, delta, dq): ...
+    kernel = Kernel()
+    def ring(query, key, value, **options): ...
+    def unsound(): return "no such device in the house. Buy one"
+"""
+CALL = ["explain", "--query", "1,64,4,8", "--ring", "4"]
+
+
+def add(install: Any, name: str, platforms: tuple[str, ...] = ("cpu",), probe: str | None = None, door: str = "kernel"):
+    source = PLUGIN.format(name=name, platforms=platforms, probe=probe and f"{name}_block:{probe}", door=door)
+    install(f"made-{name}", {name: f"{name}_plugin:BACKEND"}, {f"{name}_plugin": source, f"{name}_block": BLOCK}, "2.5")
+
+
+def add_broken(install: Any, name: str) -> None:
+    install(f"made-{name}", {name: f"{name}_plugin:BACKEND"}, {f"{name}_plugin": "import of_nobody"}, "0.1")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    return status, *capsys.readouterr()
+
+
+def line_of(text: str, start: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.split()[:1] == [start]]
+    return found
+
+
+def test_list_says_of_each_backend_where_it_is_from_and_whether_it_can_run(install, capsys) -> None:
+    add(install, "good")
+    add(install, "lame", ("tpu",), "unsound")
+    add_broken(install, "sick")
+    status, out, _ = said(capsys, "list")
+    assert status == 0
+    features = f"{len(Feature) - 2} of {len(Feature)}"
+    for part in ("made-good 2.5", "cpu", "7", features, "available"):
+        assert part in line_of(out, "good")
+    assert "tpu" in line_of(out, "lame") and line_of(out, "lame").endswith(" no")
+    assert line_of(out, "lame:").endswith("no such device in the house. Buy one")
+    assert "No module named 'of_nobody'" in out[out.index("sick:") :]
+
+
+def test_list_as_json_has_the_support_of_every_feature(install, capsys) -> None:
+    add(install, "good")
+    add_broken(install, "sick")
+    status, out, _ = said(capsys, "list", "--json")
+    good, sick = json.loads(out)
+    assert status == 0
+    assert (good["name"], good["distribution"], good["version"], good["platforms"]) == (
+        "good",
+        "made-good",
+        "2.5",
+        ["cpu"],
+    )
+    assert (good["priority"], good["available"], good["reason"]) == (7, True, None)
+    assert good["features"]["BIAS"] == "planned" and good["features"]["DROPOUT"] == "not declared"
+    assert good["features"].keys() == {feature.name for feature in Feature}
+    assert not sick["available"] and "of_nobody" in sick["reason"] and sick["priority"] is None
+
+
+def test_list_loads_no_kernel(install, capsys) -> None:
+    add(install, "good")
+    assert said(capsys, "list")[0] == 0
+    assert "good_block" not in sys.modules
+    assert said(capsys, "info", "good")[0] == 0
+    assert "good_block" in sys.modules, "this test would not see a kernel that is loaded"
+
+
+def test_without_any_backend_list_says_how_to_get_one(install, capsys) -> None:
+    assert said(capsys, "list") == (2, "", f"ringattn list: {errors.BackendNotFoundError(None, ())}\n")
+    assert said(capsys, "list", "--json") == (0, "[]\n", "")
+
+
+def test_info_tells_the_kernel_the_probe_and_every_feature(install, capsys) -> None:
+    add(install, "good")
+    status, out, _ = said(capsys, "info", "good")
+    assert status == 0
+    assert line_of(out, "kernel").split() == ["kernel", "good_block:kernel"]
+    assert line_of(out, "here").split() == ["here", "available"]
+    assert "made-good 2.5" in line_of(out, "distribution")
+    for feature in Feature:
+        word = {"BIAS": "planned", "DROPOUT": "not declared"}.get(feature.name, "supported")
+        assert word in line_of(out, feature.name) and feature.value.split()[0] in line_of(out, feature.name)
+    assert json.loads(said(capsys, "info", "good", "--json")[1])["implementation"] == "good_block:kernel"
+
+
+@pytest.mark.parametrize("json_too", [(), ("--json",)])
+def test_info_of_a_backend_that_cannot_run_says_why_and_exits_with_1(install, capsys, json_too) -> None:
+    add(install, "lame", probe="unsound", door="ring")
+    add_broken(install, "sick")
+    status, out, _ = said(capsys, "info", "lame", *json_too)
+    assert status == 1 and "no such device in the house" in out and "lame_block:ring" in out
+    status, out, _ = said(capsys, "info", "sick", *json_too)
+    assert status == 1 and "of_nobody" in out
+
+
+def test_an_unknown_backend_is_refused_in_one_line_that_has_the_nearest_name(install, capsys) -> None:
+    add(install, "good")
+    for command in (["info", "goof"], [*CALL, "--backend", "goof"]):
+        status, out, err = said(capsys, *command)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"ringattn {command[0]}: no ring-attention backend 'goof' (did you mean 'good'?)")
+
+
+WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "layout": (["--layout", "spiral"], {"layout": "spiral"}),
+    "length": (["--query", "1,60,4,8", "--layout", "zigzag"], {"query": (1, 60, 4, 8), "layout": "zigzag"}),
+    "heads": (["--kv", "64,3"], {"key": (1, 64, 3, 8), "value": (1, 64, 3, 8)}),
+    "two ways": (["--kv", "64,1", "--two-way"], {"key": (1, 64, 1, 8), "value": (1, 64, 1, 8), "two_way": True}),
+    "empty": (["--query", "1,64,0,8"], {"query": (1, 64, 0, 8)}),
+    "window": (["--window", "-5"], {"sliding_window": (-5, -5)}),
+    "chunk": (["--chunk", "0"], {"chunk_size": 0}),
+    "dropout": (["--dropout", "1.5"], {"dropout_prob": 1.5, "dropout_seed": 0}),
+    "soft cap": (["--soft-cap", "-1"], {"logits_soft_cap": -1.0}),
+    "bias": (["--bias", "1,3,1,64"], {"bias": (1, 3, 1, 64)}),
+    "dtype": (["--dtype", "int8"], {"dtype": "int8"}),
+    "precision": (["--precision", "exact"], {"precision": "exact"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, capsys) -> None:
+    arguments, options = WRONG[name]
+    given = dict(options)
+    dtype, query = given.pop("dtype", "bfloat16"), given.pop("query", (1, 64, 4, 8))
+    shapes = (query, given.pop("key", query), given.pop("value", query))
+    more = [jnp.zeros(given.pop("bias"), dtype)] if "bias" in given else []
+    with pytest.raises(errors.RingAttnError) as refused:
+        mesh = Mesh(np.array(jax.devices()[:4]), ("ring",))
+        operands = [jnp.zeros(shape, dtype) for shape in shapes]
+        ring_attention(*operands, *([None, *more] if more else []), **given, mesh=mesh, axis_name="ring")
+    status, out, err = said(capsys, *CALL, *arguments)
+    assert (status, out, err) == (2, "", f"ringattn explain: {refused.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--ring", "0"], "--ring: got 0. Pass the number of ranks, 1 or more"),
+        (["--dtype", "f31"], "--dtype: got 'f31'. Known dtypes: float32, float16, bfloat16"),
+        (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
+        (["--tile", "0,8"], "--tile: got 0,8. Pass positive lengths of queries and keys"),
+        (
+            ["--mask-builder", "json:nothing"],
+            "--mask-builder: cannot load 'json:nothing' (module 'json' has no attribute",
+        ),
+        (["--mask-builder", "nothing"], "--mask-builder: cannot load 'nothing' (No module named 'nothing')"),
+        (["--documents", "40,40"], "lengths: row 0 sums to 80, more than total=64"),
+        (["--svg", os.sep.join(("", "proc", "nowhere", "x.svg"))], "--svg: cannot write"),
+    ],
+)
+def test_what_only_a_command_line_can_get_wrong_is_said_in_one_line(arguments, fault, capsys) -> None:
+    status, out, err = said(capsys, *CALL, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"ringattn explain: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--query", "1,2"], "argument --query: got 2 numbers, it needs B,T,N,H"),
+        (["--query", "1,2,3,x"], "argument --query: got '1,2,3,x', it needs whole numbers B,T,N,H"),
+        (["--kv", "64"], "argument --kv: got 1 numbers, it needs S,K or S,K,Hv"),
+        (["--query=1,-2,3,4"], "argument --query: got -2, it needs lengths of 0 or more"),
+        (["--window", "1,2,3"], "argument --window: got '1,2,3', it needs W or L,R"),
+        (["--causal", "--prefix", "3"], "argument --prefix: not allowed with argument --causal"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*CALL, *arguments])
+    assert left.value.code == 2
+    assert fault in capsys.readouterr().err
+
+
+def test_help_says_what_each_command_does(capsys) -> None:
+    for name in ("list", "info", "doctor", "explain"):
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        out = capsys.readouterr().out
+        assert left.value.code == 0 and f"usage: ringattn {name}" in out
+        assert max(map(len, out.splitlines())) <= 100, "a line that no terminal holds"
+
+
+def shell(code: str, **options: Any) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["--version"], ["explain", "--query", "1"]])
+def test_help_and_mistakes_are_answered_without_loading_jax(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from ringattn_core.cli.main import main
+try:
+    main({arguments!r})
+finally:
+    print([name for name in ("jax", "numpy") if name in sys.modules])
+"""
+    assert shell(code).stdout.splitlines()[-1] == "[]"
+    assert shell(code.replace("finally:", "finally:\n    import numpy")).stdout.splitlines()[-1] == "['numpy']"
+
+
+def test_the_module_and_the_script_are_one_program() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ringattn_core", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == f"ringattn-core {metadata.version('ringattn-core')}\n"
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    module, attribute = project["scripts"]["ringattn"].split(":")
+    assert getattr(importlib.import_module(module), attribute) is main
+
+
+def test_a_reader_that_goes_away_is_no_fault() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "ringattn_core", *CALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout and run.stderr
+    run.stdout.close()
+    complaint = run.stderr.read()
+    assert (run.wait(60), complaint) == (141, "")
+
+
+def test_an_error_says_where_the_name_came_from_and_nothing_of_jax(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RINGATTN_BACKEND", "goof")
+    status, _, err = said(capsys, *CALL)
+    assert status == 2 and err.endswith("The backend was named by RINGATTN_BACKEND.\n")
+    error = errors.InputError("x", "got 1", "Pass 2")
+    error.add_note("It was\nasked for.")
+    error.add_note("-----\nJAX has removed frames.")
+    assert error.one_line() == "x: got 1. Pass 2 It was asked for."

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of `ringattn doctor`: it names every fault with what to do, and exits with 1 where no backend works."""
+
+import json
+import platform
+from typing import Any
+
+import jax
+import pytest
+from ringattn_core import doctor
+from ringattn_core.cli.main import main
+
+PLUGIN = """
+    from ringattn_core.features import Feature, Support
+    from ringattn_core.protocol import Backend
+    KERNEL, PROBE = "{name}_block:{kernel}", {probe!r}
+    BACKEND = Backend("{name}", {api}, {platforms}, {{}}, kernel=KERNEL, priority={priority}, probe=PROBE)
+"""
+BLOCK = """
+    class Kernel:
+        def forward(self, block, partial): ...
+        def backward(self, block, dout, lse, delta, dq): ...
+    KERNEL = Kernel()
+    def unsound(): return "no such device in the house"
+"""
+
+
+def add(install: Any, name: str, **options: Any) -> None:
+    given = {"api": 1, "platforms": ("cpu",), "kernel": "KERNEL", "priority": 0, "probe": None, **options}
+    source = PLUGIN.format(name=name, **given)
+    install(f"made-{name}", {name: f"{name}_plugin:BACKEND"}, {f"{name}_plugin": source, f"{name}_block": BLOCK})
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(["doctor", *arguments])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return status, out
+
+
+def test_where_all_is_well_it_says_what_is_there_and_which_backend_answers(install, capsys, monkeypatch) -> None:
+    add(install, "good")
+    add(install, "better", priority=3)
+    add(install, "elsewhere", platforms=("tpu",))
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "off")
+    status, out = said(capsys)
+    assert status == 0 and "no faults" in out
+    versions = (f"python         {platform.python_version()}", f"jax            {jax.__version__}")
+    states = ("better     works, and is the default", "good       works", "elsewhere  is not for cpu")
+    for words in (*versions, *states, "8 x cpu", "RINGATTN_AUTOTUNE"):
+        assert words in out, out
+
+
+def test_as_json_it_says_the_same(install, capsys) -> None:
+    add(install, "good")
+    add(install, "lame", probe="lame_block:unsound")
+    status, out = said(capsys, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["healthy"] and found["working"] == ["good"] and found["default"] == "good"
+    assert found["platform"] == "cpu" and found["devices"] == ["8 x cpu"]
+    assert found["versions"]["jax"] == jax.__version__ and found["environment"]["JAX_PLATFORMS"] == "cpu"
+    assert [backend["name"] for backend in found["backends"]] == ["good", "lame"]
+    assert len(found["faults"]) == 1
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a probe that refuses": (
+        {"probe": "bad_block:unsound"}, "backend 'bad' cannot run here: no such device in the house", "name another one"
+    ),
+    "a kernel that is not there": ({"kernel": "NOBODY"}, "cannot load bad_block:NOBODY", "--force-reinstall"),
+    "another version of the API": ({"api": 9}, "speaks backend API 9", "pip install --upgrade ringattn-core"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_backend_that_does_not_work_is_a_fault_with_its_remedy(name: str, alone: bool, install, capsys) -> None:
+    options, fact, remedy = FAULTS[name]
+    add(install, "bad", **options)
+    if not alone:
+        add(install, "good")
+    status, _ = said(capsys)
+    assert status == int(alone), "one working backend is enough, and none is not"
+    fault = next(fault for fault in doctor.diagnose().faults if fact in fault)
+    assert remedy in fault and "\n" not in fault
+
+
+def test_a_plugin_that_cannot_be_imported_takes_no_other_along(install, capsys) -> None:
+    add(install, "good")
+    install("made-sick", {"sick": "sick_plugin:BACKEND"}, {"sick_plugin": "import of_nobody"})
+    status, out = said(capsys)
+    assert status == 0 and "No module named 'of_nobody'" in out and "works, and is the default" in out
+
+
+def test_without_any_backend_it_says_how_to_get_one(install, capsys) -> None:
+    status, out = said(capsys)
+    assert status == 1 and "pip install ringattn-xla" in out
+
+
+def test_backends_for_other_platforms_do_not_help(install, capsys) -> None:
+    add(install, "elsewhere", platforms=("tpu",))
+    status, out = said(capsys)
+    assert status == 1 and "pip install ringattn-xla" in " ".join(out.split())
+
+
+def test_a_variable_that_nobody_reads_is_a_fault(install, capsys, monkeypatch) -> None:
+    add(install, "good")
+    monkeypatch.setenv("RINGATTN_BACKND", "good")
+    status, _ = said(capsys)
+    (fault,) = doctor.diagnose().faults
+    assert status == 0 and "RINGATTN_BACKND is not known (did you mean RINGATTN_BACKEND?)" in fault
+    assert fault.endswith("Correct its name, or unset it")
+
+
+def test_a_backend_that_the_environment_names_and_nobody_has_is_a_fault(install, capsys, monkeypatch) -> None:
+    add(install, "good")
+    monkeypatch.setenv("RINGATTN_BACKEND", "goof")
+    status, _ = said(capsys)
+    (fault,) = doctor.diagnose().faults
+    assert status == 0 and "did you mean 'good'" in fault and "The backend was named by RINGATTN_BACKEND." in fault
+
+
+def test_without_a_device_nothing_works_and_it_says_so(install, capsys, monkeypatch) -> None:
+    def no_devices() -> list[Any]:
+        raise RuntimeError("Unable to initialize backend 'cuda':\n  no driver.")
+
+    add(install, "good")
+    monkeypatch.setattr(jax, "devices", no_devices)
+    status, out = said(capsys)
+    assert status == 1 and "has no device to run on" in out
+    (fault,) = doctor.diagnose().faults
+    assert fault == (
+        "JAX finds no device: Unable to initialize backend 'cuda': no driver. "
+        "Unset JAX_PLATFORMS, or install the JAX of your device"
+    )
+
+
+def test_a_plugin_of_jax_whose_device_is_not_found_is_a_fault(install, monkeypatch) -> None:
+    add(install, "good")
+    monkeypatch.setattr(doctor, "_plugins", lambda: ["jax-cuda13-plugin"])
+    assert doctor.diagnose().faults == (), "JAX_PLATFORMS says that cpu is meant"
+    monkeypatch.delenv("JAX_PLATFORMS")
+    (fault,) = doctor.diagnose().faults
+    assert fault.startswith(
+        "jax-cuda13-plugin is installed, but JAX runs on cpu. Check that the driver sees the device"
+    )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the page on the command line shows what the commands print."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "command-line.md"
+SHOWN = re.findall(r"^```console\n\$ (ringattn [^\n]*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PICTURED = "ringattn explain --query 1,32768,8,64 --ring 4 --causal --window 9000,0"
+
+
+def printed(command: str) -> str:
+    """What a command says, on CPU and with a page's width."""
+    arguments = shlex.split(command)[1:]
+    ours = {name for name in os.environ if name.startswith(("RINGATTN_", "XLA_FLAGS"))}
+    environment = {name: value for name, value in os.environ.items() if name not in ours} | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-m", "ringattn_core", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    return run.stdout + run.stderr
+
+
+def missing(shown: str, said: str) -> str | None:
+    """The first part of what is shown, between lines of dots, that is not said in that order; `None` if all is."""
+    for part in filter(None, (part.strip("\n") for part in re.split(r"^\.\.\.$", shown, flags=re.MULTILINE))):
+        if part not in said:
+            return part
+        said = said[said.index(part) + len(part) :]
+    return None
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=[command for command, _ in SHOWN])
+def test_what_the_page_shows_is_what_the_command_prints(command: str, shown: str):
+    # Which backends are installed differs from one environment to the next.
+    said, shown = (re.sub(r"Installed: .*", "Installed: some", text) for text in (printed(command), shown))
+    assert missing(shown, said) is None, said
+
+
+def test_a_line_that_is_not_printed_is_found():
+    assert missing("one\n...\nthree\n", "one\ntwo\nthree\n") is None
+    assert missing("three\n...\none\n", "one\ntwo\nthree\n") == "one"
+
+
+def test_the_page_shows_each_way_of_asking():
+    assert len(SHOWN) == 3 and PICTURED in dict(SHOWN)
+
+
+def test_the_picture_of_the_page_is_that_of_the_command_above_it(tmp_path: Path):
+    said = printed(f"{PICTURED} --svg {tmp_path / 'explain.svg'}")
+    assert "->  xla" in said, said
+    assert (tmp_path / "explain.svg").read_text() == (ROOT / "docs" / "explain.svg").read_text()
