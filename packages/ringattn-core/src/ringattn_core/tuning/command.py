@@ -89,6 +89,7 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
 
     from ..devices import platform_of
     from ..errors import InputError
+    from ..layout import canonical, pieces
     from ..selection import select
     from ..validation import DTYPES, validated
     from .problem import of_call
@@ -98,9 +99,12 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
     ring = arguments.ring
     if ring < 1:
         raise InputError("--ring", f"got {ring}", "Pass the number of ranks, 1 or more")
+    shards = ring * pieces(canonical(arguments.layout))
     for name, length in (("--query", tokens), ("--kv", keys)):
-        if length % ring:
-            raise InputError(name, f"its length {length} is no multiple of the {ring} ranks", "Pass one that is")
+        if length % shards:
+            raise InputError(
+                name, f"its length {length} does not split over {ring} ranks", f"Pass a multiple of {shards}"
+            )
     tokens, keys = tokens // ring, keys // ring
     dtype = _DTYPES.get(arguments.dtype, arguments.dtype)
     window = arguments.window
