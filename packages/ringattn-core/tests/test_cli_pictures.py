@@ -164,9 +164,7 @@ def test_both_ways_round_are_columns_of_one_hop_and_count_half() -> None:
     assert found.of_ranks == one_way.of_ranks and found.slowest == one_way.slowest
     assert re.search(r"^forward +3 +K,V +to rank r \+ 1 .*\nforward +3 +K,V +to rank r - 1 ", said, re.MULTILINE)
     words = [item.text for item in scene(found).items if isinstance(item, Words)]
-    assert {"keys of rank r - 1", "keys of rank r + 1"} <= set(
-        words
-    ) and "2 x K,V 1.0 KiB \N{RIGHTWARDS ARROW}" in words
+    assert {"keys of rank r - 1", "keys of rank r + 1"} <= set(words) and "2 x K,V 1.0 KiB \N{RIGHTWARDS ARROW}" in words
 
 
 def test_as_json_it_says_what_the_explanation_holds(found: Explanation, capsys) -> None:
