@@ -109,6 +109,11 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         "backends 'a', 'b' have the same priority 10 on 'cuda'. Choose one: backend='a', or RINGATTN_BACKEND=a",
     ),
     (
+        errors.TuningError("mine", "it gives no candidate_configs", "Pass its parameters with cfg="),
+        RuntimeError,
+        "backend 'mine' cannot be tuned: it gives no candidate_configs. Pass its parameters with cfg=",
+    ),
+    (
         errors.KernelError("a kernel", "backward", "returned dbias = None", "Return float32[1, 2]"),
         TypeError,
         "str.backward returned dbias = None. Return float32[1, 2]",

@@ -2,6 +2,7 @@
 """Ring attention for JAX: the signature, the ring engine and the discovery of backends."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,7 +10,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load at their first use: a program that imports many libraries pays for those that it uses."""
+    """Public names load at their first use: a program that imports many libraries pays for those that it uses.
+
+    A module loads alone: one that asks for another while it is imported must not wait for what waits for it.
+    """
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f".{name}", __name__)
     public = importlib.import_module(".public", __name__)
     if name.startswith("_") or name not in vars(public):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

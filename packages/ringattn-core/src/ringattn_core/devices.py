@@ -10,29 +10,34 @@ import jax.core
 
 def platform_of(mesh: Any, arrays: Sequence[Any]) -> str:
     """`"cpu"`, `"tpu"`, `"cuda"` or `"rocm"`: of the mesh, the surrounding mesh, the arrays, or the default device."""
+    device = device_of(mesh, arrays)
+    if not isinstance(device, jax.sharding.AbstractDevice):
+        return _of_device(device)
+    kind = device.device_kind.lower()
+    if kind == "cpu" or kind.startswith("tpu"):
+        return kind[:3]
+    return "rocm" if "amd" in kind or "instinct" in kind else "cuda"
+
+
+def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
+    """One of the devices that a call will run on, or what an abstract mesh says of them; has a `device_kind`."""
     for candidate in (mesh, jax.sharding.get_abstract_mesh()):
         named = _of_mesh(candidate)
         if named is not None:
             return named
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            return _of_device(next(iter(array.devices())))
+            return next(iter(array.devices()))
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):
-        return _of_device(jax.devices(default)[0])
-    return _of_device(default or jax.devices()[0])
+        return jax.devices(default)[0]
+    return default or jax.devices()[0]
 
 
-def _of_mesh(mesh: Any) -> str | None:
+def _of_mesh(mesh: Any) -> Any:
     if isinstance(mesh, jax.sharding.Mesh):
-        return _of_device(mesh.devices.flat[0])
-    device = getattr(mesh, "abstract_device", None)
-    if device is None:
-        return None
-    kind = device.device_kind.lower()
-    if kind == "cpu" or kind.startswith("tpu"):
-        return kind[:3]
-    return "rocm" if "amd" in kind or "instinct" in kind else "cuda"
+        return mesh.devices.flat[0]
+    return getattr(mesh, "abstract_device", None)
 
 
 def _of_device(device: Any) -> str:

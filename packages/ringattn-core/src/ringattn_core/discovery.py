@@ -35,6 +35,11 @@ class Registration:
     given: Any = None
     """The kernel or ring function itself, where it was registered in this process."""
 
+    @property
+    def in_process(self) -> bool:
+        """Whether `registered` made it: no distribution, and so no version, stands for what it does."""
+        return self.distribution == _HERE
+
     def descriptor(self) -> Backend:
         """The backend's descriptor; raises the error of a registration that has none."""
         if self.error is not None:

@@ -13,12 +13,14 @@ from .devices import platform_of
 from .discovery import Registration
 from .features import Feature
 from .selection import refusal, select
+from .tuning.choice import settled
 from .validation import validated
 
 
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard; its gradient raises where the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
+    call = settled(registration, call)
     if backend.kernel is None:
         result = implementation(**call.options())
     else:

@@ -110,6 +110,14 @@ class KernelError(RingAttnError, TypeError):
         super().__init__(f"{type(kernel).__name__}.{method} {fact}. {remedy}")
 
 
+class TuningError(RingAttnError, RuntimeError):
+    """A backend, or a problem, of which no configuration can be measured."""
+
+    def __init__(self, name: str, fact: str, remedy: str):
+        self.backend = name
+        super().__init__(f"backend {name!r} cannot be tuned: {fact}. {remedy}")
+
+
 class BackendUnavailableError(RingAttnError, RuntimeError):
     """A backend that is installed but cannot run on these devices."""
 

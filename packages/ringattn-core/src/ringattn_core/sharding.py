@@ -21,6 +21,7 @@ from .errors import InputError, MeshError
 from .layout import pieces
 from .mask_builder import build
 from .selection import select
+from .tuning.choice import settled_over
 from .validation import halves_go_both_ways
 
 BATCH_AXES: Final = ("dp", "fsdp", "data")
@@ -70,6 +71,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     registration = select(backend, call.needs(), platform_of(mesh, ()))
     arrays = {name: _placed(getattr(call, name), mesh, spec) for name, spec in specs.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
+    options = settled_over(mesh, registration, options, specs, arrays)
     result = _run(registration.name, options, mesh, roles, tuple(specs.items()), arrays)
     if call.query.shape[1] == length:
         return result

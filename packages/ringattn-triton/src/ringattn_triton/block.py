@@ -6,13 +6,15 @@ from typing import Final
 from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients, Partial
 
-from . import schedules
+from . import candidates, schedules
 from .backward import backward
 from .forward import forward
 
 
 class TritonKernel:
     """Blockwise attention on GPUs: every feature, heads of up to 256, the same bits at every run."""
+
+    candidate_configs = staticmethod(candidates.candidate_configs)
 
     def forward(self, block: Block, partial: Partial) -> Partial:
         return forward(block, partial, schedules.target())

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients, Partial
 
-from . import backward, forward
+from . import backward, candidates, forward
 
 _forward = jax.jit(forward.forward)
 _backward = jax.jit(backward.backward)
@@ -15,6 +15,8 @@ _backward = jax.jit(backward.backward)
 
 class XlaKernel:
     """Blockwise attention in `jax.lax`: any shape, every feature, memory linear in the lengths."""
+
+    candidate_configs = staticmethod(candidates.candidate_configs)
 
     def forward(self, block: Block, partial: Partial) -> Partial:
         return _forward(block, partial)

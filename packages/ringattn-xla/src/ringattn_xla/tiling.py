@@ -11,6 +11,7 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.protocol import Block
 from ringattn_core.rule import Rule
 from ringattn_core.tiles import tiles
+from ringattn_core.tuning import Problem
 
 Carry = TypeVar("Carry")
 
@@ -53,16 +54,22 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     quarter of a window, so that its edges do not. Rows of a tile are queries times heads of a group. As many heads and
     batch rows go together as keep the scores of a step few: on CPU they should stay in the cache of a core.
     """
-    target = max(_SHORTEST, min(_LONGEST, _span(block.rule) // 4 // 64 * 64))
-    q = near_equal(block.q_length, params.q_blocksize or max(target // block.group, 16))
-    kv = near_equal(block.kv_length, params.kv_blocksize or target)
+    q, kv = longest(block.rule, block.group)
+    q = near_equal(block.q_length, params.q_blocksize or q)
+    kv = near_equal(block.kv_length, params.kv_blocksize or kv)
     room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
     heads = largest_divisor(block.kv.shape[-2], room)
     batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv.shape[-2] else 1
     return Cut(batch, heads, q, kv)
 
 
-def _span(rule: Rule) -> int:
+def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
+    """The longest tile of queries, and of keys, where nobody says otherwise."""
+    target = max(_SHORTEST, min(_LONGEST, _span(rule) // 4 // 64 * 64))
+    return max(target // group, 16), target
+
+
+def _span(rule: Rule | Problem) -> int:
     """How many keys a query can see at most, as far as window and chunk say."""
     spans = [2**30] if rule.chunk is None else [rule.chunk]
     if rule.window is not None:

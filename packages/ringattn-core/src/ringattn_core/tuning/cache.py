@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where what was tuned is kept between processes: a file for each problem, and no fault of a disk is fatal."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ..config import RingAttentionConfig
+from .policy import CACHE_VARIABLE
+from .problem import Problem
+
+LOCK_SECONDS: Final = 10.0
+"""How long a write waits for those of other processes; each holds the lock for milliseconds."""
+
+_FORMAT: Final = 1
+_ASIDE: Final = ".corrupt"
+_logger: Final = logging.getLogger("ringattn")
+_reported: Final[set[str]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What one file says: for which problem, with what result, and what every candidate of the tuning took."""
+
+    problem: Mapping[str, Any]
+    config: RingAttentionConfig
+    trials: Sequence[Mapping[str, Any]]
+    path: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "config": self.config.to_dict(), "path": str(self.path)}
+
+
+def directory() -> Path | None:
+    """Where entries are; `None` where there is no such place, because this user has no home."""
+    asked = os.environ.get(CACHE_VARIABLE)
+    if asked:
+        root = os.path.abspath(os.path.expanduser(asked))
+    else:
+        import platformdirs
+
+        try:
+            root = platformdirs.user_cache_dir("ringattn", appauthor=False)
+        except (RuntimeError, OSError, KeyError) as error:
+            return _without_home(error)
+        if not os.path.isabs(root):
+            return _without_home(root)
+    return Path(root) / "tuning"
+
+
+def read(problem: Problem) -> Entry | None:
+    """The entry for this problem. One that cannot be understood is reported, set aside, and as good as none."""
+    root = directory()
+    if root is None:
+        return None
+    path = root / f"{problem.digest}.json"
+    entry = _read(path)
+    if entry is not None and json.dumps(entry.problem, sort_keys=True) != problem.key:
+        _set_aside(path, "it is for another problem")
+        return None
+    return entry
+
+
+def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]] = ()) -> Path | None:
+    """Puts an entry in the place of the one before it, whole or not at all; `None`, and a report, where it cannot."""
+    root = directory()
+    if root is None:
+        return None
+    path = root / f"{problem.digest}.json"
+    told = {"format": _FORMAT, "problem": dataclasses.asdict(problem), "config": config.to_dict(), "trials": trials}
+    try:
+        text = json.dumps(told, indent=1)
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root):
+            _replace(path, text)
+    except (OSError, TypeError, ValueError, NotImplementedError) as error:
+        _report(f"cannot keep a tuned configuration in {root}: {_told(error)}. It holds for this process only")
+        return None
+    return path
+
+
+def entries() -> list[Entry]:
+    """Everything that is kept, the newest last."""
+    root = directory()
+    try:
+        paths = [] if root is None else sorted(root.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    except OSError as error:
+        _report(f"cannot list {root}: {_told(error)}")
+        return []
+    return [entry for entry in map(_read, paths) if entry is not None]
+
+
+def clear() -> int:
+    """Removes every entry, those that were set aside too, and says how many."""
+    root = directory()
+    if root is None or not root.is_dir():
+        return 0
+    removed = 0
+    with _locked(root):
+        for path in (*root.glob("*.json"), *root.glob(f"*{_ASIDE}")):
+            path.unlink(missing_ok=True)
+            removed += 1
+    return removed
+
+
+def _read(path: Path) -> Entry | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _report(f"cannot read {path}: {_told(error)}. The backend's default is used")
+        return None
+    except ValueError as error:
+        return _set_aside(path, _told(error))
+    try:
+        told = json.loads(text)
+        if told["format"] != _FORMAT:
+            return _set_aside(path, f"its format is {told['format']!r}")
+        config = RingAttentionConfig.from_dict(told["config"])
+        return Entry(dict(told["problem"]), config, tuple(map(dict, told["trials"])), path)
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        return _set_aside(path, _told(error))
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".new")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    import filelock
+
+    with filelock.FileLock(root / ".lock", timeout=LOCK_SECONDS):
+        yield
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    aside = path.with_suffix(_ASIDE)
+    try:
+        os.replace(path, aside)
+        where = f"It is now {aside.name}"
+    except OSError as error:
+        where = f"It stays where it is, for it cannot be renamed: {_told(error)}"
+    _report(f"the tuned configuration in {path} cannot be used: {reason}. {where}")
+
+
+def _without_home(found: object) -> None:
+    _report(
+        f"there is no cache directory for this user ({found}), so that what is tuned holds for this process only. "
+        f"Set {CACHE_VARIABLE} to a directory"
+    )
+
+
+def _report(message: str) -> None:
+    """Once: what is wrong with a file or a disk is wrong at every call."""
+    if message not in _reported:
+        _reported.add(message)
+        _logger.warning("%s", message)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which configuration holds for the calls of a context that bring none of their own."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..errors import InputError
+
+OPEN: Final = RingAttentionConfig()
+"""The parameters of a call that leaves them open."""
+
+_context: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.ContextVar(
+    "ringattn_overlay", default=()
+)
+
+
+@contextlib.contextmanager
+def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
+    """Gives forward or backward parameters to the calls in this context that have none themselves.
+
+    The innermost overlay that gives them decides; one that names a backend is for the calls which that backend answers.
+    It is read when a call is traced: a function that `jax.jit` has compiled before keeps what it was compiled with.
+    """
+    if isinstance(cfg, Mapping):
+        cfg = RingAttentionConfig.from_dict(cfg)
+    if not isinstance(cfg, RingAttentionConfig):
+        raise InputError("overlay", f"got {type(cfg).__name__}", "Pass a RingAttentionConfig, or a dict of its fields")
+    token = _context.set((cfg, *_context.get()))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[FwdParams, BwdParams]:
+    """The parameters of a call that `backend` answers, those that it leaves open filled from the overlays."""
+    for cfg in _context.get():
+        if cfg.backend_name in (None, backend):
+            forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
+            backward = cfg.bwd_params if backward == OPEN.bwd_params else backward
+    return forward, backward

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is tuned for: all of a call that can change which configuration is fastest, and nothing else."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, Final, Protocol, runtime_checkable
+
+import jax
+
+from ..axes import size
+from ..call import Call
+from ..config import RingAttentionConfig
+from ..devices import device_of, platform_of
+from ..discovery import Registration
+from ..mask_builder import Built, build
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One rank's share of a call: two calls with equal problems run equally fast with equal configurations.
+
+    Lengths are those of a shard; shapes are `None` where the call has no such array. `masks` describes the distinct
+    masks of the heads. `device` tells machines apart, `versions` whatever may change the programs.
+    """
+
+    backend: str
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    platform: str
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    ranks: int = 1
+    layout: str = "contiguous"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    chunk: int | None = None
+    soft_cap: bool = False
+    dropout: bool = False
+    segments: bool = False
+    slopes: bool = False
+    positions: tuple[int, ...] | None = None
+    masks: tuple[str, ...] = ()
+    bias: tuple[int, ...] | None = None
+    attention_mask: tuple[int, ...] | None = None
+    precision: str | None = None
+    fused_backward: bool = False
+    two_way: bool = False
+
+    @property
+    def key(self) -> str:
+        """The problem as text; equal problems have equal keys, in every process."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """A name for the problem that serves as the name of a file."""
+        return hashlib.sha256(self.key.encode()).hexdigest()[:32]
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """What a kernel gives so that core can choose how it runs. Both are optional: each is used where it is there."""
+
+    def default_config(self, problem: Problem) -> RingAttentionConfig:
+        """How the kernel runs where nobody has tuned; without it, with parameters that are all `None`."""
+        ...
+
+    def candidate_configs(self, problem: Problem) -> Sequence[RingAttentionConfig]:
+        """What tuning may choose from. Forward and backward parameters are timed apart, and the best of each taken."""
+        ...
+
+
+def tunable(registration: Registration) -> bool:
+    """Whether core can tune the backend: a block kernel that gives candidates. A ring function tunes itself."""
+    return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
+
+
+def of_call(registration: Registration, call: Call, built: Built | None, ranks: int, mesh: Any = None) -> Problem:
+    """The problem of one shard: the arrays of `call` are local, concrete or not."""
+    batch, q_length, heads, head_dim = call.query.shape
+    given = (mesh, (call.query, call.key, call.value))
+    return Problem(
+        backend=registration.name,
+        batch=batch,
+        q_length=q_length,
+        kv_length=call.key.shape[1],
+        heads=heads,
+        kv_heads=call.key.shape[2],
+        head_dim=head_dim,
+        value_dim=call.value.shape[3],
+        dtype=call.query.dtype.name,
+        platform=platform_of(*given),
+        device=machine(device_of(*given).device_kind),
+        versions=versions(registration),
+        ranks=ranks,
+        layout=call.layout,
+        causal=call.causal,
+        window=call.sliding_window,
+        chunk=call.chunk_size,
+        soft_cap=call.logits_soft_cap is not None,
+        dropout=call.dropout_prob > 0,
+        segments=call.q_segment_ids is not None,
+        slopes=call.alibi_slopes is not None,
+        positions=_shape(call.q_positions),
+        masks=() if built is None else tuple(map(_described, built.masks)),
+        bias=_shape(call.bias),
+        attention_mask=_shape(call.attention_mask),
+        precision=call.precision,
+        fused_backward=call.fused_backward,
+        two_way=call.two_way,
+    )
+
+
+def built_masks(call: Call, ranks: int) -> Built | None:
+    """The masks of the heads, which are global, as the engine will make them."""
+    if call.mask_builder is None or isinstance(call.mask_builder, Built):
+        return call.mask_builder
+    copies = size("head_axis_name", call.head_axis_name or ())
+    lengths, heads = (call.query.shape[1], call.key.shape[1]), (call.query.shape[2], call.key.shape[2])
+    return build(call.mask_builder, *(length * ranks for length in lengths), *(count * copies for count in heads))
+
+
+@functools.cache
+def machine(kind: str) -> str:
+    """The kind of a device; a CPU says nothing of itself there, and a home directory may serve several machines."""
+    return f"cpu, {platform.machine()}, {os.cpu_count()} cores" if kind == "cpu" else kind
+
+
+@functools.cache
+def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
+    """Whatever may make another program of the same call."""
+    core = metadata.version("ringattn-core")
+    return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
+
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+
+
+def _described(mask: Any) -> str:
+    return _ADDRESS.sub("", repr(mask))
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return None if x is None else tuple(x.shape)

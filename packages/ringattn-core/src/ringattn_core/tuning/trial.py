@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tuning runs: a rank's hops with the kernel itself, forward and backward, on arrays made for it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from ..blocks import Differentiable, Fixed, Ring, block
+from ..config import BwdParams, FwdParams
+from ..contract import backward, forward
+from ..hops import Plan, plan
+from ..layout import indices
+from ..mask_builder import Built
+from ..merge import empty
+from ..parcels import pack
+from ..protocol import BlockKernel, Partial
+from ..rule import Rule
+from ..ways import parts, split
+from .problem import Problem
+
+HOPS: Final = 4
+"""The most hops that a trial makes: the first is on a rank's own keys, and those behind it are much alike."""
+DOCUMENTS: Final = 4
+"""Into how many documents of equal length a trial cuts the tokens of a shard, where a call has segment ids."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """The made-up inputs of a problem, on the device that it is for, and the programs over them.
+
+    The rank is the one with the most to do where causality makes them unequal, the last; nothing is sent, and of two
+    ways round the heads of one are here. Each hop is a call of one compiled program, so that no two of them can be
+    merged, and what they continue from is given away.
+    """
+
+    kernel: BlockKernel
+    problem: Problem
+    rule: Rule
+    inputs: Differentiable
+    fixed: Fixed
+    dout: jax.Array
+    offsets: tuple[jax.Array, ...]
+
+    def forward(self, params: FwdParams) -> Callable[[], Partial]:
+        """The forward of every hop with these parameters."""
+        ring = self._ring(dataclasses.replace(self.rule, fwd_params=params))
+
+        def run() -> Partial:
+            partial = None
+            for offset in self.offsets:
+                partial = _forward_hop(ring, self.inputs, self.fixed, offset, partial)
+            assert partial is not None
+            return partial
+
+        return run
+
+    def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
+        """The backward of every hop with these parameters, from what `forward` gave."""
+        ring = self._ring(dataclasses.replace(self.rule, bwd_params=params))
+        rows = _rows(whole, self.dout)
+
+        def run() -> Any:
+            dq, found = None, []
+            for offset in self.offsets:
+                dq, others = _backward_hop(ring, self.inputs, self.fixed, offset, rows, dq)
+                found.append(others)
+            return dq, found
+
+        return run
+
+    def _ring(self, rule: Rule) -> Ring:
+        return Ring(self.kernel, rule, _plan(rule, self.problem), self.problem.layout, ())
+
+
+def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Built | None = None) -> Trial:
+    """Inputs for `problem` on `device`; `built` are its masks, where it has any. Equal for equal problems."""
+    with jax.default_device(device):
+        rule = Rule(
+            scale=1.0 / math.sqrt(problem.head_dim),
+            causal=problem.causal,
+            window=problem.window,
+            chunk=problem.chunk,
+            soft_cap=30.0 if problem.soft_cap else None,
+            dropout=0.1 if problem.dropout else 0.0,
+            masks=() if built is None else built.masks,
+            mask_of_head=() if built is None else built.of_head,
+            increasing=problem.positions is None,
+            precision=problem.precision,
+            fused_backward=problem.fused_backward,
+        )
+        hops = _plan(rule, problem)
+        inputs, fixed, dout = _made_up(problem)
+        way, *_ = split(hops.turns, inputs, fixed)
+        dout, *_ = parts(dout, 2, len(hops.turns))
+        offsets = tuple(jnp.asarray(way.come(offset), jnp.int32) for offset in hops.offsets[:HOPS])
+        made = Trial(kernel, problem, rule, way.inputs, way.fixed, dout, offsets)
+    jax.block_until_ready((made.inputs, made.fixed, made.dout, made.offsets))
+    return made
+
+
+def _plan(rule: Rule, problem: Problem) -> Plan:
+    lengths = problem.q_length, problem.kv_length
+    return plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
+
+
+def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
+    batch, dtype = problem.batch, jnp.dtype(problem.dtype)
+    of_q, of_kv = (batch, problem.q_length), (batch, problem.kv_length)
+    seeds = jax.random.split(jax.random.key(0), 5)
+    shapes = (
+        (*of_q, problem.heads, problem.head_dim),
+        (*of_kv, problem.kv_heads, problem.head_dim),
+        (*of_kv, problem.kv_heads, problem.value_dim),
+        (*of_q, problem.heads, problem.value_dim),
+    )
+    q, k, v, dout = (jax.random.normal(seed, shape, dtype) for seed, shape in zip(seeds, shapes, strict=False))
+    rank = problem.ranks - 1
+    tokens = indices(problem.layout, problem.ranks, rank, problem.q_length)
+    keys = jnp.concatenate([indices(problem.layout, problem.ranks, r, problem.kv_length) for r in range(problem.ranks)])
+    document = max(problem.kv_length // DOCUMENTS, 1)
+    leading = None if problem.positions is None else (1, *problem.positions)[-2:-1]
+    fixed = Fixed(
+        rank=jnp.asarray(rank, jnp.int32),
+        batch_index=jnp.arange(batch, dtype=jnp.int32),
+        head_index=jnp.arange(problem.heads, dtype=jnp.int32),
+        q_segments=jnp.broadcast_to(tokens // document, of_q) if problem.segments else None,
+        kv_segments=jnp.broadcast_to(keys // document, (batch, keys.size)) if problem.segments else None,
+        q_positions=None if leading is None else jnp.broadcast_to(tokens, (*leading, tokens.size)),
+        kv_positions=None if leading is None else jnp.broadcast_to(keys, (*leading, keys.size)),
+        mask=None if problem.attention_mask is None else jnp.ones(problem.attention_mask, bool),
+        seed=jnp.asarray(0, jnp.uint32) if problem.dropout else None,
+    )
+    bias = None if problem.bias is None else jax.random.normal(seeds[4], problem.bias, dtype)
+    slopes = jnp.geomspace(0.5, 2**-8, problem.heads, dtype=jnp.float32) if problem.slopes else None
+    return Differentiable(q, k, v, None, bias, slopes), fixed, dout
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, partial: Partial | None) -> Any:
+    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
+    return forward(ring.kernel, visited, empty(visited) if partial is None else partial)
+
+
+@jax.jit
+def _rows(whole: Partial, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the backward of every hop gets: `dout` where any key was visible, `lse` and `delta`."""
+    dout = jnp.where(jnp.swapaxes(jnp.isneginf(whole.lse), 1, 2)[..., None], 0, dout)
+    return dout, whole.lse, jnp.swapaxes((dout.astype(jnp.float32) * whole.out).sum(-1), 1, 2)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+def _backward_hop(
+    ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Any, dq: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
+    zeros = jnp.zeros(inputs.q.shape, jnp.float32)
+    found = backward(ring.kernel, visited, *rows, zeros if dq is None else dq)
+    return found.dq, (found.dk, found.dv, found.dbias, found.dslopes)
+
+
+def release() -> None:
+    """Lets go of the programs that trials compiled: of all candidates one will be used, in programs of others."""
+    programs: tuple[Any, ...] = (_forward_hop, _rows, _backward_hop)
+    for program in programs:
+        program.clear_cache()

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of what is kept of tuning: it comes back, in any process, and no fault of a disk or a file is fatal."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.tuning import Problem, cache
+
+CONFIG = RingAttentionConfig(FwdParams(64, 128, extra={"deep": (1, 2)}), BwdParams(num_warps=4))
+
+
+def problem(**changes: Any) -> Problem:
+    fields: dict[str, Any] = {
+        "backend": "mine", "batch": 1, "q_length": 64, "kv_length": 64, "heads": 2, "kv_heads": 1, "head_dim": 8,
+        "value_dim": 8, "dtype": "float32", "platform": "cpu", "device": "a cpu", "versions": (("jax", "1"),),
+        "window": (3, None), "bias": (1, 1, 64, 64),
+    }  # fmt: skip
+    return Problem(**{**fields, **changes})
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(cache, "_reported", set())
+    return tmp_path / "kept" / "tuning"
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+
+
+def put(root: Path, text: str | bytes) -> Path:
+    """A file with this text where the entry of `problem()` belongs."""
+    path = root / f"{problem().digest}.json"
+    root.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+class TestWhatIsKept:
+    def test_it_comes_back_equal(self) -> None:
+        trials = [{"part": "forward", "seconds": 1.5, "failure": None}]
+        cache.write(problem(), CONFIG, trials)
+        entry = cache.read(problem())
+        assert entry is not None
+        assert (entry.config, list(entry.trials)) == (CONFIG, trials)
+
+    def test_what_was_not_kept_is_absent_and_makes_no_directory(self, root: Path, log: Any) -> None:
+        assert cache.read(problem()) is None
+        assert not root.exists()
+        assert warnings(log) == []
+
+    def test_it_is_for_this_problem_only(self) -> None:
+        cache.write(problem(), CONFIG)
+        assert cache.read(problem(q_length=65)) is None
+        assert cache.read(problem(versions=(("jax", "2"),))) is None
+
+    def test_the_last_one_holds(self) -> None:
+        cache.write(problem(), CONFIG)
+        cache.write(problem(), RingAttentionConfig())
+        entry = cache.read(problem())
+        assert entry is not None
+        assert entry.config == RingAttentionConfig()
+
+    def test_another_process_reads_it(self) -> None:
+        cache.write(problem(), CONFIG)
+        script = f"""
+from ringattn_core.tuning import Problem, cache
+print(cache.read({problem()!r}).config.to_json())
+"""
+        environment = {**os.environ, "PYTHONHASHSEED": "7"}
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+        assert run.stdout.strip() == CONFIG.to_json(), run.stderr
+
+    def test_all_of_it_is_listed_and_cleared(self, root: Path) -> None:
+        kept = [problem(batch=batch) for batch in (1, 2, 3)]
+        for each in kept:
+            cache.write(each, CONFIG)
+        put(root, "not JSON")
+        assert len(cache.entries()) == 2
+        assert cache.clear() == 3
+        assert cache.entries() == []
+        assert cache.clear() == 0
+
+    def test_nothing_but_entries_and_the_lock_is_left_behind(self, root: Path) -> None:
+        cache.write(problem(), CONFIG)
+        assert {path.suffix or path.name for path in root.iterdir()} <= {".json", ".lock"}
+
+
+UNREADABLE = {
+    "cut short": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "no text": lambda text: b"\xff\xfe\x00",
+    "another kind": lambda text: "[1, 2]",
+    "without a part": lambda text: text.replace('"config"', '"konfig"'),
+    "a field that nobody knows": lambda text: text.replace("q_blocksize", "q_blockseize"),
+    "a size that is none": lambda text: text.replace('"q_blocksize": 64', '"q_blocksize": -64'),
+    "another format": lambda text: text.replace('"format": 1', '"format": 9'),
+    "another problem": lambda text: text.replace('"mine"', '"other"'),
+    "nested beyond reason": lambda text: "[" * 100_000,
+}
+
+
+class TestAFileThatCannotBeUnderstood:
+    @pytest.mark.parametrize("broken", UNREADABLE.values(), ids=UNREADABLE)
+    def test_is_as_good_as_none_reported_once_and_set_aside(
+        self, broken: Callable[[str], str | bytes], root: Path, log: Any
+    ) -> None:
+        path = cache.write(problem(), CONFIG)
+        assert path is not None
+        whole = path.read_text()
+        put(root, broken(whole))
+        assert cache.read(problem()) is None
+        assert cache.read(problem()) is None
+        assert len(warnings(log)) == 1
+        assert f"the tuned configuration in {path} cannot be used" in warnings(log)[0]
+        assert not path.exists()
+        assert path.with_suffix(".corrupt").exists()
+
+    def test_gives_way_to_a_new_one(self, root: Path) -> None:
+        put(root, "not JSON")
+        cache.read(problem())
+        cache.write(problem(), CONFIG)
+        entry = cache.read(problem())
+        assert entry is not None
+        assert entry.config == CONFIG
+
+    def test_stays_where_it_cannot_be_renamed(self, root: Path, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = put(root, "not JSON")
+        monkeypatch.setattr(os, "replace", failing(errno.EROFS))
+        assert cache.read(problem()) is None
+        assert path.exists()
+        assert "It stays where it is" in warnings(log)[0]
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+class TestADiskThatRefuses:
+    @pytest.mark.parametrize("step", ["mkdir", "mkstemp", "fsync", "replace"])
+    @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES], ids=errno.errorcode.get)
+    def test_a_write_that_fails_is_reported_once_and_leaves_nothing(
+        self, step: str, number: int, root: Path, log: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        owner = {"mkdir": Path, "mkstemp": cache.tempfile}.get(step, os)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, step, failing(number))
+            assert cache.write(problem(), CONFIG) is None
+            assert cache.write(problem(), CONFIG) is None
+        assert len(warnings(log)) == 1
+        assert "cannot keep a tuned configuration" in warnings(log)[0]
+        assert os.strerror(number) in warnings(log)[0]
+        assert [path for path in root.glob("*") if path.name != ".lock"] == []
+
+    def test_a_failed_write_leaves_the_entry_before_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cache.write(problem(), CONFIG)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing(errno.ENOSPC))
+            cache.write(problem(), RingAttentionConfig())
+        entry = cache.read(problem())
+        assert entry is not None
+        assert entry.config == CONFIG
+
+    def test_a_file_in_the_place_of_the_directory_is_no_fault_of_the_call(self, root: Path, log: Any) -> None:
+        root.parent.write_text("a file")
+        assert cache.read(problem()) is None
+        assert cache.write(problem(), CONFIG) is None
+        assert cache.entries() == []
+        assert len(warnings(log)) == 2
+        assert "cannot read" in warnings(log)[0]
+
+    def test_a_lock_that_is_never_free_is_given_up(self, root: Path, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import filelock
+
+        monkeypatch.setattr(cache, "LOCK_SECONDS", 0.01)
+        root.mkdir(parents=True)
+        with filelock.FileLock(root / ".lock"):
+            assert cache.write(problem(), CONFIG) is None
+        assert "cannot keep a tuned configuration" in warnings(log)[0]
+        assert cache.write(problem(), CONFIG) is not None
+
+    def test_what_json_cannot_say_is_not_kept(self, log: Any) -> None:
+        odd = RingAttentionConfig(FwdParams(extra={"set": frozenset({1})}))
+        assert cache.write(problem(), odd) is None
+        assert "cannot keep" in warnings(log)[0]
+
+
+class TestWhereItIs:
+    @pytest.fixture(autouse=True)
+    def _by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("RINGATTN_CACHE_DIR")
+
+    def test_it_is_the_cache_of_the_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import platformdirs
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert cache.directory() == Path(platformdirs.user_cache_dir("ringattn", appauthor=False)) / "tuning"
+
+    @pytest.mark.parametrize("given", ["relative", "~/there"])
+    def test_a_directory_of_the_environment_is_made_absolute(
+        self, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("RINGATTN_CACHE_DIR", given)
+        assert cache.directory() == tmp_path / given.removeprefix("~/") / "tuning"
+
+    @pytest.mark.parametrize("found", ["~/.cache/ringattn", RuntimeError("Could not determine home directory.")])
+    def test_without_a_home_nothing_is_kept_and_that_is_reported_once(
+        self, found: Any, tmp_path: Path, log: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import platformdirs
+
+        def homeless(*_: Any, **__: Any) -> str:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
+        assert cache.read(problem()) is None
+        assert cache.write(problem(), CONFIG) is None
+        assert cache.entries() == []
+        assert cache.clear() == 0
+        assert len(warnings(log)) == 1
+        assert "Set RINGATTN_CACHE_DIR to a directory" in warnings(log)[0]
+        assert list(tmp_path.iterdir()) == []
+
+
+WRITER = """
+import sys
+from ringattn_core.config import FwdParams, RingAttentionConfig
+from ringattn_core.tuning import Problem, cache
+problem = {problem!r}
+sys.stdin.readline()
+for number in range(1, 101):
+    config = RingAttentionConfig(FwdParams(number, {own}, extra={{"filling": "x" * {own}}}))
+    assert cache.write(problem, config) is not None
+    params = cache.read(problem).config.fwd_params
+    assert len(dict(params.extra)["filling"]) == params.kv_blocksize
+"""
+
+
+def test_processes_that_write_at_once_never_see_half_an_entry(root: Path) -> None:
+    code = [WRITER.format(problem=problem(), own=own) for own in (10, 20_000)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", each], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for each in code
+    ]
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    for writer in writers:
+        _, said = writer.communicate(timeout=120)
+        assert writer.returncode == 0, said
+        assert said == ""
+    entry = cache.read(problem())
+    assert entry is not None
+    assert entry.config.fwd_params.q_blocksize == 100
+    assert [path.name for path in root.iterdir() if path.name != ".lock"] == [entry.path.name]
+
+
+def test_neither_library_is_loaded_before_it_is_needed_and_a_call_that_reads_writes_nothing(tmp_path: Path) -> None:
+    script = """
+import os, sys, jax.numpy as jnp
+before = set(sys.modules)  # JAX loads filelock where it is installed
+import ringattn_core
+ringattn_core.ring_attention
+import ringattn_core.tuning
+def loaded():
+    return {"platformdirs", "filelock"} & (set(sys.modules) - before)
+assert not loaded(), "the import loads them"
+os.environ["RINGATTN_AUTOTUNE"] = "off"
+x = jnp.zeros((1, 8, 1, 8))
+ringattn_core.ring_attention(x, x, x, backend="xla")
+assert not loaded(), "a call that may not read loads them"
+os.environ["RINGATTN_AUTOTUNE"] = "cached"
+ringattn_core.ring_attention(x, x, x, backend="xla", causal=True)
+assert loaded() == {"platformdirs"}, "a call that reads needs to know where, and no lock"
+assert os.listdir(os.environ["XDG_CACHE_HOME"]) == []
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    del environment["RINGATTN_CACHE_DIR"]
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_entry_is_plain_data_that_names_its_problem(root: Path) -> None:
+    path = cache.write(problem(), CONFIG)
+    assert path is not None
+    told = json.loads(path.read_text())
+    assert told["problem"]["backend"] == "mine"
+    assert told["config"] == json.loads(CONFIG.to_json())

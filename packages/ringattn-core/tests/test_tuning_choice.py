@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the choice: given, overlaid, tuned before, tuned now, the backend's own; and it reaches the kernel."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from ringattn_core import discovery, ring_attention
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.errors import InputError, TuningError
+from ringattn_core.features import Feature, Support
+from ringattn_core.protocol import Backend
+from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
+
+KERNEL = """
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.features import Feature, Support
+from ringattn_core.protocol import Backend
+from ringattn_xla.block import KERNEL as XLA
+
+class Recording:
+    "The kernel of `xla`, which says with which rules it was traced; what it would choose is 4 and 5."
+
+    def __init__(self):
+        self.rules = []
+
+    def forward(self, block, partial):
+        self.rules.append(block.rule)
+        return XLA.forward(block, partial)
+
+    def backward(self, block, *arrays):
+        self.rules.append(block.rule)
+        return XLA.backward(block, *arrays)
+
+    def default_config(self, problem):
+        return RingAttentionConfig(FwdParams(4), BwdParams(5))
+
+    def candidate_configs(self, problem):
+        return [RingAttentionConfig(FwdParams(size), BwdParams(size)) for size in (2, 8)]
+
+KERNEL = Recording()
+BACKEND = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="mine_kernel:KERNEL")
+"""
+OWN, TUNED, GIVEN, OVER = (
+    RingAttentionConfig(FwdParams(forward), BwdParams(backward))
+    for forward, backward in ((4, 5), (2, 8), (6, 7), (3, 1))
+)
+X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+
+
+@pytest.fixture
+def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The kernel of an installed backend, whose tuning takes no time and gives `TUNED`."""
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path / "kept"))
+    install("ringattn-mine", {"mine": "mine_kernel:BACKEND"}, {"mine_kernel": KERNEL})
+    kernel = discovery.get("mine").implementation()
+    kernel.tunings = []
+
+    def fastest(registration: Any, problem: Any, default: Any, *_: Any) -> tuner.Outcome:
+        kernel.tunings.append(problem)
+        return tuner.Outcome(TUNED, (), ())
+
+    monkeypatch.setattr(tuner, "fastest", fastest)
+    yield kernel
+    jax.clear_caches()
+
+
+def ran(kernel: Any, **options: Any) -> RingAttentionConfig:
+    """The parameters that a new call runs with, forward and backward."""
+    jax.clear_caches()
+    kernel.rules.clear()
+    jax.eval_shape(jax.grad(lambda x: ring_attention(x, x, x, backend="mine", **options).sum()), X)
+    (found,) = {RingAttentionConfig(rule.fwd_params, rule.bwd_params) for rule in kernel.rules}
+    return found
+
+
+def mixed(forward: RingAttentionConfig, backward: RingAttentionConfig) -> RingAttentionConfig:
+    return RingAttentionConfig(forward.fwd_params, backward.bwd_params)
+
+
+def warnings(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+
+
+class TestTheOrder:
+    def test_where_nobody_says_anything_the_backend_chooses(self, mine: Any) -> None:
+        assert ran(mine) == OWN
+
+    def test_what_was_tuned_comes_before_that(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        assert ran(mine) == TUNED
+
+    def test_an_overlay_comes_before_what_was_tuned(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ran(mine)
+        with overlay(OVER):
+            assert ran(mine) == OVER
+        assert ran(mine) == TUNED
+
+    def test_what_the_call_gives_comes_first(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        with overlay(OVER):
+            assert ran(mine, cfg=GIVEN) == GIVEN
+        assert mine.tunings == []
+
+    @pytest.mark.parametrize("outer", [None, OVER])
+    def test_forward_and_backward_are_settled_apart(
+        self, outer: RingAttentionConfig | None, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        rest = TUNED if outer is None else outer
+        with overlay(outer or RingAttentionConfig()):
+            assert ran(mine, cfg={"fwd_params": GIVEN.fwd_params}) == mixed(GIVEN, rest)
+            assert ran(mine, cfg={"bwd_params": GIVEN.bwd_params}) == mixed(rest, GIVEN)
+
+
+class TestAnOverlay:
+    def test_the_innermost_that_gives_a_part_decides_it(self, mine: Any) -> None:
+        with overlay(OVER), overlay({"fwd_params": GIVEN.fwd_params}):
+            assert ran(mine) == mixed(GIVEN, OVER)
+
+    def test_that_names_a_backend_is_for_that_one(self, mine: Any) -> None:
+        with overlay({**OVER.to_dict(), "backend": "other"}):
+            assert ran(mine) == OWN
+        with overlay({**OVER.to_dict(), "backend": "mine"}):
+            assert ran(mine) == OVER
+
+    def test_ends_where_its_context_ends_also_by_an_error(self, mine: Any) -> None:
+        with pytest.raises(ZeroDivisionError), overlay(OVER):
+            raise ZeroDivisionError
+        assert ran(mine) == OWN
+
+    def test_reaches_a_compiled_call_over_a_mesh(self, mine: Any) -> None:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sp",))
+        for config in (OWN, OVER, GIVEN):
+            with overlay(config):
+                mine.rules.clear()
+                ring_attention(X, X, X, backend="mine", mesh=mesh, axis_name="sp")
+            assert {rule.fwd_params for rule in mine.rules} == {config.fwd_params}
+
+    def test_reaches_a_ring_function(self, install: Any) -> None:
+        seen = []
+
+        def whole(query: Any, key: Any, value: Any, *_: Any, **options: Any) -> Any:
+            seen.append((options["fwd_params"], options["bwd_params"]))
+            return value
+
+        features = dict.fromkeys(Feature, Support.FULL)
+        backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
+        registration = discovery.Registration("whole", backend, "d", "1", None, whole)
+        discovery._implementations[registration] = whole
+        from ringattn_core.dispatch import answer
+        from ringattn_core.validation import validated
+
+        with overlay(OVER):
+            answer(registration, validated(X, X, X))
+        assert seen == [(OVER.fwd_params, OVER.bwd_params)]
+
+    @pytest.mark.parametrize("wrong", [None, 3, FwdParams(3)])
+    def test_of_something_else_is_refused(self, wrong: Any) -> None:
+        with (
+            pytest.raises(InputError, match=r"overlay: got .*Pass a RingAttentionConfig, or a dict of its fields"),
+            overlay(wrong),
+        ):
+            pass
+
+
+class TestThePolicy:
+    def test_by_default_nothing_is_tuned(self, mine: Any) -> None:
+        ran(mine)
+        assert mine.tunings == []
+
+    def test_on_tunes_once_and_keeps_it_for_every_process(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        assert ran(mine) == ran(mine) == TUNED
+        forget()
+        assert ran(mine) == TUNED
+        assert len(mine.tunings) == 1
+
+    @pytest.mark.parametrize("said", [None, "cached", "CACHED ", ""])
+    def test_cached_takes_what_was_tuned_before(
+        self, said: str | None, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ran(mine)
+        forget()
+        monkeypatch.delenv("RINGATTN_AUTOTUNE") if said is None else monkeypatch.setenv("RINGATTN_AUTOTUNE", said)
+        assert ran(mine) == TUNED
+        assert ran(mine, causal=True) == OWN
+        assert len(mine.tunings) == 1
+
+    def test_off_looks_at_no_cache(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ran(mine)
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "off")
+        assert ran(mine) == OWN
+        with overlay(OVER):
+            assert ran(mine) == OVER
+
+    def test_a_problem_that_was_not_there_is_tuned_when_the_policy_turns_on(
+        self, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert ran(mine) == OWN
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        assert ran(mine) == TUNED
+
+    def test_an_unknown_one_is_refused_with_those_that_there_are(
+        self, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "always")
+        with pytest.raises(InputError) as caught:
+            ran(mine)
+        assert str(caught.value) == (
+            "environment variable RINGATTN_AUTOTUNE: got 'always'. Set it to one of off, cached, on, or unset it"
+        )
+
+    def test_a_tuning_that_fails_is_told_once_and_the_default_runs(
+        self, mine: Any, log: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> Any:
+            raise TuningError("mine", "no candidate of its forward ran", "Tune a smaller problem")
+
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        monkeypatch.setattr(tuner, "fastest", fail)
+        assert ran(mine) == ran(mine) == OWN
+        assert len(warnings(log)) == 1
+        assert warnings(log)[0].endswith("Tune a smaller problem. Its default is used")
+
+    @pytest.mark.parametrize("unset", ["RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR"])
+    def test_several_processes_run_one_program(
+        self, unset: str, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """None tunes; and what is in a cache is used only where all have been given the same directory."""
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ran(mine)
+        if unset == "RINGATTN_CACHE_DIR":
+            monkeypatch.delenv("RINGATTN_CACHE_DIR")
+        monkeypatch.setattr(policy.jax, "process_count", lambda: 2)
+        assert ran(mine) == (OWN if unset == "RINGATTN_CACHE_DIR" else TUNED)
+        assert ran(mine, causal=True) == OWN
+        assert len(mine.tunings) == 1
+
+
+class TestUnderATrace:
+    @pytest.mark.parametrize("said", ["cached", "on"])
+    def test_jit_gets_what_was_tuned(self, said: str, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ran(mine)
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", said)
+        forget()
+        mine.rules.clear()
+        jax.clear_caches()
+        jax.jit(lambda x: ring_attention(x, x, x, backend="mine"))(X)
+        assert {rule.fwd_params for rule in mine.rules} == {TUNED.fwd_params}
+        assert len(mine.tunings) == 1
+
+    def test_jit_tunes_with_the_policy_on_for_the_shapes_of_the_tracers(
+        self, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        jax.jit(lambda x: ring_attention(x, x, x, backend="mine"))(X)
+        ran(mine)
+        assert [(p.batch, p.q_length, p.heads, p.head_dim) for p in mine.tunings] == [X.shape]
+
+    def test_a_ring_is_one_problem_over_a_mesh_and_inside_shard_map(
+        self, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "sp"))
+        x = jnp.concatenate([X, X])
+        options = {"backend": "mine", "axis_name": "sp", "causal": True, "layout": "zigzag"}
+        ring_attention(x, x, x, mesh=mesh, **options)
+        spec = P("data", "sp")
+        inside = jax.shard_map(
+            lambda x: ring_attention(x, x, x, **options), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        jax.jit(inside)(x)
+        (problem,) = mine.tunings
+        assert (problem.batch, problem.q_length, problem.ranks, problem.layout) == (1, 4, 2, "zigzag")
+
+    def test_masks_of_heads_reach_the_tuner(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ringattn_core.masks import Prefix
+
+        given = []
+
+        def fastest(registration: Any, problem: Any, default: Any, built: Any, *_: Any) -> tuner.Outcome:
+            given.append((problem.masks, built.masks))
+            return tuner.Outcome(TUNED, (), ())
+
+        monkeypatch.setattr(tuner, "fastest", fastest)
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ran(mine, mask_builder=lambda q, kv, heads, head, reps: Prefix(4 + head))
+        assert given == [(("Prefix(length=4)", "Prefix(length=5)"), (Prefix(4), Prefix(5)))]
+
+
+class TestABackendWithout:
+    def test_either_function_runs_as_it_did_and_touches_no_cache(
+        self, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("default_config", "candidate_configs"):
+            monkeypatch.delattr(type(mine), name)
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        assert ran(mine) == RingAttentionConfig()
+        assert mine.tunings == []
+        assert not (tmp_path / "kept").exists()
+
+    def test_candidates_has_its_default(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(type(mine), "candidate_configs")
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        assert ran(mine) == OWN
+        assert mine.tunings == []
+
+    def test_a_default_leaves_it_to_the_kernel(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(type(mine), "default_config")
+        assert ran(mine) == RingAttentionConfig()
+
+
+def test_a_backend_of_this_process_is_not_kept(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would tell what it is tomorrow from what it is today; and another of its name is another backend."""
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    backend = discovery.get("mine").descriptor()
+    for tunings in (1, 2):
+        with discovery.registered(backend, mine):
+            assert ran(mine) == ran(mine) == TUNED
+        assert len(mine.tunings) == tunings
+    assert not (tmp_path / "kept").exists()
+
+
+def test_no_call_depends_on_a_disk(mine: Any, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_reported", set())
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    assert ran(mine) == ran(mine) == TUNED
+    assert len(mine.tunings) == 1
+    assert any("cannot keep" in warning for warning in warnings(log))
+
+
+def test_what_one_process_tunes_another_uses(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    ran(mine)
+    script = """
+import json, jax, ringattn_core
+from ringattn_core import discovery
+discovery.GROUP = "ringattn.backends.of.a.test"
+x = jax.numpy.zeros((1, 8, 2, 4))
+ringattn_core.ring_attention(x, x, x, backend="mine")
+print(json.dumps([rule.fwd_params.q_blocksize for rule in discovery.get("mine").implementation().rules]))
+"""
+    site = str(tmp_path / "ringattn-mine")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])}
+    environment["RINGATTN_AUTOTUNE"] = "cached"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [TUNED.fwd_params.q_blocksize]
+
+
+def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from ringattn_core.tuning.problem import of_call
+    from ringattn_core.validation import validated
+
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    registration = discovery.get("mine")
+    problem = of_call(registration, validated(X, X, X), None, 1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: choice.configured(registration, problem), range(8)))
+    assert found == [TUNED] * 8
+    assert len(mine.tunings) == 1

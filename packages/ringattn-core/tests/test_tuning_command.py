@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of `ringattn tune` and `ringattn cache`: what they tune is what the call then runs with."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core import ring_attention
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.errors import InputError, RingAttnError
+from ringattn_core.tuning import cache, cache_command, choice, command, tuner
+from ringattn_core.tuning.tuner import Outcome, Timed
+
+FASTEST = RingAttentionConfig(FwdParams(64), BwdParams())
+OUTCOME = Outcome(
+    FASTEST,
+    (
+        Timed("forward", FwdParams(), 0.002, 15),
+        Timed("forward", FwdParams(32), None, 0, "ValueError: no such tile"),
+        Timed("forward", FwdParams(64), 0.001, 15),
+        Timed("forward", FwdParams(128, extra={"deep": 3}), 0.004, 1),
+    ),
+    (Timed("backward", BwdParams(), 0.003, 15),),
+)
+
+
+@pytest.fixture(autouse=True)
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The problems that were tuned, which takes no time and gives `OUTCOME`."""
+    problems = []
+
+    def fastest(registration: Any, problem: Any, *_: Any) -> Outcome:
+        problems.append(problem)
+        return OUTCOME
+
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(tuner, "fastest", fastest)
+    yield problems
+    choice.forget()
+
+
+def ringattn(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers(required=True)
+    for module in (command, cache_command):
+        module.add(subparsers)
+    given = parser.parse_args(arguments)
+    return given.run(given)
+
+
+def kept() -> list[Any]:
+    return [entry.problem for entry in cache.entries()]
+
+
+class TestTune:
+    def test_shows_every_candidate_the_chosen_one_marked(self, capsys: Any) -> None:
+        assert ringattn("tune", "--query", "1,64,2,16", "--backend", "xla") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"xla on cpu, {os.uname().machine}, {os.cpu_count()} cores: 64 queries by 64 keys a rank"
+        assert [line.split() for line in lines if line.startswith("*")] == [
+            ["*", "q_blocksize=64", "1.000", "ms", "0.50", "of", "the", "default,", "rounds:", "15"],
+            ["*", "as", "the", "kernel", "chooses", "3.000", "ms", "1.00", "of", "the", "default,", "rounds:", "15"],
+        ]
+        others = [line.split() for line in lines if line.startswith("  ")]
+        assert [words[0] for words in others] == ["as", "q_blocksize=128", "q_blocksize=32"]
+        assert others[1][1] == "deep=3"
+        assert others[2][1:] == ["ValueError:", "no", "such", "tile"]
+
+    def test_says_where_it_keeps_what_it_found(self, capsys: Any) -> None:
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
+        (entry,) = cache.entries()
+        assert capsys.readouterr().out.splitlines()[-1] == f"kept in {entry.path}"
+        assert entry.config == FASTEST
+        assert [trial["failure"] for trial in entry.trials][:2] == [None, "ValueError: no such tile"]
+
+    def test_keeps_nothing_on_a_dry_run(self, capsys: Any) -> None:
+        assert ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--dry-run") == 0
+        assert kept() == []
+        assert capsys.readouterr().out.splitlines()[-1] == "not kept"
+
+    def test_says_so_where_nothing_can_be_kept(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
+        assert ringattn("tune", "--query", "1,64,2,16", "--backend", "xla") == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "not kept"
+
+    def test_says_so_where_a_backend_offers_nothing(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tuner, "fastest", lambda *_: Outcome(FASTEST, (), ()))
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
+        assert "forward: the backend offers no candidates" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "options"),
+        [
+            (["--dtype", "f32"], {}),
+            (["--dtype", "float32", "--causal", "--window", "5"], {"causal": True, "sliding_window": 5}),
+            (["--dtype", "f32", "--window", "5,2", "--chunk", "8"], {"sliding_window": (5, 2), "chunk_size": 8}),
+            (["--dtype", "f32", "--layout", "zigzag", "--ring", "2"], {"layout": "zigzag"}),
+            (["--dtype", "f32", "--ring", "4", "--soft-cap"], {"logits_soft_cap": 3.0}),
+            (["--dtype", "f32", "--alibi", "--precision", "high"], {"alibi_slopes": jnp.ones(2), "precision": "high"}),
+            (["--dtype", "f32", "--dropout"], {"dropout_prob": 0.5, "dropout_seed": 3}),
+            (["--dtype", "f32", "--segments"], {"q_segment_ids": jnp.zeros((1, 64), jnp.int32)}),
+            (["--dtype", "f32", "--fused-backward"], {"fused_backward": True}),
+        ],
+        ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+    )
+    def test_tunes_the_problem_that_the_call_then_has(
+        self, arguments: list[str], options: dict[str, Any], tuned: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", *arguments)
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        ring = int(arguments[arguments.index("--ring") + 1]) if "--ring" in arguments else 1
+        x = jnp.ones((1, 64, 2, 16))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:ring]), ("sp",))
+        over = {"mesh": mesh, "axis_name": "sp"} if ring > 1 else {}
+        jax.eval_shape(lambda: ring_attention(x, x, x, backend="xla", **options, **over))
+        assert len(tuned) == 1
+
+    def test_keys_values_and_their_heads_may_differ(self, tuned: list[Any]) -> None:
+        ringattn("tune", "--query", "2,64,4,16", "--kv", "32,2,8", "--ring", "2", "--backend", "xla")
+        (problem,) = tuned
+        assert (problem.batch, problem.q_length, problem.kv_length) == (2, 32, 16)
+        assert (problem.heads, problem.kv_heads, problem.head_dim, problem.value_dim) == (4, 2, 16, 8)
+        assert problem.dtype == "bfloat16"
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (["--query", "1,64,2,16", "--backend", "xal"], "did you mean 'xla'"),
+            (["--query", "1,64,3,16", "--kv", "64,2"], "heads"),
+            (
+                ["--query", "1,63,2,16", "--ring", "2"],
+                "--query: its length 63 does not split over 2 ranks",
+            ),
+            (["--query", "1,64,2,16", "--kv", "63,2", "--ring", "2"], "--kv: its length 63"),
+            (["--query", "1,64,2,16", "--ring", "0"], "--ring: got 0. Pass the number of ranks"),
+            (["--query", "1,64,2,16", "--dtype", "int8"], "--dtype: got 'int8'. Pass one of float32"),
+            (["--query", "1,64,2,16", "--layout", "spiral"], "layout: got 'spiral'"),
+            (["--query", "1,64,2,16", "--chunk", "0"], "chunk_size"),
+        ],
+        ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+    )
+    def test_refuses_what_the_call_would_refuse(self, arguments: list[str], told: str, tuned: list[Any]) -> None:
+        with pytest.raises(RingAttnError) as caught:
+            ringattn("tune", *arguments)
+        assert told in str(caught.value)
+        assert tuned == []
+
+    @pytest.mark.parametrize("shape", ["1,64,2", "1,64,2,x", ""])
+    def test_says_what_a_shape_needs(self, shape: str, capsys: Any) -> None:
+        with pytest.raises(SystemExit):
+            ringattn("tune", "--query", shape)
+        assert "it needs 4 whole numbers between commas" in capsys.readouterr().err
+
+    def test_refuses_an_odd_shard_of_a_layout_in_halves(self) -> None:
+        with pytest.raises(InputError, match=r"its length 6 does not split over 2 ranks\. Pass a multiple of 4"):
+            ringattn("tune", "--query", "1,6,2,16", "--ring", "2", "--layout", "zigzag")
+
+
+class TestCache:
+    def test_lists_what_is_kept_without_what_a_problem_has_not(self, capsys: Any) -> None:
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--causal")
+        capsys.readouterr()
+        assert ringattn("cache") == 0
+        head, _, name, problem, versions, forward, backward = capsys.readouterr().out.splitlines()
+        (entry,) = cache.entries()
+        assert head == f"1 in {cache.directory()}"
+        assert name == entry.path.name
+        assert problem.startswith("  backend xla, batch 1, q_length 64, kv_length 64, heads 2")
+        assert problem.endswith("ranks 1, layout contiguous, causal")
+        assert "window" not in problem
+        assert versions.startswith(f"  jax {jax.__version__}, ringattn-core ")
+        assert (forward, backward) == ("  forward: q_blocksize=64", "  backward: as the kernel chooses")
+
+    def test_is_empty_at_first(self, capsys: Any) -> None:
+        assert ringattn("cache") == 0
+        assert capsys.readouterr().out == f"0 in {cache.directory()}\n"
+
+    def test_says_everything_as_json(self, capsys: Any) -> None:
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
+        capsys.readouterr()
+        assert ringattn("cache", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)
+        assert told["config"] == FASTEST.to_dict()
+        assert len(told["trials"]) == len(OUTCOME.trials)
+
+    def test_is_cleared_on_request(self, capsys: Any) -> None:
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
+        capsys.readouterr()
+        assert ringattn("cache", "--clear") == 0
+        assert capsys.readouterr().out == f"removed 1 from {cache.directory()}\n"
+        assert kept() == []
+
+    def test_that_cannot_be_cleared_says_why(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError("Read-only file system")
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+        assert ringattn("cache", "--clear") == 1
+        assert "Read-only file system" in capsys.readouterr().out
+
+    def test_without_a_home_there_is_none(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache, "directory", lambda: None)
+        assert ringattn("cache") == 1
+        assert "no cache directory for this user" in capsys.readouterr().out

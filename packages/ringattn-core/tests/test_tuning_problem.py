@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the problem: it has all that can change what is fastest, nothing that cannot, and is what is measured."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core import discovery
+from ringattn_core.blocks import Ring
+from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.masks import Causal, Document, Predicate, Prefix
+from ringattn_core.tuning import Problem, trial
+from ringattn_core.tuning.problem import built_masks, machine, of_call
+from ringattn_core.validation import validated
+
+T, S, N, K, H, HV = 16, 16, 4, 2, 8, 8
+Q = jnp.ones((2, T, N, H))
+KV = jnp.ones((2, S, K, H))
+IDS = jnp.zeros((2, T), jnp.int32)
+POSITIONS = jnp.arange(T, dtype=jnp.int32)
+
+
+def of(ranks: int = 1, q: Any = Q, k: Any = KV, v: Any = None, **options: Any) -> Problem:
+    call = validated(q, k, k if v is None else v, **options, ranks=ranks)
+    return of_call(discovery.get("xla"), call, built_masks(call, ranks), ranks)
+
+
+MATTERS: dict[str, dict[str, Any]] = {
+    "length": {"q": jnp.ones((2, T // 2, N, H))},
+    "batch": {"q": Q[:1], "k": KV[:1]},
+    "heads": {"q": Q[:, :, :2]},
+    "key heads": {"k": KV[:, :, :1]},
+    "value size": {"v": jnp.ones((2, S, K, 4))},
+    "dtype": {"q": Q.astype(jnp.bfloat16), "k": KV.astype(jnp.bfloat16)},
+    "ring": {"ranks": 2},
+    "layout": {"layout": "zigzag"},
+    "causal": {"causal": True},
+    "window": {"sliding_window": 3},
+    "wider window": {"sliding_window": (4, 3)},
+    "chunk": {"chunk_size": 4},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "dropout": {"dropout_prob": 0.5, "dropout_seed": 1},
+    "segments": {"q_segment_ids": IDS},
+    "slopes": {"alibi_slopes": jnp.ones(N)},
+    "positions": {"q_positions": POSITIONS, "kv_positions": POSITIONS},
+    "positions of rows": {"q_positions": jnp.stack([POSITIONS] * 2), "kv_positions": jnp.stack([POSITIONS] * 2)},
+    "bias": {"bias": jnp.zeros((1, 1, T, S))},
+    "bias of heads": {"bias": jnp.zeros((1, N, T, S))},
+    "dense mask": {"attention_mask": jnp.ones((1, 1, T, S), bool)},
+    "mask": {"mask_builder": lambda *_: Prefix(3) | Causal()},
+    "other mask": {"mask_builder": lambda *_: Prefix(5) | Causal()},
+    "masks of heads": {"mask_builder": lambda q, kv, heads, head, reps: Prefix(3 + head)},
+    "precision": {"precision": "highest"},
+    "fused backward": {"fused_backward": True},
+    "two ways": {"two_way": True, "ranks": 4},
+    "two ways with a bias": {"two_way": True, "ranks": 3, "bias": jnp.zeros((1, N, T, 3 * S))},
+}
+
+
+class TestWhatItHas:
+    def test_equal_calls_have_equal_problems(self) -> None:
+        assert (of(causal=True), of(causal=True).key) == (of(causal=True), of(causal=True).key)
+
+    def test_each_option_that_can_change_the_time_makes_another(self) -> None:
+        problems = [of(), *(of(**options) for options in MATTERS.values())]
+        assert len(set(problems)) == len({p.digest for p in problems}) == len(problems)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"q": Q + 1},
+            {"softmax_scale": 3.0},
+            {"softmax_aux": jnp.ones(N)},
+            {"return_lse": True},
+            {"fwd_params": {"q_blocksize": 4}},
+        ],
+        ids=str,
+    )
+    def test_what_cannot_change_it_does_not(self, options: dict[str, Any]) -> None:
+        assert of(**options) == of()
+
+    def test_nor_do_the_values_of_seed_cap_and_probability(self) -> None:
+        first = of(dropout_prob=0.1, dropout_seed=1, logits_soft_cap=2.0)
+        assert first == of(dropout_prob=0.2, dropout_seed=2, logits_soft_cap=3.0)
+
+    def test_a_new_version_or_another_machine_is_another_problem(self) -> None:
+        plain = of()
+        assert {name for name, _ in plain.versions} == {"jax", "ringattn-core", "ringattn-xla"}
+        assert plain.device.startswith("cpu, ")
+        assert plain.device.endswith(f"{os.cpu_count()} cores")
+        assert machine("NVIDIA H200") == "NVIDIA H200"
+        changes: list[dict[str, Any]] = [{"device": "other"}, {"versions": (("jax", "0"),)}, {"backend": "other"}]
+        assert len({plain.digest, *(dataclasses.replace(plain, **change).digest for change in changes)}) == 4
+
+    def test_masks_are_told_apart_without_the_addresses_of_objects(self) -> None:
+        class Held:
+            pass
+
+        mask = Opaque(Held())
+        documents = of(mask_builder=lambda *_: Document(np.zeros(T)))
+        assert documents.masks == ("Document(q_ids=array(16,), kv_ids=array(16,))",)
+        (found,) = of(mask_builder=lambda *_: mask).masks
+        assert found.startswith("Opaque(held=<")
+        assert " at 0x" not in found
+
+    def test_it_is_the_same_in_every_process(self) -> None:
+        plain = of(sliding_window=(None, 2), bias=jnp.zeros((1, 1, T, S)))
+        script = f"from ringattn_core.tuning import Problem; print({plain!r}.digest)"
+        environment = {**os.environ, "PYTHONHASHSEED": "3"}
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+        assert run.stdout.strip() == plain.digest, run.stderr
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque(Predicate):
+    """A mask that prints like any object."""
+
+    seen: Any
+
+    def __repr__(self) -> str:
+        return f"Opaque(held={self.seen!r})"
+
+
+class TestWhatIsMeasured:
+    @pytest.mark.parametrize("name", MATTERS)
+    def test_the_kernel_sees_the_block_that_the_engine_would_give_it(self, name: str) -> None:
+        """Shapes and rule of every hop, but for values that a problem does not have."""
+        options = MATTERS[name]
+        ranks = options.get("ranks", 1)
+        call = validated(**_named({"ranks": ranks, **options}))
+        real, made = Seen(), Seen()
+        if ranks == 1:
+            from ringattn_core import engine
+
+            jax.eval_shape(lambda: engine.run(real, call))  # pyright: ignore[reportArgumentType]
+        else:
+            jax.eval_shape(lambda: _ringed(real, call, ranks))
+        run_trial(made, of(**options), built_masks(call, ranks))
+        seen, wanted = made.blocks[0], real.blocks[0]
+        assert seen[0] == wanted[0]
+        values = {"scale": 1.0, "soft_cap": None, "dropout": 0.0}
+        assert dataclasses.replace(seen[1], **values) == dataclasses.replace(wanted[1], **values)
+
+    def test_it_has_as_many_hops_as_the_ring_up_to_a_few(self) -> None:
+        hops = {ranks: len(made(of(ranks=ranks)).offsets) for ranks in (1, 2, 3, 64)}
+        assert hops == {1: 1, 2: 2, 3: 3, 64: trial.HOPS}
+        assert len(made(of(ranks=64, sliding_window=(3, 0))).offsets) == 2
+
+    def test_its_rank_is_one_that_every_hop_has_work_for(self) -> None:
+        kernel = Seen(concrete=True)
+        run_trial(kernel, of(ranks=4, causal=True), None)
+        assert len(kernel.hops) == 4
+        assert all(q.min() >= kv.max() for q, kv in kernel.hops[1:])
+
+    def test_it_is_the_same_every_time(self) -> None:
+        first, second = (made(of(q_segment_ids=IDS)) for _ in range(2))
+        jax.tree.map(np.testing.assert_array_equal, (first.inputs, first.fixed), (second.inputs, second.fixed))
+
+    def test_the_parameters_are_those_that_are_tried(self) -> None:
+        kernel = Seen()
+        run_trial(kernel, of(), None, FwdParams(3), BwdParams(5))
+        assert kernel.params == [("forward", FwdParams(3)), ("backward", BwdParams(5))]
+
+    def test_the_numbers_are_finite_also_where_rows_see_nothing(self) -> None:
+        from ringattn_xla.block import KERNEL
+
+        wide = made(of(sliding_window=(2, 0), k=KV[:, :4]), KERNEL)
+        whole = wide.forward(FwdParams())()
+        dq, others = wide.backward(BwdParams(), whole)()
+        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves((whole.out, dq, others)))
+
+    def test_programs_of_the_losers_are_let_go(self) -> None:
+        run_trial(Seen(), of(), None)
+        assert trial._forward_hop._cache_size() > 0
+        trial.release()
+        assert trial._forward_hop._cache_size() == 0
+
+
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    options = dict(options)
+    query, key = options.pop("q", Q), options.pop("k", KV)
+    return {"query": query, "key": key, "value": options.pop("v", key), **options}
+
+
+def _ringed(kernel: Any, call: Any, ranks: int) -> Any:
+    from ringattn_core import engine
+
+    def one(_: Any) -> Any:
+        return engine.run(kernel, dataclasses.replace(call, axis_name=("ring",)))
+
+    return jax.vmap(one, axis_name="ring")(jnp.arange(ranks))
+
+
+class Seen:
+    """A kernel that computes nothing, and says what it was given."""
+
+    def __init__(self, concrete: bool = False):
+        self.blocks: list[Any] = []
+        self.params: list[Any] = []
+        self.hops: list[Any] = []
+        self.concrete = concrete
+
+    def forward(self, block: Any, partial: Any) -> Any:
+        shapes = {
+            field.name: None if x is None else (jnp.shape(x), jnp.asarray(x).dtype)
+            for field in dataclasses.fields(block)
+            if field.name not in ("rule", "padded")
+            for x in [getattr(block, field.name)]
+        }
+        self.blocks.append((shapes, block.rule))
+        self.params.append(("forward", block.rule.fwd_params))
+        if self.concrete:
+            jax.debug.callback(
+                lambda q, kv: self.hops.append((q, kv)), block.q_positions, block.kv_positions, ordered=True
+            )
+        return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
+        from ringattn_core.protocol import Gradients
+
+        self.params.append(("backward", block.rule.bwd_params))
+        bias = None if block.bias is None else jnp.zeros(block.bias.shape)
+        slopes = None if block.slopes is None else jnp.zeros(block.slopes.shape)
+        return Gradients(dq, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape), bias, slopes)
+
+
+def made(problem: Problem, kernel: Any = None) -> trial.Trial:
+    return trial.trial(kernel or Seen(), problem, jax.devices()[0])
+
+
+def run_trial(
+    kernel: Any, problem: Problem, built: Any, fwd: FwdParams = FwdParams(), bwd: BwdParams = BwdParams()
+) -> None:  # fmt: skip
+    of_problem = trial.trial(kernel, problem, jax.devices()[0], built)
+    whole = of_problem.forward(fwd)()
+    of_problem.backward(bwd, whole)()
+    jax.effects_barrier()
+
+
+def test_a_trial_sends_nothing() -> None:
+    ring = made(of(ranks=4)).forward(FwdParams())
+    (found,) = [cell.cell_contents for cell in ring.__closure__ or () if isinstance(cell.cell_contents, Ring)]
+    assert found.axis == ()
+    assert found.plan.ranks == 4

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tile sizes are worth measuring."""
+
+from typing import Final
+
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.tuning import Problem
+
+from .tiling import longest, near_equal
+
+_ROWS: Final = (64, 128, 256, 512, 1024)
+"""Of a tile: queries times heads of a group, as the products have them."""
+_SHORTEST: Final = 16
+_KV_TILES: Final = (128, 256, 512)
+_MOST_SCORES: Final = 2**18
+"""Of one key head in one step: beyond, products gain nothing, and memory grows."""
+
+
+def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
+    """One for each way in which such sizes cut the block and the kernel by itself would not."""
+    group = problem.heads // problem.kv_heads
+    own = longest(problem, group)
+    alike = near_equal(problem.q_length, own[0]), near_equal(problem.kv_length, own[1])
+    found: dict[tuple[int, int], RingAttentionConfig] = {}
+    for q in (max(rows // group, _SHORTEST) for rows in _ROWS):
+        for kv in _KV_TILES:
+            cut = near_equal(problem.q_length, q), near_equal(problem.kv_length, kv)
+            if cut[0] * cut[1] * group <= _MOST_SCORES and cut not in (alike, *found):
+                found[cut] = RingAttentionConfig(FwdParams(q, kv), BwdParams(q, kv))
+    return list(found.values())
