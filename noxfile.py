@@ -25,7 +25,7 @@ PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
 BACKENDS = ("xla", "triton", "tpu")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
-# (Python, JAX, groups of compilers): the newest JAX of each interpreter, and the floor, which has nothing to compile for.
+# (Python, JAX, groups of compilers): the newest JAX of each interpreter, and the floor, which compiles for nothing.
 SUPPORTED = (
     ("3.11", "0.10.2", ("triton-3-6", "libtpu")),
     ("3.12", "0.11.2", ("triton-3-9",)),

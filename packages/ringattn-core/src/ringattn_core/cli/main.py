@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     whole = argparse.ArgumentParser(
         prog="ringattn",
-        description="Looks at what is installed, at what a call of ring_attention would do, and for how it runs fastest.",
+        description="Looks at what is installed, at what a call would do, and for how it runs fastest.",
         epilog="`ringattn COMMAND --help` says more of each. Errors exit with 2.",
     )
     whole.add_argument("--version", action="version", version=f"ringattn-core {metadata.version('ringattn-core')}")
