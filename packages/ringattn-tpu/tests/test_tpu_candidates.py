@@ -42,6 +42,6 @@ def test_every_candidate_computes_the_same() -> None:
         return [np.asarray(x) for x in (out, *back(dout))]
 
     wanted = of(None)
-    for config in KERNEL.candidate_configs(problem(700))[::3]:
+    for config in KERNEL.candidate_configs(problem(700))[1::7]:
         for got, want in zip(of(config), wanted, strict=True):
             np.testing.assert_allclose(got, want, atol=3e-5)

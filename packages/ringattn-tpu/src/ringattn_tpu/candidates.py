@@ -27,7 +27,7 @@ def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
             steps = problem.batch, q_length // q_tile, kv_length // kv_tile
             if q_tile * kv_tile > _MOST_SCORES or not tables.fits(*steps):
                 continue
-            for part in (size for size in _PARTS if size <= min(q_tile, kv_tile)):
+            for part in sorted({min(size, q_tile, kv_tile) for size in _PARTS}):
                 sizes = {"q_blocksize": q, "kv_blocksize": kv, "extra": (("part", part),)}
                 found.setdefault((q_tile, kv_tile, part), RingAttentionConfig(FwdParams(**sizes), BwdParams(**sizes)))
     return list(found.values())
