@@ -111,6 +111,14 @@ def test_a_session_that_a_document_names_is_one():
     assert named <= sessions, f"there is no session {named - sessions}"
 
 
+def test_every_benchmark_is_on_its_page():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) >= 6
+    missing = {name for name in scripts if f"`benchmarks/{name}`" not in page}
+    assert not missing, f"docs/benchmarks.md does not mention {missing}"
+
+
 def test_the_variables_that_are_read_are_those_that_the_documents_name():
     from ringattn_core.selection import VARIABLES
 
