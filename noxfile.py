@@ -31,6 +31,7 @@ SUPPORTED = (
     ("3.12", "0.11.2", ("triton-3-9",)),
     ("3.11", "0.10.0", ()),
 )
+ANYWHERE = ("cli", "tuning", "interpreter")
 AT_THE_FLOOR = ("ring", "sharding", "batching", "masks", "merge", "layout", "selection", "import_hygiene")
 CPU = {"JAX_PLATFORMS": "cpu"}
 # Without a GPU or TPU the suite runs the kernels in their interpreter, which has no time for rings of eight.
@@ -97,7 +98,8 @@ def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
         # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
         session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
         # What does not depend on JAX's version is tested beside the first.
-        tested = ["tests", "packages"] if jax == SUPPORTED[0][1] else ["packages"]
+        first = jax == SUPPORTED[0][1]
+        tested = ["tests", "packages"] if first else ["packages", *(f"--ignore-glob=*test_{n}*.py" for n in ANYWHERE)]
     session.run("pytest", "-n", "2", *(session.posargs or tested), env=CPU)
 
 

@@ -108,6 +108,25 @@ def test_a_mesh_of_explicit_axes_works_like_any_other(jit: bool):
         close((jax.jit(f) if jit else f)(q, k, v), ring_attention(q, k, v, causal=True))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_vmapped_call_with_a_mesh_and_its_gradients_are_those_of_each_example(jit: bool):
+    q, k, v = (jnp.stack([x, 2 * x, 3 * x]) for x in arrays())
+
+    def of(**options: Any) -> list[jax.Array]:
+        def one(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return ring_attention(q, k, v, causal=True, q_segment_ids=jnp.zeros((2, 16), jnp.int32), **options)
+
+        def total(*x: jax.Array) -> jax.Array:
+            return jnp.sin(jax.vmap(one)(*x)).sum()
+
+        around, inside = jax.grad(total, (0, 1, 2)), jax.vmap(jax.grad(lambda *x: jnp.sin(one(*x)).sum(), (0, 1, 2)))
+        calls = [jax.vmap(one), around, inside]
+        return jax.tree.leaves([(jax.jit(call) if jit else call)(q, k, v) for call in calls])
+
+    for got, wanted in zip(of(mesh=mesh_of(sp=4), axis_name="sp"), of(), strict=True):
+        close(got, wanted)
+
+
 def test_arrays_that_are_bound_to_one_device_are_spread():
     q, k, v = (jax.device_put(x, jax.devices()[3]) for x in arrays())
     close(ring_attention(q, k, v, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v))

@@ -110,7 +110,18 @@ def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
         return x
     if AxisType.Explicit in mesh.axis_types and isinstance(x, jax.core.Tracer):
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return jax.device_put(x, NamedSharding(mesh, spec))
+    return _put(x, mesh, spec)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """`device_put`, and under `vmap` that of the whole batch: JAX would put it by the axes of one example."""
+    put = jax.custom_batching.custom_vmap(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
+    put.def_vmap(lambda size, batched, x: (_put(x, mesh, P(None, *spec)), True))
+    return put(x)
+
+
+_put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec, _, dx: (dx,))
 
 
 def _roles(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
