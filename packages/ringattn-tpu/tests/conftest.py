@@ -2,6 +2,8 @@
 """What every test of the TPU backend stands on: CPU devices, interpreted kernels, strict promotion."""
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["RINGATTN_TPU_INTERPRET"] = "1"
@@ -11,3 +13,4 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+sys.path.insert(0, str(Path(__file__).parent))
