@@ -25,7 +25,7 @@ _ENVIRONMENT: Final = {
     # What the metadata server would say, were it asked: without it there are warnings.
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "RINGATTN_TPU_INTERPRET": "1",  # a backend for TPUs is then available on a CPU; what is lowered for a TPU is compiled
+    "RINGATTN_TPU_INTERPRET": "1",  # the backend is then there on a CPU; what is lowered for a TPU is compiled
 }
 _UTILIZATION: Final = "final_hlo-static-per-bundle-utilization"
 _APART: Final = 150
