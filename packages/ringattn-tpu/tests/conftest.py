@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
-    """`once(name, make)` is what `make()` says, as JSON: made by the test process that asks first, while others wait."""
+    """`once(name, make)` is what `make()` says, as JSON: made by the process that asks first; others wait."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 

@@ -28,7 +28,7 @@ _ENVIRONMENT: Final = {
     "RINGATTN_TPU_INTERPRET": "1",  # the backend is then there on a CPU; what is lowered for a TPU is compiled
 }
 _UTILIZATION: Final = "final_hlo-static-per-bundle-utilization"
-_APART: Final = 150
+_APART: Final = 80
 """As many bundles without a product lie between two bodies of a kernel, and never within one."""
 _SHORTEST_BODY: Final = 50
 
