@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -22,13 +23,29 @@ DIST = ROOT / "dist"
 LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pyproject.toml")))
 PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
-BACKENDS = ("xla", "triton")
+BACKENDS = ("xla", "triton", "tpu")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
-# (Python, JAX, group of Triton): the newest JAX of each interpreter, and the floor, which has no GPU to compile for.
-SUPPORTED = (("3.11", "0.10.2", "triton-3-6"), ("3.12", "0.11.2", "triton-3-9"), ("3.11", "0.10.0", None))
+# (Python, JAX, groups of compilers): the newest JAX of each interpreter, and the floor, which compiles for nothing.
+SUPPORTED = (
+    ("3.11", "0.10.2", ("triton-3-6", "libtpu")),
+    ("3.12", "0.11.2", ("triton-3-9",)),
+    ("3.11", "0.10.0", ()),
+)
+AT_THE_FLOOR = ("ring", "sharding", "batching", "masks", "merge", "layout", "selection", "import_hygiene")
 CPU = {"JAX_PLATFORMS": "cpu"}
-# Without a GPU the suite runs the kernels in their interpreter, which has no time for rings of eight.
-ON_CPU = {"triton": ({"RINGATTN_TRITON_INTERPRET": "1"}, ("--ringattn-largest-ring", "4"))}
+# Without a GPU or TPU the suite runs the kernels in their interpreter, which has no time for rings of eight.
+ON_CPU = {
+    name: ({f"RINGATTN_{name.upper()}_INTERPRET": "1"}, ("--ringattn-largest-ring", "4")) for name in ("triton", "tpu")
+}
+# The examples of strangers' backends, by the name that each registers.
+STRANGERS = {"example": "third-party-backend", "example-ring": "third-party-ring"}
+# Every module of ours, wherever Python finds it, is of the environment that the session made.
+INSTALLED = """
+import importlib.util, pathlib, sys
+for name in sys.argv[1:]:
+    origin = pathlib.Path(importlib.util.find_spec(name).origin)
+    assert origin.is_relative_to(sys.prefix), f"{name} comes from {origin}"
+"""
 
 
 def group(name: str) -> tuple[str, ...]:
@@ -67,17 +84,20 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("python,jax,triton", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
-def tests(session: nox.Session, jax: str, triton: str | None) -> None:
-    """The tests of each package and of the repository, on every supported JAX; those of Triton where it is named."""
-    if triton is None:
+@nox.parametrize("python,jax,compilers", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
+def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
+    """The tests of each package and of the repository, on every supported JAX; of kernels where it has compilers."""
+    if not compilers:
         session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
-        tested = [f"{path}/tests" for path in EVERYWHERE]
+        core, xla = (f"{path}/tests" for path in EVERYWHERE)
+        tested = [*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), xla]
     else:
-        session.install(f"jax=={jax}", *group("test"), *group(triton), *PACKAGES)
+        pins = [requirement for name in compilers for requirement in group(name)]
+        session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)
         # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
         session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
-        tested = ["tests", "packages"]
+        # What does not depend on JAX's version is tested beside the first.
+        tested = ["tests", "packages"] if jax == SUPPORTED[0][1] else ["packages"]
     session.run("pytest", "-n", "2", *(session.posargs or tested), env=CPU)
 
 
@@ -117,6 +137,26 @@ def conformance(session: nox.Session, backend: str) -> None:
     )
     if backend == BACKENDS[0]:
         session.run("pytest", str(own_tests), "-n", "2", env=CPU)
+
+
+@nox.session(requires=["build"])
+def thirdparty(session: nox.Session) -> None:
+    """Strangers' wheels beside ours, certified from an empty folder by the command that a stranger has."""
+    wheels = Path(session.create_tmp())
+    shutil.rmtree(wheels)
+    session.install(*group("build"))
+    for folder in STRANGERS.values():
+        project = str(ROOT / "examples" / folder)
+        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), project, silent=True)
+    ours = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", "xla", "conformance")]
+    session.install(*group("jax"), *ours, *map(str, wheels.glob("*.whl")))
+    modules = [path.name.split("-")[0] for path in map(Path, [*ours, *wheels.glob("*.whl")])]
+    environment = CPU | {"PYTHONPATH": None}
+    with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
+        session.run("python", "-P", "-c", INSTALLED, *modules, env=environment)
+        for backend in STRANGERS:
+            options = session.posargs or ("--tier", "core", "-n", "2")
+            session.run("ringattn-conformance", "run", backend, *options, env=environment)
 
 
 @nox.session

@@ -94,6 +94,13 @@ class TestAName:
         assert f"does not support {feature.name} ({declared})" in str(caught.value)
         assert "backend=('fast', 'safe')" in str(caught.value)
 
+    def test_why_it_does_not_is_said_where_it_says_so(self) -> None:
+        backend = Backend(
+            "thin", 1, ("cuda",), {Feature.BIAS: Support.PLANNED}, kernel="a:b", reasons={Feature.BIAS: "soon"}
+        )
+        assert backend.answer(Feature.BIAS) == "planned: soon"
+        assert backend.answer(Feature.SINKS) == "not declared"
+
     def test_everything_that_is_missing_is_named_at_once(self) -> None:
         with pytest.raises(UnsupportedFeatureError, match=r"SINKS, BIAS \(impossible, planned\)"):
             chosen("fast", BIAS | SINKS)

@@ -17,7 +17,6 @@ from .features import Feature
 
 _LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton", "jax-triton")
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NOT_DECLARED: Final = "not declared"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +84,7 @@ def backend_of(registration: Registration, load: bool = False) -> BackendReport:
             reason = str(error)
     features: dict[str, str] = {}
     if descriptor is not None:
-        declared = {feature: descriptor.features.get(feature) for feature in Feature}
-        features = {feature.name: word.value if word else _NOT_DECLARED for feature, word in declared.items()}
+        features = {feature.name: descriptor.answer(feature) for feature in Feature}
     return BackendReport(
         name=registration.name,
         distribution=registration.distribution,

@@ -198,7 +198,8 @@ class Backend:
     """What a backend wheel registers: inert, so that importing it imports no kernel and touches no device.
 
     `kernel` or `ring`, and `probe`, are `"module:attribute"`. `api` is the literal number of the API that the
-    backend was written for. The probe returns why the backend cannot run here, in a sentence, or `None`.
+    backend was written for. The probe returns why the backend cannot run here, in a sentence, or `None`. `reasons` may
+    say why a feature is not supported, in words that follow "planned:" or "impossible:".
     """
 
     name: str
@@ -209,6 +210,7 @@ class Backend:
     ring: str | None = None
     priority: int = 0
     probe: str | None = None
+    reasons: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.kernel is None) == (self.ring is None):
@@ -216,3 +218,9 @@ class Backend:
 
     def supports(self, feature: Feature) -> bool:
         return self.features.get(feature) is Support.FULL
+
+    def answer(self, feature: Feature) -> str:
+        """How far it supports the feature, with its reason where it gives one."""
+        support = self.features.get(feature)
+        word = "not declared" if support is None else support.value
+        return f"{word}: {self.reasons[feature]}" if feature in self.reasons else word

@@ -159,8 +159,7 @@ def _why_not(registration: Registration, required: frozenset[Feature], platform:
 
 def _missing(backend: Backend, required: frozenset[Feature]) -> list[tuple[str, str]]:
     lacking = [feature for feature in Feature if feature in required and not backend.supports(feature)]
-    declared = [backend.features.get(feature) for feature in lacking]
-    return [(f.name, s.value if s else "not declared") for f, s in zip(lacking, declared, strict=True)]
+    return [(feature.name, backend.answer(feature)) for feature in lacking]
 
 
 def serves(backend: Backend | None, platform: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Final
 from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients, Partial
 
+from . import candidates
 from .backward import backward
 from .forward import forward
 from .tie import tie
@@ -17,6 +18,7 @@ class TpuKernel:
     # XLA on a TPU keeps several permutes in flight, and takes long to join bits of unequal width.
     separate_sends = True
     tie = staticmethod(tie)
+    candidate_configs = staticmethod(candidates.candidate_configs)
 
     def forward(self, block: Block, partial: Partial) -> Partial:
         return forward(block, partial)

@@ -46,8 +46,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, _span(block) // 2 // LANES * LANES))
     asked = (params.q_blocksize, params.kv_blocksize)
     while True:
-        q_tile, q_length = _near_equal(block.q_length, _rounded("q_blocksize", asked[0]) or target)
-        kv_tile, kv_length = _near_equal(block.kv_length, _rounded("kv_blocksize", asked[1]) or target)
+        q_tile, q_length = near_equal(block.q_length, _rounded("q_blocksize", asked[0]) or target)
+        kv_tile, kv_length = near_equal(block.kv_length, _rounded("kv_blocksize", asked[1]) or target)
         if tables.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
             part = dict(params.extra).get("part") or _PART
             return Sizes(q_tile, kv_tile, q_length, kv_length, _rounded("part", part) or _PART)
@@ -78,7 +78,7 @@ def _rounded(name: str, size: int | None) -> int | None:
     return -(-size // LANES) * LANES
 
 
-def _near_equal(length: int, target: int) -> tuple[int, int]:
+def near_equal(length: int, target: int) -> tuple[int, int]:
     """The tile, and the padded length, when `length` is cut into the fewest near-equal tiles up to `target`."""
     count = -(-length // target)
     tile = -(-length // (count * LANES)) * LANES

@@ -10,8 +10,8 @@ BACKEND: Final = Backend(
     name="tpu",
     api=1,
     platforms=("tpu",),  # interpreted on a CPU only where it is named: no default should be that slow
-    # The vector units of TPUs have no float16, and Mosaic, which compiles for them, refuses it.
     features={**dict.fromkeys(Feature, Support.FULL), Feature.FLOAT16: Support.IMPOSSIBLE},
+    reasons={Feature.FLOAT16: "the compiler of TPU kernels has no float16; use bfloat16"},
     kernel="ringattn_tpu.block:KERNEL",
     probe="ringattn_tpu.availability:why_unavailable",
 )

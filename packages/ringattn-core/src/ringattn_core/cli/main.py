@@ -9,9 +9,11 @@ from importlib import metadata
 from typing import Final
 
 from ..errors import RingAttnError
+from ..tuning import cache_command
+from ..tuning import command as tune_command
 from . import doctor, explain, info, listing
 
-COMMANDS: Final = (listing, info, doctor, explain)
+COMMANDS: Final = (listing, info, doctor, explain, tune_command, cache_command)
 REFUSED: Final = 2
 """The exit status of a command line that asks for what there is not; `argparse` has the same."""
 INTERRUPTED: Final = 130
@@ -41,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     whole = argparse.ArgumentParser(
         prog="ringattn",
-        description="Looks at what is installed, and at what a call of ring_attention would do.",
+        description="Looks at what is installed, at what a call would do, and for how it runs fastest.",
         epilog="`ringattn COMMAND --help` says more of each. Errors exit with 2.",
     )
     whole.add_argument("--version", action="version", version=f"ringattn-core {metadata.version('ringattn-core')}")

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tile sizes are worth measuring."""
+
+from typing import Final
+
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.tuning import Problem
+
+from . import tables
+from .block_sizes import near_equal
+
+_TILES: Final = (256, 512, 1024, 2048)
+_PARTS: Final = (256, 512, 1024)
+_MOST_SCORES: Final = 2**20
+"""Of a tile: beyond, what a step holds leaves no room in the vector memory."""
+
+
+def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
+    """One for each way in which such sizes cut the block, and for each part of a visiting tile that divides it."""
+    found: dict[tuple[int, ...], RingAttentionConfig] = {}
+    for q in _TILES:
+        for kv in _TILES:
+            (q_tile, q_length), (kv_tile, kv_length) = (
+                near_equal(problem.q_length, q),
+                near_equal(problem.kv_length, kv),
+            )
+            steps = problem.batch, q_length // q_tile, kv_length // kv_tile
+            if q_tile * kv_tile > _MOST_SCORES or not tables.fits(*steps):
+                continue
+            for part in sorted({min(size, q_tile, kv_tile) for size in _PARTS}):
+                sizes = {"q_blocksize": q, "kv_blocksize": kv, "extra": (("part", part),)}
+                found.setdefault((q_tile, kv_tile, part), RingAttentionConfig(FwdParams(**sizes), BwdParams(**sizes)))
+    return list(found.values())
