@@ -56,38 +56,41 @@ def ring(
     return (gradients, (*inputs, tokens(heads))) if backward else (sharded, inputs)
 
 
-def block(
-    devices: Sequence[Any], length: int, heads: int, dim: int = 128, fresh: bool = False, **extra: Any
-) -> Program:
+def block(devices: Sequence[Any], length: int, heads: int, dim: int = 128, fresh: bool = False) -> Program:
     """A causal block in bfloat16 on one device, forward and backward. `fresh` says that nothing came before it."""
-    rule = Rule(scale=dim**-0.5, causal=True, **{name: extra.pop(name) for name in list(extra) if name in _OF_RULE})
-    return _both(_block(devices[0], (1, length, heads, dim), rule, **extra), fresh)
+    return _both(_block(devices[0], (1, length, heads, dim), Rule(scale=dim**-0.5, causal=True)), fresh)
 
 
-_OF_RULE: Final = ("fwd_params", "bwd_params", "window", "soft_cap")
+def serial(devices: Sequence[Any], length: int, heads: int, dim: int = 128) -> Program:
+    """What a ring must not be: the kernel of a hop waits for the keys that the hop brings."""
+    mesh = ring_mesh(devices)
+
+    def attend(q: jax.Array, kv: jax.Array) -> jax.Array:
+        kv = jax.lax.ppermute(kv, "sp", [(rank, (rank + 1) % mesh.size) for rank in range(mesh.size)])
+        return ringattn_tpu.ring_attention(q, kv, kv)
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    shape = (1, length * mesh.size, heads, dim)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "sp")))
+    return sharded, (tokens, tokens)
 
 
-def slopes(devices: Sequence[Any], length: int, heads: int, dim: int = 128) -> Program:
-    """A causal block with ALiBi: its gradients take two passes."""
-    rule = Rule(scale=dim**-0.5, causal=True)
-    put = _on(devices[0])
-    return _both(_block(devices[0], (1, length, heads, dim), rule, slopes=put(1, heads, dtype=jnp.float32)))
-
-
-def everything(devices: Sequence[Any], dtype: str = "bfloat16", broadcast: bool = False) -> Program:
-    """A block of a ragged length whose scores depend on all that they can depend on, with values of another size.
+def everything(
+    devices: Sequence[Any], length: int, dtype: str = "bfloat16", broadcast: bool = False, dropout: float = 0.1
+) -> Program:
+    """A block of any length whose scores depend on all that they can depend on, with values of another size.
 
     With `broadcast` one row of the bias serves all queries, heads and batch rows, and key heads are shared.
     """
     put = _on(devices[0])
-    batch, length, heads, dim, value_dim = 2, 2000, 4, 40, 24
+    batch, heads, dim, value_dim = 2, 4, 40, 24
     rule = Rule(
         scale=dim**-0.5,
         causal=True,
         window=(900, 20),
         chunk=1500,
         soft_cap=30.0,
-        dropout=0.1,
+        dropout=dropout,
         masks=(Local(100, 100), Local(500, 0)),
         mask_of_head=(0, 1, 0, 1),
         increasing=False,
@@ -98,16 +101,17 @@ def everything(devices: Sequence[Any], dtype: str = "bfloat16", broadcast: bool 
         "bias": put(*((1, 1, 1) if broadcast else (batch, heads, length)), length, dtype=dtype),
         "mask": put(1, heads, length, length, dtype=jnp.bool_),
         "slopes": put(1, heads, dtype=jnp.float32),
-        "seed": put(batch, dtype=jnp.uint32),
+        "seed": put(batch, dtype=jnp.uint32) if dropout else None,
     }
     sizes = {"kv_heads": 2 if broadcast else heads, "value_dim": value_dim, "dtype": dtype}
     return _both(_block(devices[0], (batch, length, heads, dim), rule, **sizes, **extra))
 
 
 def too_long(devices: Sequence[Any]) -> Program:
-    """A block in tiles that no vector memory holds."""
-    params = {"q_blocksize": 4096, "kv_blocksize": 4096, "extra": {"part": 4096}}
-    return block(devices, 4096, 1, fwd_params=FwdParams(**params), bwd_params=BwdParams(**params))
+    """A block in float32 whose tiles no vector memory holds."""
+    params = {"q_blocksize": 2048, "kv_blocksize": 2048, "extra": {"part": 2048}}
+    sizes = {"fwd_params": FwdParams(**params), "bwd_params": BwdParams(**params)}
+    return _both(_block(devices[0], (1, 2048, 1, 256), Rule(scale=1.0, **sizes), dtype="float32"))
 
 
 def _on(device: Any) -> Callable[..., jax.ShapeDtypeStruct]:

@@ -64,9 +64,13 @@ class Report:
         """The sends behind which no kernel runs."""
         return [permute.name for permute in self.permutes if not permute.behind]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as JSON holds it."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `dataclasses.asdict` over JSON."""
+        """The inverse of `as_dict`."""
         permutes = tuple(Permute(one["name"], one["synchronous"], tuple(one["behind"])) for one in data["permutes"])
         bodies = {name: tuple(found) for name, found in data["bodies"].items()}
         return cls(**{**data, "permutes": permutes, "bodies": bodies})
@@ -106,7 +110,7 @@ def _compile(topology: str, dump: Path, programs: Mapping[str, tuple[str, Mappin
             found[name] = str(error)
             continue
         seconds = time.monotonic() - start
-        found[name] = dataclasses.asdict(of(program, set(dump.iterdir()) - before, seconds))
+        found[name] = of(program, set(dump.iterdir()) - before, seconds).as_dict()
     return found
 
 
