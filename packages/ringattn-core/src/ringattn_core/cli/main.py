@@ -9,11 +9,9 @@ from importlib import metadata
 from typing import Final
 
 from ..errors import RingAttnError
-from ..tuning import cache_command
-from ..tuning import command as tune_command
-from . import doctor, explain, info, listing
+from . import cache, doctor, explain, info, listing, tune
 
-COMMANDS: Final = (listing, info, doctor, explain, tune_command, cache_command)
+COMMANDS: Final = (listing, info, doctor, explain, tune, cache)
 REFUSED: Final = 2
 """The exit status of a command line that asks for what there is not; `argparse` has the same."""
 INTERRUPTED: Final = 130

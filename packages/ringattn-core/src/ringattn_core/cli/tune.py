@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from ..config import BwdParams, FwdParams
     from ..discovery import Registration
-    from .problem import Problem
-    from .tuner import Timed
+    from ..tuning.problem import Problem
+    from ..tuning.tuner import Timed
 
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
@@ -50,7 +50,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from . import cache, choice
+    from ..tuning import cache, choice
 
     registration, problem = _asked(arguments)
     outcome = choice.tune(problem, registration=registration, keep=not arguments.dry_run)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lines(timed: Sequence["Timed"], chosen: "FwdParams | BwdParams") -> Iterator[str]:
     """Candidates, those that stayed longest first, then from the fastest; the default is the first of `timed`."""
-    from .tuner import shown
+    from ..tuning.tuner import shown
 
     widest = max((len(shown(candidate.params)) for candidate in timed), default=0)
     for candidate in sorted(timed, key=lambda candidate: (-candidate.rounds, candidate.seconds)):
@@ -91,8 +91,8 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
     from ..errors import InputError
     from ..layout import canonical, pieces
     from ..selection import select
+    from ..tuning.problem import of_call
     from ..validation import DTYPES, validated
-    from .problem import of_call
 
     batch, tokens, heads, dim = arguments.query
     keys, key_heads, *value_dim = arguments.kv or (tokens, heads)

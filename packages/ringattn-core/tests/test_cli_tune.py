@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import ring_attention
+from ringattn_core.cli import cache as cache_command
+from ringattn_core.cli import tune
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.errors import InputError, RingAttnError
-from ringattn_core.tuning import cache, cache_command, choice, command, tuner
+from ringattn_core.tuning import cache, choice, tuner
 from ringattn_core.tuning.tuner import Outcome, Timed
 
 FASTEST = RingAttentionConfig(FwdParams(64), BwdParams())
@@ -49,7 +51,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]
 def ringattn(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers(required=True)
-    for module in (command, cache_command):
+    for module in (tune, cache_command):
         module.add(subparsers)
     given = parser.parse_args(arguments)
     return given.run(given)

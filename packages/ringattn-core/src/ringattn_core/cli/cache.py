@@ -19,7 +19,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from . import cache
+    from ..tuning import cache
 
     root = cache.directory()
     if root is None:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _lines(entry: Any) -> list[str]:
     """The problem without what it has not, then the choice, in a few lines."""
-    from .tuner import shown
+    from ..tuning.tuner import shown
 
     problem = {name: value for name, value in entry.problem.items() if value not in (None, False, [], ())}
     versions = ", ".join(" ".join(pair) for pair in problem.pop("versions"))
