@@ -12,9 +12,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "conformance/README.md", "examples/*/README.md")
+LINKING = [*PAGES, *(page for pattern in OTHERS for page in sorted(ROOT.glob(pattern)))]
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"(?:\]\(|src=\")(?!https?:)([^)\"#\s]*)(?:#([^)\"]*))?[)\"]")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+SESSION = re.compile(r"^def (\w+)\(session", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page != README and CODE.search(page.read_text())]
 # What docs/quickstart.md says holds for every page.
 EIGHT_DEVICES = 'import jax\njax.config.update("jax_num_cpu_devices", 8)\n'
@@ -56,8 +60,7 @@ def test_a_page_whose_code_is_wrong_is_found(tmp_path: Path):
 def test_the_readme_needs_two_commands_and_both_are_sessions():
     lines = [line for block in SHELL.findall(README.read_text()) for line in block.splitlines()]
     assert lines[1:] == ["pip install nox && nox -s quickstart", "nox -s conformance"]
-    sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
-    assert {"quickstart", "conformance"} <= set(sessions)
+    assert {"quickstart", "conformance"} <= set(SESSION.findall((ROOT / "noxfile.py").read_text()))
     assert "nox -s conformance\n" in (ROOT / ".ci" / "run").read_text()
 
 
@@ -73,10 +76,54 @@ def test_a_generated_table_says_what_the_code_says(document: str, monkeypatch: p
     assert tables.current(found) == found.read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named(PAGES))
-def test_a_link_leads_to_a_file(page: Path):
-    lost = [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
-    assert not lost, f"{page} links to {lost}"
+def lost(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of one."""
+    found = []
+    for file, heading in LINK.findall(CODE.sub("", page.read_text())):
+        target = page.parent / file if file else page
+        if not target.exists():
+            found.append(file)
+        elif heading and heading not in anchors(target):
+            found.append(f"{file}#{heading}")
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings are called in links, here and where the repository is read."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(page.read_text())}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=named(LINKING))
+def test_a_link_leads_to_a_file_and_to_a_heading_of_it(page: Path):
+    assert not lost(page), f"{page} links to {lost(page)}"
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text('# In `two` words\n[a](page.md#in-two-words) [b](#in-two) [c](none.md) <img src="none.svg">\n')
+    assert lost(page) == ["#in-two", "none.md", "none.svg"]
+
+
+def test_a_session_that_a_document_names_is_one():
+    sessions = set(SESSION.findall((ROOT / "noxfile.py").read_text()))
+    named = {name for page in LINKING for name in re.findall(r"nox -s (\w+)", page.read_text())}
+    assert {"docs", "thirdparty"} <= named
+    assert named <= sessions, f"there is no session {named - sessions}"
+
+
+def test_every_benchmark_is_on_its_page():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) >= 6
+    missing = {name for name in scripts if f"`benchmarks/{name}`" not in page}
+    assert not missing, f"docs/benchmarks.md does not mention {missing}"
+
+
+def test_the_variables_that_are_read_are_those_that_the_documents_name():
+    from ringattn_core.selection import VARIABLES
+
+    named = {name for page in LINKING for name in re.findall(r"\bRINGATTN_[A-Z_]*[A-Z]\b", page.read_text())}
+    assert named == set(VARIABLES)
 
 
 def test_every_page_is_in_the_table_of_contents():
