@@ -86,7 +86,7 @@ def test_every_kernel_has_a_budget_of_bundles(reports: dict[str, Any]):
 @pytest.mark.parametrize("program", ["one pass", "two passes"])
 def test_kernels_take_no_more_vector_memory_than_written_down(program: str, chip: str, reports: dict[str, Any]):
     for kernel, size in reports[program].vmem.items():
-        bound = VMEM[kernel]
+        bound = VMEM[kernel][chip]
         assert not (complaint := over(f"{kernel} on {chip}: MiB of vector memory", size / 2**20, bound)), complaint
 
 
