@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test of the TPU backend stands on: CPU devices, interpreted kernels, strict promotion."""
 
+import fcntl
+import json
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["RINGATTN_TPU_INTERPRET"] = "1"
@@ -9,5 +15,25 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """`once(name, make)` is what `make()` says, as JSON: made by the process that asks first; others wait."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def make_once(name: str, make: Callable[[], Any]) -> Any:
+        made = folder / f"{name}.json"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                text = json.dumps(make())
+                made.write_text(text)
+        return json.loads(made.read_text())
+
+    return make_once

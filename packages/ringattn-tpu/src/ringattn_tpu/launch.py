@@ -22,6 +22,8 @@ from .lowering import over_no_mesh
 from .tables import Numbering, Steps
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
+SIMULATE: Final = "simulate"
+"""The value that asks for the simulator of a TPU, which is slower than the interpreter by far."""
 VMEM_LIMIT: Final = 2**25 * 3 // 2
 """What a kernel may use of a core's vector memory: 48 MiB, of the 64 MiB that the smallest of these TPUs has."""
 
@@ -110,7 +112,7 @@ def launch(
         name=name,
     )
     axes = axes_of(arrays, steps.listed)
-    results = _launch.bind(steps.length, steps.listed, *arrays.values(), call=call)
+    results = _run(steps.length, steps.listed, *arrays.values(), call=call)
     return dict(zip(outputs, align(results, axes), strict=True))
 
 
@@ -128,7 +130,18 @@ class Step(NamedTuple):
 
 def interpretation_allowed() -> bool:
     """Whether the environment asks for it; programs that are lowered for TPUs are compiled all the same."""
-    return os.environ.get(INTERPRET_VARIABLE, "") == "1"
+    return os.environ.get(INTERPRET_VARIABLE, "") in ("1", SIMULATE)
+
+
+def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+    """The launch as one operation. The simulator has effects, which no primitive hides: it gets a program for itself.
+
+    It is of a TPU whose two cores share a grid, whose memory is NaN at first, and whose races are found.
+    """
+    if os.environ.get(INTERPRET_VARIABLE, "") != SIMULATE:
+        return _launch.bind(*arrays, call=call)
+    simulator = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, random_seed=0)
+    return _pallas(*arrays, call=call, interpret=simulator)
 
 
 def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Call, interpret: Any) -> list[jax.Array]:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend says in a sentence why it cannot run, and is no default where it is slow."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+from ringattn_core import discovery
+from ringattn_core.features import Feature, Support
+from ringattn_core.selection import candidates
+from ringattn_tpu import availability
+from ringattn_tpu.plugin import BACKEND
+
+
+def tpu(kind: str = "TPU v6 lite", number: int = 0):
+    return types.SimpleNamespace(platform="tpu", id=number, device_kind=kind)
+
+
+def test_a_cpu_is_told_how_to_get_a_tpu_or_the_interpreter(monkeypatch):
+    monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
+    reason = availability.why_unavailable()
+    assert reason is not None
+    assert "JAX sees no TPU in this process, but cpu" in reason
+    assert "pip install 'jax[tpu]'" in reason and "RINGATTN_TPU_INTERPRET=1" in reason
+
+
+@pytest.mark.parametrize("value", ["0", "", "true", "yes"])
+def test_only_1_asks_for_the_interpreter(value, monkeypatch):
+    monkeypatch.setenv("RINGATTN_TPU_INTERPRET", value)
+    assert availability.why_unavailable() is not None
+
+
+def test_a_cpu_that_interprets_is_enough():
+    assert availability.why_unavailable() is None
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU7x", "TPU v8", "TPU next"])
+def test_a_tpu_of_a_supported_generation_is_enough_without_the_variable(kind, monkeypatch):
+    monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
+    assert availability._why([tpu(kind)]) is None
+
+
+@pytest.mark.parametrize("kind", ["TPU v2", "TPU v3", "TPU v4", "TPU v4 lite"])
+def test_an_older_tpu_is_named_with_what_is_needed(kind):
+    reason = availability._why([tpu(), tpu(kind, 3)])
+    assert reason == f"device 3 is a {kind}; the kernels are for TPU v5e, v5p, v6e, 7x and later"
+
+
+def test_a_gpu_beside_tpus_is_no_tpu(monkeypatch):
+    monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
+    gpu = types.SimpleNamespace(platform="gpu", id=1, device_kind="NVIDIA H200")
+    assert "but gpu" in (availability._why([tpu(), gpu]) or "")
+
+
+def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
+    on_cpu, on_tpu = (
+        {registration.name: reason for registration, reason in candidates(frozenset(), platform)}
+        for platform in ("cpu", "tpu")
+    )
+    assert "it serves tpu, not cpu" in (on_cpu["tpu"] or "") and on_tpu["tpu"] is None
+    assert discovery.get("tpu").why_unavailable() is None
+
+
+def test_on_a_tpu_it_is_the_default():
+    best, *_ = [registration.name for registration, reason in candidates(frozenset(), "tpu") if reason is None]
+    assert best == "tpu"
+
+
+def test_the_descriptor_is_registered_and_imports_no_kernel():
+    assert discovery.get("tpu").descriptor() == BACKEND
+    code = "import sys, ringattn_tpu.plugin; print([name for name in sys.modules if 'pallas' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_float16_alone_is_not_supported():
+    assert {feature for feature in Feature if BACKEND.features[feature] is not Support.FULL} == {Feature.FLOAT16}
+    assert BACKEND.features[Feature.FLOAT16] is Support.IMPOSSIBLE

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles are as long as was asked for, else as the shapes and the scalar memory want; what cannot be is refused."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ringattn_core.errors import InputError
+from ringattn_core.protocol import Block, Partial
+from ringattn_tpu import block_sizes, tables
+from ringattn_tpu.block import KERNEL
+from ringattn_tpu.block_sizes import Sizes
+from tpu_blocks import make_block
+
+
+def shaped(length: int, kv_length: int | None = None, batch: int = 1, dim: int = 128, **options) -> Block:
+    """A block of these lengths whose arrays are shapes alone."""
+    options = {"dtype": jnp.bfloat16, **options}
+    return jax.eval_shape(lambda: make_block(batch, length, kv_length or length, 1, dim=dim, **options))
+
+
+def chosen(block: Block) -> Sizes:
+    return block_sizes.choose(block, block.rule.fwd_params)
+
+
+@pytest.mark.parametrize(("asked", "got"), [(128, 128), (200, 256), (1, 128), (512, 512), (1000, 1024), (2048, 2048)])
+def test_sizes_asked_for_are_rounded_up_to_whole_registers(asked: int, got: int):
+    sizes = chosen(shaped(8192, params={"q_blocksize": asked, "kv_blocksize": 256}))
+    assert (sizes.q_tile, sizes.kv_tile, sizes.q_length, sizes.kv_length) == (got, 256, 8192, 8192)
+
+
+def test_one_size_asked_for_leaves_the_other_to_the_backend():
+    sizes = chosen(shaped(8192, params={"kv_blocksize": 256}))
+    assert (sizes.q_tile, sizes.kv_tile) == (1024, 256)
+
+
+@pytest.mark.parametrize(
+    ("length", "tile", "padded"),
+    [(1, 128, 128), (128, 128, 128), (129, 256, 256), (1024, 1024, 1024), (1025, 640, 1280), (2000, 1024, 2048),
+     (2100, 768, 2304), (8192, 1024, 8192)],
+)  # fmt: skip
+def test_tiles_are_near_equal_and_padding_is_less_than_a_register_a_tile(length: int, tile: int, padded: int):
+    sizes = chosen(shaped(length))
+    assert (sizes.q_tile, sizes.q_length) == (tile, padded)
+    assert padded % tile == 0 and padded - length < 128 * (padded // tile)
+
+
+@pytest.mark.parametrize(
+    ("options", "tile"),
+    [
+        ({}, 1024),
+        ({"dtype": jnp.float32}, 512),
+        ({"dim": 256}, 512),
+        ({"causal": True, "window": (1023, None)}, 512),
+        ({"causal": True, "window": (1000, 30)}, 384),
+        ({"window": (256, 255)}, 256),
+        ({"causal": True, "window": (10, None)}, 256),
+        ({"window": (10, None)}, 1024),
+        ({"chunk": 1024}, 512),
+        ({"chunk": 8192, "window": (255, 256)}, 256),
+    ],
+)
+def test_tiles_are_shorter_for_wide_heads_and_narrow_windows(options, tile: int):
+    sizes = chosen(shaped(8192, **options))
+    assert (sizes.q_tile, sizes.kv_tile) == (tile, tile)
+
+
+def test_tiles_grow_with_the_shard_until_the_list_of_steps_fits():
+    sizes = chosen(shaped(2**20))
+    assert (sizes.q_tile, sizes.kv_tile) == (4096, 4096)
+    assert tables.fits(1, 2**20 // 4096, 2**20 // 4096) and not tables.fits(1, 2**20 // 2048, 2**20 // 2048)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tiles_so_short_that_their_list_has_no_room_are_refused_in_a_sentence(batch: int):
+    block = shaped(2**17, batch=batch, params={"q_blocksize": 128, "kv_blocksize": 128})
+    with pytest.raises(InputError) as caught:
+        chosen(block)
+    message = str(caught.value)
+    assert f"tiles of 128 and 128 make more than 131072 steps of {batch} x 131072 queries and 131072 keys" in message
+    assert "scalar memory" in message and "Ask for longer tiles" in message
+
+
+def test_the_longest_list_that_is_allowed_is_not_refused():
+    sizes = chosen(shaped(2**17, 2**14, params={"q_blocksize": 128, "kv_blocksize": 128}))
+    assert (sizes.q_length // sizes.q_tile) * (sizes.kv_length // sizes.kv_tile) == tables.MOST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("asked", "tile", "part"), [(None, 1024, 512), (256, 1024, 256), (600, 1280, 640), (512, 768, 384)]
+)
+def test_a_part_is_the_longest_that_divides_its_tile(asked: int | None, tile: int, part: int):
+    params = {"extra": {"part": asked}} if asked else {}
+    assert chosen(shaped(8192, params=params)).part_of(tile) == part
+
+
+def test_heads_that_were_not_planned_for_are_refused_forward_and_backward():
+    block = shaped(256, dim=264)
+    out, rows = block.q.shape, (1, 1, 256)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, rows)]
+    message = "a head has 264 elements, and the kernels of 'tpu' hold at most 256.*backend='xla'"
+    with pytest.raises(InputError, match=message):
+        jax.eval_shape(KERNEL.forward, block, Partial(*arrays))
+    dout = jax.ShapeDtypeStruct(out, jnp.bfloat16)
+    with pytest.raises(InputError, match=message):
+        jax.eval_shape(KERNEL.backward, block, dout, arrays[1], arrays[1], arrays[0])
+    assert chosen(shaped(256, dim=256)).q_tile == 256

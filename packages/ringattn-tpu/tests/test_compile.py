@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For every supported chip the programs compile, hide all sends, and cost no more than is written down."""
+
+from typing import Any
+
+import pytest
+from tpu_budgets import BODIES, PEAK, SLACK, VMEM, over
+from tpu_programs import CHIPS
+from tpu_reports import Permute, Report, compiled
+
+pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install libtpu")
+
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "forward": ("tpu_programs:ring", {"length": 4096, "heads": 4}),
+    "gradients": ("tpu_programs:ring", {"length": 4096, "heads": 4, "backward": True}),
+    "one pass": ("tpu_programs:block", {"length": 4096, "heads": 2}),
+    "two passes": ("tpu_programs:block", {"length": 16384, "heads": 1}),
+    "everything": ("tpu_programs:everything", {"length": 120}),
+    "everything in float32": ("tpu_programs:everything", {"length": 120, "dtype": "float32", "broadcast": True}),
+    "all but dropout, in longer tiles": ("tpu_programs:everything", {"length": 2000, "dropout": 0.0}),
+}
+RINGS = ("forward", "gradients")
+COUNTEREXAMPLES = {
+    "serial": ("tpu_programs:serial", {"length": 2048, "heads": 4}),
+    "too long": ("tpu_programs:too_long", {}),
+}
+HOPS = {"v5e": 4, "v5p": 4, "v6e": 4, "7x": 8}
+
+
+@pytest.fixture(params=CHIPS)
+def chip(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def reports(chip: str, once: Any) -> dict[str, Report | str]:
+    """What is compiled for a chip is compiled once, for all that is asked of it."""
+    return compiled_once(chip, PROGRAMS, once)
+
+
+def compiled_once(chip: str, programs: Any, once: Any, name: str = "programs") -> dict[str, Report | str]:
+    found = once(f"{name}-{chip}", lambda: as_json(compiled(CHIPS[chip], programs)))
+    return {name: one if isinstance(one, str) else Report.from_dict(one) for name, one in found.items()}
+
+
+def as_json(reports: dict[str, Report | str]) -> dict[str, Any]:
+    return {name: one if isinstance(one, str) else one.as_dict() for name, one in reports.items()}
+
+
+def test_every_program_compiles(reports: dict[str, Report | str]):
+    refused = {name: one for name, one in reports.items() if isinstance(one, str)}
+    assert not refused and set(reports) == set(PROGRAMS), refused
+
+
+def test_a_ring_sends_once_less_than_it_hops(chip: str, reports: dict[str, Any]):
+    """Keys on every hop but the last, and on the way back also the gradients behind them, which go home at the end."""
+    sends, hops = {name: len(reports[name].permutes) for name in RINGS}, HOPS[chip]
+    assert sends == {"forward": hops - 1, "gradients": 3 * (hops - 1)}
+    assert reports["forward"].kernels == {"ringattn_forward": hops}
+    assert reports["gradients"].kernels == {"ringattn_forward": hops, "ringattn_backward_fused": hops}
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_every_send_is_under_way_while_a_kernel_runs(ring: str, reports: dict[str, Any]):
+    synchronous = [permute.name for permute in reports[ring].permutes if permute.synchronous]
+    assert not synchronous, f"nothing runs during {synchronous}"
+    assert not reports[ring].exposed, f"no kernel runs during {reports[ring].exposed} of {reports[ring].permutes}"
+
+
+@pytest.mark.parametrize("program", ["one pass", "two passes"])
+def test_bodies_are_as_long_as_written_down(program: str, chip: str, reports: dict[str, Any]):
+    """Bundles of a tile of 1024 x 1024 with heads of 128, first where all is visible and then where a mask is."""
+    for kernel, bodies in reports[program].bodies.items():
+        budget = BODIES[kernel][chip]
+        assert len(bodies) == len(budget), f"{kernel} on {chip} has bodies of {bodies} bundles"
+        for found, bound in zip(bodies, budget, strict=True):
+            assert not (complaint := over(f"{kernel} on {chip}: bundles of a tile", found, bound)), complaint
+            assert found >= bound / SLACK, f"{kernel} on {chip}: {found} bundles; lower the budget of {bound}"
+
+
+def test_every_kernel_has_a_budget_of_bundles(reports: dict[str, Any]):
+    found = {kernel for program in ("one pass", "two passes") for kernel in reports[program].bodies}
+    assert found == set(BODIES)
+
+
+@pytest.mark.parametrize("program", ["one pass", "two passes"])
+def test_kernels_take_no_more_vector_memory_than_written_down(program: str, chip: str, reports: dict[str, Any]):
+    for kernel, size in reports[program].vmem.items():
+        bound = VMEM[kernel][chip]
+        assert not (complaint := over(f"{kernel} on {chip}: MiB of vector memory", size / 2**20, bound)), complaint
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_a_ring_takes_no_more_memory_than_written_down(ring: str, chip: str, reports: dict[str, Any]):
+    peak = reports[ring].peak / 2**20
+    assert not (complaint := over(f"the ring's {ring} on {chip}: MiB at its peak", peak, PEAK[ring][chip])), complaint
+
+
+def test_a_send_that_a_kernel_waits_for_is_seen(once: Any):
+    report = compiled_once("v6e", COUNTEREXAMPLES, once, "counterexamples")["serial"]
+    assert isinstance(report, Report)
+    assert report.kernels == {"ringattn_forward": 1} and len(report.permutes) == 1
+    assert report.exposed == [report.permutes[0].name]
+
+
+def test_a_kernel_too_large_for_the_vector_memory_is_refused(once: Any):
+    complaint = compiled_once("v6e", COUNTEREXAMPLES, once, "counterexamples")["too long"]
+    assert isinstance(complaint, str) and "vmem" in complaint
+
+
+def test_a_synchronous_send_is_exposed():
+    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, {}, 0, 0, 0.0)
+    assert report.exposed == ["a"]
+    assert Report.from_dict(report.as_dict()) == report
+
+
+def test_a_budget_that_is_broken_is_seen():
+    assert over("bundles", 105, 100) is None
+    assert over("bundles", 106, 100) == "bundles: 106, and the budget is 100 and 5%"
