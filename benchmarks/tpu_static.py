@@ -58,14 +58,15 @@ def rings(lengths: tuple[int, ...], heads: int) -> Programs:
 
 
 def bundles(found: dict[str, Report]) -> dict[str, dict[str, tuple[int, int]]]:
-    """By part and program: bundles of a tile where all is visible, and where a mask is; of several kernels the sum.
+    """By part and program: bundles of a tile of the shorter body, where all is visible, and of the one that masks.
 
-    A kernel with one body masks always.
+    Those of several kernels are added up. Splash attention has one body, that masks always.
     """
     table: dict[str, dict[str, tuple[int, int]]] = {"forward": {}, "backward": {}}
     for name, one in found.items():
+        bodies = {kernel: (span,) for kernel, span in one.spans.items()} if "splash" in name else one.bodies
         for part in table:
-            mine = [(min(b), max(b)) for kernel, b in one.bodies.items() if is_forward(kernel) == (part == "forward")]
+            mine = [(min(b), max(b)) for kernel, b in bodies.items() if is_forward(kernel) == (part == "forward")]
             if mine:
                 table[part][name] = (sum(least for least, _ in mine), sum(most for _, most in mine))
     return table

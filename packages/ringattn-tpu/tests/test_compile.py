@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tpu_budgets import BODIES, EXPOSED, PEAK, SLACK, VMEM, over
 from tpu_programs import CHIPS
-from tpu_reports import Permute, Report, compiled
+from tpu_reports import Permute, Report, bodies_of, compiled
 
 pytest.importorskip("libtpu", reason="libtpu compiles for TPUs: pip install libtpu")
 
@@ -112,9 +112,15 @@ def test_a_kernel_too_large_for_the_vector_memory_is_refused(once: Any):
 
 
 def test_a_synchronous_send_is_exposed():
-    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, {}, 0, 0, 0.0)
+    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, {}, {}, 0, 0, 0.0)
     assert report.exposed == ["a"]
     assert Report.from_dict(report.as_dict()) == report
+
+
+def test_bodies_are_told_apart_by_bundles_without_products():
+    first, second = [*range(10, 400, 3)], [*range(500, 1400, 2)]
+    assert bodies_of([2, *first, *second]) == (396, 899)
+    assert bodies_of([*range(0, 200, 50)]) == ()
 
 
 def test_a_budget_that_is_broken_is_seen():

@@ -46,7 +46,8 @@ class Permute:
 class Report:
     """What the compiler says of one program.
 
-    `bodies` are the bundles from the first to the last product of each body of a kernel, in the order of its code;
+    `bodies` are the bundles from the first to the last product of each body of a kernel, in the order of its code, and
+    `spans` those from the first to the last product of all of it, for a kernel that is known to have but one body;
     `vmem` is what each kernel takes of the vector memory, in bytes; `cycles` are the compiler's estimate for all but
     kernels and sends; `peak` is the most memory that a device needs, in bytes; `kernels` counts launches.
     """
@@ -54,6 +55,7 @@ class Report:
     permutes: tuple[Permute, ...]
     kernels: Mapping[str, int]
     bodies: Mapping[str, tuple[int, ...]]
+    spans: Mapping[str, int]
     vmem: Mapping[str, int]
     cycles: int
     peak: int
@@ -119,6 +121,7 @@ def of(program: Any, dumped: set[Path], seconds: float) -> Report:
     text = program.as_text()
     assert "is_scheduled=true" in text, "the instructions are in no order yet"
     lines = [line for computation in schedules(text).values() for line in computation]
+    products = _products(dumped)
     kernels: dict[str, int] = {}
     vmem: dict[str, int] = {}
     for line in lines:
@@ -128,7 +131,8 @@ def of(program: Any, dumped: set[Path], seconds: float) -> Report:
     return Report(
         permutes=tuple(permute for computation in schedules(text).values() for permute in permutes(computation)),
         kernels=kernels,
-        bodies=_bodies(dumped),
+        bodies={name: max((bodies_of(one) for one in found), key=sum) for name, found in products.items()},
+        spans={name: max(one[-1] - one[0] + 1 for one in found) for name, found in products.items()},
         vmem=vmem,
         cycles=sum(sum(_numbers(_ESTIMATE, line)) for line in lines),
         peak=program.memory_analysis().peak_memory_in_bytes,
@@ -142,7 +146,8 @@ _INSTRUCTION: Final = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = .*?[\])}] ([\w\-]+
 
 
 def _numbers(pattern: str, line: str) -> list[int]:
-    return [0, *map(int, re.findall(pattern, line))]
+    """What the pattern finds. An estimate that the compiler does not have is -1, written without its sign."""
+    return [0, *(number for number in map(int, re.findall(pattern, line)) if number < 2**63)]
 
 
 def schedules(text: str) -> dict[str, list[str]]:
@@ -191,26 +196,29 @@ def _kernel(line: str) -> str | None:
     return None if name == "ringattn_tie" else name
 
 
-def _bodies(dumped: set[Path]) -> dict[str, tuple[int, ...]]:
-    """The bundles of each body of each kernel; of kernels that were compiled several times, those of the longest."""
-    found: dict[str, tuple[int, ...]] = {}
+def _products(dumped: set[Path]) -> dict[str, list[list[int]]]:
+    """Where the bundles with products are, of each kernel as often as it was compiled.
+
+    A line says how much of each unit a bundle uses, the matrix units first. The first line is what there is of each.
+    """
+    found: dict[str, list[list[int]]] = {}
     for path in sorted(dumped):
         kernel = re.fullmatch(rf"\d+-([A-Za-z_]\w*?)(?:\.\d+)?-\d+-{_UTILIZATION}\.txt", path.name)
-        if kernel and (bodies := bodies_of(path.read_text())):
-            found[kernel[1]] = max(found.get(kernel[1], ()), bodies, key=sum)
+        if kernel:
+            rows = [line.split() for line in path.read_text().splitlines() if re.fullmatch(r"[\d ]+", line)][1:]
+            if places := [number for number, row in enumerate(rows) if int(row[0])]:
+                found.setdefault(kernel[1], []).append(places)
     return found
 
 
-def bodies_of(utilization: str) -> tuple[int, ...]:
-    """How many bundles each body has, where a line says how much of each unit a bundle uses, the matrix units first."""
-    rows = [line.split() for line in utilization.splitlines() if re.fullmatch(r"[\d ]+", line)][1:]
-    products = [number for number, row in enumerate(rows) if int(row[0])]
+def bodies_of(products: list[int]) -> tuple[int, ...]:
+    """How many bundles each body has, from the places of those with products."""
     bodies: list[list[int]] = []
-    for number in products:
-        if bodies and number - bodies[-1][-1] <= _APART:
-            bodies[-1].append(number)
+    for place in products:
+        if bodies and place - bodies[-1][-1] <= _APART:
+            bodies[-1].append(place)
         else:
-            bodies.append([number])
+            bodies.append([place])
     return tuple(body[-1] - body[0] + 1 for body in bodies if len(body) >= _SHORTEST_BODY)
 
 
