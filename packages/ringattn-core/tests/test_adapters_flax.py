@@ -154,10 +154,9 @@ class TestDropout:
         assert abs(ring_attention_fn()(query, query, value, **options).mean() - 1) < 1e-2
 
     def test_one_mask_for_all_heads_is_refused(self):
+        layer = linen(ring_attention_fn(), dropout_rate=0.5)
         with pytest.raises(errors.InputError, match=r"broadcast_dropout: is True.*Pass broadcast_dropout=False to the"):
-            of_linen(
-                ring_attention_fn(), layer={"dropout_rate": 0.5}, dropout_rng=jax.random.key(0), deterministic=False
-            )
+            layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, deterministic=False)
 
     def test_it_needs_a_key(self):
         x = X.reshape(B, T, N, -1)
