@@ -3,16 +3,14 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core import errors, from_layout, to_layout
-
-eqx = pytest.importorskip("equinox")
-
-from ringattn_core.adapters.equinox import RingMultiheadAttention  # noqa: E402
+from ringattn_core.adapters.equinox import RingMultiheadAttention
 
 B, T, C, N = 2, 16, 32, 4
 KEY = jax.random.key(0)

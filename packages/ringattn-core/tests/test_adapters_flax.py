@@ -5,16 +5,15 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh
 from ringattn_core import errors
 from ringattn_core.adapters.flax import ring_attention_fn
-
-nn = pytest.importorskip("flax.linen")
-nnx = pytest.importorskip("flax.nnx")
 
 B, T, C, N = 2, 16, 32, 4
 X = jax.random.normal(jax.random.key(0), (B, T, C))
