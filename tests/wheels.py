@@ -27,7 +27,8 @@ def faults(built: Distribution, declared: dict) -> list[str]:
         and bool(metadata.get_payload()),
         "the types are missing": f"{package}/py.typed" in files,
         "the module is missing": f"{package}/__init__.py" in files,
-        "the dependencies differ": len(built.requires or ()) == len(declared["dependencies"]),
+        "the dependencies differ": len(built.requires or ())
+        == len(declared["dependencies"]) + sum(map(len, declared.get("optional-dependencies", {}).values())),
         "the entry points differ": points == promised,
         "something else is installed": all(
             file.startswith((f"{package}/", f"{package}-")) or Path(file).stem in commands for file in files

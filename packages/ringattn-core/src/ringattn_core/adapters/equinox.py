@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What multi-head attention is as an Equinox module: `equinox.nn.MultiheadAttention` over a ring, batched or not."""
+
+from collections.abc import Callable
+from typing import Any, Final, Unpack
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from ..attention import ring_attention
+from ..errors import InputError
+from .options import AttentionSettings, RingArrays, known, told_as
+from .seeds import seed
+
+RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
+"""What Equinox calls the options of `ring_attention` that the module passes itself."""
+
+
+class RingMultiheadAttention(eqx.Module):
+    """Multi-head attention with projections, exact over the ring that its settings name.
+
+    Parameters have the names, the shapes and, from the same key, the values of `equinox.nn.MultiheadAttention`, and
+    the output is its output. Beyond it: inputs may have a batch axis in front (which a `mesh` needs, to split it; do
+    not `vmap` there), `num_key_heads` may be fewer than `num_heads`, and every option of `ring_attention` is there,
+    those that are arrays in the call, the others here. A query that sees no key gets 0 from each head.
+    """
+
+    query_proj: eqx.nn.Linear
+    key_proj: eqx.nn.Linear
+    value_proj: eqx.nn.Linear
+    output_proj: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    num_heads: int = eqx.field(static=True)
+    num_key_heads: int = eqx.field(static=True)
+    settings: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        num_heads: int,
+        query_size: int,
+        key_size: int | None = None,
+        value_size: int | None = None,
+        output_size: int | None = None,
+        qk_size: int | None = None,
+        vo_size: int | None = None,
+        use_query_bias: bool = False,
+        use_key_bias: bool = False,
+        use_value_bias: bool = False,
+        use_output_bias: bool = False,
+        dropout_p: float = 0.0,
+        inference: bool = False,
+        dtype: Any = None,
+        *,
+        num_key_heads: int | None = None,
+        key: PRNGKeyArray,
+        **settings: Unpack[AttentionSettings],
+    ):
+        qk_size = query_size // num_heads if qk_size is None else qk_size
+        vo_size = query_size // num_heads if vo_size is None else vo_size
+        self.num_heads = num_heads
+        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if self.num_key_heads < 1 or num_heads % self.num_key_heads:
+            raise InputError(
+                "num_key_heads",
+                f"got {num_key_heads} for {num_heads} heads",
+                "Query heads share key heads in equal groups",
+            )
+        self.settings = _fixed(known(settings, AttentionSettings, RENAMED))
+        keys = jax.random.split(key, 4)
+        sizes = (
+            (query_size, num_heads * qk_size, use_query_bias),
+            (query_size if key_size is None else key_size, self.num_key_heads * qk_size, use_key_bias),
+            (query_size if value_size is None else value_size, self.num_key_heads * vo_size, use_value_bias),
+            (num_heads * vo_size, query_size if output_size is None else output_size, use_output_bias),
+        )
+        self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
+            eqx.nn.Linear(size, out, use_bias=bias, dtype=dtype, key=one)
+            for (size, out, bias), one in zip(sizes, keys, strict=True)
+        )
+        self.dropout = eqx.nn.Dropout(dropout_p, inference=inference)
+
+    def __call__(
+        self,
+        query: Float[Array, "*B T q_size"],
+        key_: Float[Array, "*B S k_size"],
+        value: Float[Array, "*B S v_size"],
+        mask: Bool[Array, "*n T S_global"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        inference: bool | None = None,
+        process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
+        **arrays: Unpack[RingArrays],
+    ) -> Float[Array, "*B T o_size"]:
+        """As in Equinox, with or without a batch axis; `process_heads` gets [*B, length, heads, head size].
+
+        A mask is [T, S], [N, T, S] or [B, N, T, S], where a batch or a head may be 1.
+        """
+        inputs = known(arrays, RingArrays, RENAMED)
+        batched = query.ndim == 3
+        if query.ndim not in (2, 3) or key_.ndim != query.ndim or value.ndim != query.ndim:
+            shapes = f"{query.shape}, {key_.shape} and {value.shape}"
+            raise InputError(
+                "query, key_ and value",
+                f"have shapes {shapes}",
+                "Their axes are (length, size) or (batch, length, size)",
+            )
+        q, k, v = (
+            _each(projection, x).reshape(*x.shape[:-1], heads, -1)
+            for projection, x, heads in (
+                (self.query_proj, query, self.num_heads),
+                (self.key_proj, key_, self.num_key_heads),
+                (self.value_proj, value, self.num_key_heads),
+            )
+        )
+        if process_heads is not None:
+            q, k, v = process_heads(q, k, v)
+        if not batched:
+            q, k, v = (x[None] for x in (q, k, v))
+            inputs |= {name: x[None] for name, x in inputs.items() if name.endswith("segment_ids") and x is not None}
+        dropped = self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference)
+        if dropped:
+            inputs |= {"dropout_prob": self.dropout.p, "dropout_seed": seed("key", key, self.dropout.p)}
+        sinks = inputs.pop("softmax_aux", None)
+        allowed = None if mask is None else mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+        with told_as(RENAMED):
+            out = ring_attention(q, k, v, sinks, attention_mask=allowed, **dict(self.settings), **inputs)
+        out = out.reshape(*out.shape[:2], -1)
+        return _each(self.output_proj, out if batched else out[0])
+
+
+def _each(projection: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The projection of every token; axes stay apart, so that each can be split over a mesh."""
+    for _ in x.shape[:-1]:
+        projection = jax.vmap(projection)
+    return projection(x)
+
+
+def _fixed(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The settings as part of the structure of a pytree, which JAX compares and hashes."""
+    for name, value in settings.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise InputError(
+                name, f"is a {type(value).__name__}, which cannot be hashed", "Pass a tuple, or a RingAttentionConfig"
+            ) from None
+    return tuple(sorted(settings.items()))

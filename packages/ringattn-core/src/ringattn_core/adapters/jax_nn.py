@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `jax.nn.dot_product_attention` means over a ring: its names, defaults and results, and the ring's options."""
+
+from collections.abc import Sequence
+from typing import Any, Final, Unpack
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..attention import ring_attention
+from ..errors import InputError
+from .options import RingOptions, known, told_as
+from .padding import hidden, of_keys, spread, whole
+
+RENAMED: Final = {
+    "attention_mask": "mask",
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+    "sliding_window": "local_window_size",
+    "backend": "implementation",
+    "return_lse": "return_residual",
+}
+"""What `jax.nn` calls the options of `ring_attention`."""
+
+
+def dot_product_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "*b n t s"] | None = None,
+    mask: Bool[Array, "*b n t s"] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | Sequence[str] | None = None,
+    return_residual: bool = False,
+    **ring: Unpack[RingOptions],
+) -> Any:
+    """`jax.nn.dot_product_attention`, to the rounding of the dtype, in value and gradients.
+
+    Without a ring option it is one device. With `mesh` and `axis_name` arrays are global, with `axis_name` alone they
+    are local to a `jax.shard_map`; bias and mask then have this rank's rows and all columns, and lengths are those of
+    the whole sequence. `implementation` names a ring backend, or several in order.
+
+    A query that sees no key gets 0 here, and a residual of -inf; `jax.nn` gives it the mean of all values. The
+    residual is [B, T, N] in the dtype of the key, without a gradient, as there; `ring_attention(return_lse=True)`
+    gives it in float32 with one.
+    """
+    options = known(ring, RingOptions, RENAMED)
+    sinks = options.pop("softmax_aux", None)
+    q, k, v = (_four_axes(x) for x in (query, key, value))
+    batch, q_length, k_length = q.shape[0], q.shape[1], k.shape[1]
+    columns = whole(k_length, options)
+    queries = _within("query_seq_lengths", query_seq_lengths, batch, whole(q_length, options))
+    keys = _within("key_value_seq_lengths", key_value_seq_lengths, batch, columns)
+    added = None if bias is None else spread(_four_axes(bias), None, columns)
+    allowed = None if mask is None else _four_axes(mask)
+    if allowed is not None and allowed.dtype == jnp.bool_ and of_keys(allowed, (batch, q_length, columns)):
+        row = allowed[:, 0, 0]
+        keys, allowed = row if keys is None else keys & row, None
+    if allowed is not None:
+        allowed = spread(allowed, q_length, columns)
+    options = hidden(options, (batch, q_length, k_length), queries, keys)
+    with told_as(RENAMED):
+        result = ring_attention(
+            q, k, v, sinks, added,
+            attention_mask=allowed, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
+            backend=implementation, return_lse=return_residual, **options,
+        )  # fmt: skip
+    leading = jnp.shape(query)[:-1]
+    if not return_residual:
+        return result.reshape(*leading, -1)
+    out, lse = result
+    residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(k.dtype))
+    return out.reshape(*leading, -1), residual.reshape(leading)
+
+
+def _four_axes(x: Any) -> jax.Array:
+    array = jnp.asarray(x)
+    return array.reshape(*[1] * (4 - array.ndim), *array.shape)
+
+
+def _within(argument: str, lengths: Any, batch: int, extent: int) -> jax.Array | None:
+    """Which of the tokens 0 to `extent` lie within each sequence."""
+    if lengths is None:
+        return None
+    ends = jnp.asarray(lengths)
+    if ends.shape != (batch,) or not jnp.issubdtype(ends.dtype, jnp.integer):
+        raise InputError(
+            argument, f"has shape {ends.shape} and dtype {ends.dtype}", f"It needs integers of shape ({batch},)"
+        )
+    return jnp.arange(extent, dtype=jnp.int32) < ends.astype(jnp.int32)[:, None]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the training examples train over a ring as they do on one device, and would say so if they did not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+LIBRARIES = ("jax_nn", "linen", "nnx", "equinox")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
+    result = run(f"train_{library}.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "on a 2 x 4 mesh, and is that of one device" in result.stdout.splitlines()[-1]
+
+
+def test_every_training_example_is_run():
+    assert {path.stem for path in EXAMPLES.glob("train_*.py")} == {f"train_{library}" for library in LIBRARIES}
+
+
+@pytest.mark.parametrize(
+    ("spread", "why"),
+    [
+        ([4.0, 1.0002], "differ from those of one device by 2.0e-04"),
+        ([4.0, float("nan")], "differ from those of one device by nan"),
+        ([4.0, 1.0], None),
+    ],
+    ids=["other", "nan", "equal"],
+)
+def test_losses_that_differ_end_with_status_1(spread: list[float], why: str | None):
+    result = run("-c", f"nan = float('nan'); import training; print(training.judge('it', [4.0, 1.0], {spread}))")
+    assert result.returncode == (1 if why else 0)
+    assert (why or "the loss falls from 4.0000 to 1.0000") in result.stdout + result.stderr
+
+
+def test_a_loss_that_does_not_fall_ends_with_status_1():
+    result = run("-c", "import training; training.judge('it', [4.0, 1.4], [4.0, 1.4])")
+    assert result.returncode == 1
+    assert "the loss ends at 1.4000, not below 1.3863" in result.stderr
+
+
+def test_a_ring_that_computes_something_else_ends_with_status_1():
+    """The mesh's run without the causal mask: the verdict compares real losses."""
+    code = "\n".join(
+        [
+            "import train_jax_nn, training",
+            "training.STEPS = 2",
+            "true = train_jax_nn.dot_product_attention",
+            "train_jax_nn.dot_product_attention = lambda *x, is_causal, **ring: true(*x, is_causal=not ring, **ring)",
+            "training.main('sabotaged', train_jax_nn.model)",
+        ]
+    )
+    result = run("-c", code)
+    assert result.returncode == 1
+    assert "sabotaged: the losses differ from those of one device" in result.stderr
