@@ -290,7 +290,8 @@ class Predicate(Mask):
         return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return jnp.asarray(self.seen(q.positions, kv.positions), bool)
+        seen = jnp.asarray(self.seen(q.positions, kv.positions), bool)
+        return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, q.positions.shape, kv.positions.shape))
 
 
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
