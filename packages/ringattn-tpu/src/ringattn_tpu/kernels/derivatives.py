@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .scores import Part, bent, kept, outer, scored, to_column, visible, wide
+from .scores import Part, bent, hidden, kept, outer, scored, to_column, wide
 
 LSE, DELTA = 0, 1
 """The rows of `state`, that come with each query: the final lse in units of log2, and delta."""
@@ -41,11 +41,8 @@ def derivatives(part: Part, state: Any, masked: bool) -> Derivatives:
     product, dp = ((outer(k, q, facts), outer(v, dout, facts)) if part.by_keys else
                    (outer(q, k, facts), outer(dout, v, facts)))  # fmt: skip
     bend = bent(part, product)
-    p = jnp.exp2(scored(part, bend) - row(LSE))
-    seen = visible(part) if masked else None
-    if seen is not None:
-        # After the difference: the lse of a row that saw something not finite is NaN.
-        p = jnp.where(seen, p, 0.0)
+    # Hidden after the difference: the lse of a row that saw something not finite is NaN.
+    p = jnp.exp2(hidden(part, scored(part, bend) - row(LSE), masked))
     weights = kept(part) if facts.dropout else None
     ds = p * ((dp if weights is None else dp * weights) - row(DELTA))
     return Derivatives(
