@@ -25,7 +25,9 @@ def test_a_run_that_leaves_something_out_is_not_certified(tmp_path: Path):
     done = _run(tmp_path, "--", "-k", "well_formed")
     assert done.code == cli.NOT_CERTIFIED, done.text
     assert done.backend["outcomes"] == {"passed": 1}
-    assert "NOT CERTIFIED for the core tier: 187 tests were deselected" in done.text
+    left_out = len(done.backend["deselected"])
+    assert left_out > 100
+    assert f"NOT CERTIFIED for the core tier: {left_out} tests were deselected" in done.text
     assert "warning" not in done.text
 
 

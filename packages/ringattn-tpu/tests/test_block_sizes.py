@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles are as long as was asked for, else as the shapes and the scalar memory want; what cannot be is refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -91,6 +93,12 @@ def test_the_longest_list_that_is_allowed_is_not_refused():
 def test_a_part_is_the_longest_that_divides_its_tile(asked: int | None, tile: int, part: int):
     params = {"extra": {"part": asked}} if asked else {}
     assert chosen(shaped(8192, params=params)).part_of(tile) == part
+
+
+@pytest.mark.parametrize("part", [0, -128, 2.5, "all"])
+def test_a_part_that_is_no_number_of_tokens_is_refused(part: Any):
+    with pytest.raises(InputError, match=r'extra=\{"part": .*got .*number of tokens'):
+        chosen(shaped(256, params={"extra": {"part": part}}))
 
 
 def test_heads_that_were_not_planned_for_are_refused_forward_and_backward():

@@ -53,3 +53,13 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
     for number, mask in enumerate(rule.masks):
         seen = seen | ((chosen == number) & mask.visible(q, kv)[:, None])
     return seen
+
+
+def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
+    """How many keys a query can see at most, as far as window and chunk say."""
+    spans = [2**30] if chunk is None else [chunk]
+    if window is not None:
+        left, right = window
+        right = 0 if causal else right
+        spans += [] if left is None or right is None else [left + right + 1]
+    return min(spans)

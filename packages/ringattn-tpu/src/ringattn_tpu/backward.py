@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from ringattn_core.padding import padded
 from ringattn_core.protocol import Block, Gradients
 from ringattn_core.varying import align, axes_of
 
 from . import block_sizes, operands, tables
-from .block_sizes import LANES, padded
+from .block_sizes import LANES
 from .kernels.backward_bias import backward_bias
 from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
@@ -66,8 +67,13 @@ class _Whole:
         self.batch, _, self.heads, self.head_dim = given.block.q.shape
         self.kv_heads, self.value_dim = given.block.kv.shape[-2], given.block.value_dim
 
-    def _inputs(self, by_keys: bool, member_heads: bool) -> dict[str, Operand]:
-        inputs = operands.inputs(self.given, by_keys, member_heads)
+    @functools.cached_property
+    def _by_queries(self) -> dict[str, Operand]:
+        """What the kernels of the queries and of the bias have in common, and the masks among it are made once."""
+        return self._inputs(by_keys=False)
+
+    def _inputs(self, by_keys: bool) -> dict[str, Operand]:
+        inputs = operands.inputs(self.given, by_keys)
         q = inputs["q"]
         assert q.at is not None and q.block is not None
         inputs["dout"] = Operand(self.of_rows["dout"], (*q.block[:-1], self.value_dim), q.at)
@@ -105,7 +111,7 @@ class _Whole:
         """`dq` continued, `dk` and `dv`, in one pass."""
         sizes, tile, group = self.sizes, self.sizes.kv_tile, self.given.group
         dims = {"dk": self.head_dim, "dv": self.value_dim}
-        inputs = self._inputs(by_keys=True, member_heads=True)
+        inputs = self._inputs(by_keys=True)
         block = (None, None, sizes.q_length, self.head_dim)
         inputs["dq"] = Operand(dq, block, lambda at: (at.batch, at.head * group + at.member, 0, 0))
         whole = {
@@ -136,7 +142,7 @@ class _Whole:
             functools.partial(backward_keys, facts=self.given.facts, part=sizes.part_of(sizes.q_tile)),
             steps,
             Grid(self.batch, self.kv_heads, self.given.group),
-            self._inputs(by_keys=True, member_heads=True),
+            self._inputs(by_keys=True),
             {
                 name: Operand(
                     Shape((self.batch, self.kv_heads, sizes.kv_length, dim), jnp.float32),
@@ -153,7 +159,7 @@ class _Whole:
     def queries(self, dq: jax.Array) -> dict[str, jax.Array]:
         """`dq` continued, and `dslopes [B, N, 8, 128]` in any place of the last two axes."""
         sizes, tile = self.sizes, self.sizes.q_tile
-        inputs = self._inputs(by_keys=False, member_heads=False)
+        inputs = dict(self._by_queries)
         inputs["dq"] = Operand(dq, (None, None, tile, self.head_dim), lambda at: (at.batch, at.head, at.own, 0))
         outputs, aliases = {"dq": inputs["dq"]}, {"dq": "dq"}
         if self.given.facts.slopes:
@@ -188,10 +194,7 @@ class _Whole:
             q, kv = (at.own, at.visiting) if facts.bias_rows else (at.visiting, at.own)
             return At(batch, head, 0, q, kv)
 
-        inputs = {
-            name: operand._replace(at=_through(real, operand.at))
-            for name, operand in self._inputs(by_keys=False, member_heads=False).items()
-        }
+        inputs = {name: operand._replace(at=_through(real, operand.at)) for name, operand in self._by_queries.items()}
         shape = (*bias.shape[:2], sizes.q_length if facts.bias_rows else 1, sizes.kv_length)
         zeros = jnp.zeros(shape, jnp.float32)
         inputs["dbias"] = Operand(align(zeros, axes_of(self.of_rows)))

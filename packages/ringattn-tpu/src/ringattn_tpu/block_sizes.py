@@ -2,13 +2,13 @@
 """How a block is cut into tiles, and how much of a tile is computed at a time."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.errors import InputError
 from ringattn_core.protocol import Block
+from ringattn_core.visibility import span
 
 from . import tables
 
@@ -43,14 +43,15 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     """
     refuse_large_heads(block)
     wide = block.q.dtype == jnp.float32 or max(block.q.shape[-1], block.value_dim) > LANES
-    target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, _span(block) // 2 // LANES * LANES))
+    rule = block.rule
+    seen = span(rule.causal, rule.window, rule.chunk) // 2 // LANES * LANES
+    target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, seen))
     asked = (params.q_blocksize, params.kv_blocksize)
     while True:
-        q_tile, q_length = near_equal(block.q_length, _rounded("q_blocksize", asked[0]) or target)
-        kv_tile, kv_length = near_equal(block.kv_length, _rounded("kv_blocksize", asked[1]) or target)
+        q_tile, q_length = near_equal(block.q_length, _rounded(asked[0]) or target)
+        kv_tile, kv_length = near_equal(block.kv_length, _rounded(asked[1]) or target)
         if tables.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
-            part = dict(params.extra).get("part") or _PART
-            return Sizes(q_tile, kv_tile, q_length, kv_length, _rounded("part", part) or _PART)
+            return Sizes(q_tile, kv_tile, q_length, kv_length, _part(dict(params.extra).get("part")))
         if all(asked) or target > max(q_length, kv_length):
             raise InputError(
                 "fwd_params.q_blocksize, kv_blocksize",
@@ -72,7 +73,15 @@ def refuse_large_heads(block: Block) -> None:
         )
 
 
-def _rounded(name: str, size: int | None) -> int | None:
+def _part(asked: Any) -> int:
+    if asked is None:
+        return _PART
+    if not isinstance(asked, int) or asked < 1:
+        raise InputError('extra={"part": ...}', f"got {asked!r}", "Pass a number of tokens, or leave it out")
+    return -(-asked // LANES) * LANES
+
+
+def _rounded(size: int | None) -> int | None:
     if size is None:
         return None
     return -(-size // LANES) * LANES
@@ -83,20 +92,3 @@ def near_equal(length: int, target: int) -> tuple[int, int]:
     count = -(-length // target)
     tile = -(-length // (count * LANES)) * LANES
     return tile, tile * count
-
-
-def _span(block: Block) -> int:
-    """How many keys a query can see at most, as far as window and chunk say."""
-    rule = block.rule
-    spans = [2**30] if rule.chunk is None else [rule.chunk]
-    if rule.window is not None:
-        left, right = rule.window
-        right = 0 if rule.causal else right
-        spans += [] if left is None or right is None else [left + right + 1]
-    return min(spans)
-
-
-def padded(x: jax.Array, length: int, axis: int, value: float = 0) -> jax.Array:
-    """`x` grown to `length` along an axis."""
-    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if length != x.shape[axis] else x

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from ringattn_core.padding import padded
 from ringattn_core.protocol import Block, Partial
 from ringattn_core.varying import align, axes_of
 
 from . import block_sizes, operands, tables
-from .block_sizes import LANES, padded
+from .block_sizes import LANES
 from .kernels.forward import forward as forward_kernel
 from .kernels.scores import own_numbers
 from .launch import Grid, Operand, launch
@@ -36,7 +37,7 @@ def forward(block: Block, partial: Partial) -> Partial:
     def row(x: Any) -> Operand:
         return Operand(x, (None, None, 1, tile), lambda at: (at.batch, at.head, 0, at.own))
 
-    inputs = operands.inputs(given, by_keys=False, member_heads=False)
+    inputs = operands.inputs(given, by_keys=False)
     state = {
         "out": rows(jax.ShapeDtypeStruct((batch, heads, sizes.q_length, value_dim), jnp.float32), value_dim),
         "lse": row(jax.ShapeDtypeStruct((batch, heads, 1, sizes.q_length), jnp.float32)),

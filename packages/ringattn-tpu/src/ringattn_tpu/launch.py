@@ -117,12 +117,16 @@ def launch(
 
 
 class Step(NamedTuple):
-    """A step as its kernel sees it: its flags, and how many members there are and which one this is."""
+    """A step as its kernel sees it: its flags, where it works, and how many members there are."""
 
     flags: Any
     at: At
-    member: Any
     members: int
+
+    @property
+    def member(self) -> Any:
+        """Which of the members it is."""
+        return self.at.member
 
     def has(self, flag: int) -> Any:
         return (self.flags & flag) != 0
@@ -168,7 +172,7 @@ def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Call,
     def kernel(listed: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         program = tuple(pl.program_id(axis) for axis in range(4))
         place = at(program, listed)
-        call.kernel(Step(listed[program[where[3]]], place, place.member, grid.members), inputs, outputs, scratch)
+        call.kernel(Step(listed[program[where[3]]], place, grid.members), inputs, outputs, scratch)
 
     names = list(call.inputs)
     given = dict(zip(names, arrays, strict=True))

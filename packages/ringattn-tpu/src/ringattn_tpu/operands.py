@@ -171,10 +171,10 @@ def _precision(asked: str | None, dtype: Any) -> Any:
     )
 
 
-def inputs(given: Operands, by_keys: bool, member_heads: bool) -> dict[str, Operand]:
-    """The operands of every kernel. `member_heads` says that the heads of the grid are those of keys.
+def inputs(given: Operands, by_keys: bool) -> dict[str, Operand]:
+    """The operands of every kernel. A tile of the own side is that of the queries, or of the keys where `by_keys`.
 
-    A tile of the own side is that of the queries, or of the keys where `by_keys`.
+    So are the heads of the grid; those of the queries that read a head of keys are the members of its group.
     """
     sizes, group = given.sizes, given.group
     q_tile, kv_tile = sizes.q_tile, sizes.kv_tile
@@ -187,10 +187,10 @@ def inputs(given: Operands, by_keys: bool, member_heads: bool) -> dict[str, Oper
         return at.own if by_keys else at.visiting
 
     def kv_head(at: At) -> Any:
-        return at.head if member_heads or group == 1 else jax.lax.div(at.head, group)
+        return at.head if by_keys or group == 1 else jax.lax.div(at.head, group)
 
     def q_head(at: At) -> Any:
-        return at.head * group + at.member if member_heads and group > 1 else at.head
+        return at.head * group + at.member if by_keys and group > 1 else at.head
 
     found = {
         "q": Operand(

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core import tie
 from ringattn_core.dropout import kept
+from ringattn_core.padding import padded
 from ringattn_core.protocol import Block, Gradients
 from ringattn_core.varying import align, axes_of
 from ringattn_core.visibility import visible
 
 from .scores import biased, capped, distance, from_scores, inner, like_scores, outer, row_values, rows
-from .tiling import Cut, choose, over_visible_tiles, pad, pad_rows, part, put, take
+from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
 
 _AXES = {"dq": "BK.R", "dk": "BSK.", "dv": "BSK.", "dbias": "BNTS", "dslopes": "BN"}
 
@@ -31,10 +32,10 @@ def backward(
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes)
     size = choose(block, block.rule.bwd_params)
     block = pad(block, size)
-    dout = pad_rows(dout.astype(block.q.dtype), block.q_length, 1)
-    delta = row_values(pad_rows(delta, block.q_length, 2), block)
-    lse = row_values(pad_rows(jnp.where(jnp.isneginf(lse), 0.0, lse), block.q_length, 2, jnp.inf), block)
-    total = {"dq": jnp.swapaxes(rows(pad_rows(dq, block.q_length, 1), block), 2, 3)}
+    dout = padded(dout.astype(block.q.dtype), block.q_length, 1)
+    delta = row_values(padded(delta, block.q_length, 2), block)
+    lse = row_values(padded(jnp.where(jnp.isneginf(lse), 0.0, lse), block.q_length, 2, jnp.inf), block)
+    total = {"dq": jnp.swapaxes(rows(padded(dq, block.q_length, 1), block), 2, 3)}
     total |= {"dk": tie.zeros(block.k.shape, dq), "dv": tie.zeros(block.v.shape, dq)}
     total |= {} if block.bias is None else {"dbias": tie.zeros(block.bias.shape, dq)}
     total |= {} if block.slopes is None else {"dslopes": tie.zeros(block.slopes.shape, dq)}

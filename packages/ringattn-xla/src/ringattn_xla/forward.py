@@ -5,12 +5,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from ringattn_core.dropout import kept
+from ringattn_core.padding import padded
 from ringattn_core.protocol import Block, Partial
 from ringattn_core.varying import align, axes_of
 from ringattn_core.visibility import visible
 
 from .scores import biased, capped, from_row_values, like_scores, outer, row_values, rows, unrows
-from .tiling import Cut, choose, over_visible_tiles, pad, pad_rows, part, put, take
+from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
 
 _CARRIED = ("BTN.", ".BKR")
 
@@ -20,8 +21,8 @@ def forward(block: Block, partial: Partial) -> Partial:
     block, partial = align((block, partial), axes_of(block, partial))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    out = pad_rows(partial.out, block.q_length, 1)
-    largest = row_values(pad_rows(partial.lse, block.q_length, 2), block)
+    out = padded(partial.out, block.q_length, 1)
+    largest = row_values(padded(partial.lse, block.q_length, 2), block)
     softmax = jnp.stack([largest, jnp.where(jnp.isneginf(largest), 0.0, 1.0)])
 
     def step(start: Cut, size: Cut, carry: Any) -> Any:

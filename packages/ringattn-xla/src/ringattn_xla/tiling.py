@@ -12,6 +12,7 @@ from ringattn_core.protocol import Block
 from ringattn_core.rule import Rule
 from ringattn_core.tiles import tiles
 from ringattn_core.tuning import Problem
+from ringattn_core.visibility import span
 
 Carry = TypeVar("Carry")
 
@@ -65,18 +66,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
 def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
     """The longest tile of queries, and of keys, where nobody says otherwise."""
-    target = max(_SHORTEST, min(_LONGEST, _span(rule) // 4 // 64 * 64))
+    target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.window, rule.chunk) // 4 // 64 * 64))
     return max(target // group, 16), target
-
-
-def _span(rule: Rule | Problem) -> int:
-    """How many keys a query can see at most, as far as window and chunk say."""
-    spans = [2**30] if rule.chunk is None else [rule.chunk]
-    if rule.window is not None:
-        left, right = rule.window
-        right = 0 if rule.causal else right
-        spans += [] if left is None or right is None else [left + right + 1]
-    return min(spans)
 
 
 def near_equal(length: int, target: int) -> int:
@@ -94,11 +85,6 @@ def largest_divisor(number: int, most: int) -> int:
 def pad(block: Block, size: Cut) -> Block:
     """The block grown to whole tiles."""
     return block.padded_to(-(-block.q_length // size.q) * size.q, -(-block.kv_length // size.kv) * size.kv)
-
-
-def pad_rows(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:
-    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if length != x.shape[axis] else x
 
 
 def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, Carry], Carry], carry: Carry) -> Carry:
