@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention
 from ringattn_core.errors import KernelError
+from ringattn_xla.block import XlaKernel
 
 EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=dict.fromkeys(Feature, Support.FULL))
 
@@ -52,6 +53,55 @@ def test_a_result_of_another_shape_is_refused(replaced: dict[str, Any], message:
     with pytest.raises(KernelError) as error:
         differentiate(Odd(**replaced))
     assert message in str(error.value)
+
+
+class Finishing(XlaKernel):
+    """Gives what is final where it is asked to, and remembers how often it was."""
+
+    finishes = True
+
+    def __init__(self) -> None:
+        self.final: list[str] = []
+
+    def forward(self, block: Any, partial: Partial) -> Partial:
+        dtype = partial.out.dtype
+        self.final += ["out"] * (dtype == block.q.dtype)
+        found = super().forward(block, dataclasses.replace(partial, out=partial.out.astype(jnp.float32)))
+        return dataclasses.replace(found, out=found.out.astype(dtype))
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+        if dq is not None:
+            return super().backward(block, dout, lse, delta, dq)
+        self.final.append("gradients")
+        found = super().backward(block, dout, lse, delta, jnp.zeros(block.q.shape, jnp.float32))
+        dtypes = {"dq": block.q, "dk": block.k, "dv": block.v, "dbias": block.bias}
+        return dataclasses.replace(
+            found, **{name: getattr(found, name).astype(x.dtype) for name, x in dtypes.items() if x is not None}
+        )
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": jnp.zeros(2)}, {"ring": 4}], ids=["alone", "sinks", "ring of 4"])
+def test_a_kernel_that_finishes_is_asked_to_where_nothing_comes_before_or_after(options: dict[str, Any]):
+    kernel, options = Finishing(), dict(options)
+    ring, sinks = options.pop("ring", 1), options.pop("sinks", None)
+    mesh = jax.make_mesh((ring,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    q, bias = jnp.linspace(-1, 1, 64).reshape(1, 8, 2, 4).astype(jnp.bfloat16), jnp.ones((1, 2, 8, 8), jnp.bfloat16)
+    slopes = jnp.ones(2)
+
+    def call(q: Any, bias: Any, slopes: Any, backend: str) -> jax.Array:
+        given = dict(alibi_slopes=slopes, causal=True, mesh=mesh, axis_name="sp", backend=backend)
+        return ring_attention(q, 2 * q, 3 * q, sinks, bias, **given)
+
+    def both(backend: str) -> list[jax.Array]:
+        out, pullback = jax.vjp(lambda *x: call(*x, backend), q, bias, slopes)
+        return [call(q, bias, slopes, backend), out, *pullback(q)]
+
+    with discovery.registered(EVERYTHING, kernel):
+        got = both("odd")
+    for x, y in zip(got, both("xla"), strict=True):
+        assert x.dtype == y.dtype and (x == y).all()
+    asked = {1: ["out"] * (sinks is None) + ["gradients"], 4: []}[ring]
+    assert sorted(set(kernel.final)) == sorted(asked)
 
 
 def test_a_gradient_that_nobody_asked_for_is_dropped():

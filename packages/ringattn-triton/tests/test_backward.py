@@ -242,6 +242,18 @@ def test_dropout_keeps_what_core_keeps_in_every_gradient(indices: str) -> None:
     assert 0.5 < (want > 0).mean() < 0.7
 
 
+@pytest.mark.parametrize("option", ["causal", "all at once"])
+def test_where_nothing_is_to_be_continued_each_gradient_has_the_dtype_of_its_input(option: str) -> None:
+    block = with_option(option, 24, 40, dtype=jnp.bfloat16)
+    block = dataclasses.replace(block, bias=None if block.bias is None else block.bias.astype(jnp.bfloat16))
+    dout, lse, delta, dq = given_to(block)
+    final = KERNEL.backward(block, dout.astype(block.q.dtype), lse, delta, None)
+    for name, want in backward(KERNEL, block, dout, lse, delta, dq * 0).items():
+        dtype = jnp.float32 if name == "dslopes" else jnp.bfloat16
+        assert getattr(final, name).dtype == dtype, name
+        np.testing.assert_array_equal(getattr(final, name), jnp.asarray(want).astype(dtype), name)
+
+
 def test_two_runs_give_the_same_bits_and_the_choice_of_a_fused_backward_changes_none() -> None:
     block = with_option("all at once", 40, 40, tiles=(16, 16))
     given = given_to(block)

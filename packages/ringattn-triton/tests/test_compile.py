@@ -13,6 +13,7 @@ from ringattn_core.rule import Rule
 from ringattn_triton import schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for
+from ringattn_triton.packing import keys_and_values
 
 LENGTH = 1024
 HEADS = 4
@@ -120,6 +121,16 @@ def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch)
     assert len(found) > len(KERNELS)
     for report in found:
         runs(report, target)
+
+
+@pytest.mark.parametrize("target", CUDA)
+def test_packing_compiles_and_spills_nothing(target):
+    keys = shape(2, LENGTH, HEADS, 128, dtype=jnp.bfloat16)
+    with compiling_for(target):
+        pack = jax.jit(lambda k, v: keys_and_values(k, v, poison=True))
+        (report,) = of_lowered(pack.trace(keys, keys).lower(lowering_platforms=("cuda",)))
+    runs(report, target)
+    assert report.spilled == 0, report
 
 
 def test_a_budget_that_is_broken_is_seen():

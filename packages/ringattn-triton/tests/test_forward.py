@@ -16,6 +16,7 @@ from ringattn_core.merge import empty
 from ringattn_core.protocol import Block, Partial
 from ringattn_triton import operands, schedules
 from ringattn_triton.block import KERNEL
+from ringattn_triton.forward import forward
 
 NAN = float("nan")
 
@@ -121,6 +122,40 @@ def test_what_keys_that_nobody_sees_continue_stays_as_it_was() -> None:
     after = KERNEL.forward(dataclasses.replace(block, kv_positions=block.kv_positions + 99), before)
     np.testing.assert_array_equal(after.out, before.out)
     np.testing.assert_allclose(after.lse, before.lse, rtol=3e-7)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize("option", ["window", "segments", "all at once"])
+def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything_and_nobody_else_does(option: str, value: float) -> None:
+    block = with_option(option, 41, 53, tiles=(16, 16))
+    clean, bad = check(block, option), [3, 20, 40]
+    q = block.q.at[:, jnp.asarray(bad), 1, 2].set(value)
+    got = KERNEL.forward(dataclasses.replace(block, q=q), empty(block))
+    lost = np.zeros(clean.lse.shape, bool)
+    lost[:, 1, bad] = ~np.isneginf(clean.lse[:, 1, bad])
+    assert lost.any()
+    np.testing.assert_array_equal(got.lse, np.where(lost, NAN, clean.lse))
+    np.testing.assert_array_equal(got.out, np.where(np.swapaxes(lost, 1, 2)[..., None], NAN, clean.out))
+
+
+def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:
+    block = make_block(1, 24, 24, dtype=jnp.bfloat16, causal=True)
+    final, kept_on = (KERNEL.forward(block, empty(block, dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    assert final.out.dtype == jnp.bfloat16 and final.lse.dtype == kept_on.out.dtype == jnp.float32
+    np.testing.assert_array_equal(final.out, kept_on.out.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(final.lse, kept_on.lse)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(1, 37, 29, dim=24, dtype=dtype, causal=True, tiles=(16, 16))
+    q = block.q.at[0, 30, 0, 1].set(NAN).at[0, 31].multiply(1e-5)
+    given = dataclasses.replace(block, q=q), empty(block)
+    from_memory = KERNEL.forward(*given)
+    monkeypatch.setattr(schedules, "_may_hold", lambda *_: True)
+    held = forward.__wrapped__(*given, schedules.target())
+    np.testing.assert_array_equal(held.out, from_memory.out)
+    np.testing.assert_array_equal(held.lse, from_memory.lse)
 
 
 def test_two_runs_give_the_same_bits() -> None:

@@ -25,7 +25,7 @@ def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
     assert found.tiles is not None
     masked, every = bounds[:2]
     listed = [int(x) for x in found.tiles[group if found.visits.grouped else 0, row]]
-    return listed[:masked], listed[masked:every]
+    return listed[:masked], [*range(*bounds[2:])] if found.visits.run else listed[masked:every]
 
 
 def seen_pairs(block: Block) -> np.ndarray:

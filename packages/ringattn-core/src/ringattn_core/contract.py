@@ -11,28 +11,36 @@ from .protocol import Block, BlockKernel, Gradients, Partial
 
 
 def forward(kernel: BlockKernel, block: Block, partial: Partial) -> Partial:
-    """`kernel.forward`, refused where its result is no `Partial` of the same shapes."""
+    """`kernel.forward`, refused where its result is no `Partial` of the same shapes and dtypes."""
     result = kernel.forward(block, partial)
-    _check(kernel, "forward", result, Partial, {"out": partial.out.shape, "lse": partial.lse.shape})
+    _check(kernel, "forward", result, Partial, {"out": _like(partial.out), "lse": _like(partial.lse)})
     return dataclasses.replace(result, empty=False)
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     """`kernel.backward`, refused where a gradient is missing or of another shape or dtype."""
     result = kernel.backward(block, *arrays)
-    wanted = {"dq": block.q.shape, "dk": block.k.shape, "dv": block.v.shape}
-    wanted |= {} if block.bias is None else {"dbias": block.bias.shape}
-    wanted |= {} if block.slopes is None else {"dslopes": block.slopes.shape}
+    wanted = {"dq": _like(block.q), "dk": _like(block.k), "dv": _like(block.v)}
+    wanted |= {} if block.bias is None else {"dbias": _like(block.bias)}
+    wanted |= {} if block.slopes is None else {"dslopes": _like(block.slopes)}
+    if arrays[-1] is not None:
+        wanted = {name: (shape, jnp.dtype(jnp.float32)) for name, (shape, _) in wanted.items()}
     _check(kernel, "backward", result, Gradients, wanted)
     unasked = {field.name: None for field in dataclasses.fields(Gradients) if field.name not in wanted}
     return dataclasses.replace(result, **unasked)
 
 
-def _check(kernel: BlockKernel, method: str, result: Any, kind: type, wanted: dict[str, tuple[int, ...]]) -> None:
+def _like(x: Any) -> tuple[tuple[int, ...], Any]:
+    return x.shape, jnp.dtype(x.dtype)
+
+
+def _check(
+    kernel: BlockKernel, method: str, result: Any, kind: type, wanted: dict[str, tuple[tuple[int, ...], Any]]
+) -> None:
     if not isinstance(result, kind):
         raise KernelError(kernel, method, f"returned {type(result).__name__}", f"Return a {kind.__name__}")
-    for name, shape in wanted.items():
+    for name, (shape, dtype) in wanted.items():
         x = getattr(result, name)
-        if x is None or x.shape != shape or x.dtype != jnp.float32:
+        if x is None or x.shape != shape or x.dtype != dtype:
             got = "None" if x is None else f"{x.dtype}{list(x.shape)}"
-            raise KernelError(kernel, method, f"returned {name} = {got}", f"Return float32{list(shape)}")
+            raise KernelError(kernel, method, f"returned {name} = {got}", f"Return {dtype}{list(shape)}")

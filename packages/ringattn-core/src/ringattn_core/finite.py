@@ -14,6 +14,11 @@ from .parcels import Packed, pack
 from .protocol import Partial
 
 
+def numbers(x: Float[Array, "*x"]) -> Float[Array, "*x"]:
+    """The array with zeros for what is no number: enough where every row with any of it gets NaN from its lse."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
 def queries(q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], Bool[Array, "B T N"]]:
     """The queries with bad rows zeroed, and which rows are bad."""
     bad = ~jnp.isfinite(q).all(-1)
@@ -21,13 +26,20 @@ def queries(q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], Bool[A
 
 
 def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poison: bool) -> Packed:
-    """K and V packed, where a key with anything bad in it has no value and is itself NaN (`poison`) or zero."""
-    bad = ~(jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1))[..., None]
+    """K and V packed and finite, but that a key with anything bad in it holds a NaN if `poison`.
+
+    Dimension by dimension where both have as many: that is one pass over memory, and a reduction would be another.
+    """
+    bad = ~(jnp.isfinite(k) & jnp.isfinite(v)) if k.shape == v.shape else _any_bad(k) | _any_bad(v)
     k, v = jnp.where(bad, jnp.nan if poison else 0, k).astype(k.dtype), jnp.where(bad, 0, v)
     if k.shape != v.shape:
         return pack(k, v)
     # `pack`, as a selection: XLA on a GPU writes that at nearly twice the rate of a concatenation.
     return jnp.where(jax.lax.broadcasted_iota(jnp.int32, (2, 1, 1, 1, 1), 0) == 0, k[None], v[None])
+
+
+def _any_bad(x: Float[Array, "*x H"]) -> Bool[Array, "*x 1"]:
+    return ~jnp.isfinite(x).all(-1, keepdims=True)
 
 
 def poisoned(partial: Partial, bad: Bool[Array, "B T N"]) -> Partial:

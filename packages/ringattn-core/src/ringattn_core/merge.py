@@ -2,6 +2,7 @@
 """How partial results combine."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
@@ -9,10 +10,10 @@ from jaxtyping import Array, Float32
 from .protocol import Block, Partial
 
 
-def empty(block: Block) -> Partial:
-    """The identity of `merge`: no key seen yet."""
+def empty(block: Block, dtype: Any = jnp.float32) -> Partial:
+    """The identity of `merge`: no key seen yet. Another dtype of `out` than float32 is for a kernel that `finishes`."""
     batch, length, heads = block.q.shape[:3]
-    out = jnp.zeros((batch, length, heads, block.value_dim), jnp.float32)
+    out = jnp.zeros((batch, length, heads, block.value_dim), dtype)
     return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32), empty=True)
 
 

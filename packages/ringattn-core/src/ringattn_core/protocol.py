@@ -25,8 +25,8 @@ class Block:
     A tile of a block is a block (`tile`), so a function of a block serves at any size. A negative `kv_index`
     marks a padding key that nobody sees; only blocks with `padded` hold any.
 
-    Core promises that queries are finite, that values are finite, and that a key which holds anything but
-    finite numbers is NaN throughout in `forward` and zero in `backward`: a kernel that selects by `visible`
+    Core promises that queries are finite, that values are finite, and that keys are, but that one which came with
+    anything but finite numbers, or whose value did, holds a NaN in `forward`: a kernel that selects by `visible`
     *after* the products then keeps NaN out of the rows that may not see it.
     """
 
@@ -166,6 +166,12 @@ class BlockKernel(Protocol):
     such that nothing that reads it starts before `token` is there; the default is `ringattn_core.tie.tie`. An optional
     attribute `separate_sends`, where true, says that its platform keeps several permutes in flight: keys and the
     gradients behind them then travel as two arrays, each in its own dtype, and need not be joined and split.
+
+    Three more save passes over memory. `keys_and_values(k, v, poison)` stands for that of `ringattn_core.finite`.
+    With `any_queries` the queries of `forward` may hold anything: a row with what is not finite is NaN, in `out` and
+    `lse`, if it sees any key, and touches no other row. With `finishes` the kernel gives what is final where a ring has
+    one rank: `forward` gives `out` in the dtype that `partial.out` has, and where `dq` of `backward` is `None` there is
+    nothing to continue, and each gradient has the dtype of its input.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:
@@ -178,7 +184,7 @@ class BlockKernel(Protocol):
         dout: Float[Array, "B T N Hv"],
         lse: Float32[Array, "B N T"],
         delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"],
+        dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
         """The gradients of the block's keys and queries, from the final `lse` over all keys and sinks.
 

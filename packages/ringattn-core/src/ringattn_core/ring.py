@@ -31,17 +31,22 @@ Sums = tuple[dict[str, Any], ...]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks."""
-    return _forward(ring, inputs, fixed)[0]
+    narrow = inputs.sinks is None and _finishes(ring)
+    return _forward(ring, inputs, fixed, inputs.q.dtype if narrow else jnp.float32)[0]
 
 
-def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, tuple[Any, ...]]:
+def _forward(
+    ring: Ring, inputs: Differentiable, fixed: Fixed, dtype_of_out: Any = jnp.float32
+) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
-    q, bad = finite.queries(inputs.q)
+    q, bad = (inputs.q, None) if getattr(ring.kernel, "any_queries", False) else finite.queries(inputs.q)
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
-    wires = tuple(_wire(ring, finite.keys_and_values(way.inputs.k, way.inputs.v, poison=True)) for way in ways)
+    wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
     partials = tuple(
-        _aligned(ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0)), inputs)
+        _aligned(
+            ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0), dtype_of_out), inputs
+        )
         for way, wire in zip(ways, wires, strict=True)
     )
 
@@ -68,7 +73,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, 
     for offset, shift in zip(offsets, shifts, strict=True):
         wires, partials = hop(wires, partials, offset, shift)
     out, lse = joined([partial.out for partial in partials], 2), joined([partial.lse for partial in partials], 1)
-    partial = finite.poisoned(Partial(out, lse), bad)
+    partial = Partial(out, lse) if bad is None else finite.poisoned(Partial(out, lse), bad)
     whole = with_sinks(partial, _sinks(inputs))
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
 
@@ -86,7 +91,8 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
         dsinks = -jnp.einsum("bnt,bnts->ns", delta, share, precision="highest")
-    sums = _gradients(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
+    found_by = _alone if _finishes(ring) else _gradients
+    sums = found_by(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
     found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
     dk, dv = parcels.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
     dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
@@ -97,12 +103,26 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
 attend.defvjp(_forward, _backward)
 
 
+def _finishes(ring: Ring) -> bool:
+    """Whether the kernel gives what is final: its results need not be summed in float32, nor start from anything."""
+    return ring.plan.ranks == 1 and getattr(ring.kernel, "finishes", False)
+
+
+def _alone(ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> Sums:
+    """The gradients on a ring of one rank, as its kernel `finishes` them."""
+    k, v = (_after(ring, x, [dout]) for x in (inputs.k, inputs.v))
+    kv = _packed(ring, k, v, poison=False)
+    visited = block(ring, dataclasses.replace(inputs, q=finite.numbers(inputs.q)), kv, fixed, 0)
+    found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)
+    slopes = None if inputs.slopes is None else found.dslopes.reshape(inputs.slopes.shape)
+    return ({"q": found.dq, "kv": parcels.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
+
+
 def _gradients(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> Sums:
     """The sums over all hops, of each way. Each parcel brings the next keys, and the gradients of those before them."""
-    q, _ = finite.queries(inputs.q)
-    ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
+    ways = split(ring.plan.turns, dataclasses.replace(inputs, q=finite.numbers(inputs.q)), fixed)
     kernel, dtype = batching.backward(ring.kernel), inputs.k.dtype
     arrays = [parts(x, axis, len(ways)) for x, axis in ((dout, 2), (lse, 1), (delta, 1))]
     given = list(zip(*arrays, strict=True))
@@ -148,7 +168,7 @@ def _gradients(
     def own(tokens: list[jax.Array]) -> Wires:
         """Packed when it is needed, twice, and not kept between."""
         pairs = [(_after(ring, way.inputs.k, tokens), _after(ring, way.inputs.v, tokens)) for way in ways]
-        return tuple(_wire(ring, finite.keys_and_values(k, v, poison=False)) for k, v in pairs)
+        return tuple(_wire(ring, _packed(ring, k, v, poison=False)) for k, v in pairs)
 
     sums: Sums = tuple(zeros(way) for way in ways)
     behind = None
@@ -216,6 +236,10 @@ def _sent(ring: Ring, ways: Sequence[Way], given: Wires, shift: int) -> Wires:
         return jax.lax.platform_dependent(x, tpu=floats, default=integers)
 
     return tuple(sent(x, way.come(shift)) for way, x in zip(ways, given, strict=True))
+
+
+def _packed(ring: Ring, k: jax.Array, v: jax.Array, poison: bool) -> parcels.Packed:
+    return getattr(ring.kernel, "keys_and_values", finite.keys_and_values)(k, v, poison)
 
 
 def _wire(ring: Ring, kv: parcels.Packed) -> parcels.Wire:

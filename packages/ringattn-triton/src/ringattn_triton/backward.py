@@ -45,10 +45,10 @@ def backward(
     dout: Float[Array, "B T N Hv"],
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
-    dq: Float32[Array, "B T N H"],
+    dq: Float32[Array, "B T N H"] | None,
     target: Target,
 ) -> Gradients:
-    """The gradients that this block's keys give and get; `dq` continues.
+    """The gradients that this block's keys give and get; `dq` continues, or all is final where there is none.
 
     Two kernels, one that owns keys and one that owns queries: no program adds to what another one does, and on the
     devices measured that is faster than one kernel that adds to `dq` atomically.
@@ -57,22 +57,25 @@ def backward(
     given = operands.of(block, fast=target.kind == "cuda")
     schedules.refuse_large_heads(given.facts)
     rows = [dout.astype(block.q.dtype), lse, delta]
-    dk, dv = _of_keys(block, given, rows, target)
-    dq, dslopes = _of_queries(block, given, rows, dq, target)
-    dbias = None if block.bias is None else _of_bias(block, given, rows, target)
+    dk, dv = _of_keys(block, given, rows, dq is None, target)
+    before = dq
+    dq, dslopes = _of_queries(block, given, rows, before, target)
+    dbias = None if block.bias is None else _of_bias(block, given, rows, before is None, target)
     if block.slopes is not None and dslopes is not None:
         by_batch = dslopes.sum(2)
         dslopes = by_batch.sum(0, keepdims=True) if block.slopes.shape[0] == 1 else by_batch
     return Gradients(dq, dk, dv, dbias, dslopes)
 
 
-def _of_keys(block: Block, given: Operands, rows: list[jax.Array], target: Target) -> tuple[jax.Array, jax.Array]:
+def _of_keys(
+    block: Block, given: Operands, rows: list[jax.Array], final: bool, target: Target
+) -> tuple[jax.Array, jax.Array]:
     schedule = schedules.backward_keys(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
         [*given.arrays, table.bounds, table.tiles, *rows],
-        [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (block.k, block.v)],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype if final else jnp.float32) for x in (block.k, block.v)],
         grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
         name="ringattn_backward_keys",
         V=table.visits,
@@ -82,27 +85,30 @@ def _of_keys(block: Block, given: Operands, rows: list[jax.Array], target: Targe
 
 
 def _of_queries(
-    block: Block, given: Operands, rows: list[jax.Array], dq: jax.Array, target: Target
+    block: Block, given: Operands, rows: list[jax.Array], before: jax.Array | None, target: Target
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of the queries, and of each query's part in the slope of its head."""
     schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
-    arrays = [*given.arrays, table.bounds, table.tiles, *rows, dq]
+    arrays = [*given.arrays, table.bounds, table.tiles, *rows, before]
     by_row = rows[1].shape if block.slopes is not None else (1,)
+    dtype = block.q.dtype if before is None else jnp.float32
     dq, dslopes = launch(
         backward_queries,
         arrays,
-        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (dq.shape, by_row)],
+        [jax.ShapeDtypeStruct(block.q.shape, dtype), jax.ShapeDtypeStruct(by_row, jnp.float32)],
         grid=(table.visits.rows * block.q.shape[0] * block.q.shape[2],),
-        aliases={len(arrays) - 1: 0},
+        aliases={} if before is None else {len(arrays) - 1: 0},
         name="ringattn_backward_queries",
         V=table.visits,
+        FRESH=before is None,
+        HELD=schedule.held,
         **_constants(given.facts, schedule),
     )
     return dq, dslopes if block.slopes is not None else None
 
 
-def _of_bias(block: Block, given: Operands, rows: list[jax.Array], target: Target) -> jax.Array:
+def _of_bias(block: Block, given: Operands, rows: list[jax.Array], final: bool, target: Target) -> jax.Array:
     assert block.bias is not None
     schedule = schedules.backward_bias(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     q_tile, kv_tile = schedule.q_tile, schedule.kv_tile
@@ -124,7 +130,7 @@ def _of_bias(block: Block, given: Operands, rows: list[jax.Array], target: Targe
     (dbias,) = launch(
         backward_bias,
         [*given.arrays, seen, *rows],
-        [jax.ShapeDtypeStruct(block.bias.shape, jnp.float32)],
+        [jax.ShapeDtypeStruct(block.bias.shape, block.bias.dtype if final else jnp.float32)],
         grid=(batch * heads * sums.own_rows * sums.columns,),
         name="ringattn_backward_bias",
         D=sums,

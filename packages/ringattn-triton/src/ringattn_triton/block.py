@@ -6,7 +6,7 @@ from typing import Final
 from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients, Partial
 
-from . import candidates, schedules
+from . import candidates, packing, schedules
 from .backward import backward
 from .forward import forward
 
@@ -14,6 +14,9 @@ from .forward import forward
 class TritonKernel:
     """Blockwise attention on GPUs: every feature, heads of up to 256, the same bits at every run."""
 
+    any_queries = True
+    finishes = True
+    keys_and_values = staticmethod(packing.keys_and_values)
     candidate_configs = staticmethod(candidates.candidate_configs)
 
     def forward(self, block: Block, partial: Partial) -> Partial:
@@ -25,7 +28,7 @@ class TritonKernel:
         dout: Float[Array, "B T N Hv"],
         lse: Float32[Array, "B N T"],
         delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"],
+        dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
         return backward(block, dout, lse, delta, dq, schedules.target())
 

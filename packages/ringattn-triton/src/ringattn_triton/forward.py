@@ -40,6 +40,7 @@ def forward(block: Block, partial: Partial, target: Target) -> Partial:
         KV_TILE=schedule.kv_tile,
         DIM=operands.padded_dim(facts.head_dim),
         VALUE_DIM=operands.padded_dim(facts.value_dim),
+        HELD=schedule.held,
         FRESH=partial.empty,
     )
     return Partial(out, lse)

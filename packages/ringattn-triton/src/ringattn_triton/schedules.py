@@ -49,12 +49,13 @@ def target() -> Target:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How one kernel runs."""
+    """How one kernel runs; `held` says that its queries stay in registers while keys pass by (`tiles.held`)."""
 
     q_tile: int
     kv_tile: int
     warps: int
     stages: int
+    held: bool = False
 
 
 _INTERPRETED: Final = Schedule(32, 32, 4, 2)
@@ -64,9 +65,9 @@ _INTERPRETED: Final = Schedule(32, 32, 4, 2)
 def forward(facts: Facts, itemsize: int, params: FwdParams, target: Target) -> Schedule:
     """The schedule of the forward kernel, with what the caller fixed of it."""
     default = _forward_by_family(facts, itemsize, _largest_dim(facts), target)
-    return _fitting(
-        _fixed(_shortened(default, facts), params, "fwd_params"), default, facts, itemsize, target, "fwd_params"
-    )
+    schedule = _fixed(_shortened(default, facts), params, "fwd_params")
+    held = schedule.kv_tile <= 64 and _may_hold(facts, itemsize, target)
+    return _fitting(dataclasses.replace(schedule, held=held), default, facts, itemsize, target, "fwd_params")
 
 
 def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -90,11 +91,10 @@ def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) ->
     if _wide_products(target):
         if dim > 128:
             return Schedule(128, 32 if facts.dropout or facts.bias else 64, 8, 2)
-        if dim <= 64 or facts.dropout or facts.bias:
+        if facts.dropout:
             return Schedule(128, 64, 8, 3)
-        # Two programs share a multiprocessor: one begins and ends while the other multiplies.
-        short = facts.below or facts.segments or facts.masks or facts.dense
-        return Schedule(64, 64, 4, 3) if short or facts.capped or facts.group > 1 else Schedule(128, 128, 8, 3)
+        # Two programs share a multiprocessor: one multiplies while the other takes exponentials, begins or ends.
+        return Schedule(64, 64, 4, 3)
     if dim > 128:
         return Schedule(64, 32, 8, 2)
     if dim > 64:
@@ -123,7 +123,7 @@ def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Targ
         if facts.dropout:
             return Schedule(32, 128, 8, 2)
         if facts.bias:
-            return Schedule(32, 128, 8, 2)
+            return Schedule(32, 64, 4, 3)
         return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
 
@@ -133,9 +133,11 @@ def backward_queries(facts: Facts, itemsize: int, params: BwdParams, target: Tar
     where it is to differ from that of dk and dv."""
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
-    return _backward(
+    schedule = _backward(
         _backward_queries_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
     )
+    held = schedule.q_tile <= 64 and _largest_dim(facts) > 64 and _may_hold(facts, itemsize, target)
+    return dataclasses.replace(schedule, held=held)
 
 
 def _backward_queries_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -148,10 +150,12 @@ def _backward_queries_by_family(facts: Facts, itemsize: int, dim: int, target: T
     if _wide_products(target):
         if dim > 128:
             return Schedule(128, 32, 8, 2)
-        short = (facts.below or facts.segments or facts.masks or facts.dense) and not (facts.dropout or facts.bias)
-        if dim <= 64 and not (facts.dropout or facts.bias):
+        if facts.dropout or facts.bias:
+            return Schedule(128, 64, 8, 3)
+        if dim <= 64:
+            short = facts.below or facts.segments or facts.masks or facts.dense
             return Schedule(128, 64, 4, 3) if facts.plain and not short else Schedule(64, 64, 4, 3)
-        return Schedule(64, 64, 4, 2) if short else Schedule(128, 64, 8, 3)
+        return Schedule(64, 64, 4, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
 
 
@@ -175,6 +179,11 @@ def _largest_dim(facts: Facts) -> int:
 
 def _wide_products(target: Target) -> bool:
     return target.kind == "cuda" and target.capability in _WIDE_PRODUCTS
+
+
+def _may_hold(facts: Facts, itemsize: int, target: Target) -> bool:
+    """Whether products take their left side from registers as well, and there are registers for it."""
+    return target == Target("cuda", 90) and itemsize < 4 and _largest_dim(facts) <= 128
 
 
 def _shortened(schedule: Schedule, facts: Facts) -> Schedule:

@@ -1,37 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tiles each program visits, and which of them it need not mask.
 
-A table says it as ranges where visible tiles form runs, and as lists where ids or masks scatter them.
+A table says it as ranges where visible tiles form runs, and as lists where masks scatter them. Where ids may scatter
+them it lists those to mask alone: documents lie in one piece as a rule, and a kernel that counts reads further ahead
+than one that looks up.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 from ringattn_core.protocol import Block
-from ringattn_core.tiles import Tiles, tiles, visible_ranges
+from ringattn_core.tiles import Tiles, ranges, tiles, visible_ranges
 
 from .operands import Operands
 from .words import BITS
 
+PROGRAMS: Final = 4096
+"""Several for each place on the largest devices, so that short tiles are left to fill the end."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Visits:
-    """How a kernel reads a table: `rows` of its own tiles by `columns` of the other side's, per group or for all."""
+    """How a kernel reads a table: `rows` of its own tiles by `columns` of the other side's, per group or for all.
+
+    `listed` are the tiles to mask; those seen whole too, unless they form a `run`. The programs of so many heads go
+    `together`.
+    """
 
     listed: bool
+    run: bool
     rows: int
     columns: int
     grouped: bool
+    together: int
 
 
 class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
-    `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges.
+    `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges. Where both
+    are, `bounds` is `(masked, all, full_lo, full_hi)`.
     """
 
     bounds: Int32[Array, "g rows 4"]
@@ -51,13 +63,24 @@ def table(given: Operands, block: Block, q_tile: int, kv_tile: int, by_keys: boo
         rows, columns = columns, rows
     if _scattered(block):
         found = _turned(seen(given, block, q_tile, kv_tile), by_keys, ragged_queries)
-        bounds, listed = _lists(found)
+        run = not (block.rule.masks or block.mask is not None)
+        bounds, listed = _around_runs(found) if run else _lists(found)
     else:
         padded = block.padded_to(-(-block.q_length // q_tile) * q_tile, -(-block.kv_length // kv_tile) * kv_tile)
-        bounds, listed = visible_ranges(padded, q_tile, kv_tile, by_keys), None
+        bounds, listed, run = visible_ranges(padded, q_tile, kv_tile, by_keys), None, True
         if ragged_queries:
             bounds = _without_last(bounds, columns)
-    return Table(bounds, listed, Visits(listed is not None, rows, columns, bounds.shape[0] > 1))
+    heads = block.kv.shape[-2] if by_keys else block.q.shape[2]
+    visits = Visits(listed is not None, run, rows, columns, bounds.shape[0] > 1, _together(rows, heads))
+    return Table(bounds, listed, visits)
+
+
+def _together(rows: int, heads: int) -> int:
+    """How many heads share the device: enough for `PROGRAMS` of them, a power of two that divides all."""
+    enough = 1
+    while enough * rows < PROGRAMS and heads % (2 * enough) == 0:
+        enough *= 2
+    return enough
 
 
 def seen(given: Operands, block: Block, q_tile: int, kv_tile: int) -> Tiles:
@@ -109,6 +132,15 @@ def _without_last(bounds: Int32[Array, "g rows 4"], columns: int) -> Int32[Array
     """The runs seen whole, cut before the last tile."""
     lo, hi, full_lo, full_hi = (bounds[..., part] for part in range(4))
     return jnp.stack([lo, hi, jnp.minimum(full_lo, columns - 1), jnp.minimum(full_hi, columns - 1)], -1)
+
+
+def _around_runs(found: Tiles) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"]]:
+    """The longest run seen whole as a range, and all else that is visible as a list to mask."""
+    runs = ranges(found)[..., 2:]
+    number = jnp.arange(found.some.shape[-1], dtype=jnp.int32)
+    within = (runs[..., :1] <= number) & (number < runs[..., 1:])
+    counts, listed = _lists(Tiles(found.some, within))
+    return jnp.concatenate([counts[..., :2], runs], -1), listed
 
 
 def _lists(found: Tiles) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"]]:

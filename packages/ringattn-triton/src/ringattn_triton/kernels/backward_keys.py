@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """How the gradients of a tile of keys and values are computed: all queries that see them pass by.
 
 Scores are held with keys as rows, so that both results are products with the scores on the left as they are.
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
 from .scores import Inputs, bent, biases, drawn, of_head, of_keys, of_queries
-from .tiles import full_tile, masked_tile, moved, vectors, visit
+from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
@@ -22,10 +22,7 @@ def backward_keys(
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of keys of each key head; first those which most see under a causal mask."""
-    program = tl.program_id(0)
-    own = program % V.rows
-    batch = program // V.rows // F.kv_heads
-    kv_head = program // V.rows % F.kv_heads
+    own, batch, kv_head = owned(V, F.kv_heads)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """How the gradient of a tile of queries is computed, from the one given on; what each row adds to its head's slope."""
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
 from .scores import Inputs, bent, biases, distance, drawn, of_head, of_keys, of_queries
-from .tiles import full_tile, masked_tile, moved, vectors, visit
+from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
@@ -16,13 +16,14 @@ def backward_queries(
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     TABLE, TILES, DOUT, LSE, DELTA, DQ_BEFORE, DQ, DSLOPES,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of queries of each head; `DSLOPES` is `[B, N, T]`, or unused where there are none."""
-    program = tl.program_id(0)
-    own = V.rows - 1 - program % V.rows
-    batch = program // V.rows // F.heads
-    head_number = program // V.rows % F.heads
+    """One program for each tile of queries of each head; `DSLOPES` is `[B, N, T]`, or unused where there are none.
+
+    `FRESH` says that there is no gradient before, and nothing of it is read.
+    """
+    turn, batch, head_number = owned(V, F.heads)
+    own = V.rows - 1 - turn
     kv_head = head_number // F.group
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
@@ -43,6 +44,8 @@ def backward_queries(
     first = wide_batch * F.q_length * F.heads + head_number
     q_at = first * F.head_dim + moved(rows, F.heads * F.head_dim, F.wide) + dims
     q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    if HELD:
+        q = held(q, DIM)
     dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
     dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
@@ -67,8 +70,9 @@ def backward_queries(
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
         )  # fmt: skip
 
-    before = vectors(DQ_BEFORE + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
-    dq = before + dq * F.scale
+    dq = dq * F.scale
+    if not FRESH:
+        dq += vectors(DQ_BEFORE + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
     if Q_RAGGED or DIM_RAGGED:
         tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
     else:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """How the output of a tile of queries is computed: an online softmax that continues from a partial result."""
 
 import triton
 import triton.language as tl
 
 from .scores import LOG2_E, Inputs, bent, biases, drawn, kept, of_head, of_keys, of_queries, scored, visible
-from .tiles import full_tile, masked_tile, moved, vectors, visit
+from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
@@ -15,16 +15,15 @@ def forward(
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, FRESH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
 
-    `FRESH` says that there is no result before, and nothing of it is read.
+    `FRESH` says that there is no result before, and nothing of it is read. What is no finite number in a query is NaN,
+    and so are then all its scores: the result, too, if it sees anything.
     """
-    program = tl.program_id(0)
-    own = V.rows - 1 - program % V.rows
-    batch = program // V.rows // F.heads
-    head_number = program // V.rows % F.heads
+    turn, batch, head_number = owned(V, F.heads)
+    own = V.rows - 1 - turn
     kv_head = head_number // F.group
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
@@ -46,6 +45,9 @@ def forward(
     q = vectors(
         Q + q_at + q_row + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
     )
+    q = tl.where(tl.abs(q.to(tl.float32)) < float("inf"), q, float("nan")).to(q.dtype)
+    if HELD:
+        q = held(q, DIM)
 
     columns = tl.arange(0, KV_TILE)
     kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)

@@ -24,6 +24,19 @@ class Visit(NamedTuple):
 
 
 @triton.jit
+def owned(V: tl.constexpr, HEADS: tl.constexpr):
+    """The number of the tile that a program owns, in the order in which programs begin, its batch row and its head.
+
+    Some heads go `together`, tile by tile: few enough for their vectors to stay in the cache, and enough for no
+    multiprocessor to be left alone with a long tile of the last head.
+    """
+    program = tl.program_id(0)
+    rest = program % (V.rows * V.together)
+    number = program // (V.rows * V.together) * V.together + rest % V.together
+    return rest // V.together, number // HEADS, number % HEADS
+
+
+@triton.jit
 def visit(TABLE, TILES, batch, row, V: tl.constexpr):
     """What the program of this batch row and tile goes through."""
     at = row
@@ -32,11 +45,14 @@ def visit(TABLE, TILES, batch, row, V: tl.constexpr):
     bounds = TABLE + at * 4
     first = tl.load(bounds)
     second = tl.load(bounds + 1)
-    if V.listed:
-        return Visit(first, first, second, 0, 0, 0, TILES + at.to(tl.int64) * V.columns)
-    else:
+    full_from = first
+    full_to = second
+    if V.run:
         full_from = tl.load(bounds + 2)
         full_to = tl.load(bounds + 3)
+    if V.listed:
+        return Visit(first, full_from, full_to, 0, 0, 0, TILES + at.to(tl.int64) * V.columns)
+    else:
         before = full_from - first
         return Visit(before + second - full_to, full_from, full_to, first, before, full_to, 0)
 
@@ -53,10 +69,10 @@ def masked_tile(visited, step, V: tl.constexpr):
 @triton.jit
 def full_tile(visited, step, V: tl.constexpr):
     """The number of the tile at a step of `[full_from, full_to)`."""
-    if V.listed:
-        return tl.load(visited.listed + step)
-    else:
+    if V.run:
         return step
+    else:
+        return tl.load(visited.listed + step)
 
 
 @triton.jit
@@ -66,6 +82,17 @@ def moved(start, step: tl.constexpr, WIDE: tl.constexpr):
         return start.to(tl.int64) * step
     else:
         return start * step
+
+
+@triton.jit
+def held(x, DIM: tl.constexpr):
+    """The same tile in the registers that a product on Hopper would leave it in, where others can take it from.
+
+    A product with a narrow tile reads as much of its left side as of its right one, and shared memory is too slow for
+    both. What multiplies by one is exact, NaN included.
+    """
+    one = (tl.arange(0, DIM)[:, None] == tl.arange(0, DIM)[None, :]).to(x.dtype)
+    return tl.dot(x, one).to(x.dtype)
 
 
 @triton.jit
