@@ -114,7 +114,7 @@ def _alone(ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, ls
     kv = _packed(ring, k, v, poison=False)
     visited = block(ring, dataclasses.replace(inputs, q=finite.numbers(inputs.q)), kv, fixed, 0)
     found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)
-    slopes = None if inputs.slopes is None else found.dslopes.reshape(inputs.slopes.shape)
+    slopes = None if found.dslopes is None else found.dslopes[0]
     return ({"q": found.dq, "kv": parcels.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
 
 
