@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: unrolled or looped it is one computation, and its memory does not grow with the ring."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import parcels, ring, ring_attention, tie
+from ringattn_core.discovery import registered
+from sends_apart import APART, SendsApart
 
 N, K, H = 4, 2, 8
 
@@ -134,6 +137,29 @@ def test_keys_that_need_no_second_way_have_the_program_of_one():
     for ranks, options in ((2, {}), (1, {}), (4, dict(sliding_window=3))):
         assert program(ranks, two_way=True, **options) == program(ranks, **options)
     assert program(4, two_way=True) != program(4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_sending_keys_and_gradients_apart_changes_nothing(emulated: bool, dtype: Any):
+    q, k, v = (x.reshape(1, 4, 8, *x.shape[2:]).swapaxes(0, 1) for x in arrays(32, dtype))
+
+    def gradients(backend: str) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            options: dict[str, Any] = dict(causal=True, layout="zigzag", axis_name="sp", backend=backend)
+            attend = functools.partial(ring_attention, **options)
+            if emulated:
+                return (jax.vmap(attend, axis_name="sp")(q, k, v).astype(jnp.float32) ** 2).sum()
+            each = jax.shard_map(
+                lambda *x: attend(*(y[0] for y in x))[None], mesh=mesh_of(4), in_specs=P("sp"), out_specs=P("sp")
+            )
+            return (each(q, k, v).astype(jnp.float32) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
+
+    with registered(APART, SendsApart()):
+        for a, b in zip(jax.tree.leaves(gradients("apart")), jax.tree.leaves(gradients("xla")), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

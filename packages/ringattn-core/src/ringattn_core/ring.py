@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from . import batching, finite, parcels, tie
+from . import axes, batching, finite, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, with_sinks
@@ -132,8 +132,11 @@ def _gradients(
             following, arrived = zip(*arrivals, strict=True)
         else:
             following = None if onward is None else _sent(ring, ways, wires, onward)
-            late = None if back is None else tuple(_after(ring, x, done) for x in behind)
+            # Keys leave first and are awaited first: what computes next needs them, and the gradients later.
+            late = None if back is None else tuple(_after(ring, x, [*done, *wires]) for x in behind)
             arrived = None if back is None or late is None else _sent(ring, ways, late, back)
+            if following is not None and arrived is not None:
+                arrived = tuple(_after(ring, x, following) for x in arrived)
             if onward is None and late is not None and not ring.plan.joint:
                 # What goes home leaves before the last kernel begins, and arrives behind it.
                 wires = tuple(_after(ring, wire, late) for wire in wires)
@@ -213,6 +216,8 @@ def _sent(ring: Ring, ways: Sequence[Way], given: Wires, shift: int) -> Wires:
         if x.dtype in (jnp.float32, jnp.uint16):
             return permuted(x, shift)
         integers, floats = (functools.partial(send, shift=shift) for send in (as_integers, permuted))
+        if not axes.bound(ring.axis):  # a branch may not name the axis then
+            return integers(x)
         return jax.lax.platform_dependent(x, tpu=floats, default=integers)
 
     return tuple(sent(x, way.come(shift)) for way, x in zip(ways, given, strict=True))
