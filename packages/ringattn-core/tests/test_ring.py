@@ -141,7 +141,7 @@ def test_keys_that_need_no_second_way_have_the_program_of_one():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("emulated", [False, True])
-def test_sending_keys_and_gradients_apart_changes_nothing(emulated: bool, dtype: Any):
+def test_sending_keys_and_gradients_apart_gives_the_same_gradients(emulated: bool, dtype: Any):
     q, k, v = (x.reshape(1, 4, 8, *x.shape[2:]).swapaxes(0, 1) for x in arrays(32, dtype))
 
     def gradients(backend: str) -> Any:
@@ -159,7 +159,8 @@ def test_sending_keys_and_gradients_apart_changes_nothing(emulated: bool, dtype:
 
     with registered(APART, SendsApart()):
         for a, b in zip(jax.tree.leaves(gradients("apart")), jax.tree.leaves(gradients("xla")), strict=True):
-            np.testing.assert_array_equal(a, b)
+            difference = jnp.abs(a - b).max() / jnp.abs(b).max()
+            assert float(difference) <= 4 * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

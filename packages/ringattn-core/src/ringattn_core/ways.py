@@ -15,6 +15,10 @@ FIXED_HEADS: Final = {"head_index": 0, "mask": 1}
 """The axis of each array that counts its heads; sinks are no matter of a hop."""
 
 
+Sum = dict[str, Any]
+"""What the hops add to: gradients, under the names of their inputs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """One way round, and all that belongs to the heads that go it: `turn` is 1 for onward and -1 for back.
@@ -60,3 +64,20 @@ def gradient(found: Sequence[Any], x: jax.Array | None, axis: int) -> Any:
     if x is None or len(found) == 1:
         return found[0]
     return sum(found[1:], found[0]) if x.shape[axis] == 1 else joined(found, axis)
+
+
+def of_half(sums: Sum, half: int) -> Sum:
+    """The sums that belong to the first half of the heads, or to the second."""
+    return {name: parts(x, INPUT_HEADS[name], 2)[half] for name, x in sums.items()}
+
+
+def with_half(sums: Sum, found: Sum, half: int) -> Sum:
+    """The sums, where those of one half are new; what belongs to every head is new as it is."""
+
+    def put(name: str, x: jax.Array | None) -> jax.Array | None:
+        if x is None or x.shape == found[name].shape:
+            return found[name]
+        halves = parts(x, INPUT_HEADS[name], 2)
+        return joined([found[name] if number == half else halves[number] for number in range(2)], INPUT_HEADS[name])
+
+    return {name: put(name, x) for name, x in sums.items()}
