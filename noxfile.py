@@ -31,8 +31,9 @@ SUPPORTED = (
     ("3.12", "0.11.2", ("triton-3-9",)),
     ("3.11", "0.10.0", ()),
 )
-ANYWHERE = ("cli", "tuning", "interpreter")
-AT_THE_FLOOR = ("ring", "sharding", "batching", "masks", "merge", "layout", "selection", "import_hygiene")
+# Tests of arithmetic and of our own code alone, which one version of JAX is enough for; and those that lean on it most.
+ANYWHERE = ("cli", "tuning", "interpreter", "tables", "words", "tiles", "candidates", "device_order")
+AT_THE_FLOOR = ("ring", "sharding", "batching", "selection", "import_hygiene")
 CPU = {"JAX_PLATFORMS": "cpu"}
 # Without a GPU or TPU the suite runs the kernels in their interpreter: what only a kernel can get wrong in every case,
 # the rest as far as the core tier goes, and no ring of eight.
@@ -92,7 +93,7 @@ def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
     if not compilers:
         session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
         core, xla = (f"{path}/tests" for path in EVERYWHERE)
-        tested = [*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), xla]
+        tested = [*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), f"{xla}/test_xla_promises.py"]
     else:
         pins = [requirement for name in compilers for requirement in group(name)]
         session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)

@@ -67,17 +67,21 @@ def gradient(found: Sequence[Any], x: jax.Array | None, axis: int) -> Any:
 
 
 def of_half(sums: Sum, half: int) -> Sum:
-    """The sums that belong to the first half of the heads, or to the second."""
-    return {name: parts(x, INPUT_HEADS[name], 2)[half] for name, x in sums.items()}
+    """The sums of the first half of the heads, or of the second; where all heads share one, a fresh one."""
+
+    def take(x: jax.Array | None, axis: int) -> jax.Array | None:
+        return jnp.zeros_like(x) if x is not None and x.shape[axis] == 1 else parts(x, axis, 2)[half]
+
+    return {name: take(x, INPUT_HEADS[name]) for name, x in sums.items()}
 
 
 def with_half(sums: Sum, found: Sum, half: int) -> Sum:
-    """The sums, where those of one half are new; what belongs to every head is new as it is."""
+    """The sums with what one half of the heads made of its own."""
 
-    def put(name: str, x: jax.Array | None) -> jax.Array | None:
-        if x is None or x.shape == found[name].shape:
-            return found[name]
-        halves = parts(x, INPUT_HEADS[name], 2)
-        return joined([found[name] if number == half else halves[number] for number in range(2)], INPUT_HEADS[name])
+    def put(x: jax.Array | None, new: Any, axis: int) -> jax.Array | None:
+        if x is None or x.shape[axis] == 1:
+            return None if x is None else x + new
+        halves = parts(x, axis, 2)
+        return joined([new if number == half else halves[number] for number in range(2)], axis)
 
-    return {name: put(name, x) for name, x in sums.items()}
+    return {name: put(x, found[name], INPUT_HEADS[name]) for name, x in sums.items()}
