@@ -25,6 +25,7 @@ jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "
 from ringattn_core import discovery  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("promises", derandomize=True, deadline=None, database=None, max_examples=60)
 hypothesis.settings.load_profile("promises")
 

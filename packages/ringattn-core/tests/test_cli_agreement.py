@@ -19,7 +19,7 @@ from ringattn_core.features import Feature, Support
 from ringattn_core.layout import order
 from ringattn_core.protocol import Backend, Block, Gradients, Partial
 from ringattn_core.tiles import tiles
-from ringattn_xla.block import XlaKernel
+from sends_apart import APART, SendsApart
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
@@ -174,15 +174,8 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     assert Counter({place: len(blocks) for place, blocks in got.items()}) == expected, "blocks that nobody told of"
 
 
-class SendsApart(XlaKernel):
-    """A kernel whose keys and gradients travel as two arrays."""
-
-    separate_sends = True
-
-
 def test_a_kernel_that_wants_keys_and_gradients_sent_apart_is_said_to_get_them_so() -> None:
-    backend = Backend("apart", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
-    with discovery.registered(backend, SendsApart()):
+    with discovery.registered(APART, SendsApart()):
         found = explaining.explain(REQUESTS["bfloat16"], "cpu", "apart")
         text = program(REQUESTS["bfloat16"], gradients=True, backend="apart")
     assert not any(message.keys and message.gradients for message in found.backward)

@@ -13,6 +13,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import parcels, ring, ring_attention, tie
+from ringattn_core.discovery import registered
+from sends_apart import APART, SendsApart
 
 N, K, H = 4, 2, 8
 
@@ -134,6 +136,49 @@ def test_keys_that_need_no_second_way_have_the_program_of_one():
     for ranks, options in ((2, {}), (1, {}), (4, dict(sliding_window=3))):
         assert program(ranks, two_way=True, **options) == program(ranks, **options)
     assert program(4, two_way=True) != program(4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "emulated", "two_way", "bias_heads"),
+    [
+        (jnp.float32, True, False, 1),
+        (jnp.float32, False, False, N),
+        (jnp.float32, False, True, 1),
+        (jnp.bfloat16, True, False, N),
+        (jnp.bfloat16, False, False, 1),
+    ],
+)
+def test_sending_keys_and_gradients_apart_gives_the_same_gradients(
+    dtype: Any, emulated: bool, two_way: bool, bias_heads: int
+):
+    heads = (N, N, N) if two_way else (N, K, K)
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v = (jax.random.normal(key, (4, 1, 8, n, H), dtype) for key, n in zip(keys, heads, strict=False))
+    bias = jax.random.normal(keys[3], (4, 1, bias_heads, 8, 32))
+    slopes = jnp.broadcast_to(jax.random.uniform(keys[4], (N,)), (4, N))
+
+    def gradients(backend: str) -> Any:
+        options: dict[str, Any] = dict(causal=True, layout="zigzag", two_way=two_way, axis_name="sp", backend=backend)
+
+        def attend(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+            return ring_attention(q, k, v, None, bias, alibi_slopes=slopes, **options)
+
+        def loss(*x: Any) -> Any:
+            if emulated:
+                out = jax.vmap(attend, axis_name="sp")(*x)
+            else:
+                each = jax.shard_map(
+                    lambda *x: attend(*(y[0] for y in x))[None], mesh=mesh_of(4), in_specs=P("sp"), out_specs=P("sp")
+                )
+                out = each(*x)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))(q, k, v, bias, slopes)
+
+    with registered(APART, SendsApart()):
+        for a, b in zip(jax.tree.leaves(gradients("apart")), jax.tree.leaves(gradients("xla")), strict=True):
+            difference = jnp.abs(a - b).max() / jnp.abs(b).max()
+            assert float(difference) <= 4 * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

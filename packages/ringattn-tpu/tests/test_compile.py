@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from tpu_budgets import BODIES, EXPOSED, PEAK, SLACK, VMEM, over
+from tpu_budgets import BODIES, PEAK, SLACK, VMEM, over
 from tpu_programs import CHIPS
 from tpu_reports import Permute, Report, bodies_of, compiled
 
@@ -53,21 +53,22 @@ def test_every_program_compiles(reports: dict[str, Report | str]):
 
 
 def test_a_ring_sends_once_less_than_it_hops(chip: str, reports: dict[str, Any]):
-    """Keys on every hop but the last, and on the way back also the gradients behind them, which go home at the end."""
+    """Keys on every hop but the last, and on the way back also the gradients behind them, which go home at the end.
+
+    There a kernel works on half of the heads of the rank's own keys before the others, and one on half behind them.
+    """
     sends, hops = {name: len(reports[name].permutes) for name in RINGS}, HOPS[chip]
     assert sends == {"forward": hops - 1, "gradients": 3 * (hops - 1)}
     assert reports["forward"].kernels == {"ringattn_forward": hops}
-    assert reports["gradients"].kernels == {"ringattn_forward": hops, "ringattn_backward_fused": hops}
+    assert reports["gradients"].kernels == {"ringattn_forward": hops, "ringattn_backward_fused": hops + 1}
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_sends_are_under_way_while_a_kernel_runs_but_for_those_written_down(
-    ring: str, chip: str, reports: dict[str, Any]
-):
+def test_sends_are_under_way_while_a_kernel_runs(ring: str, chip: str, reports: dict[str, Any]):
     synchronous = [permute.name for permute in reports[ring].permutes if permute.synchronous]
     assert not synchronous, f"nothing runs during {synchronous}"
     exposed = reports[ring].exposed
-    assert len(exposed) <= EXPOSED[ring][chip], f"no kernel runs during {exposed} of {reports[ring].permutes}"
+    assert not exposed, f"no kernel runs during {exposed} of {reports[ring].permutes}"
 
 
 @pytest.mark.parametrize("program", ["one pass", "two passes"])

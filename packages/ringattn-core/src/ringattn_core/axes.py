@@ -40,6 +40,16 @@ def _size_of(argument: str, name: str) -> int:
         ) from None
 
 
+def bound(axis: tuple[str, ...]) -> bool:
+    """Whether the names are known here. Those of a `vmap` are not on the way back, though collectives are mapped."""
+    try:
+        for name in axis:
+            jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
     """Which rank this is along the product of the axes, the first name slowest."""
     return jax.lax.axis_index(axis) if axis else 0

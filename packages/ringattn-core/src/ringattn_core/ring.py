@@ -10,21 +10,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from . import batching, finite, parcels, tie
+from . import axes, batching, finite, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, with_sinks
 from .protocol import Partial
 from .varying import align, axes_of
-from .ways import Way, gradient, joined, parts, split
+from .ways import Sum, Way, gradient, joined, of_half, parts, split, with_half
 
 UNROLLED: Final = 8
 """Hops up to which the ring is unrolled: XLA overlaps an unrolled ring best; beyond, a scan keeps programs small."""
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
+Rows = tuple[jax.Array, jax.Array, jax.Array]
 Wires = tuple[parcels.Wire, ...]
 Partials = tuple[Partial, ...]
-Sums = tuple[dict[str, Any], ...]
+Sums = tuple[Sum, ...]
 """One of each for every way round."""
 
 
@@ -121,26 +122,37 @@ def _alone(ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, ls
 def _gradients(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
 ) -> Sums:
-    """The sums over all hops, of each way. Each parcel brings the next keys, and the gradients of those before them."""
+    """The sums over all hops, of each way. Each parcel brings the next keys, and the gradients of those before them.
+
+    The way back begins with a send and ends with one. Where sends are apart, half of the heads of the rank's own keys
+    are worked on while the first arrives, and half while the last does.
+    """
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=finite.numbers(inputs.q)), fixed)
     kernel, dtype = batching.backward(ring.kernel), inputs.k.dtype
-    arrays = [parts(x, axis, len(ways)) for x, axis in ((dout, 2), (lse, 1), (delta, 1))]
-    given = list(zip(*arrays, strict=True))
+    given = _rows(dout, lse, delta, len(ways))
 
-    def zeros(way: Way) -> dict[str, Any]:
+    def zeros(way: Way) -> Sum:
         shapes = {"q": way.inputs.q, "bias": way.inputs.bias, "slopes": way.inputs.slopes}
         fresh = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items()}
         return _aligned(ring, fresh, inputs)
 
-    def compute(number: int, kv: parcels.Packed, sums: dict[str, Any], offset: Any) -> tuple[jax.Array, dict[str, Any]]:
-        way = ways[number]
+    def compute(way: Way, rows: Rows, kv: parcels.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
         offset = way.come(offset)
         visited = block(ring, way.inputs, kv, _at(way.fixed, sums["q"]), offset)
-        found = kernel(visited, *given[number], sums["q"])
+        found = kernel(visited, *rows, sums["q"])
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 
+    def whole(number: int, kv: parcels.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
+        return compute(ways[number], given[number], kv, sums, offset)
+
+    def own_half(half: int, number: int, kv: parcels.Packed, sums: Sum) -> tuple[jax.Array, Sum]:
+        way = ways[number]
+        share = split((way.turn, way.turn), way.inputs, way.fixed)[half]
+        mine, found = compute(share, _rows(*given[number], 2)[half], parts(kv, -2, 2)[half], of_half(sums, half), 0)
+        return mine, with_half(sums, found, half)
+
     def hop(
-        wires: Wires, behind: Any, sums: Sums, offset: Any, onward: int | None, back: int | None
+        wires: Wires, behind: Any, sums: Sums, offset: Any, onward: int | None, back: int | None, work: Any = whole
     ) -> tuple[Any, Any, Sums]:
         """Works on the keys of `wires` while they go `onward` and the gradients `behind` them follow by `back`."""
         done = [of_way["q"] for of_way in sums]
@@ -152,18 +164,24 @@ def _gradients(
             following, arrived = zip(*arrivals, strict=True)
         else:
             following = None if onward is None else _sent(ring, ways, wires, onward)
-            late = None if back is None else tuple(_after(ring, x, done) for x in behind)
+            # Keys leave first and are awaited first: what computes next needs them, and the gradients later.
+            late = None if back is None else tuple(_after(ring, x, [*done, *wires]) for x in behind)
             arrived = None if back is None or late is None else _sent(ring, ways, late, back)
+            if following is not None and arrived is not None:
+                arrived = tuple(_after(ring, x, following) for x in arrived)
             if onward is None and late is not None and not ring.plan.joint:
                 # What goes home leaves before the last kernel begins, and arrives behind it.
                 wires = tuple(_after(ring, wire, late) for wire in wires)
         for came in (*(following or ()), *(arrived or ())):
             sums = tuple({**of_way, "q": tie.settled(of_way["q"], came)} for of_way in sums)
-        made = [compute(n, parcels.from_wire(wire, dtype), sums[n], offset) for n, wire in enumerate(wires)]
-        mine, sums = zip(*made, strict=True)
+        mine, sums = each(work, wires, sums, offset)
         if arrived is not None:
             mine = tuple(here + there for here, there in zip(mine, arrived, strict=True))
         return following, mine, sums
+
+    def each(work: Any, wires: Wires, sums: Sums, *offset: Any) -> Any:
+        made = [work(n, parcels.from_wire(wire, dtype), sums[n], *offset) for n, wire in enumerate(wires)]
+        return zip(*made, strict=True)
 
     def own(tokens: list[jax.Array]) -> Wires:
         """Packed when it is needed, twice, and not kept between."""
@@ -171,10 +189,18 @@ def _gradients(
         return tuple(_wire(ring, _packed(ring, k, v, poison=False)) for k, v in pairs)
 
     sums: Sums = tuple(zeros(way) for way in ways)
-    behind = None
+    behind, last = None, whole
     offsets, shifts = ring.plan.offsets[1:], ring.plan.shifts
     if offsets:
-        wires = _sent(ring, ways, own([dout]), shifts[0])
+        first = own([dout])
+        wires = _sent(ring, ways, first, shifts[0])
+        if not ring.plan.joint and all(way.inputs.k.shape[2] % 2 == 0 for way in ways):
+            early, sums = each(functools.partial(own_half, 0), first, sums)
+
+            def last(number: int, kv: parcels.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
+                late, sums = own_half(1, number, kv, sums)
+                return jnp.concatenate([early[number], late], -2), sums
+
         onward = (*shifts[1:], None)
         wires, behind, sums = hop(wires, behind, sums, offsets[0], onward[0], None)
         steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
@@ -188,11 +214,16 @@ def _gradients(
         for offset, onward, back in steps:
             wires, behind, sums = hop(wires, behind, sums, offset, onward, back)
     mine = own([of_way["q"] for of_way in sums])
-    _, total, sums = hop(mine, behind, sums, 0, None, ring.plan.homeward)
+    _, total, sums = hop(mine, behind, sums, 0, None, ring.plan.homeward, last)
     return tuple({**of_way, "kv": kv} for of_way, kv in zip(sums, total, strict=True))
 
 
-def _added(ring: Ring, sums: dict[str, Any], found: Any, origin: Any) -> dict[str, Any]:
+def _rows(dout: jax.Array, lse: jax.Array, delta: jax.Array, count: int) -> list[Rows]:
+    """What belongs to the rows of queries, for each share of the heads."""
+    return list(zip(parts(dout, 2, count), parts(lse, 1, count), parts(delta, 1, count), strict=True))
+
+
+def _added(ring: Ring, sums: Sum, found: Any, origin: Any) -> Sum:
     """The sums with what one hop found; every hop has columns of the bias for itself."""
     bias, slopes = sums["bias"], sums["slopes"]
     if bias is not None:
@@ -233,6 +264,8 @@ def _sent(ring: Ring, ways: Sequence[Way], given: Wires, shift: int) -> Wires:
         if x.dtype in (jnp.float32, jnp.uint16):
             return permuted(x, shift)
         integers, floats = (functools.partial(send, shift=shift) for send in (as_integers, permuted))
+        if not axes.bound(ring.axis):  # a branch may not name the axis then
+            return integers(x)
         return jax.lax.platform_dependent(x, tpu=floats, default=integers)
 
     return tuple(sent(x, way.come(shift)) for way, x in zip(ways, given, strict=True))

@@ -15,6 +15,10 @@ FIXED_HEADS: Final = {"head_index": 0, "mask": 1}
 """The axis of each array that counts its heads; sinks are no matter of a hop."""
 
 
+Sum = dict[str, Any]
+"""What the hops add to: gradients, under the names of their inputs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """One way round, and all that belongs to the heads that go it: `turn` is 1 for onward and -1 for back.
@@ -60,3 +64,24 @@ def gradient(found: Sequence[Any], x: jax.Array | None, axis: int) -> Any:
     if x is None or len(found) == 1:
         return found[0]
     return sum(found[1:], found[0]) if x.shape[axis] == 1 else joined(found, axis)
+
+
+def of_half(sums: Sum, half: int) -> Sum:
+    """The sums of the first half of the heads, or of the second; where all heads share one, a fresh one."""
+
+    def take(x: jax.Array | None, axis: int) -> jax.Array | None:
+        return jnp.zeros_like(x) if x is not None and x.shape[axis] == 1 else parts(x, axis, 2)[half]
+
+    return {name: take(x, INPUT_HEADS[name]) for name, x in sums.items()}
+
+
+def with_half(sums: Sum, found: Sum, half: int) -> Sum:
+    """The sums with what one half of the heads made of its own."""
+
+    def put(x: jax.Array | None, new: Any, axis: int) -> jax.Array | None:
+        if x is None or x.shape[axis] == 1:
+            return None if x is None else x + new
+        halves = parts(x, axis, 2)
+        return joined([new if number == half else halves[number] for number in range(2)], axis)
+
+    return {name: put(x, found[name], INPUT_HEADS[name]) for name, x in sums.items()}
