@@ -72,6 +72,10 @@ class Plan:
         """How far the gradients of the last hop are from home, on their way; `None` where nothing left."""
         return self.ranks - self.offsets[-1] if self.offsets[-1] else None
 
+    def halves(self, kv_heads: int) -> bool:
+        """Whether the backward works on half of the heads of the own shard first, to hide the first send too."""
+        return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.turns)) == 0
+
     def parcel(self, onward: int | None, behind: int | None) -> tuple[Send, ...]:
         """What is sent during one hop of the backward: keys `onward`, the gradients of the hop before after them."""
         if self.joint and onward is not None and onward == behind:

@@ -194,7 +194,7 @@ def _gradients(
     if offsets:
         first = own([dout])
         wires = _sent(ring, ways, first, shifts[0])
-        if not ring.plan.joint and all(way.inputs.k.shape[2] % 2 == 0 for way in ways):
+        if ring.plan.halves(inputs.k.shape[2]):
             early, sums = each(functools.partial(own_half, 0), first, sums)
 
             def last(number: int, kv: parcels.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:

@@ -38,6 +38,7 @@ def held(shard: Shard) -> tuple[Held, ...]:
         Held("forward", "partial output and lse, float32", _bytes(partial)),
         Held("backward", "what is sent at once, going and coming", 2 * sent) if sent else Held("backward", "K,V", keys),
         Held("backward", "dk, dv of the hop, float32", gradients),
+        Held("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
         Held("backward", "dq, float32", dq),
         Held("backward", "dbias, float32", dbias),
         Held("backward", "output, lse, delta kept, float32", out + 2 * lse),
