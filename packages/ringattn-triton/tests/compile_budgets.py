@@ -13,12 +13,11 @@ _LIKE_HOPPER: Final = "the tiles of Hopper, which are not timed here"
 _THREE_PRODUCTS: Final = "float32 is split in three for the tensor cores, and the parts are held in registers"
 
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
-    ("bfloat16", 64, "ringattn_forward"): {100: (8, _LIKE_HOPPER)},
-    ("bfloat16", 64, "ringattn_backward_keys"): {100: (56, _LIKE_HOPPER)},
+    ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (40, _ON_HOPPER)},
     ("bfloat16", 128, "ringattn_backward_keys"): {
-        90: (96, _ON_HOPPER),
-        100: (352, _LIKE_HOPPER),
+        90: (88, _ON_HOPPER),
+        100: (344, _LIKE_HOPPER),
         120: (16, "two float32 sums of 128 dims for each key take half of the registers"),
     },
     ("float32", 64, "ringattn_forward"): {
