@@ -35,11 +35,12 @@ SUPPORTED = (
 ANYWHERE = ("cli", "tuning", "interpreter", "tables", "words", "tiles", "candidates", "device_order")
 AT_THE_FLOOR = ("ring", "sharding", "batching", "selection", "import_hygiene")
 CPU = {"JAX_PLATFORMS": "cpu"}
-# Without a GPU or TPU the suite runs the kernels in their interpreter: what only a kernel can get wrong in every case,
-# the rest as far as the core tier goes, and no ring of eight.
+# Without a GPU or TPU the suite runs the kernels in their interpreter, and no ring of eight by turns. That of Pallas is
+# slow: what only a kernel can get wrong is tried in every case, the rest as far as the core tier goes.
 INTERPRETED = ("triton", "tpu")
-OF_KERNELS = tuple(f"ringattn_conformance.suite.test_{name}" for name in ("block", "masks", "dropout", "numerics"))
-IN_PARTS = (("ringattn_conformance.suite", "--ringattn-tier", "core"), OF_KERNELS)
+SUITE = "ringattn_conformance.suite"
+OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "masks", "dropout", "numerics"))
+IN_PARTS = {"tpu": ((SUITE, "--ringattn-tier", "core"), OF_KERNELS)}
 # The examples of strangers' backends, by the name that each registers.
 STRANGERS = {"example": "third-party-backend", "example-ring": "third-party-ring"}
 # Every module of ours, wherever Python finds it, is of the environment that the session made.
@@ -128,8 +129,8 @@ def conformance(session: nox.Session, backend: str) -> None:
     interpreted = backend in INTERPRETED
     variables = {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else {}
     session.chdir(session.create_tmp())
-    for part in IN_PARTS if interpreted and not session.posargs else [("ringattn_conformance.suite",)]:
-        chosen = ("--ringattn-backend", backend, *(("--ringattn-largest-ring", "4") if interpreted else ()))
+    chosen = ("--ringattn-backend", backend, *(("--ringattn-largest-ring", "4") if interpreted else ()))
+    for part in ((SUITE,),) if session.posargs else IN_PARTS.get(backend, ((SUITE,),)):
         session.run("pytest", "-n", "2", "--pyargs", *part, *chosen, *session.posargs, env=CPU | variables)
     if backend == BACKENDS[0]:
         session.run("pytest", str(own_tests), "-n", "2", env=CPU)
