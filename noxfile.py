@@ -33,7 +33,7 @@ SUPPORTED = (
 )
 # Tests of arithmetic and of our own code alone, which one version of JAX is enough for; and those that lean on it most.
 ANYWHERE = ("cli", "tuning", "interpreter", "tables", "words", "tiles", "candidates", "device_order")
-AT_THE_FLOOR = ("ring", "sharding", "batching", "selection", "import_hygiene")
+AT_THE_FLOOR = ("ring", "sharding", "batching", "masks", "merge", "layout", "selection", "import_hygiene")
 CPU = {"JAX_PLATFORMS": "cpu"}
 # Without a GPU or TPU the suite runs the kernels in their interpreter, and no ring of eight by turns. That of Pallas is
 # slow: what only a kernel can get wrong is tried in every case, the rest as far as the core tier goes.
@@ -94,7 +94,7 @@ def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
     if not compilers:
         session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
         core, xla = (f"{path}/tests" for path in EVERYWHERE)
-        tested = [*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), f"{xla}/test_xla_promises.py"]
+        tested = [*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), xla]
     else:
         pins = [requirement for name in compilers for requirement in group(name)]
         session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)

@@ -17,7 +17,7 @@ from ringattn_core.merge import empty
 from ringattn_core.protocol import Block, Gradients
 from ringattn_triton import operands, schedules
 from ringattn_triton.block import KERNEL
-from ringattn_triton.schedules import Target
+from ringattn_triton.schedules import Schedule, Target
 
 TOLERANCE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 NAMES = [field.name for field in dataclasses.fields(Gradients)]
@@ -322,7 +322,7 @@ def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
     params = BwdParams(q_blocksize=16, kv_blocksize=16, num_warps=4, num_stages=3, extra=own)
     block = with_option("all at once", 70, 50, bwd_params=params)
     facts, target = operands.of(block).facts, Target("cuda", 90)
-    assert dataclasses.astuple(schedules.backward_keys(facts, 4, params, target))[:4] == (16, 16, 4, 3)
-    assert dataclasses.astuple(schedules.backward_queries(facts, 4, params, target))[:4] == (64, 32, 2, 1)
-    assert dataclasses.astuple(schedules.backward_bias(facts, 4, params, target))[:4] == (16, 16, 4, 3)
+    assert schedules.backward_keys(facts, 4, params, target) == Schedule(16, 16, 4, 3, held=False)
+    assert schedules.backward_queries(facts, 4, params, target) == Schedule(64, 32, 2, 1, held=False)
+    assert schedules.backward_bias(facts, 4, params, target) == Schedule(16, 16, 4, 3, held=False)
     check(block, "two schedules")
