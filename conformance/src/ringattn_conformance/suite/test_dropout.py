@@ -24,11 +24,11 @@ PLACEMENTS = (
 )
 
 
-def _probe(backend: str, placement: Placement, seed: int) -> Placed:
+def _probe(backend: str, placement: Placement, seed: int, case: Case = CASE) -> Placed:
     """Equal scores, and a value for each key that says which one it is."""
-    placed = place(CASE, placement, backend)
+    placed = place(case, placement, backend)
     problem = placed.inputs.problem
-    v = np.broadcast_to(np.eye(48, dtype=np.float32)[None, :, None], problem.v.shape)
+    v = np.broadcast_to(np.eye(48, dtype=problem.v.dtype)[None, :, None], problem.v.shape)
     problem = dataclasses.replace(problem, q=np.zeros_like(problem.q), v=v, seed=seed)
     return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
 
@@ -49,6 +49,19 @@ def test_the_bits_are_those_of_the_specification(ringattn_backend: str, number: 
         if right:
             wrong = int((kept != oracle.kept(placed.inputs.problem)).sum())
             assert not wrong, f"{wrong} of {kept.size} bits differ on {placement}"
+
+
+@tiers.mark(tiers.CORE, "4-striped")
+@pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (4, "striped")])
+def test_they_are_the_same_in_half_precision(ringattn_backend: str, ring: int, layout: str):
+    """Kernels of narrow numbers are others, and may draw by other instructions."""
+    case = dataclasses.replace(CASE, name="dropout-bits-bfloat16", dtype="bfloat16")
+    placed = _probe(ringattn_backend, Placement(ring, layout), 12345, case)
+    with owed(ringattn_backend, case.needs | placed.placement.needs) as right:
+        kept = _kept(placed)
+        if right:
+            wrong = int((kept != oracle.kept(placed.inputs.problem)).sum())
+            assert not wrong, f"{wrong} of {kept.size} bits differ"
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
