@@ -18,6 +18,8 @@ from ringattn_core import masks
 PARTS = ("forward", "forward+backward")
 PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
 WORK = {"forward": 1.0, "forward+backward": 3.5}
+CALLS = 5
+"""In a row, so that the host is ahead of the device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +87,8 @@ class Table:
     def ours(self, *extras: jax.Array | None, **options: Any) -> Candidate:
         return Candidate(ours(backend=self.backend, **options), extras)
 
-    def measured(
-        self, candidates: Mapping[str, Candidate], shape: Shape, part: str, calls: int = 5
-    ) -> dict[str, float]:
-        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, calls)
+    def measured(self, candidates: Mapping[str, Candidate], shape: Shape, part: str) -> dict[str, float]:
+        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, CALLS)
 
     def speed(self, name: str, shape: Shape, targets: tuple[float, float]) -> None:
         """Our rate by ourselves, against a target; and beside cuDNN, whose turns heat the same card, against it."""
@@ -104,7 +104,7 @@ class Table:
     def against_causal(self, name: str, shape: Shape, candidate: Candidate, share: float) -> None:
         """The time of a mask over that of a causal one, beside what it shows of what that shows."""
         for part in PARTS:
-            time = self.measured({"causal": self.ours(causal=True), name: candidate}, shape, part, calls=2)
+            time = self.measured({"causal": self.ours(causal=True), name: candidate}, shape, part)
             self.raw |= {f"{name} {part}: {who}, ms": 1e3 * seconds for who, seconds in time.items()}
             ratio = time[name] / time["causal"] / share
             self.claims.append(Claim(f"{name} {part}: time over visible share", ratio, "<=", 1.3, "x"))
@@ -127,7 +127,7 @@ class Table:
 
         sparse = self.ours(mask_builder=lambda *_: masks.Predicate(tenth))
         for part in PARTS:
-            time = self.measured({"full": self.ours(), "sparse": sparse}, shape, part, calls=2)
+            time = self.measured({"full": self.ours(), "sparse": sparse}, shape, part)
             self.raw |= {f"a tenth of the tiles {part}: {who}, ms": 1e3 * x for who, x in time.items()}
             ratio = time["sparse"] / time["full"]
             self.claims.append(Claim(f"a tenth of the tiles {part}: time over full", ratio, "<=", limit, "x"))
@@ -135,7 +135,7 @@ class Table:
     def exact(self, shape: Shape, least: float) -> None:
         candidates = {"ours": self.ours(causal=True), "xla": Candidate(ours(backend="xla", causal=True))}
         for part in PARTS:
-            time = self.measured(candidates, shape, part, calls=2)
+            time = self.measured(candidates, shape, part)
             self.raw |= {f"float32 {part}: {who}, ms": 1e3 * seconds for who, seconds in time.items()}
             self.claims.append(Claim(f"float32 {part}: xla over ours", time["xla"] / time["ours"], ">=", least, "x"))
 
