@@ -13,26 +13,25 @@ _LIKE_HOPPER: Final = "the tiles of Hopper, which are not timed here"
 _THREE_PRODUCTS: Final = "float32 is split in three for the tensor cores, and the parts are held in registers"
 
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
-    ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
+    ("bfloat16", 64, "ringattn_backward_keys"): {100: (24, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (40, _ON_HOPPER)},
     ("bfloat16", 128, "ringattn_backward_keys"): {
-        90: (88, _ON_HOPPER),
-        100: (344, _LIKE_HOPPER),
+        90: (80, _ON_HOPPER),
+        100: (352, _LIKE_HOPPER),
         120: (16, "two float32 sums of 128 dims for each key take half of the registers"),
     },
     ("float32", 64, "ringattn_forward"): {
         80: (80, _THREE_PRODUCTS),
         86: (40, _THREE_PRODUCTS),
         89: (40, _THREE_PRODUCTS),
-        100: (48, _THREE_PRODUCTS),
     },
     ("float32", 64, "ringattn_backward_keys"): {
-        80: (32, _THREE_PRODUCTS),
-        90: (88, _THREE_PRODUCTS),
-        100: (88, _THREE_PRODUCTS),
-        120: (40, _THREE_PRODUCTS),
+        80: (40, _THREE_PRODUCTS),
+        90: (96, _THREE_PRODUCTS),
+        100: (104, _THREE_PRODUCTS),
+        120: (32, _THREE_PRODUCTS),
     },
-    ("float32", 64, "ringattn_backward_queries"): {90: (56, _THREE_PRODUCTS), 100: (56, _THREE_PRODUCTS)},
+    ("float32", 64, "ringattn_backward_queries"): {90: (48, _THREE_PRODUCTS), 100: (56, _THREE_PRODUCTS)},
 }
 """Bytes of stack a thread by (dtype, head size, kernel), then by target, and why: the most of Triton 3.6 and 3.9.
 

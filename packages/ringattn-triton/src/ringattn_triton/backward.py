@@ -56,7 +56,9 @@ def backward(
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     given = operands.of(block, fast=target.kind == "cuda")
     schedules.refuse_large_heads(given.facts)
-    rows = [dout.astype(block.q.dtype), lse, delta]
+    # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)
+    rows = [dout.astype(block.q.dtype), finite, delta]
     dk, dv = _of_keys(block, given, rows, dq is None, target)
     before = dq
     dq, dslopes = _of_queries(block, given, rows, before, target)
@@ -74,7 +76,7 @@ def _of_keys(
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
-        [*given.arrays, table.bounds, table.tiles, *rows],
+        [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows],
         [jax.ShapeDtypeStruct(x.shape, x.dtype if final else jnp.float32) for x in (block.k, block.v)],
         grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
         name="ringattn_backward_keys",
@@ -90,7 +92,7 @@ def _of_queries(
     """The gradient of the queries, and of each query's part in the slope of its head."""
     schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
-    arrays = [*given.arrays, table.bounds, table.tiles, *rows, before]
+    arrays = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows, before]
     by_row = rows[1].shape if block.slopes is not None else (1,)
     dtype = block.q.dtype if before is None else jnp.float32
     dq, dslopes = launch(
@@ -129,7 +131,7 @@ def _of_bias(block: Block, given: Operands, rows: list[jax.Array], final: bool, 
     )
     (dbias,) = launch(
         backward_bias,
-        [*given.arrays, seen, *rows],
+        [*given.tiled(kv_tile), seen, *rows],
         [jax.ShapeDtypeStruct(block.bias.shape, block.bias.dtype if final else jnp.float32)],
         grid=(batch * heads * sums.own_rows * sums.columns,),
         name="ringattn_backward_bias",

@@ -23,7 +23,7 @@ def forward(block: Block, partial: Partial, target: Target) -> Partial:
     schedule = schedules.forward(facts, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
     continued = [None, None] if partial.empty else [partial.out, partial.lse]
-    arrays = [*given.arrays, table.bounds, table.tiles, *continued]
+    arrays = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *continued]
     before = len(arrays) - 2
     out, lse = launch(
         forward_kernel,

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 from ringattn_core import dropout
 from ringattn_core.protocol import Block
 
@@ -21,8 +22,8 @@ _NO_LIMIT: Final = 2**31 - 1
 _INT32: Final = 2**31
 
 INPUTS: Final = (
-    "q", "kv", "q_positions", "kv_positions", "q_index", "kv_index", "q_segments", "kv_segments", "bias", "slopes",
-    "mask_words", "mask_of_head", "dense_words", "seed", "batch_index", "head_index",
+    "q", "kv", "q_positions", "kv_positions", "q_index", "kv_index", "kv_groups", "q_segments", "kv_segments", "bias",
+    "slopes", "mask_words", "mask_of_head", "dense_words", "seed", "batch_index", "head_index",
 )  # fmt: skip
 """The parameters that every kernel begins with, in this order."""
 
@@ -31,8 +32,9 @@ INPUTS: Final = (
 class Facts:
     """What a kernel is compiled for. A field `x_batch` (`_head`, `_query`) is how far `x` moves per batch row (...).
 
-    `plain` says that a score is nothing but `scale` times the product, with `scale > 0`, so that maxima may be taken
-    of products. `fold` is what then turns a product into a score in units of log2, and 1 where `scored` already did.
+    `plain` says that a score is nothing but a positive number times the product, or times the bent product, so that
+    maxima may be taken of those; else `unbend` makes it a score. `fold` is what turns what `scored` gives into units of
+    log2.
     `below` and `above` say that a query sees no key before, or behind, some position.
     """
 
@@ -97,13 +99,22 @@ class Facts:
 
 
 class Operands(NamedTuple):
-    """A block as kernels take it: `arrays` in the order of `INPUTS`."""
+    """A block as kernels take it: `arrays` in the order of `INPUTS`, but for what depends on the tiles."""
 
     arrays: tuple[jax.Array | None, ...]
     facts: Facts
 
     def named(self, name: str) -> jax.Array | None:
         return self.arrays[INPUTS.index(name)]
+
+    def tiled(self, kv_tile: int) -> list[jax.Array | None]:
+        """The arrays for a kernel with tiles of so many keys."""
+        arrays = list(self.arrays)
+        if self.facts.dropout:
+            index = self.named("kv_index")
+            assert index is not None
+            arrays[INPUTS.index("kv_groups")] = _groups(index, kv_tile)
+        return arrays
 
 
 def of(block: Block, fast: bool = False) -> Operands:
@@ -118,8 +129,9 @@ def of(block: Block, fast: bool = False) -> Operands:
     dense_words = words.of_dense(block) if block.mask is not None else None
     left, right = (None, None) if rule.window is None else rule.window
     bias, slopes = block.bias, block.slopes
-    natural = rule.scale * LOG2_E
-    plain = rule.soft_cap is None and bias is None and slopes is None and rule.scale > 0
+    capped = rule.soft_cap is not None
+    factor = rule.soft_cap if rule.soft_cap is not None else rule.scale
+    plain = bias is None and slopes is None and factor > 0
     narrow = block.q.dtype != jnp.float32
     words_query = -(-kv_length // words.BITS)
     arrays: dict[str, Any] = {
@@ -129,6 +141,7 @@ def of(block: Block, fast: bool = False) -> Operands:
         "kv_positions": block.kv_positions if positions else None,
         "q_index": block.q_index if uses_index else None,
         "kv_index": block.kv_index if uses_index or block.padded else None,
+        "kv_groups": None,
         "q_segments": block.q_segments,
         "kv_segments": block.kv_segments,
         "bias": bias,
@@ -159,12 +172,12 @@ def of(block: Block, fast: bool = False) -> Operands:
         kv_index_batch=_stride(block.kv_index, 0),
         scale=rule.scale,
         plain=plain,
-        fold=natural if plain else 1.0,
+        fold=factor * LOG2_E if plain else LOG2_E,
         precision=_precision(rule.precision, narrow, fast),
         fast=fast and narrow,
-        capped=rule.soft_cap is not None,
-        bend=rule.scale / rule.soft_cap if rule.soft_cap is not None else 1.0,
-        unbend=rule.soft_cap * LOG2_E if rule.soft_cap is not None else natural,
+        capped=capped,
+        bend=rule.scale / factor if capped else 1.0,
+        unbend=factor,
         positions=positions,
         below=left is not None or rule.chunk is not None,
         above=rule.causal or right is not None or rule.chunk is not None,
@@ -196,6 +209,17 @@ def of(block: Block, fast: bool = False) -> Operands:
         words_query=words_query,
     )
     return Operands(tuple(arrays[name] for name in INPUTS), facts)
+
+
+def _groups(index: Int32[Array, "b S"], kv_tile: int) -> Int32[Array, "b tiles"]:
+    """A fourth of each tile's first index, if all others count on from there and it is a multiple of four; or -1."""
+    more = -index.shape[1] % kv_tile
+    # What fills the last tile counts on from what is in it.
+    filled = jnp.concatenate([index, index[:, -1:] + 1 + jnp.arange(more, dtype=index.dtype)], 1) if more else index
+    of_tile = filled.reshape(index.shape[0], -1, kv_tile)
+    first = of_tile[:, :, 0]
+    counts_on = (of_tile == first[:, :, None] + jnp.arange(kv_tile, dtype=index.dtype)).all(2)
+    return jnp.where(counts_on & (first >= 0) & (first % 4 == 0), first // 4, -1)
 
 
 def padded_dim(size: int) -> int:

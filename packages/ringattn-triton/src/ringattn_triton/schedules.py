@@ -74,7 +74,7 @@ def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) ->
     """What was fastest where it was measured, on Hopper; elsewhere what spills no registers, or hardly any.
 
     Exact float32 products are no business of tensor cores: their operands are held in registers, so that tiles are
-    small. Dropout holds four random words for each four scores, and a bias a tile more of shared memory.
+    small. Dropout holds a weight for each score, and a bias a tile more of shared memory.
     """
     if target.kind == "interpreter":
         return _INTERPRETED
@@ -91,8 +91,6 @@ def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) ->
     if _wide_products(target):
         if dim > 128:
             return Schedule(128, 32 if facts.dropout or facts.bias else 64, 8, 2)
-        if facts.dropout:
-            return Schedule(128, 64, 8, 3)
         # Two programs share a multiprocessor: one multiplies while the other takes exponentials, begins or ends.
         return Schedule(64, 64, 4, 3)
     if dim > 128:
@@ -120,10 +118,8 @@ def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Targ
     if _wide_products(target):
         if dim > 128:
             return Schedule(32, 64, 8, 2)
-        if facts.dropout:
-            return Schedule(32, 128, 8, 2)
         if facts.bias:
-            return Schedule(32, 64, 4, 3)
+            return Schedule(32, 128, 8, 2) if facts.dropout else Schedule(32, 64, 4, 3)
         return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
 
@@ -136,7 +132,8 @@ def backward_queries(facts: Facts, itemsize: int, params: BwdParams, target: Tar
     schedule = _backward(
         _backward_queries_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
     )
-    held = schedule.q_tile <= 64 and _largest_dim(facts) > 64 and _may_hold(facts, itemsize, target)
+    short = schedule.q_tile <= 64 or facts.dropout
+    held = short and _largest_dim(facts) > 64 and _may_hold(facts, itemsize, target)
     return dataclasses.replace(schedule, held=held)
 
 
@@ -150,11 +147,12 @@ def _backward_queries_by_family(facts: Facts, itemsize: int, dim: int, target: T
     if _wide_products(target):
         if dim > 128:
             return Schedule(128, 32, 8, 2)
-        if facts.dropout or facts.bias:
+        if facts.bias or (facts.dropout and dim > 64):
             return Schedule(128, 64, 8, 3)
         if dim <= 64:
             short = facts.below or facts.segments or facts.masks or facts.dense
-            return Schedule(128, 64, 4, 3) if facts.plain and not short else Schedule(64, 64, 4, 3)
+            light = facts.plain and not (facts.capped or facts.dropout)
+            return Schedule(128, 64, 4, 3) if light and not short else Schedule(64, 64, 4, 3)
         return Schedule(64, 64, 4, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
 

@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts
-from .scores import Inputs, bent, biases, drawn, of_head, of_keys, of_queries
+from .dropout import weights
+from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
 from .tiles import moved, vectors
 
 
 @triton.jit
 def backward_bias(
-    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     SEEN, DOUT, LSE, DELTA, DBIAS,
     F: tl.constexpr, D: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
@@ -33,7 +34,7 @@ def backward_bias(
     bias_head = of_bias % D.heads
     bias_batch = of_bias // D.heads
     P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
     total = tl.zeros([Q_TILE, KV_TILE], tl.float32)
@@ -44,13 +45,17 @@ def backward_bias(
         if not D.grouped:
             group = batch * 0
         if tl.load(SEEN + ((group * D.rows + row_tile) * D.columns + kv_tile)) != 0:
+            # Heads whose gradients are summed share their bias.
+            queries = of_queries(P, batch, row_tile * Q_TILE, F, Q_TILE, False)
+            keys = of_keys(P, batch, kv_tile * KV_TILE, F, KV_TILE, False)
+            bias = biases(queries, keys, of_head(P, batch, bias_head, F), F)
             for member in tl.range(0, D.head_sums):
-                total += _of_tile(
-                    Q, KV, DOUT, LSE, DELTA, P, batch, bias_head + member, row_tile, kv_tile,
+                total += _of_head(
+                    Q, KV, DOUT, LSE, DELTA, P, batch, bias_head + member, row_tile, kv_tile, queries, keys, bias,
                     F, Q_TILE, KV_TILE, DIM, VALUE_DIM,
                 )  # fmt: skip
 
-    columns = kv_tile * KV_TILE + tl.arange(0, KV_TILE)
+    columns = kv_tile * KV_TILE + in_columns(F, KV_TILE, False)
     line = of_bias.to(tl.int64)
     if D.summed_rows:
         tl.store(DBIAS + (line * F.kv_length + columns), tl.sum(total, 0), mask=columns < F.kv_length)
@@ -61,23 +66,20 @@ def backward_bias(
 
 
 @triton.jit
-def _of_tile(
-    Q, KV, DOUT, LSE, DELTA, P, batch, head_number, row_tile, kv_tile,
+def _of_head(
+    Q, KV, DOUT, LSE, DELTA, P, batch, head_number, row_tile, kv_tile, queries, keys, bias,
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """The derivative by the scores of one tile of one head; zero past the ends."""
     Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
     KV_RAGGED: tl.constexpr = F.kv_length % KV_TILE != 0
     head = of_head(P, batch, head_number, F)
-    queries = of_queries(P, batch, row_tile * Q_TILE, F, Q_TILE, False)
-    keys = of_keys(P, batch, kv_tile * KV_TILE, F, KV_TILE, False)
-    bias = biases(queries, keys, head, F)
-    draws = 0
+    keep = 0
     if F.dropout:
-        draws = drawn(queries, keys, head, F, KV_TILE, False)
+        keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
     line = row_tile * Q_TILE + tl.arange(0, Q_TILE)
     rows = line[:, None]
-    columns = (kv_tile * KV_TILE + tl.arange(0, KV_TILE))[:, None]
+    columns = (kv_tile * KV_TILE + in_columns(F, KV_TILE, False))[:, None]
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
@@ -97,7 +99,5 @@ def _of_tile(
     lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
-    _, ds = derivatives(
-        bend, dp, lse, delta, bias, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, True, False, KV_RAGGED
-    )
+    _, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, True, False, KV_RAGGED)
     return ds

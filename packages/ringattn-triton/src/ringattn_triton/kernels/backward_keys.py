@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
-from .scores import Inputs, bent, biases, drawn, of_head, of_keys, of_queries
+from .dropout import weights_by_keys
+from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
 def backward_keys(
-    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     TABLE, TILES, DOUT, LSE, DELTA, DK, DV,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
@@ -24,7 +25,7 @@ def backward_keys(
     """One program for each tile of keys of each key head; first those which most see under a causal mask."""
     own, batch, kv_head = owned(V, F.kv_heads)
     P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
     visited = visit(TABLE, TILES, batch, own, V)
@@ -33,7 +34,7 @@ def backward_keys(
     KV_RAGGED: tl.constexpr = F.kv_length % KV_TILE != 0
     DIM_RAGGED: tl.constexpr = F.head_dim != DIM
     VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
-    columns = (own * KV_TILE + tl.arange(0, KV_TILE))[:, None]
+    columns = (own * KV_TILE + in_columns(F, KV_TILE, True))[:, None]
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
@@ -54,14 +55,18 @@ def backward_keys(
         q_pointers = Q + first * F.head_dim + (rows * (F.heads * F.head_dim) + dims)
         dout_pointers = DOUT + first * F.value_dim + (rows * (F.heads * F.value_dim) + value_dims)
         row_at = (wide_batch * F.heads + head_number) * F.q_length
+        ahead = full_tile(visited, visited.full_from, V)
         for step in tl.range(visited.full_from, visited.full_to):
-            tile = full_tile(visited, step, V)
+            tile = full_tile(visited, step, V) if V.run else ahead
+            ahead = full_tile(visited, step + 1, V)
             dk, dv = _added(
                 dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
                 F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
             )  # fmt: skip
+        ahead = masked_tile(visited, 0, V)
         for step in tl.range(0, visited.masked):
-            tile = masked_tile(visited, step, V)
+            tile = masked_tile(visited, step, V) if not V.listed else ahead
+            ahead = masked_tile(visited, step + 1, V)
             dk, dv = _added(
                 dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
                 F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
@@ -95,9 +100,9 @@ def _added(
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     queries = of_queries(P, batch, start, F, Q_TILE, True)
     bias = biases(queries, keys, head, F)
-    draws = 0
+    keep = 0
     if F.dropout:
-        draws = drawn(queries, keys, head, F, KV_TILE, True)
+        keep = weights_by_keys(queries, keys, head, F, Q_TILE, KV_TILE)
     q_to = moved(start, F.heads * F.head_dim, F.wide)
     q = vectors(q_pointers + q_to, rows[:, None], dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
     bend = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)
@@ -107,9 +112,7 @@ def _added(
     )
     dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
     lse, delta = row_facts(LSE, DELTA, rows, rows, F, Q_RAGGED, True)
-    dropped, ds = derivatives(
-        bend, dp, lse, delta, bias, draws, queries, keys, head, F, Q_TILE, KV_TILE, True, MASKED, False, False
-    )
+    dropped, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, False)
     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
     dk = tl.dot(unbent(ds, bend, F).to(q.dtype), q, dk, input_precision=F.precision)
     return dk, dv

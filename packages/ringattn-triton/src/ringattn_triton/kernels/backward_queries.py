@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
-from .scores import Inputs, bent, biases, distance, drawn, of_head, of_keys, of_queries
+from .dropout import weights
+from .scores import Inputs, bent, biases, distance, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
 def backward_queries(
-    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     TABLE, TILES, DOUT, LSE, DELTA, DQ_BEFORE, DQ, DSLOPES,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
@@ -26,7 +27,7 @@ def backward_queries(
     own = V.rows - 1 - turn
     kv_head = head_number // F.group
     P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
     head = of_head(P, batch, head_number, F)
@@ -51,20 +52,24 @@ def backward_queries(
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
     lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
 
-    columns = tl.arange(0, KV_TILE)[:, None]
+    columns = in_columns(F, KV_TILE, False)[:, None]
     kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
     k_pointers = kv + (columns * F.kv_token + dims)
     v_pointers = kv + F.value_at + (columns * F.kv_token + value_dims)
     dq = tl.zeros([Q_TILE, DIM], tl.float32)
     dslope = tl.zeros([Q_TILE], tl.float32)
+    ahead = full_tile(visited, visited.full_from, V)
     for step in tl.range(visited.full_from, visited.full_to):
-        tile = full_tile(visited, step, V)
+        tile = full_tile(visited, step, V) if V.run else ahead
+        ahead = full_tile(visited, step + 1, V)
         dq, dslope = _added(
             dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
         )  # fmt: skip
+    ahead = masked_tile(visited, 0, V)
     for step in tl.range(0, visited.masked):
-        tile = masked_tile(visited, step, V)
+        tile = masked_tile(visited, step, V) if not V.listed else ahead
+        ahead = masked_tile(visited, step + 1, V)
         dq, dslope = _added(
             dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
@@ -90,22 +95,20 @@ def _added(
     """What a tile of keys adds."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
-    columns = (start + tl.arange(0, KV_TILE))[:, None]
+    columns = (start + in_columns(F, KV_TILE, False))[:, None]
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     keys = of_keys(P, batch, start, F, KV_TILE, False)
     bias = biases(queries, keys, head, F)
-    draws = 0
+    keep = 0
     if F.dropout:
-        draws = drawn(queries, keys, head, F, KV_TILE, False)
+        keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
     at = moved(start, F.kv_token, F.wide)
     k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
-    _, ds = derivatives(
-        bend, dp, lse, delta, bias, draws, queries, keys, head, F, Q_TILE, KV_TILE, False, MASKED, False, KV_RAGGED
-    )
+    _, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, KV_RAGGED)
     if F.slopes:
         dslope -= tl.sum(ds * distance(queries, keys), 1)
     dq = tl.dot(unbent(ds, bend, F).to(k.dtype), k, dq, input_precision=F.precision)

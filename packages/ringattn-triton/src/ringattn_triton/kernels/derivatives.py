@@ -5,40 +5,36 @@
 import triton
 import triton.language as tl
 
-from .scores import LOG2_E, as_queries, kept, scored, visible
+from .orientation import as_queries
+from .scores import scored, visible
 
 
 @triton.jit
 def row_facts(LSE, DELTA, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The lse, in units of log2, and delta of some queries.
-
-    A row that sees nothing has lse 0, where all its scores are -inf; one past the end +inf, so that it weighs nothing.
-    """
+    """The lse, in units of log2, and delta of some queries. A row past the end has lse +inf: it weighs nothing."""
     if RAGGED:
         lse = tl.load(LSE + at, mask=rows < F.q_length, other=float("inf"))
         delta = tl.load(DELTA + at, mask=rows < F.q_length, other=0.0)
     else:
         lse = tl.load(LSE + at)
         delta = tl.load(DELTA + at)
-    lse = tl.where(lse == -float("inf"), 0.0, lse * LOG2_E)
     return as_queries(lse, BY_KEYS), as_queries(delta, BY_KEYS)
 
 
 @triton.jit
 def derivatives(
-    bend, dp, lse, delta, bias, draws, queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr, MASKED: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr,
+    bend, dp, lse, delta, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
+    Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The probabilities after dropout, and the derivative by the scores with all that is added to them.
 
-    `bias` is `scores.biases` and `draws` is `scores.drawn`, or anything without dropout. Where a pair does not see each
-    other both are zero: `dp` and `delta` are finite, and what is NaN is selected away.
+    `bias` is `scores.biases` and `keep` is `dropout.weights`, or anything without dropout. Where a pair does not see
+    each other both are zero: `dp` and `delta` are finite, and what is NaN is selected away.
     """
     p = tl.exp2(scored(bend, bias, queries, keys, head, F) * F.fold - lse)
     if MASKED:
         p = tl.where(visible(queries, keys, head, F, Q_RAGGED, KV_RAGGED), p, 0.0)
     if F.dropout:
-        keep = tl.where(kept(draws, Q_TILE, KV_TILE, BY_KEYS), F.keep_weight, 0.0)
         return p * keep, p * (dp * keep - delta)
     else:
         return p, p * (dp - delta)

@@ -5,13 +5,14 @@
 import triton
 import triton.language as tl
 
-from .scores import LOG2_E, Inputs, bent, biases, drawn, kept, of_head, of_keys, of_queries, scored, visible
+from .dropout import weights
+from .scores import LOG2_E, Inputs, bent, biases, in_columns, of_head, of_keys, of_queries, scored, visible
 from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
 def forward(
-    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+    Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
@@ -26,7 +27,7 @@ def forward(
     own = V.rows - 1 - turn
     kv_head = head_number // F.group
     P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
     head = of_head(P, batch, head_number, F)
@@ -49,7 +50,7 @@ def forward(
     if HELD:
         q = held(q, DIM)
 
-    columns = tl.arange(0, KV_TILE)
+    columns = in_columns(F, KV_TILE, False)
     kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
     k_pointers = kv + (columns[None, :] * F.kv_token + dims[:, None])
     v_pointers = kv + F.value_at + (columns[:, None] * F.kv_token + value_dims[None, :])
@@ -69,14 +70,18 @@ def forward(
         top = before * LOG2_E
         total = tl.where(before == -float("inf"), 0.0, 1.0)
 
+    ahead = full_tile(visited, visited.full_from, V)
     for step in tl.range(visited.full_from, visited.full_to):
-        tile = full_tile(visited, step, V)
+        tile = full_tile(visited, step, V) if V.run else ahead
+        ahead = full_tile(visited, step + 1, V)
         acc, total, top = _continued(
             acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
         )  # fmt: skip
+    ahead = masked_tile(visited, 0, V)
     for step in tl.range(0, visited.masked):
-        tile = masked_tile(visited, step, V)
+        tile = masked_tile(visited, step, V) if not V.listed else ahead
+        ahead = masked_tile(visited, step + 1, V)
         acc, total, top = _continued(
             acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
@@ -105,7 +110,7 @@ def _continued(
     """One step of the online softmax: `acc` and `total` are sums relative to `exp2(top)`."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
-    columns = start + tl.arange(0, KV_TILE)
+    columns = start + in_columns(F, KV_TILE, False)
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
     at = moved(tile, KV_TILE * F.kv_token, F.wide)
@@ -113,7 +118,7 @@ def _continued(
     keys = of_keys(P, batch, start, F, KV_TILE, False)
     bias = biases(queries, keys, head, F)
     if F.dropout:
-        draws = drawn(queries, keys, head, F, KV_TILE, False)
+        keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
     s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED), s, -float("inf"))
@@ -126,7 +131,7 @@ def _continued(
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(p, 1)
     if F.dropout:
-        p = tl.where(kept(draws, Q_TILE, KV_TILE, False), p * F.keep_weight, 0.0)
+        p = p * keep
     v = vectors(
         v_pointers + at, columns[:, None], value_dims[None, :], F.kv_length, F.value_dim, KV_RAGGED,
         F.value_dim != VALUE_DIM,

@@ -3,7 +3,7 @@
 """What one tile of scores is in every kernel: its values, which pairs see each other, and which of them are kept.
 
 Queries lie on the first axis of a tile, or on the second where BY_KEYS says so; nothing else differs, because all that
-comes with a query or a key has the shape of a column or a row. Scores are in units of log2: `exp2` takes no factor.
+comes with a query or a key has the shape of a column or a row.
 `F` is `operands.Facts`; what it says is absent is never read.
 """
 
@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .dropout import dealt
+from .orientation import as_keys, as_queries, unsigned
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-MULTIPLIER_A: tl.constexpr = tl.constexpr(0xD2511F53)
-MULTIPLIER_C: tl.constexpr = tl.constexpr(0xCD9E8D57)
-WEYL_A: tl.constexpr = tl.constexpr(0x9E3779B9)
-WEYL_C: tl.constexpr = tl.constexpr(0xBB67AE85)
 
 
 class Inputs(NamedTuple):
@@ -26,6 +25,7 @@ class Inputs(NamedTuple):
     kv_positions: Any
     q_index: Any
     kv_index: Any
+    kv_groups: Any
     q_segments: Any
     kv_segments: Any
     bias: Any
@@ -67,8 +67,8 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """The keys of a tile that begins at column `start` of the block.
 
-    `indices` points at the index of the first, which is `first`; `aligned` says whether those that follow count on
-    from there, and `first` is a multiple of four.
+    `indices` points at the index of the first. If those that follow count on from there, and it is four times a number,
+    `group` is that number, else -1.
     """
 
     start: Any
@@ -78,26 +78,7 @@ class Keys(NamedTuple):
     index: Any
     segment: Any
     indices: Any
-    first: Any
-    aligned: Any
-
-
-@triton.jit
-def as_queries(x, BY_KEYS: tl.constexpr):
-    """A vector along the axis of the queries."""
-    if BY_KEYS:
-        return x[None, :]
-    else:
-        return x[:, None]
-
-
-@triton.jit
-def as_keys(x, BY_KEYS: tl.constexpr):
-    """A vector along the axis of the keys."""
-    if BY_KEYS:
-        return x[:, None]
-    else:
-        return x[None, :]
+    group: Any
 
 
 @triton.jit
@@ -115,7 +96,7 @@ def of_head(P, batch, head, F: tl.constexpr):
     if F.bias:
         bias = P.bias + (wide_batch * F.bias_batch + wide_head * F.bias_head)
     if F.slopes:
-        slope = tl.load(P.slopes + (batch * F.slopes_batch + head)) * LOG2_E
+        slope = tl.load(P.slopes + (batch * F.slopes_batch + head))
     if F.masks:
         mask = wide_head * 0
         if not F.one_mask:
@@ -125,8 +106,8 @@ def of_head(P, batch, head, F: tl.constexpr):
         dense_words = P.dense_words + (wide_batch * F.dense_words_batch + wide_head * F.dense_words_head)
     if F.dropout:
         seed = tl.load(P.seed + batch)
-        batch_index = _unsigned(tl.load(P.batch_index + batch))
-        head_index = _unsigned(tl.load(P.head_index + head))
+        batch_index = unsigned(tl.load(P.batch_index + batch))
+        head_index = unsigned(tl.load(P.head_index + head))
     return Head(bias, slope, mask_words, dense_words, seed, batch_index, head_index)
 
 
@@ -177,33 +158,41 @@ def _range_of(position, F: tl.constexpr):
 
 
 @triton.jit
+def in_columns(F: tl.constexpr, SIZE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Which of `SIZE` keys lies in each column of a tile, or in each row."""
+    if F.dropout:
+        return dealt(SIZE, BY_KEYS)
+    else:
+        return tl.arange(0, SIZE)
+
+
+@triton.jit
 def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
     """The `Keys` of a tile that begins at column `start`."""
     position = 0
     index = 0
     segment = 0
     indices = 0
-    first = 0
-    aligned = 0
-    raw = start + tl.arange(0, TILE)
+    group = 0
+    raw = start + in_columns(F, TILE, BY_KEYS)
     column = raw
     if F.kv_length % TILE != 0:
         column = tl.minimum(raw, F.kv_length - 1)
     inside = as_keys(raw < F.kv_length, BY_KEYS)
     if F.positions:
         position = as_keys(tl.load(P.kv_positions + (batch * F.kv_positions_batch + column)), BY_KEYS)
-    if F.dropout or F.padded:
-        found = tl.load(P.kv_index + (batch * F.kv_index_batch + column))
-        index = as_keys(found, BY_KEYS)
-        if F.dropout:
-            indices = P.kv_index + (batch * F.kv_index_batch + start)
-            first = tl.load(indices)
-            regular = tl.min((found - first == column - start).to(tl.int32), 0)
-            aligned = (regular != 0) & (first >= 0) & (first % 4 == 0)
+    if F.padded:
+        index = as_keys(tl.load(P.kv_index + (batch * F.kv_index_batch + column)), BY_KEYS)
+    if F.dropout:
+        indices = P.kv_index + (batch * F.kv_index_batch + start)
+        at = start // TILE
+        if F.kv_index_batch != 0:
+            at += batch * tl.cdiv(F.kv_length, TILE)
+        group = tl.load(P.kv_groups + at)
     if F.segments:
         found = tl.load(P.kv_segments + (batch * F.kv_length + column))
         segment = as_keys(tl.where(found < 0, -2, found), BY_KEYS)
-    return Keys(start, as_keys(column, BY_KEYS), inside, position, index, segment, indices, first, aligned)
+    return Keys(start, as_keys(column, BY_KEYS), inside, position, index, segment, indices, group)
 
 
 @triton.jit
@@ -219,7 +208,7 @@ def visible(queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAG
         seen = seen & keys.inside
     if F.below and F.above:
         # One comparison for both ends of a range: what is before it is far behind it in unsigned numbers.
-        seen = seen & (_unsigned(keys.position - queries.low) <= _unsigned(queries.high - queries.low))
+        seen = seen & (unsigned(keys.position - queries.low) <= unsigned(queries.high - queries.low))
     elif F.below:
         seen = seen & (keys.position >= queries.low)
     elif F.above:
@@ -250,13 +239,13 @@ def _bits(words, queries, keys, F: tl.constexpr):
         if F.kv_length % KV_TILE != 0:
             column = tl.minimum(column, F.words_query - 1)
         word = tl.load(words + (_rows(queries, F) * F.words_query + as_keys(column, BY_KEYS)))
-        return _spread(word, 32, Q_TILE, KV_TILE, BY_KEYS)
+        return _spread(word, in_columns(F, 32, BY_KEYS), Q_TILE, KV_TILE, BY_KEYS)
 
 
 @triton.jit
-def _spread(word, N: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Bit `j % N` of word `j // N` as the truth about key `j`."""
-    bit = tl.arange(0, N).to(word.dtype)
+def _spread(word, bit, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The bits of each word as truths about the keys of 32 columns."""
+    bit = bit.to(word.dtype)
     if BY_KEYS:
         return tl.reshape((word[:, None, :] >> bit[None, :, None]) & 1, (KV_TILE, Q_TILE)) != 0
     else:
@@ -292,12 +281,12 @@ def biases(queries, keys, head, F: tl.constexpr):
 
 @triton.jit
 def scored(bend, bias, queries, keys, head, F: tl.constexpr):
-    """The scores of a tile from `bent` and `biases`; times `F.fold` they are in units of log2."""
+    """The scores of a tile from `bent` and `biases`, if `F.plain` less a factor; times `F.fold` in units of log2."""
     s = bend
     if not F.plain:
         s = s * F.unbend
     if F.bias:
-        s = s + bias.to(tl.float32) * LOG2_E
+        s = s + bias.to(tl.float32)
     if F.slopes:
         s = s - head.slope * distance(queries, keys)
     return s
@@ -323,68 +312,3 @@ def tanh(x, F: tl.constexpr):
         series = -17.0 / 315.0 + square * (62.0 / 2835.0)
         series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * series))
         return tl.where(size < 0.25, x * series, tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
-def drawn(queries, keys, head, F: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The draws of dropout for a tile: bit `j % 4` of the number of group `j // 4` says whether key `j` is kept.
-
-    Four keys share one call of Philox where their indices are consecutive and begin at a multiple of four. Whether
-    they do is data (a striped shard skips), so both ways are compiled. A fourth of a tile at a time either way: the
-    state of Philox is four words for each draw, and no tile leaves registers for that.
-    """
-    groups = tl.arange(0, KV_TILE // 4)
-    query = _unsigned(queries.index)
-    if keys.aligned:
-        counter = _unsigned(as_keys(keys.first // 4 + groups, BY_KEYS))
-        bits = _of_group(counter, query, head, F)
-    else:
-        bits = (as_keys(groups, BY_KEYS) + queries.index) * 0
-        for part in tl.range(0, 4):
-            column = groups * 4 + part
-            if F.kv_length % KV_TILE != 0:
-                column = tl.minimum(column, F.kv_length - 1 - keys.start)
-            index = _unsigned(as_keys(tl.load(keys.indices + column), BY_KEYS))
-            four = _of_group(index >> 2, query, head, F)
-            bits = bits | (((four >> (index & 3).to(tl.int32)) & 1) << part)
-    return bits
-
-
-@triton.jit
-def _of_group(counter, query, head, F: tl.constexpr):
-    a, b, c, d = philox(counter, query, head.head_index, head.batch_index, head.seed)
-    low = (a >= F.threshold).to(tl.int32) | ((b >= F.threshold).to(tl.int32) << 1)
-    high = (c >= F.threshold).to(tl.int32) | ((d >= F.threshold).to(tl.int32) << 1)
-    return low | (high << 2)
-
-
-@triton.jit
-def kept(draws, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Which probabilities of a tile survive dropout, from `drawn`: those of `ringattn_core.dropout.kept`."""
-    return _spread(draws, 4, Q_TILE, KV_TILE, BY_KEYS)
-
-
-@triton.jit
-def _unsigned(x):
-    return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def philox(a, b, c, d, seed):
-    """Philox 4x32-10 of the counter `(a, b, c, d)` under the key `(seed, 0)`; all of uint32.
-
-    They broadcast only when they meet: the first two rounds are done on rows, columns and numbers.
-    """
-    first = seed
-    second = seed * 0
-    for _ in tl.static_range(10):
-        # One product of 64 bits is one instruction; its halves by themselves would be two.
-        product_a = a.to(tl.uint64) * MULTIPLIER_A
-        product_c = c.to(tl.uint64) * MULTIPLIER_C
-        a = (product_c >> 32).to(tl.uint32) ^ b ^ first
-        b = product_c.to(tl.uint32)
-        c = (product_a >> 32).to(tl.uint32) ^ d ^ second
-        d = product_a.to(tl.uint32)
-        first = first + WEYL_A
-        second = second + WEYL_C
-    return a, b, c, d

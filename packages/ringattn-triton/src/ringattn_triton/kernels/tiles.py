@@ -59,20 +59,20 @@ def visit(TABLE, TILES, batch, row, V: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, V: tl.constexpr):
-    """The number of the tile at a step of `[0, masked)`."""
+    """The number of the tile at a step of `[0, masked)`; for the step after the last, of any tile."""
     if V.listed:
-        return tl.load(visited.listed + step)
+        return tl.load(visited.listed + tl.minimum(step, V.columns - 1))
     else:
         return tl.where(step < visited.before, visited.lo + step, visited.after + (step - visited.before))
 
 
 @triton.jit
 def full_tile(visited, step, V: tl.constexpr):
-    """The number of the tile at a step of `[full_from, full_to)`."""
+    """The number of the tile at a step of `[full_from, full_to)`; for the step after the last, of any tile."""
     if V.run:
         return step
     else:
-        return tl.load(visited.listed + step)
+        return tl.load(visited.listed + tl.minimum(step, V.columns - 1))
 
 
 @triton.jit
