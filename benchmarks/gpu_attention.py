@@ -18,8 +18,8 @@ from ringattn_core import masks
 PARTS = ("forward", "forward+backward")
 PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
 WORK = {"forward": 1.0, "forward+backward": 3.5}
-CALLS = 5
-"""In a row, so that the host is ahead of the device."""
+LEAST = 0.05
+"""Seconds of a measurement, so that the host has no part in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Table:
         return Candidate(ours(backend=self.backend, **options), extras)
 
     def measured(self, candidates: Mapping[str, Candidate], shape: Shape, part: str) -> dict[str, float]:
-        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, CALLS)
+        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, LEAST)
 
     def speed(self, name: str, shape: Shape, targets: tuple[float, float]) -> None:
         """Our rate by ourselves, against a target; and beside cuDNN, whose turns heat the same card, against it."""

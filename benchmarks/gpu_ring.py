@@ -76,7 +76,7 @@ def main() -> None:
         }
         for part, work in WORK.items():
             runs = {name: run(attend, arrays[name], part) for name, attend in attentions.items()}
-            time = medians(runs, arguments.rounds, calls=3)
+            time = medians(runs, arguments.rounds, least=0.05)
             rates = {}
             for name, seconds in time.items():
                 pairs = sizes[name] ** 2 / 2 / (1 if name == "alone" else ranks)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import operator
 import statistics
 import time
@@ -28,20 +29,28 @@ class Claim:
         return COMPARE[self.relation](self.measured, self.target)
 
 
-def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, float]:
-    """The median seconds of each candidate; each has run once before, and a slow minute hits all of them alike.
+def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[str, float]:
+    """The median seconds of each candidate; each has run before, and a slow minute hits all of them alike.
 
-    A measurement is of so many `calls` in a row: a GPU takes the next while it works, and its host stays out of it.
+    A measurement is of as many calls in a row as take `least` seconds, or of one: a GPU takes the next while it works,
+    and waking its host, which takes a millisecond, stays out of it.
     """
-    for candidate in candidates.values():
-        jax.block_until_ready(candidate())
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    calls = {}
+    for name, candidate in candidates.items():
+        _seconds(candidate, 1)
+        calls[name] = math.ceil(least / _seconds(candidate, 1)) if least else 1
+    found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, candidate in candidates.items():
-            start = time.perf_counter()
-            jax.block_until_ready([candidate() for _ in range(calls)])
-            seconds[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+            found[name].append(_seconds(candidate, calls[name]))
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def _seconds(candidate: Callable[[], object], calls: int) -> float:
+    """How long a call takes, of so many in a row."""
+    start = time.perf_counter()
+    jax.block_until_ready([candidate() for _ in range(calls)])
+    return (time.perf_counter() - start) / calls
 
 
 def report(script: str, claims: Sequence[Claim], raw: Mapping[str, float]) -> None:

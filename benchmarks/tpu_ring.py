@@ -105,7 +105,7 @@ def measured(mesh: Any, tokens: int, arguments: Any, rivals: dict[str, Any]) -> 
         runs: dict[str, Callable[[], Any]] = {
             name: run(attend, part_of_one if name == "splash" else whole, part) for name, attend in attentions.items()
         }
-        found[part] = medians(runs, arguments.rounds, calls=1 if arguments.interpret else 3)
+        found[part] = medians(runs, arguments.rounds, least=0.0 if arguments.interpret else 0.05)
     return found
 
 
