@@ -99,6 +99,39 @@ def test_a_kernel_without_batching_rules_is_never_vmapped():
     assert shapes[-1] == ((V * B, T, N, H), (2, V * B, T, N, H), (1, T))
 
 
+def test_what_the_rows_of_an_example_add_to_a_bias_is_rounded_once():
+    """200 times 1.0038 is 201 in bfloat16; each by itself would be rounded to 1."""
+
+    class Adder:
+        """Sees nothing, and every row of the batch adds the same to the bias."""
+
+        finishes = True
+
+        def forward(self, block: Any, partial: Partial) -> Partial:
+            return Partial(partial.out, jnp.zeros_like(partial.lse))
+
+        def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+            rows = block.q.shape[0] // block.bias.shape[0]
+            return Gradients(
+                jnp.zeros_like(block.q),
+                jnp.zeros_like(block.k),
+                jnp.zeros_like(block.v),
+                jnp.full_like(block.bias, rows * 1.0038),
+            )
+
+    features = {name: Support.FULL for name in (Feature.BFLOAT16, Feature.BIAS, Feature.GRADIENTS)}
+    q = jnp.ones((3, 200, 2, 1, 4), jnp.bfloat16)
+    bias = jnp.zeros((1, 1, 2, 2), jnp.bfloat16)
+
+    def loss(bias: Any, q: Any) -> Any:
+        return ring_attention(q, q, q, None, bias, backend="adder").astype(jnp.float32).sum()
+
+    adder = Backend(name="adder", api=1, platforms=("cpu",), kernel="a:b", features=features)
+    with discovery.registered(adder, Adder()):
+        got = jax.vmap(jax.grad(loss), (None, 0))(bias, q)
+    np.testing.assert_array_equal(got.astype(jnp.float32), 201)
+
+
 def test_examples_whose_heads_have_other_indices_are_computed_one_by_one():
     x = inputs()
 

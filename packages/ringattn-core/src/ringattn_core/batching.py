@@ -43,9 +43,13 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
         if block_batched.head_index:
             return _one_by_one(call, size, batched, block, *arrays)
         folded = _fold_block(size, block_batched, block, expand=("bias", "slopes"))
+        final = arrays[-1] is None
+        if final and _shared(block, block_batched, "bias"):
+            # Its gradient has its dtype, and is summed here: that of float32 is not rounded before.
+            folded = dataclasses.replace(folded, bias=folded.bias.astype(jnp.float32))
         result = call(folded, *(_fold(size, b, x) for b, x in zip(arrays_batched, arrays, strict=True)))
         result = jax.tree.map(lambda x: _unfold(size, x), result)
-        return _all_batched(_reduce_like(result, block, block_batched))
+        return _all_batched(_reduce_like(result, block, block_batched, final))
 
     return call
 
@@ -78,14 +82,20 @@ def _unfold(size: int, x: jax.Array) -> jax.Array:
     return x.reshape(size, x.shape[0] // size, *x.shape[1:])
 
 
-def _reduce_like(result: Gradients, block: Block, batched: Any) -> Gradients:
-    """Each example's gradient of an input that its batch shares is summed over that batch."""
+def _reduce_like(result: Gradients, block: Block, batched: Any, final: bool) -> Gradients:
+    """Each example's gradient of an input that its batch shares is summed over that batch; in its dtype if `final`."""
     changes = {}
     for name in ("bias", "slopes"):
-        x, gradient = getattr(block, name), getattr(result, f"d{name}")
-        if x is not None and x.shape[1 if getattr(batched, name) else 0] == 1:
-            changes[f"d{name}"] = gradient.sum(1, keepdims=True)
+        if _shared(block, batched, name):
+            gradient = getattr(result, f"d{name}").sum(1, keepdims=True)
+            changes[f"d{name}"] = gradient.astype(getattr(block, name).dtype) if final else gradient
     return dataclasses.replace(result, **changes)
+
+
+def _shared(block: Block, batched: Any, name: str) -> bool:
+    """Whether all rows of an example's batch have the same bias, or slopes."""
+    x = getattr(block, name)
+    return x is not None and x.shape[1 if getattr(batched, name) else 0] == 1
 
 
 def _one_by_one(call: Callable[..., Any], size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
