@@ -62,6 +62,15 @@ def check(block: Block, case: str) -> dict[str, np.ndarray]:
     return got
 
 
+@pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
+def test_the_instructions_and_tiles_of_hopper_give_the_same_gradients(option: str, monkeypatch: Any) -> None:
+    block = with_option(option, 70, 130, dim=24, dtype=jnp.bfloat16)
+    given = given_to(block)
+    monkeypatch.setattr(schedules, "target", lambda: Target("cuda", 90))
+    got = backward(KERNEL, block, *given)
+    compare(option, got, backward(ringattn_xla.block.KERNEL, block, *given), TOLERANCE["bfloat16"])
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_right_in_ragged_tiles(option: str) -> None:
     got = check(with_option(option, 41, 53, tiles=(16, 16)), option)

@@ -158,6 +158,15 @@ def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monke
     np.testing.assert_array_equal(held.lse, from_memory.lse)
 
 
+@pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
+def test_the_instructions_and_tiles_of_hopper_give_the_same_result(option: str) -> None:
+    block = with_option(option, 70, 130, dim=24, dtype=jnp.bfloat16)
+    got = forward.__wrapped__(block, empty(block), schedules.Target("cuda", 90))
+    want = ringattn_xla.block.KERNEL.forward(block, empty(block))
+    near(f"{option}: out", got.out, want.out, TOLERANCE["bfloat16"])
+    near(f"{option}: lse", got.lse, want.lse, TOLERANCE["bfloat16"])
+
+
 def test_two_runs_give_the_same_bits() -> None:
     block = with_option("all at once", 40, 40, tiles=(16, 16))
     first, second = (KERNEL.forward(block, empty(block)) for _ in range(2))

@@ -69,6 +69,16 @@ def test_umulhi_is_the_high_half_of_the_unsigned_product(dtype):
     np.testing.assert_array_equal(got.view(np.uint32), (product >> np.uint64(32)).astype(np.uint32))
 
 
+def test_inline_assembly_computes_what_ptx_says():
+    x, y = some(np.uint32), some(np.uint32, seed=1)
+    high, low = interpret(small_kernels.wide_product, [x, y], [(x.shape, np.uint32)] * 2, SIZE=x.size)
+    product = x.astype(np.uint64) * y.astype(np.uint64)
+    np.testing.assert_array_equal(high, (product >> np.uint64(32)).astype(np.uint32))
+    np.testing.assert_array_equal(low, product.astype(np.uint32))
+    with pytest.raises(NotImplementedError, match=r"popc\.b32"):
+        interpret(small_kernels.unknown_instruction, [x], [(x.shape, np.uint32)], SIZE=x.size)
+
+
 def test_a_maximum_ignores_nan_as_the_processor_does():
     x, y = np.array([np.nan, 1.0, np.nan, -np.inf], np.float32), np.array([1.0, np.nan, np.nan, 0.0], np.float32)
     (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, np.float32)], OP="maximum", SIZE=4)

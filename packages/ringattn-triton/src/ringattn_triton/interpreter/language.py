@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from triton import language as tl
 
+from . import assembly
 from .types import held, rounded
 from .values import Pointer, Tensor, cast, constant, number, plain, tensor
 
@@ -232,8 +233,15 @@ def device_print(prefix: Any, *args: Any, hex: bool = False) -> None:
 static_print = print
 
 
-def inline_asm_elementwise(*_: Any, **__: Any) -> Tensor:
-    raise NotImplementedError("inline assembly is not interpreted; put it behind a constexpr that is False on a CPU")
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
+) -> Tensor | tuple[Tensor, ...]:
+    """Of 32 bits each way, an element at a time."""
+    several = isinstance(dtype, tuple)
+    dtypes = dtype if several else (dtype,)
+    found = assembly.computed(asm, [tensor(x).data for x in args], len(dtypes))
+    results = tuple(Tensor(x, kind) for x, kind in zip(found, dtypes, strict=True))
+    return results if several else results[0]
 
 
 def _sizes(shape: Any, check: bool = True) -> tuple[int, ...]:
