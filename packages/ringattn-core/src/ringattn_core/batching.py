@@ -44,7 +44,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
             return _one_by_one(call, size, batched, block, *arrays)
         folded = _fold_block(size, block_batched, block, expand=("bias", "slopes"))
         final = arrays[-1] is None
-        if final and _shared(block, block_batched, "bias"):
+        if final and folded.bias is not None and _shared(block, block_batched, "bias"):
             # Its gradient has its dtype, and is summed here: that of float32 is not rounded before.
             folded = dataclasses.replace(folded, bias=folded.bias.astype(jnp.float32))
         result = call(folded, *(_fold(size, b, x) for b, x in zip(arrays_batched, arrays, strict=True)))
