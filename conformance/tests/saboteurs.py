@@ -143,6 +143,16 @@ class LocalDropout(Dense):
         return super().backward(_local(block), *arrays)
 
 
+class OtherDropoutInHalf(Dense):
+    """Dropout draws other bits for narrow numbers."""
+
+    def forward(self, block: Block, partial: Partial) -> Partial:
+        return super().forward(_other_seed_in_half(block), partial)
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(_other_seed_in_half(block), *arrays)
+
+
 class BiasGradientDropped(Dense):
     """The bias has no gradient."""
 
@@ -190,6 +200,12 @@ def _with_rule(block: Block, **changes: Any) -> Block:
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, **changes))
 
 
+def _other_seed_in_half(block: Block) -> Block:
+    if block.seed is None or block.q.dtype == jnp.float32:
+        return block
+    return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
+
+
 def _local(block: Block) -> Block:
     return dataclasses.replace(block, q_index=jnp.arange(block.q_length, dtype=jnp.int32)[None])
 
@@ -225,6 +241,7 @@ _LSE: Final = "test_lse::test_it_is_the_natural_logarithm_of_the_whole_denominat
 _RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
 _NAN: Final = "test_numerics::test_what_is_not_finite_comes_out_where_it_is_seen_and_nowhere_else[{}-%s]"
 _BITS: Final = "test_dropout::test_the_bits_are_those_of_the_specification[{}-%s]"
+_HALF_BITS: Final = "test_dropout::test_they_are_the_same_in_half_precision[{}-4-striped]"
 _PLAIN: Final = _point("plain-ring4-contiguous")
 _ALONE: Final = _point("plain-ring1-contiguous")
 
@@ -244,6 +261,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "window-off-by-one": Sabotage(WindowOffByOne(), (_SEEN % "window", _point("window-ring2-striped")), _PLAIN),
     "positions-restart": Sabotage(PositionsRestart(), (_SEEN % "causal",), _PLAIN),
     "dropout-by-local-index": Sabotage(LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),
+    "other-dropout-in-half": Sabotage(OtherDropoutInHalf(), (_HALF_BITS,), _BITS % "ring1-contiguous"),
     "bias-gradient-dropped": Sabotage(BiasGradientDropped(), (_point("bias-ring2-contiguous"),), _primal("bias")),
     "last-hop-missing": Sabotage(LastHopMissing(), (_PLAIN,), _ALONE),
     "nan-hidden": Sabotage(NanHidden(), (_NAN % "k-nan",), _PLAIN),
