@@ -59,7 +59,10 @@ def visit(TABLE, TILES, batch, row, V: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, V: tl.constexpr):
-    """The number of the tile at a step of `[0, masked)`; for the step after the last, of any tile."""
+    """The number of the tile at a step of `[0, masked)`; for the step after the last, of any tile.
+
+    Where it is listed kernels ask for it a step `ahead`, and need not wait for it before they fetch the tile.
+    """
     if V.listed:
         return tl.load(visited.listed + tl.minimum(step, V.columns - 1))
     else:
