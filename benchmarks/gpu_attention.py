@@ -11,15 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from interleaved import Claim, medians, report
+from interleaved import ON_A_DEVICE, Claim, medians, report
 from programs import Attention, ours, with_gradients
 from ringattn_core import masks
 
 PARTS = ("forward", "forward+backward")
 PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
 WORK = {"forward": 1.0, "forward+backward": 3.5}
-LEAST = 0.05
-"""Seconds of a measurement, so that the host has no part in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Table:
         return Candidate(ours(backend=self.backend, **options), extras)
 
     def measured(self, candidates: Mapping[str, Candidate], shape: Shape, part: str) -> dict[str, float]:
-        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, LEAST)
+        return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, ON_A_DEVICE)
 
     def speed(self, name: str, shape: Shape, targets: tuple[float, float]) -> None:
         """Our rate by ourselves, against a target; and beside cuDNN, whose turns heat the same card, against it."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interleaved import Claim, medians, report
+from interleaved import ON_A_DEVICE, Claim, medians, report
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import Attention, ours, with_gradients
 from ringattn_core import ring_attention, to_layout
@@ -76,7 +76,7 @@ def main() -> None:
         }
         for part, work in WORK.items():
             runs = {name: run(attend, arrays[name], part) for name, attend in attentions.items()}
-            time = medians(runs, arguments.rounds, least=0.05)
+            time = medians(runs, arguments.rounds, least=ON_A_DEVICE)
             rates = {}
             for name, seconds in time.items():
                 pairs = sizes[name] ** 2 / 2 / (1 if name == "alone" else ranks)

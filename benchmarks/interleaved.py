@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 COMPARE = {"<=": operator.le, ">=": operator.ge}
+ON_A_DEVICE = 0.05
+"""Seconds of a measurement in which the host of a GPU or TPU has no part worth mentioning."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ if "--interpret" in sys.argv:
 import jax
 import jax.numpy as jnp
 from gpu_ring import WORK, gathered, run
-from interleaved import Claim, medians, report
+from interleaved import ON_A_DEVICE, Claim, medians, report
 from jax.sharding import NamedSharding, PartitionSpec
 from programs import Attention, ours
 from ringattn_core import ring_mesh
@@ -105,7 +105,7 @@ def measured(mesh: Any, tokens: int, arguments: Any, rivals: dict[str, Any]) -> 
         runs: dict[str, Callable[[], Any]] = {
             name: run(attend, part_of_one if name == "splash" else whole, part) for name, attend in attentions.items()
         }
-        found[part] = medians(runs, arguments.rounds, least=0.0 if arguments.interpret else 0.05)
+        found[part] = medians(runs, arguments.rounds, least=0.0 if arguments.interpret else ON_A_DEVICE)
     return found
 
 
