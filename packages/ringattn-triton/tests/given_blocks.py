@@ -63,6 +63,12 @@ def dense_mask(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).random(shape) < 0.6
 
 
+def mask_in_tiles(length: int, tile: int) -> np.ndarray:
+    """Tiles of pairs here and there, half of them visible as a whole and a fourth in part."""
+    of_tile = np.random.default_rng(6).integers(0, 4, (length // tile, length // tile)).repeat(tile, 0).repeat(tile, 1)
+    return ((of_tile < 2) | ((of_tile == 2) & dense_mask(length, length)))[None, None]
+
+
 def bias(*shape: int) -> np.ndarray:
     return np.random.default_rng(4).normal(size=shape).astype(np.float32)
 

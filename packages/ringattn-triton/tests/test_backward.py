@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import KEY_INDICES, OPTIONS, bias, ids, make_block, near, with_option
+from given_blocks import KEY_INDICES, OPTIONS, bias, ids, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import BwdParams
 from ringattn_core.dropout import kept
 from ringattn_core.errors import InputError
@@ -60,6 +60,11 @@ def check(block: Block, case: str) -> dict[str, np.ndarray]:
     got = backward(KERNEL, block, *given)
     compare(case, got, backward(ringattn_xla.block.KERNEL, block, *given), TOLERANCE[str(block.q.dtype)])
     return got
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 32)], ids=str)
+def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, int]) -> None:
+    check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
 
 
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import KEY_INDICES, OPTIONS, TOLERANCE, dense_mask, make_block, near, with_option
+from given_blocks import KEY_INDICES, OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.dropout import kept
 from ringattn_core.errors import InputError
@@ -156,6 +156,11 @@ def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monke
     held = forward.__wrapped__(*given, schedules.target())
     np.testing.assert_array_equal(held.out, from_memory.out)
     np.testing.assert_array_equal(held.lse, from_memory.lse)
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 32)], ids=str)
+def test_whole_tiles_that_lie_here_and_there_are_all_visited(tiles: tuple[int, int]) -> None:
+    check(make_block(1, 192, 192, mask=mask_in_tiles(192, 32), tiles=tiles), f"tiles of {tiles}")
 
 
 @pytest.mark.parametrize("option", ["dropout", "soft cap", "all at once"])
