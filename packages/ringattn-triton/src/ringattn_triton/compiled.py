@@ -13,6 +13,7 @@ import jax
 import triton
 import triton.language as tl
 
+from . import specialized
 from .launch import Call
 
 
@@ -33,15 +34,17 @@ def jax_triton() -> ModuleType:
 
 def launch(arrays: Sequence[jax.Array], call: Call, platform: str, capability: int | None) -> list[jax.Array]:
     """The outputs of the kernel, compiled for this compute capability, or for that of the device."""
+    if specialized.is_specialized(call.kernel):
+        capability = capability or _of_device()
+        return specialized.launch(arrays, call, capability, _ptx_version(capability))
     module = jax_triton()
     kernel: Any = call.kernel
     options: dict[str, Any] = {}
     if version(module) >= (0, 4):
         options["out_type"] = list(call.outputs)
         if platform == "cuda":
-            capability = capability or int(jax.local_devices()[0].compute_capability.replace(".", ""))
-            # What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older.
-            options["backend_options"] = {"ptx_version": 87 if capability < 100 else 88, "enable_fp_fusion": True}
+            capability = capability or _of_device()
+            options["backend_options"] = {"ptx_version": _ptx_version(capability), "enable_fp_fusion": True}
         if call.aliases:
             kernel = sharing(kernel, len(arrays), len(call.outputs), call.aliases, tuple(n for n, _ in call.constants))
     else:
@@ -61,6 +64,15 @@ def launch(arrays: Sequence[jax.Array], call: Call, platform: str, capability: i
             **options,
             **dict(call.constants),
         )
+
+
+def _of_device() -> int:
+    return int(jax.local_devices()[0].compute_capability.replace(".", ""))
+
+
+def _ptx_version(capability: int) -> int:
+    """What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older."""
+    return 87 if capability < 100 else 88
 
 
 def version(module: ModuleType) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import jax
 from ringattn_core.protocol import Block, Partial
 from ringattn_core.varying import align, axes_of
 
-from . import operands, schedules, tables
+from . import hopper, operands, schedules, tables
 from .kernels.forward import forward as forward_kernel
 from .launch import launch
 from .schedules import Target
@@ -20,6 +20,8 @@ def forward(block: Block, partial: Partial, target: Target) -> Partial:
     given = operands.of(block, fast=target.kind == "cuda")
     facts = given.facts
     schedules.refuse_large_heads(facts)
+    if hopper.takes(block, facts, target):
+        return hopper.forward(given, block, partial)
     schedule = schedules.forward(facts, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
     continued = [None, None] if partial.empty else [partial.out, partial.lse]

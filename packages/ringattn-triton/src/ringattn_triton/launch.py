@@ -37,6 +37,8 @@ class Call:
     aliases: tuple[tuple[int, int], ...]
     name: str
     constants: tuple[tuple[str, Any], ...]
+    registers: int | None
+    """How many a thread may have when the kernel begins, where the compiler is not to say."""
     among: int
     """How many devices run the program together, and may wait for each other."""
 
@@ -50,6 +52,7 @@ def launch(
     warps: int,
     stages: int,
     aliases: Mapping[int, int] | None = None,
+    registers: int | None = None,
     name: str = "",
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
@@ -72,6 +75,7 @@ def launch(
         aliases=tuple(sorted((aliases or {}).items())),
         name=name or kernel.__name__,
         constants=tuple(sorted(constants.items())),
+        registers=registers,
         among=_devices_together(),
     )
     return tuple(align(_launch.bind(*arrays, call=call), axes))

@@ -51,11 +51,13 @@ class Table(NamedTuple):
     visits: Visits
 
 
-def table(given: Operands, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Table:
+def table(
+    given: Operands, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS
+) -> Table:
     """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
 
-    `given` is the block as operands. A tile that reaches over the end of the keys, or of the queries where `by_keys`,
-    is never seen whole.
+    `given` is the block as operands. Heads go together until they have so many `programs`. A tile that reaches over
+    the end of the keys, or of the queries where `by_keys`, is never seen whole.
     """
     rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
     ragged_queries = by_keys and block.q_length % q_tile != 0
@@ -71,14 +73,14 @@ def table(given: Operands, block: Block, q_tile: int, kv_tile: int, by_keys: boo
         if ragged_queries:
             bounds = _without_last(bounds, columns)
     heads = block.kv.shape[-2] if by_keys else block.q.shape[2]
-    visits = Visits(listed is not None, run, rows, columns, bounds.shape[0] > 1, _together(rows, heads))
+    visits = Visits(listed is not None, run, rows, columns, bounds.shape[0] > 1, _together(rows, heads, programs))
     return Table(bounds, listed, visits)
 
 
-def _together(rows: int, heads: int) -> int:
-    """How many heads share the device: enough for `PROGRAMS` of them, a power of two that divides all."""
+def _together(rows: int, heads: int, programs: int) -> int:
+    """How many heads share the device: enough for these programs, a power of two that divides all."""
     enough = 1
-    while enough * rows < PROGRAMS and heads % (2 * enough) == 0:
+    while enough * rows < programs and heads % (2 * enough) == 0:
         enough *= 2
     return enough
 

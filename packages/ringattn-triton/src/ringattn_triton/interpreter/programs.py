@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import triton
 from triton import language as tl
+from triton.experimental.gluon import language as gluon
 from triton.runtime.jit import JITFunction
 
-from . import language, mathematics
+from . import language, mathematics, specialized
 from .language import current
 from .memory import Buffer, Storage
 from .types import OF_ARRAY
@@ -101,6 +102,19 @@ class _Language:
         raise AttributeError(f"triton.language has no {name!r}")
 
 
+class _Gluon:
+    """Stands for a module of Gluon: what that adds to the language, its layouts, else the language."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(specialized).get(name)
+        if getattr(own, "__module__", None) == specialized.__name__:
+            return own
+        return getattr(self._module if name.endswith("Layout") else LANGUAGE, name)
+
+
 class _Module:
     """Stands for a module whose functions may be compiled ones."""
 
@@ -145,11 +159,14 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         if value in _LANGUAGES:
             return LANGUAGE
+        if value.__name__.startswith(gluon.__name__):
+            return _Gluon(value)
         if value is triton or any(isinstance(v, JITFunction | types.ModuleType) for v in vars(value).values()):
             return _Module(value)
         return value
     if callable(value) and tl.core.is_builtin(value):
-        return getattr(LANGUAGE, value.__name__)
+        language = _Gluon(gluon) if value.__module__.startswith(gluon.__name__) else LANGUAGE
+        return getattr(language, value.__name__)
     if type(value).__name__ == "ConstexprFunction":  # what Triton calls while it compiles
         return getattr(value, "fn")  # noqa: B009
     return value

@@ -23,7 +23,7 @@ def backward_keys(
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of keys of each key head; first those which most see under a causal mask."""
-    own, batch, kv_head = owned(V, F.kv_heads)
+    own, batch, kv_head = owned(tl.program_id(0), V, F.kv_heads)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,

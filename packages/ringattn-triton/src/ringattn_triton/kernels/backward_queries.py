@@ -23,7 +23,7 @@ def backward_queries(
 
     `FRESH` says that there is no gradient before, and nothing of it is read.
     """
-    turn, batch, head_number = owned(V, F.heads)
+    turn, batch, head_number = owned(tl.program_id(0), V, F.heads)
     own = V.rows - 1 - turn
     kv_head = head_number // F.group
     P = Inputs(

@@ -23,7 +23,7 @@ def forward(
     `FRESH` says that there is no result before, and nothing of it is read. What is no finite number in a query is NaN,
     and so are then all its scores: the result, too, if it sees anything.
     """
-    turn, batch, head_number = owned(V, F.heads)
+    turn, batch, head_number = owned(tl.program_id(0), V, F.heads)
     own = V.rows - 1 - turn
     kv_head = head_number // F.group
     P = Inputs(

@@ -114,14 +114,19 @@ def of_head(P, batch, head, F: tl.constexpr):
 @triton.jit
 def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
     """The `Queries` of a tile that begins at row `start`."""
+    return of_rows(P, batch, start + tl.arange(0, TILE), F, F.q_length % TILE != 0, BY_KEYS)
+
+
+@triton.jit
+def of_rows(P, batch, raw, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Queries` of some rows; `RAGGED` says that they may lie past the end."""
     position = 0
     index = 0
     segment = 0
     low = 0
     high = 0
-    raw = start + tl.arange(0, TILE)
     row = raw
-    if F.q_length % TILE != 0:
+    if RAGGED:
         row = tl.minimum(raw, F.q_length - 1)
     inside = as_queries(raw < F.q_length, BY_KEYS)
     if F.positions:
@@ -169,12 +174,18 @@ def in_columns(F: tl.constexpr, SIZE: tl.constexpr, BY_KEYS: tl.constexpr):
 @triton.jit
 def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
     """The `Keys` of a tile that begins at column `start`."""
+    return of_columns(P, batch, start, in_columns(F, TILE, BY_KEYS), F, TILE, BY_KEYS)
+
+
+@triton.jit
+def of_columns(P, batch, start, columns, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Keys` of a tile, that lie so many `columns` after its `start`."""
     position = 0
     index = 0
     segment = 0
     indices = 0
     group = 0
-    raw = start + in_columns(F, TILE, BY_KEYS)
+    raw = start + columns
     column = raw
     if F.kv_length % TILE != 0:
         column = tl.minimum(raw, F.kv_length - 1)
@@ -196,12 +207,15 @@ def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.co
 
 
 @triton.jit
-def visible(queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr):
+def visible(
+    queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr, SPREAD: tl.constexpr = True
+):
     """Which queries of a tile see which keys, broadcastable to the tile.
 
-    `Q_RAGGED` and `KV_RAGGED` say that the tile may reach over the end of the block.
+    `Q_RAGGED` and `KV_RAGGED` say that the tile may reach over the end of the block. `SPREAD` says that each word of a
+    mask may be read once and spread, which leaves it to the compiler where things lie in registers.
     """
-    seen = tl.full((1, 1), 1, tl.int1)
+    seen = keys.column == keys.column
     if Q_RAGGED:
         seen = seen & queries.inside
     if KV_RAGGED:
@@ -218,19 +232,19 @@ def visible(queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAG
     if F.padded:
         seen = seen & (keys.index >= 0)
     if F.masks:
-        seen = seen & _bits(head.mask_words, queries, keys, F)
+        seen = seen & _bits(head.mask_words, queries, keys, F, SPREAD)
     if F.dense:
-        seen = seen & _bits(head.dense_words, queries, keys, F)
+        seen = seen & _bits(head.dense_words, queries, keys, F, SPREAD)
     return seen
 
 
 @triton.jit
-def _bits(words, queries, keys, F: tl.constexpr):
+def _bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
     """What the words of a mask say of a tile."""
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel
-    if KV_TILE < 32:
+    if KV_TILE < 32 or not SPREAD:
         word = tl.load(words + (_rows(queries, F) * F.words_query + keys.column // 32))
         return ((word >> (keys.column % 32).to(tl.uint32)) & 1) != 0
     else:

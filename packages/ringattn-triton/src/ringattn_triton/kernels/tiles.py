@@ -24,15 +24,14 @@ class Visit(NamedTuple):
 
 
 @triton.jit
-def owned(V: tl.constexpr, HEADS: tl.constexpr):
-    """The number of the tile that a program owns, in the order in which programs begin, its batch row and its head.
+def owned(turn, V: tl.constexpr, HEADS: tl.constexpr):
+    """The number of the tile that it is some program's `turn` to work on, its batch row and its head.
 
     Some heads go `together`, tile by tile: few enough for their vectors to stay in the cache, and enough for no
     multiprocessor to be left alone with a long tile of the last head.
     """
-    program = tl.program_id(0)
-    rest = program % (V.rows * V.together)
-    number = program // (V.rows * V.together) * V.together + rest % V.together
+    rest = turn % (V.rows * V.together)
+    number = turn // (V.rows * V.together) * V.together + rest % V.together
     return rest // V.together, number // HEADS, number % HEADS
 
 
