@@ -12,7 +12,7 @@ import numpy as np
 from triton import language as tl
 
 from . import assembly
-from .types import held, rounded
+from .types import held, poison, rounded
 from .values import Pointer, Tensor, cast, constant, number, plain, tensor
 
 current = threading.local()
@@ -43,8 +43,7 @@ def load(
     if allowed is None:
         return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
     if other is None:
-        kind = held(dtype)
-        fill = kind(np.nan) if dtype.is_floating() else kind(1) if dtype.is_int1() else np.iinfo(kind).max
+        fill = poison(dtype)
     else:
         fill = number(other, dtype) if not isinstance(other, Tensor) else cast(other, dtype).data
     return Tensor(pointer.buffer.load(pointer.data, allowed, fill), dtype)

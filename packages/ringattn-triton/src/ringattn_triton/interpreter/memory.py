@@ -2,11 +2,15 @@
 """What a kernel may touch: every access is inside its operand, and no two programs meet in one element."""
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
 
-from .types import OF_ARRAY, decoded, held
+from .types import OF_ARRAY, decoded, held, poison
+
+_ADDING = threading.Lock()
+"""Partitions of a program run at a time, and may add to one element."""
 
 
 @dataclasses.dataclass
@@ -27,10 +31,8 @@ class Storage:
 
     @classmethod
     def of_output(cls, array: np.ndarray) -> "Storage":
-        """Holds what nobody should read: NaN, or the largest number."""
-        kind = held(OF_ARRAY[array.dtype.name])
-        poison = np.nan if np.issubdtype(kind, np.floating) else True if kind is np.bool_ else np.iinfo(kind).max
-        return cls(np.full(array.size, poison, kind), np.full(array.size, -1, np.int32))
+        dtype = OF_ARRAY[array.dtype.name]
+        return cls(np.full(array.size, poison(dtype), held(dtype)), np.full(array.size, -1, np.int32))
 
     @classmethod
     def of_alias(cls, array: np.ndarray) -> "Storage":
@@ -84,8 +86,9 @@ class Buffer:
         if not self.writable:
             raise self._error(f"adds to {self}, which is no output. List the output in `outputs`")
         offsets, data, mask = np.broadcast_arrays(offsets, data, True if mask is None else mask)
-        before = self.load(offsets, mask, 0)
-        np.add.at(self.storage.flat, offsets[mask], data[mask])
+        with _ADDING:
+            before = self.load(offsets, mask, 0)
+            np.add.at(self.storage.flat, offsets[mask], data[mask])
         return before
 
     def _check(self, what: str, offsets: Any, mask: Any = None) -> None:

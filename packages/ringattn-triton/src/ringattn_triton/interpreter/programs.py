@@ -61,7 +61,7 @@ def run(
         with np.errstate(all="ignore"):
             for program, where in enumerate(np.ndindex(*launch.grid[::-1])):
                 launch.program, launch.where = program, where[::-1]
-                function(*pointers, **constants)
+                specialized.run_program(function, pointers, constants)
             for output, storage in zip(outputs, storages, strict=True):
                 output[...] = storage.flat.reshape(output.shape).astype(output.dtype)
     finally:

@@ -2,82 +2,135 @@
 """What the names of Gluon mean in an interpreted kernel: shared memory, barriers, fetches, products that run on.
 
 The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
-as a device may; a fetch writes at once, as early as one may. So a place that is given up too early, or read too early,
-shows. Where all partitions wait for each other an error says so.
+as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
+one may. So a place that is given up too early, or read too early, shows. Where all partitions wait for each other an
+error says so.
 """
 
 import collections
+import operator
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
-from triton import language as tl
 
 from . import language, mathematics
 from .language import current
-from .types import held
+from .types import held, poison
 from .values import Pointer, Tensor, cast, constant, plain
 
 
 class Team:
-    """The partitions of one program: who runs, who waits, and what went wrong."""
+    """The partitions of one program: who runs, who waits, and what went wrong.
+
+    Who is in `waiting` waits in vain: where a barrier changes nobody is, until each has looked again.
+    """
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
-        self.running = size
+        self.size = self.running = size
         self.error: BaseException | None = None
-        self.waiting: dict[int, Barrier] = {}
+        self.waiting: set[int] = set()
+        self.fetched: set[Barrier] = set()
+
+    def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """One partition, or a program until it has any, in this thread."""
+        current.team, current.products = self, collections.deque()
+        function(*arguments, **constants)
+        if current.products:
+            raise _error("ends before its products do")
 
     def wait(self, barrier: "Barrier", parity: int) -> None:
-        """Until the barrier has completed a phase of this parity last."""
-        me = threading.get_ident()
+        """Until the phase that the barrier completed last is one of this parity."""
         with self.changed:
-            while barrier.phase % 2 == parity and self.error is None:
-                self.waiting[me] = barrier
+            while not barrier.has_completed(parity) and self.error is None:
+                self.waiting.add(threading.get_ident())
                 if len(self.waiting) == self.running:
-                    self.fail(RuntimeError(f"kernel {current.launch.name}: its partitions all wait for each other"))
-                    break
+                    raise self.stuck()
                 self.changed.wait()
-                self.waiting.pop(me, None)
-            self.waiting.pop(me, None)
             if self.error is not None:
                 raise _Stopped
 
-    def fail(self, error: BaseException) -> None:
-        self.error = self.error or error
+    def look_again(self) -> None:
+        self.waiting.clear()
         self.changed.notify_all()
+
+    def ended(self, error: BaseException | None) -> None:
+        """A partition has ended: the others stop where that was an error, else look whether they are stuck now."""
+        with self.changed:
+            self.running -= 1
+            if self.error is None:
+                self.error = error
+            self.changed.notify_all()
+
+    def stuck(self) -> Exception:
+        others = "all wait for each other" if self.running == self.size else "wait for one that has ended"
+        return _error(f"waits for ever: its partitions {others}")
+
+    def finish(self) -> None:
+        """Raises what went wrong."""
+        if self.error is not None:
+            raise self.error
+        if any(barrier.fetches or barrier.bytes for barrier in self.fetched):
+            raise _error("ends before its fetches do: nobody waits for their bytes")
 
 
 class _Stopped(Exception):
     """Ends a partition because another one failed."""
 
 
+def _error(fact: str, kind: type[Exception] = RuntimeError) -> Exception:
+    return kind(f"kernel {current.launch.name}, program {current.launch.where} {fact}")
+
+
 class Barrier:
     """Completes a phase after so many arrivals and all bytes that they announced."""
 
     def __init__(self) -> None:
-        self.count = self.left = self.bytes = self.phase = 0
+        self.fetches: collections.deque[Callable[[], None]] = collections.deque()
+        self.begin(0)
+
+    def begin(self, count: int) -> None:
+        self.count = self.left = count
+        self.bytes = self.phase = 0
 
     def arrived(self, arrivals: int, announced: int = 0, delivered: int = 0) -> None:
-        team = _team()
-        with team.changed:
-            if not self.count:
-                raise RuntimeError(f"kernel {current.launch.name} uses a barrier that was not initialised")
+        with current.team.changed:
+            self._need_begun()
             self.left -= arrivals
             self.bytes += announced - delivered
             if self.left < 0:
-                raise RuntimeError(f"kernel {current.launch.name}: more arrive at a barrier than it counts")
+                raise _error(f"arrives more often at a barrier than the {self.count} times that it counts")
             if self.left == 0 and self.bytes == 0:
                 self.left = self.count
                 self.phase += 1
-                # Whoever sees that has to look again before all are said to wait.
-                team.waiting = {me: barrier for me, barrier in team.waiting.items() if barrier is not self}
-                team.changed.notify_all()
+                current.team.look_again()
+
+    def fetching(self, arrive: Callable[[], None]) -> None:
+        """Keeps what a fetch does when it arrives until somebody looks."""
+        with current.team.changed:
+            self._need_begun()
+            self.fetches.append(arrive)
+            current.team.fetched.add(self)
+            current.team.look_again()
+
+    def has_completed(self, parity: int) -> bool:
+        """Whether the last phase had this parity; before the first it was 1. Fetches arrive where that needs them."""
+        self._need_begun()
+        if parity not in (0, 1):
+            raise _error(f"waits for a phase of parity {parity}; parities are 0 and 1", ValueError)
+        while self.phase % 2 == parity and self.fetches:
+            self.fetches.popleft()()
+        return self.phase % 2 != parity
+
+    def _need_begun(self) -> None:
+        if not self.count:
+            raise _error("uses a barrier that was not initialised")
 
 
 class Shared:
-    """Shared memory of one type, or a part of it; `barriers` where it holds those."""
+    """Shared memory of one type, or a part of it."""
 
     def __init__(self, data: np.ndarray, dtype: Any) -> None:
         self.data = data
@@ -88,9 +141,9 @@ class Shared:
         return self.data.shape
 
     def index(self, place: Any) -> "Shared":
-        number = int(constant(place).__index__())
+        number = _integer(place)
         if not 0 <= number < self.data.shape[0]:
-            raise IndexError(f"kernel {current.launch.name} has no place {number} of {self.data.shape[0]}")
+            raise _error(f"takes place {number} of {self.data.shape[0]} in shared memory", IndexError)
         return Shared(self.data[number], self.dtype)
 
     def permute(self, order: Sequence[int]) -> "Shared":
@@ -100,9 +153,13 @@ class Shared:
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
-        if value.dtype != self.dtype:
-            raise TypeError(f"shared memory of {self.dtype} cannot hold {value.dtype}")
+        if value.dtype != self.dtype or value.shape != self.shape:
+            fact = f"puts {value.dtype}{list(value.shape)} into shared memory of {self.dtype}{list(self.shape)}"
+            raise _error(fact, TypeError)
         self.data[...] = value.data
+
+    def spoil(self) -> None:
+        self.data[...] = poison(self.dtype)
 
 
 class Product:
@@ -115,66 +172,78 @@ class Product:
     def finish(self) -> None:
         self.value = self._found()
 
+    def taken(self) -> Tensor:
+        if self.value is None:
+            self._refuse()
+        return self.value
+
+    def __repr__(self) -> str:
+        return "a product for which it has not waited"
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise _error(f"takes {self}")
+
+    __getattr__ = __abs__ = __neg__ = __getitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+
 
 class Descriptor:
     """A matrix in global memory that is fetched by tiles; past its end there are zeros."""
 
     def __init__(self, base: Pointer, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
         self.base = base
-        self.shape = [int(constant(size).__index__()) for size in shape]
-        self.strides = [int(constant(step).__index__()) for step in strides]
+        self.dtype = base.buffer.dtype
+        self.shape = [_integer(size) for size in shape]
+        self.strides = [_integer(step) for step in strides]
         self.block = [plain(size) for size in block]
-        width = 2 if base.buffer.dtype in (tl.float16, tl.bfloat16) else 4
+        width = self.dtype.primitive_bitwidth // 8
         if any(step * width % 16 for step in self.strides[:-1]) or self.strides[-1] != 1:
-            raise ValueError(f"kernel {current.launch.name}: a descriptor's strides {self.strides} are not of 16 bytes")
+            fact = f"describes a matrix of {self.dtype} with strides {self.strides}: the last is to be 1"
+            raise _error(f"{fact}, the others multiples of 16 bytes", ValueError)
+        if int(base.data) * width % 16:
+            raise _error(f"describes a matrix from element {base.data} on, no multiple of 16 bytes", ValueError)
         self.bytes = int(np.prod(self.block)) * width
 
-    def tile(self, at: Sequence[Any]) -> Any:
-        starts = [int(constant(start).__index__()) for start in at]
+    def tile(self, at: Sequence[Any]) -> Tensor:
+        starts = [_integer(start) for start in at]
         ranges = np.meshgrid(
             *(start + np.arange(size) for start, size in zip(starts, self.block, strict=True)), indexing="ij"
         )
         inside = np.logical_and.reduce([(r >= 0) & (r < size) for r, size in zip(ranges, self.shape, strict=True)])
         offsets = sum(r * step for r, step in zip(ranges, self.strides, strict=True))
-        return self.base.buffer.load(self.base.data + offsets, inside, 0)
+        return Tensor(self.base.buffer.load(self.base.data + offsets, inside, 0), self.dtype)
 
 
-def _team() -> Team:
-    return getattr(current, "team", None) or _ALONE
+def _integer(value: Any) -> int:
+    return operator.index(constant(value))
 
 
-_ALONE = Team(1)
-"""Before partitions begin, when barriers are initialised."""
+def run_program(function: Any, pointers: Sequence[Any], constants: Mapping[str, Any]) -> None:
+    """One program; until it has partitions it is alone, and where it has none it remains so."""
+    team = Team(1)
+    team.run(function, pointers, constants)
+    team.finish()
 
 
 def warp_specialize(partitions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any = None) -> None:
     team, launch = Team(len(partitions)), current.launch
 
     def work(function: Any, arguments: tuple[Any, ...]) -> None:
-        current.launch, current.team, current.products = launch, team, collections.deque()
+        current.launch = launch
+        error = None
         try:
             with np.errstate(all="ignore"):
-                function(*arguments)
-            if current.products:
-                raise RuntimeError(f"kernel {launch.name} ends before its products do")
-        except _Stopped:
-            pass
-        except BaseException as error:
-            with team.changed:
-                team.fail(error)
-        finally:
-            with team.changed:
-                team.running -= 1
-                if team.running and len(team.waiting) == team.running:
-                    team.fail(RuntimeError(f"kernel {launch.name}: partitions wait for one that has ended"))
+                team.run(function, arguments, {})
+        except BaseException as raised:
+            error = raised
+        team.ended(error)
 
     threads = [threading.Thread(target=work, args=partition, daemon=True) for partition in partitions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if team.error is not None:
-        raise team.error
+    team.finish()
 
 
 def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, value: Any = None) -> Shared:
@@ -184,9 +253,12 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, v
         for at in np.ndindex(*sizes):
             barriers[at] = Barrier()
         return Shared(barriers, element_ty)
-    kind = held(element_ty)
-    nothing = np.nan if np.issubdtype(kind, np.floating) else np.iinfo(kind).max
-    return Shared(np.full(sizes, nothing, kind), element_ty)
+    shared = Shared(np.empty(sizes, held(element_ty)), element_ty)
+    if value is None:
+        shared.spoil()
+    else:
+        shared.store(value)
+    return shared
 
 
 def _barrier(shared: Shared) -> Barrier:
@@ -194,29 +266,34 @@ def _barrier(shared: Shared) -> Barrier:
 
 
 def init(mbarrier: Shared, count: Any) -> None:
-    barrier = _barrier(mbarrier)
-    barrier.count = barrier.left = plain(count)
+    _barrier(mbarrier).begin(plain(count))
 
 
-def expect(mbarrier: Shared, bytes: Any, pred: Any = True) -> None:
+def expect(mbarrier: Shared, bytes: Any) -> None:
     _barrier(mbarrier).arrived(1, announced=plain(bytes))
 
 
-def arrive(mbarrier: Shared, *, count: Any = 1, pred: Any = True) -> None:
+def arrive(mbarrier: Shared, *, count: Any = 1) -> None:
     _barrier(mbarrier).arrived(plain(count))
 
 
 def wait(mbarrier: Shared, phase: Any) -> None:
-    _team().wait(_barrier(mbarrier), int(constant(phase).__index__()))
+    current.team.wait(_barrier(mbarrier), _integer(phase))
 
 
 def make_tensor_descriptor(base: Pointer, shape: Any, strides: Any, block_shape: Any, layout: Any) -> Descriptor:
     return Descriptor(base, shape, strides, block_shape)
 
 
-def async_load(descriptor: Descriptor, coord: Any, barrier: Shared, result: Shared, pred: Any = True) -> None:
-    result.data[...] = descriptor.tile(coord)
-    _barrier(barrier).arrived(0, delivered=descriptor.bytes)
+def async_load(descriptor: Descriptor, coord: Any, barrier: Shared, result: Shared) -> None:
+    reached, tile = _barrier(barrier), descriptor.tile(coord)
+    result.spoil()
+
+    def arrive() -> None:
+        result.store(tile)
+        reached.arrived(0, delivered=descriptor.bytes)
+
+    reached.fetching(arrive)
 
 
 async_copy_global_to_shared = async_load
@@ -226,16 +303,17 @@ def fence_async_shared(cluster: bool = False) -> None: ...
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
-    added = acc if constant(use_acc) else None
+    used = bool(constant(use_acc))
 
     def found() -> Tensor:
-        left, right = (Tensor(x.data.copy(), x.dtype) if isinstance(x, Shared) else x for x in (a, b))
-        return mathematics.dot(left, right, added)
+        left, right = (x.load(None) if isinstance(x, Shared) else x for x in (a, b))
+        added = acc.taken() if isinstance(acc, Product) else acc
+        return mathematics.dot(left, right, added if used else None)
 
     product = Product(found)
     if not constant(is_async):
         product.finish()
-        return product.value
+        return product.taken()
     current.products.append(product)
     return product
 
@@ -244,9 +322,7 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> An
     """The values of `deps`, when no more than so many products are still under way."""
     while len(current.products) > plain(num_outstanding):
         current.products.popleft().finish()
-    values = [dep.value if isinstance(dep, Product) else dep for dep in deps]
-    if any(value is None for value in values):
-        raise RuntimeError(f"kernel {current.launch.name} takes a product for which it has not waited")
+    values = [dep.taken() if isinstance(dep, Product) else dep for dep in deps]
     return values[0] if len(values) == 1 else tuple(values)
 
 

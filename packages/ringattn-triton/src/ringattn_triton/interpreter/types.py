@@ -52,6 +52,12 @@ def held(dtype: Any) -> Any:
         raise TypeError(f"the interpreter has no values of type {dtype}; it has {', '.join(HELD)}") from None
 
 
+def poison(dtype: Any) -> Any:
+    """What memory holds that nobody should read: NaN, or the largest number."""
+    kind = held(dtype)
+    return kind(np.nan) if dtype.is_floating() else kind(1) if dtype.is_int1() else np.iinfo(kind).max
+
+
 def rounded(data: Any, dtype: Any) -> Any:
     """The nearest numbers of a narrow float type, ties to even; other types as they are."""
     if dtype is tl.bfloat16:

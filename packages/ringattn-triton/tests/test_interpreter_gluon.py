@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter runs the partitions, barriers and fetches of Gluon as a GPU may, and refuses what hangs there."""
+
+import sys
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+import small_gluon_kernels as kernels
+from ringattn_triton import specialized
+from test_interpreter import interpret, some
+
+ROWS, TILE, DIM = kernels.ROWS.value, kernels.TILE.value, kernels.DIM.value
+HALVES = (np.float16, ml_dtypes.bfloat16)
+
+
+def operands(tiles, dtype=np.float16, rows=None):
+    return some(dtype, (ROWS, DIM)), some(dtype, (rows or tiles * TILE, DIM), seed=1)
+
+
+def products(a, b, tiles, places, fault=None):
+    constants = {"B_ROWS": len(b), "TILES": tiles, "PLACES": places, "FAULT": fault}
+    (out,) = interpret(kernels.products, [a, b], [((tiles, ROWS, TILE), np.float32)], **constants)
+    return out
+
+
+def tile_of(x, row, column, fault=None):
+    constants = {"HEIGHT": 80, "WIDTH": 72, "ROW": row, "COLUMN": column, "FAULT": fault}
+    return interpret(kernels.tile_of, [x], [((TILE, DIM), np.float16)], **constants)
+
+
+def expected(a, b, tiles):
+    """The product with each tile, of zeros past the end."""
+    whole = np.zeros((tiles * TILE, DIM))
+    whole[: len(b)] = b
+    return np.einsum("rd,tcd->trc", a.astype(np.float64), whole.reshape(tiles, TILE, DIM))
+
+
+@pytest.fixture
+def hasty():
+    """Threads that change as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    """A partition that goes on after its program would touch what is no longer there."""
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("tiles", "places"), [(1, 1), (7, 1), (11, 2), (11, 3), (2, 4)])
+def test_tiles_that_pass_through_few_places_are_multiplied_in_their_order(dtype, tiles, places):
+    a, b = operands(tiles, dtype)
+    np.testing.assert_allclose(products(a, b, tiles, places), expected(a, b, tiles), rtol=0, atol=2e-3)
+
+
+def test_a_tile_that_reaches_past_the_end_is_zero_there_and_its_bytes_count():
+    a, b = operands(4, rows=2 * TILE + 5)
+    out = products(a, b, 4, 2)
+    np.testing.assert_allclose(out, expected(a, b, 4), rtol=0, atol=2e-3)
+    assert not out[2, :, 5:].any() and not out[3].any()
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (8, 8), (70, 40), (-3, -8), (200, 0), (0, -64)])
+def test_a_tile_is_zero_on_every_side_of_its_matrix(row, column):
+    x = some(np.float16, (80, 72))
+    (got,) = tile_of(x, row, column)
+    around = np.zeros((1000, 1000), np.float16)
+    around[300:380, 300:372] = x
+    np.testing.assert_array_equal(got, around[300 + row :, 300 + column :][:TILE, :DIM])
+
+
+@pytest.mark.parametrize("fault", ["announced late", "fetched again"])
+def test_a_place_holds_nothing_while_a_fetch_is_under_way(fault):
+    x = some(np.float16, (80, 72))
+    (got,) = tile_of(x, 0, 0, fault)
+    assert np.isnan(got).all()
+
+
+def test_a_description_of_more_than_there_is_raises():
+    x = some(np.float16, (8, 72))
+    with pytest.raises(IndexError, match=r"loads element .* of operand 'X' of kernel tile_of, which has 576"):
+        tile_of(x, 0, 0)
+
+
+def test_a_product_may_go_on_from_one_that_is_under_way():
+    a, b = some(np.float16, (ROWS, 2 * DIM)), some(np.float16, (TILE, 2 * DIM), seed=1)
+    (got,) = interpret(kernels.halves_summed, [a, b], [((ROWS, TILE), np.float32)])
+    np.testing.assert_allclose(got, a.astype(np.float64) @ b.T.astype(np.float64), rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize(("programs", "count"), [(1, 1), (1, 9), (3, 16), (5, 3)])
+def test_turns_of_a_common_counter_are_each_taken_once(programs, count):
+    size = count * 2 * TILE
+    nought = [np.zeros(1, np.int32), np.zeros(size, np.int32)]
+    outputs = [((size,), np.int32), ((1,), np.int32), ((size,), np.int32)]
+    out, taken, times = interpret(kernels.turns, nought, outputs, grid=(programs,), aliases={0: 1, 1: 2}, TURNS=count)
+    np.testing.assert_array_equal(times, 1)
+    np.testing.assert_array_equal(out, np.arange(size))
+    assert taken >= count - programs
+
+
+def test_hundreds_of_programs_never_seem_to_wait_for_ever_and_share_no_turn(hasty):
+    programs, rounds = 300, 4
+    turns = 4 * 3 * rounds * programs
+    outputs = [((programs,), np.int32), ((1,), np.int32), ((turns,), np.int32)]
+    nought = [np.zeros(shape, dtype) for shape, dtype in outputs[1:]]
+    out, taken, times = interpret(
+        kernels.handed_on, nought, outputs, grid=(programs,), aliases={0: 1, 1: 2}, ROUNDS=rounds
+    )
+    np.testing.assert_array_equal(out, 3 * rounds)
+    np.testing.assert_array_equal(times, 1)
+    assert taken == turns
+
+
+def test_what_nobody_wrote_to_shared_memory_is_nan_or_the_largest_integer():
+    floats, integers = interpret(kernels.unwritten, [], [((TILE,), np.float32), ((TILE,), np.int32)])
+    assert np.isnan(floats).all() and (integers == np.iinfo(np.int32).max).all()
+
+
+def test_a_place_that_is_given_up_too_early_holds_the_next_tile():
+    a, b = operands(6)
+    right = expected(a, b, 6)
+    for _ in range(5):
+        out = products(a, b, 6, 1, "given up too early")
+        np.testing.assert_allclose(out, right[[1, 2, 3, 4, 5, 5]], rtol=0, atol=2e-3)
+
+
+def test_a_place_that_is_read_too_early_holds_nothing():
+    a, b = operands(3)
+    for _ in range(5):
+        assert np.isnan(products(a, b, 3, 4, "read too early")).all()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("never gives up", "waits for ever: its partitions all wait for each other"),
+        ("too few bytes", "waits for ever: its partitions all wait for each other"),
+        ("never fetches", "waits for ever: its partitions wait for one that has ended"),
+        ("ends late", "waits for ever: its partitions wait for one that has ended"),
+        ("never consumes", "waits for ever: its partitions wait for one that has ended"),
+        ("never announces", "ends before its fetches do|waits for ever"),
+        ("never waits", "arrives more often at a barrier than|waits for ever"),
+        ("a fetch too many", "ends before its fetches do: nobody waits for their bytes"),
+        ("ends unfinished", "ends before its products do"),
+        ("stored unfinished", "a product for which it has not waited"),
+        ("scaled unfinished", "a product for which it has not waited"),
+        ("younger product", "a product for which it has not waited"),
+        ("waits anywhere", "uses a barrier that was not initialised"),
+        ("arrives anywhere", "uses a barrier that was not initialised"),
+        ("fetches to anywhere", "uses a barrier that was not initialised"),
+        ("arrives twice", "arrives more often at a barrier than the 1 times that it counts"),
+        ("place", "takes place 2 of 2 in shared memory"),
+        ("parity", "waits for a phase of parity 3; parities are 0 and 1"),
+        ("another dtype", r"puts fp32\[32, 64\] into shared memory of fp16\[32, 64\]"),
+        ("another shape", r"puts fp16\[1, 64\] into shared memory of fp16\[32, 64\]"),
+        ("stride", r"strides \[60, 1\]: the last is to be 1, the others multiples of 16 bytes"),
+        ("base", "from element 4 on, no multiple of 16 bytes"),
+        ("store past the end", r"stores element 14342 of operand 'OUT' of kernel products, which has 14336"),
+    ],
+)
+def test_a_broken_rule_is_an_error_in_seconds(fault, message):
+    a, b = operands(7)
+    begun = time.monotonic()
+    with pytest.raises((RuntimeError, TypeError, ValueError, IndexError), match=message):
+        products(a, b, 7, 2, fault)
+    assert time.monotonic() - begun < 5
+
+
+def test_an_error_of_one_launch_leaves_nothing_to_the_next():
+    a, b = operands(3)
+    for fault in ("never gives up", "never fetches", "ends unfinished", "stored unfinished", "a fetch too many"):
+        with pytest.raises((RuntimeError, TypeError)):
+            products(a, b, 3, 1, fault)
+        np.testing.assert_allclose(products(a, b, 3, 1), expected(a, b, 3), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kinds", "constants"),
+    [
+        (kernels.products, "hhf", {"B_ROWS": 96, "TILES": 3, "PLACES": 2, "FAULT": None}),
+        (kernels.tile_of, "hh", {"HEIGHT": 80, "WIDTH": 72, "ROW": 8, "COLUMN": 8, "FAULT": None}),
+        (kernels.halves_summed, "hhf", {}),
+        (kernels.turns, "iiiii", {"TURNS": 3}),
+        (kernels.handed_on, "iiiii", {"ROUNDS": 3}),
+        (kernels.unwritten, "fi", {}),
+    ],
+)
+def test_these_kernels_are_such_as_a_gpu_takes(kernel, kinds, constants):
+    pointers = tuple({"h": "*fp16", "f": "*fp32", "i": "*i32"}[kind] for kind in kinds)
+    made = specialized._compiled(kernel, pointers, tuple(constants.items()), 4, None, 90, 87)
+    assert f".entry {made.name}" in made.ptx
