@@ -12,9 +12,13 @@ _ON_HOPPER: Final = "the fastest tiles of those timed on Hopper; the smaller one
 _LIKE_HOPPER: Final = "the tiles of Hopper, which are not timed here"
 _THREE_PRODUCTS: Final = "float32 is split in three for the tensor cores, and the parts are held in registers"
 
+_AT_THE_END: Final = "registers are given out by eights, and what a turn begins and ends with needs a few more"
+
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (24, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (40, _ON_HOPPER)},
+    ("bfloat16", 64, "ringattn_hopper_forward"): {90: (168, _AT_THE_END)},
+    ("bfloat16", 128, "ringattn_hopper_forward"): {90: (0, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_backward_keys"): {
         90: (80, _ON_HOPPER),
         100: (352, _LIKE_HOPPER),

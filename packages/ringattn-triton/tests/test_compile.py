@@ -10,7 +10,7 @@ from ringattn_core.config import FwdParams
 from ringattn_core.masks import Local
 from ringattn_core.protocol import Block, Partial
 from ringattn_core.rule import Rule
-from ringattn_triton import schedules
+from ringattn_triton import hopper, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.packing import keys_and_values
@@ -18,7 +18,9 @@ from ringattn_triton.packing import keys_and_values
 LENGTH = 1024
 HEADS = 4
 CASES = ((jnp.bfloat16, 64), (jnp.bfloat16, 128), (jnp.float32, 64))
-KERNELS = ("ringattn_forward", "ringattn_backward_keys", "ringattn_backward_queries")
+BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
+KERNELS = {"ringattn_forward"} | BACKWARD
+HOPPER = "ringattn_hopper_forward"
 
 
 def shape(*sizes, dtype=jnp.int32):
@@ -101,11 +103,26 @@ def runs(report, target):
 @pytest.mark.parametrize(("dtype", "head_dim"), CASES)
 def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, head_dim, target, monkeypatch):
     found = reports(block(dtype, head_dim), target, monkeypatch)
-    assert {report.name for report in found} == set(KERNELS)
+    special = {HOPPER} | BACKWARD
+    assert {report.name for report in found} == (special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS)
     for report in found:
         runs(report, target)
         bound, reason = allowed(dtype.__name__, head_dim, report.name, target)
         assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+
+
+@pytest.mark.parametrize("window", [None, (300, 0)])
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 24])
+@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0)])
+def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, window, monkeypatch):
+    monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
+    jax.clear_caches()  # what another test traced has another kernel
+    rule = Rule(scale=head_dim**-0.5, causal=True, soft_cap=soft_cap, window=window)
+    found = reports(block(jnp.bfloat16, head_dim, length, rule), 90, monkeypatch)
+    (report,) = [report for report in found if report.name == HOPPER]
+    runs(report, 90)
+    bound, reason = allowed("bfloat16", head_dim, HOPPER, 90)
+    assert report.matrix == "wgmma" and report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))

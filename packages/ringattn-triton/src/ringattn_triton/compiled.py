@@ -13,7 +13,6 @@ import jax
 import triton
 import triton.language as tl
 
-from . import specialized
 from .launch import Call
 
 
@@ -34,7 +33,9 @@ def jax_triton() -> ModuleType:
 
 def launch(arrays: Sequence[jax.Array], call: Call, platform: str, capability: int | None) -> list[jax.Array]:
     """The outputs of the kernel, compiled for this compute capability, or for that of the device."""
-    if specialized.is_specialized(call.kernel):
+    if getattr(call.kernel, "is_gluon", bool)():
+        from . import specialized
+
         capability = capability or _of_device()
         return specialized.launch(arrays, call, capability, _ptx_version(capability))
     module = jax_triton()

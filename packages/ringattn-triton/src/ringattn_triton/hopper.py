@@ -6,6 +6,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
+import triton
 from ringattn_core.config import FwdParams
 from ringattn_core.protocol import Block, Partial
 
@@ -16,7 +17,10 @@ from .schedules import Target
 
 PLACES: Final = 132
 """How many programs run at a time: one on each multiprocessor of the largest Hopper. More only wait for a place."""
+_TRITON: Final = ((3, 6), (3, 10))
+"""From which version to before which these kernels have been compiled: Gluon may change with each."""
 _CONSUMED: Final = 64
+_MANY: Final = 2**31 - 1
 _TOGETHER: Final = 512
 """How many tiles of queries of some heads make enough work for no place to be left alone with a long one."""
 
@@ -36,26 +40,44 @@ class Plan:
 
 
 _FORWARD: Final = {
-    64: Plan(3, 128, 2, True, 128, 160),
-    128: Plan(2, 128, 2, False, 168, 240),
+    (64, False): Plan(3, 128, 2, True, 128, 160),
+    (128, False): Plan(2, 128, 2, False, 168, 240),
+    (128, True): Plan(3, 64, 3, True, 128, 160),
 }
-"""By head size: the fastest of those timed."""
+"""By head size, and whether there is a soft cap: the fastest of those timed."""
 
 
 def takes(block: Block, facts: Facts, target: Target) -> bool:
-    """Whether this family computes the output of a block.
+    """Whether this family computes the output of a block, where the caller fixed nothing: where it is faster.
 
-    It does where it is faster. Of a bias and of dropout it has no kernels: four warps that draw numbers or wait for a
-    bias, and nothing to fill in for them, were slower than many programs at a time. With heads of 64 products are short
-    beside anything that comes to them.
+    Of a bias, slopes and dropout it has no kernels: those that were tried were slower than many programs at a time,
+    which do something else while one of them draws numbers or waits for a bias.
     """
-    plan = _FORWARD.get(facts.head_dim)
-    if target != Target("cuda", 90) or plan is None or block.q.dtype.itemsize != 2 or block.kv.ndim != 5:
+    plan = _FORWARD.get((facts.head_dim, facts.capped))
+    if (
+        target != Target("cuda", 90)
+        or not _known_triton()
+        or plan is None
+        or block.q.dtype.itemsize != 2
+        or block.kv.ndim != 5
+    ):
         return False
     fixed = block.rule.fwd_params != FwdParams()
     short = facts.q_length < plan.consumers * _CONSUMED or facts.kv_length < plan.kv_tile
-    laden = facts.head_dim < 128 and (facts.capped or facts.segments or facts.masks or facts.dense)
-    return facts.plain and not (facts.dropout or fixed or short or laden)
+    return facts.plain and not (facts.dropout or fixed or short or _too_little(facts))
+
+
+def _known_triton() -> bool:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return _TRITON[0] <= version < _TRITON[1]
+
+
+def _too_little(facts: Facts) -> bool:
+    """Whether a turn has so little to do that its beginning and end count: few tiles, or short products to mask."""
+    seen = min(facts.left if facts.bounded_left else _MANY, facts.chunk if facts.chunked else _MANY)
+    if facts.head_dim == 128:
+        return seen < 1024
+    return seen < 2048 or facts.q_length < 4096 or facts.segments or facts.masks or facts.dense
 
 
 def forward(given: Operands, block: Block, partial: Partial) -> Partial:
@@ -63,7 +85,7 @@ def forward(given: Operands, block: Block, partial: Partial) -> Partial:
     from .kernels.hopper_forward import forward as kernel
 
     facts = given.facts
-    plan = _FORWARD[facts.head_dim]
+    plan = _FORWARD[facts.head_dim, facts.capped]
     table = tables.table(given, block, plan.consumers * _CONSUMED, plan.kv_tile, programs=_TOGETHER)
     continued = [None, None] if partial.empty else [partial.out, partial.lse]
     arrays = [*given.arrays, table.bounds, table.tiles, *continued, jnp.zeros(1, jnp.int32)]

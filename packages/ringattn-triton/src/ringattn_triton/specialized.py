@@ -33,11 +33,6 @@ class Compiled(NamedTuple):
     scratch: int
 
 
-def is_specialized(kernel: Any) -> bool:
-    """Whether a kernel is in Gluon."""
-    return bool(getattr(kernel, "is_gluon", bool)())
-
-
 def launch(arrays: Sequence[jax.Array], call: Call, capability: int, ptx_version: int) -> list[jax.Array]:
     """The outputs of the kernel."""
     from jaxlib import gpu_triton
@@ -47,15 +42,15 @@ def launch(arrays: Sequence[jax.Array], call: Call, capability: int, ptx_version
     outputs = list(call.outputs)
     parameters = [gpu_triton.create_array_parameter(0, _ALIGNED) for _ in kinds]
     if made.scratch:
-        # Compiled kernels take a pointer to it after their own parameters. Not every jaxlib hands one over, but all
-        # hand over outputs, and ignore nothing that comes first.
+        # A compiled kernel takes a pointer to it after its own parameters. Not every jaxlib hands one over, and so it
+        # is one output more; what a newer jaxlib hands over comes later, and is not looked at.
         programs = functools.reduce(int.__mul__, call.grid, 1)
         outputs.append(jax.ShapeDtypeStruct((made.scratch * programs,), jnp.uint8))
         parameters.append(gpu_triton.create_array_parameter(0, 128))
     kernel = gpu_triton.TritonKernel(made.name, made.warps, 1, made.shared, made.ptx, "", capability)
     grid = (*call.grid, 1, 1)[:3]
     message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(call.name, b"")
-    results = jax.ffi.ffi_call(
+    results = jax.ffi.ffi_call(  # pyright: ignore[reportCallIssue]
         "triton_kernel_call",
         outputs,
         custom_call_api_version=2,

@@ -3,14 +3,14 @@
 
 import builtins
 import inspect
+import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import triton
 from triton import language as tl
-from triton.experimental.gluon import language as gluon
 from triton.runtime.jit import JITFunction
 
 from . import language, mathematics, specialized
@@ -68,6 +68,7 @@ def run(
         current.launch = before
 
 
+_GLUON: Final = "triton.experimental.gluon.language"
 _functions: dict[Any, Any] = {}
 _globals: dict[int, tuple[Any, dict[str, Any]]] = {}
 _LANGUAGES = tuple(
@@ -159,14 +160,14 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         if value in _LANGUAGES:
             return LANGUAGE
-        if value.__name__.startswith(gluon.__name__):
+        if value.__name__.startswith(_GLUON):
             return _Gluon(value)
         if value is triton or any(isinstance(v, JITFunction | types.ModuleType) for v in vars(value).values()):
             return _Module(value)
         return value
     if callable(value) and tl.core.is_builtin(value):
-        language = _Gluon(gluon) if value.__module__.startswith(gluon.__name__) else LANGUAGE
-        return getattr(language, value.__name__)
+        of = _Gluon(sys.modules[value.__module__]) if value.__module__.startswith(_GLUON) else LANGUAGE
+        return getattr(of, value.__name__)
     if type(value).__name__ == "ConstexprFunction":  # what Triton calls while it compiles
         return getattr(value, "fn")  # noqa: B009
     return value

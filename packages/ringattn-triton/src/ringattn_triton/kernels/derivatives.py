@@ -33,7 +33,7 @@ def derivatives(
     """
     p = tl.exp2(scored(bend, bias, queries, keys, head, F) * F.fold - lse)
     if MASKED:
-        p = tl.where(visible(queries, keys, head, F, Q_RAGGED, KV_RAGGED), p, 0.0)
+        p = tl.where(visible(queries, keys, head, F, Q_RAGGED, KV_RAGGED, True), p, 0.0)
     if F.dropout:
         return p * keep, p * (dp * keep - delta)
     else:

@@ -121,7 +121,7 @@ def _continued(
         keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
     s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
-        s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED), s, -float("inf"))
+        s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED, True), s, -float("inf"))
     now = tl.maximum(top, tl.max(s, 1) * F.fold)
     base = now
     # A bias forbids by -inf, so that a row of a tile may see nothing though no mask says so.

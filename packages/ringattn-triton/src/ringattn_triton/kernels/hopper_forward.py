@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """How the output is computed on Hopper: `forward`'s online softmax by warpgroups that take turns with the tensor cores.
 
 One warp, the producer, fetches tiles by TMA, several tiles ahead; groups of four warps, the consumers, have 64 queries
@@ -8,49 +9,17 @@ the other consumers' tiles. Programs stay: each takes turns at tiles of queries 
 left, and fetches the first vectors of the next while the last results of this one are written.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from .hopper_pipeline import CONSUMED, Shared, begin, got, next_turn, of_turn, produce
 from .scores import LOG2_E, Inputs, bent, of_columns, of_head, of_rows, visible
-from .tiles import full_tile, masked_tile, owned, visit
-
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""As Triton 3.9 calls it, and as it was called before."""
-
-CONSUMED: gl.constexpr = gl.constexpr(64)
-"""How many queries a consumer has: as many rows as the product of a warpgroup."""
-
-
-class Shared(NamedTuple):
-    """What passes from the producer to the consumers, in shared memory.
-
-    Each place has a barrier that says it is `full`, which the producer or its fetches arrive at, and one that says it
-    is `empty`, at which all consumers arrive. `turns` are the numbers of the tiles of queries, `order` lets one
-    consumer multiply at a time.
-    """
-
-    q: Any
-    q_full: Any
-    q_empty: Any
-    k: Any
-    k_full: Any
-    k_empty: Any
-    v: Any
-    v_full: Any
-    v_empty: Any
-    turns: Any
-    turns_full: Any
-    turns_empty: Any
-    order: Any
 
 
 @gluon.jit
@@ -83,23 +52,26 @@ def forward(
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
         gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
     )
-    _begin(shared.q_full, 1, 1)
-    _begin(shared.q_empty, 1, CONSUMERS)
-    _begin(shared.k_full, STAGES, 1)
-    _begin(shared.k_empty, STAGES, CONSUMERS)
-    _begin(shared.v_full, STAGES, 1)
-    _begin(shared.v_empty, STAGES, CONSUMERS)
-    _begin(shared.turns_full, 2, 1)
-    _begin(shared.turns_empty, 2, CONSUMERS)
-    _begin(shared.order, CONSUMERS, 1)
+    begin(shared.q_full, 1, 1)
+    begin(shared.q_empty, 1, CONSUMERS)
+    begin(shared.k_full, STAGES, 1)
+    begin(shared.k_empty, STAGES, CONSUMERS)
+    begin(shared.v_full, STAGES, 1)
+    begin(shared.v_empty, STAGES, CONSUMERS)
+    begin(shared.turns_full, 2, 1)
+    begin(shared.turns_empty, 2, CONSUMERS)
+    begin(shared.order, CONSUMERS, 1)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
@@ -109,9 +81,9 @@ def forward(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_consume, (1, shared, P, TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_produce, (shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (produce, (shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -119,10 +91,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_consume, (1, shared, P, TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_consume, (2, shared, P, TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_produce, (shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (_consume, (2, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (produce, (shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -130,88 +102,8 @@ def forward(
 
 
 @gluon.jit
-def _begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
-    for place in gl.static_range(PLACES):
-        mbarrier.init(barriers.index(place), count=ARRIVALS)
-
-
-@gluon.jit
-def _produce(
-    shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F: gl.constexpr, V: gl.constexpr, S: gl.constexpr
-):
-    """Takes turns and fetches what they need, as places become empty."""
-    CONSUMERS: gl.constexpr = S[0]
-    FRESH: gl.constexpr = S[5]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BYTES: gl.constexpr = CONSUMERS * CONSUMED * F.head_dim * 2
-    turn = gl.program_id(0)
-    done = 0
-    fetched = 0
-    while turn < all_turns:
-        row, batch, head = _owned(turn, F, V)
-        visited = visit(TABLE, TILES, batch, row, V)
-        steps = visited.masked + visited.full_to - visited.full_from
-        # Where nothing is seen, what there was before is in its place already.
-        if FRESH or steps > 0:
-            mbarrier.wait(shared.turns_empty.index(done % 2), ((done // 2) & 1) ^ 1)
-            shared.turns.index(done % 2).store(gl.full([1], turn, gl.int32, LAYOUT))
-            mbarrier.arrive(shared.turns_full.index(done % 2), count=1)
-            mbarrier.wait(shared.q_empty.index(0), (done & 1) ^ 1)
-            if steps > 0:
-                full = shared.q_full.index(0)
-                mbarrier.expect(full, BYTES)
-                first = batch * F.q_length + row * (CONSUMERS * CONSUMED)
-                for number in gl.static_range(CONSUMERS):
-                    at = [first + number * CONSUMED, head * F.head_dim]
-                    fetch(q_tiles, at, full, shared.q.index(number))
-                kv_head = head // F.group
-                for step in range(0, visited.masked):
-                    tile = masked_tile(visited, step, V)
-                    fetched = _tile_fetched(shared, kv_tiles, batch, kv_head, tile, fetched, F, S)
-                for step in range(visited.full_from, visited.full_to):
-                    tile = full_tile(visited, step, V)
-                    fetched = _tile_fetched(shared, kv_tiles, batch, kv_head, tile, fetched, F, S)
-            else:
-                mbarrier.arrive(shared.q_full.index(0), count=1)
-            done += 1
-        turn = gl.num_programs(0) + gl.atomic_add(TAKEN, 1, sem="relaxed")
-    mbarrier.wait(shared.turns_empty.index(done % 2), ((done // 2) & 1) ^ 1)
-    shared.turns.index(done % 2).store(gl.full([1], turn, gl.int32, LAYOUT))
-    mbarrier.arrive(shared.turns_full.index(done % 2), count=1)
-
-
-@gluon.jit
-def _owned(turn, F: gl.constexpr, V: gl.constexpr):
-    """The tile of queries, batch row and head of a turn; the last tiles, which see most under a causal mask, first."""
-    number, batch, head = owned(turn, V, F.heads)
-    return V.rows - 1 - number, batch, head
-
-
-@gluon.jit
-def _tile_fetched(shared, kv_tiles, batch, kv_head, tile, fetched, F: gl.constexpr, S: gl.constexpr):
-    """One tile of keys and one of values into the next place; how many there have been."""
-    KV_TILE: gl.constexpr = S[1]
-    STAGES: gl.constexpr = S[2]
-    BYTES: gl.constexpr = KV_TILE * F.head_dim * 2
-    VALUE_ROW: gl.constexpr = F.value_at // F.kv_token
-    place = fetched % STAGES
-    phase = ((fetched // STAGES) & 1) ^ 1
-    row = batch * F.kv_length + tile * KV_TILE
-    column = kv_head * F.kv_head
-    full = shared.k_full.index(place)
-    mbarrier.wait(shared.k_empty.index(place), phase)
-    mbarrier.expect(full, BYTES)
-    fetch(kv_tiles, [row, column], full, shared.k.index(place))
-    full = shared.v_full.index(place)
-    mbarrier.wait(shared.v_empty.index(place), phase)
-    mbarrier.expect(full, BYTES)
-    fetch(kv_tiles, [row + VALUE_ROW, column], full, shared.v.index(place))
-    return fetched + 1
-
-
-@gluon.jit
 def _consume(
-    NUMBER: gl.constexpr, shared, P, TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns,
+    NUMBER: gl.constexpr, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns,
     F: gl.constexpr, V: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """The results of every turn for 64 of its queries."""
@@ -231,15 +123,14 @@ def _consume(
     taken = 0
     ordered = 0
     done = 0
-    turn = _next_turn(shared, done)
+    turn = next_turn(shared, done)
     while turn < all_turns:
-        own, batch, head_number = _owned(turn, F, V)
+        own, batch, head_number = of_turn(turn, F, V)
         head = of_head(P, batch, head_number, F)
-        visited = visit(TABLE, TILES, batch, own, V)
-        full = visited.full_to - visited.full_from
+        masked = got(shared.masked.index(done % 2))
+        whole = got(shared.whole.index(done % 2))
         start = own * (CONSUMERS * CONSUMED) + NUMBER * CONSUMED
         rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-        queries = of_rows(P, batch, rows, F, RAGGED, False)
         if FRESH:
             acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
             top = gl.full([CONSUMED], -float("inf"), gl.float32, OF_ROWS)
@@ -252,36 +143,32 @@ def _consume(
             top = before * LOG2_E
             total = gl.where(before == -float("inf"), 0.0, 1.0)
         mbarrier.wait(shared.q_full.index(0), done & 1)
-        if visited.masked + full > 0:
-            _made_numbers(queries_here)
+        if masked + whole > 0:
             # The first tile: nothing is there yet to multiply with values meanwhile.
-            tile = full_tile(visited, visited.full_from, V)
-            if MASKED:
-                tile = gl.where(visited.masked > 0, masked_tile(visited, 0, V), tile)
             mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
             k = shared.k.index(taken % STAGES)
             s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+            queries = of_rows(P, batch, rows, F, RAGGED, False)
+            keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-            keys = _keys(P, batch, tile, F, MASKED, SCORES, KV_TILE)
             p, total, top, shrink = _softmax(s, total, top, queries, keys, head, F, MASKED, KV_TILE)
             if not FRESH:
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             weights = _as_operand(p, queries_here.dtype, SUMS)
             first = 1
             if MASKED:
-                for step in range(1, visited.masked):
-                    tile = masked_tile(visited, step, V)
+                for _ in range(1, masked):
                     taken += 1
                     acc, total, top, weights = _continued(
-                        acc, total, top, weights, shared, queries_here, nought, taken, 0, NUMBER, tile,
+                        acc, total, top, weights, shared, queries_here, nought, taken, 0, NUMBER,
                         queries, head, P, batch, F, True, S, SCORES, SUMS, False,
                     )  # fmt: skip
-                first = gl.where(visited.masked > 0, 0, 1)
-            for _ in range(first, full):
+                first = gl.where(masked > 0, 0, 1)
+            for _ in range(first, whole):
                 taken += 1
                 acc, total, top, weights = _continued(
-                    acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER, 0,
+                    acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER,
                     queries, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
                 )  # fmt: skip
                 ordered += 1
@@ -294,9 +181,9 @@ def _consume(
         else:
             mbarrier.arrive(shared.q_empty.index(0), count=1)
         # Read once more, so that nothing of it is held in registers meanwhile.
-        turn = _turn(shared, done)
+        turn = got(shared.turns.index(done % 2))
         mbarrier.arrive(shared.turns_empty.index(done % 2), count=1)
-        own, batch, head_number = _owned(turn, F, V)
+        own, batch, head_number = of_turn(turn, F, V)
         start = own * (CONSUMERS * CONSUMED) + NUMBER * CONSUMED
         rows = start + gl.arange(0, CONSUMED, OF_ROWS)
         out_at, within = _outputs(start, batch, head_number, F, SUMS)
@@ -308,20 +195,7 @@ def _consume(
         lse = gl.where(nothing, -float("inf"), (top + gl.log2(divisor)) / LOG2_E)
         gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
         done += 1
-        turn = _next_turn(shared, done)
-
-
-@gluon.jit
-def _next_turn(shared, done):
-    """The number that the producer took next; not less than their count where none is left."""
-    mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
-    return _turn(shared, done)
-
-
-@gluon.jit
-def _turn(shared, done):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(shared.turns.index(done % 2).load(LAYOUT), 0)
+        turn = next_turn(shared, done)
 
 
 @gluon.jit
@@ -334,21 +208,8 @@ def _outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _made_numbers(queries):
-    """What is no finite number in a query becomes NaN, and so do then all its scores."""
-    DIM: gl.constexpr = queries.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    q = queries.load(LAYOUT)
-    size = gl.abs(q.to(gl.float32))
-    bad = gl.where(size < float("inf"), 0, 1)
-    if gl.max(gl.max(bad, 1), 0) > 0:
-        queries.store(gl.where(bad == 0, q, float("nan")).to(q.dtype))
-        fence_async_shared()
-
-
-@gluon.jit
 def _continued(
-    acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr, tile,
+    acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr,
     queries, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
     SUMS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
@@ -366,7 +227,7 @@ def _continued(
     acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
     if ORDERED:
         mbarrier.arrive(shared.order.index((NUMBER + 1) % CONSUMERS), count=1)
-    keys = _keys(P, batch, tile, F, MASKED, SCORES, KV_TILE)
+    keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
     p, total, top, shrink = _softmax(s, total, top, queries, keys, head, F, MASKED, KV_TILE)
@@ -383,21 +244,30 @@ def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _keys(P, batch, tile, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr):
+def _keys(
+    shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """The keys of a tile to mask."""
     if MASKED:
+        start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
         columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
-        return of_columns(P, batch, tile * KV_TILE, columns, F, KV_TILE, False)
+        return of_columns(P, batch, start, columns, F, KV_TILE, False)
     else:
         return 0
 
 
 @gluon.jit
 def _softmax(s, total, top, queries, keys, head, F: gl.constexpr, MASKED: gl.constexpr, KV_TILE: gl.constexpr):
-    """The weights of a tile of products, and sums and maxima that count it in."""
+    """The weights of a tile of products, and sums and maxima that count it in.
+
+    An infinite query has no finite product with any key. Where nothing else makes NaN of that, it is done here.
+    """
     RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
-    s = bent(s, F)
+    if F.capped:
+        s = bent(s, F) + s * 0.0
     if MASKED:
+        s = gl.where(s == -float("inf"), float("nan"), s)
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
     now = gl.maximum(top, gl.max(s, 1) * F.fold)
     base = now

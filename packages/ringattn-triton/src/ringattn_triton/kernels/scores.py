@@ -208,7 +208,7 @@ def of_columns(P, batch, start, columns, F: tl.constexpr, TILE: tl.constexpr, BY
 
 @triton.jit
 def visible(
-    queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr, SPREAD: tl.constexpr = True
+    queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr, SPREAD: tl.constexpr
 ):
     """Which queries of a tile see which keys, broadcastable to the tile.
 

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+"""How queries, keys and values come to the consumers of a program on Hopper: one warp takes turns and fetches."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .tiles import full_tile, masked_tile, owned, visit
+
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""As Triton 3.9 calls it, and as it was called before."""
+
+CONSUMED: gl.constexpr = gl.constexpr(64)
+"""How many queries a consumer has: as many rows as the product of a warpgroup."""
+
+
+class Shared(NamedTuple):
+    """What passes from the producer to the consumers, in shared memory.
+
+    Each place has a barrier that says it is `full`, which the producer or its fetches arrive at, and one that says it
+    is `empty`, at which all consumers arrive. `tiles` are the numbers of the tiles of keys. Of a turn there are its
+    number, and how many tiles it masks and sees whole. `order` lets one consumer multiply at a time.
+    """
+
+    q: Any
+    q_full: Any
+    q_empty: Any
+    k: Any
+    k_full: Any
+    k_empty: Any
+    tiles: Any
+    v: Any
+    v_full: Any
+    v_empty: Any
+    turns: Any
+    masked: Any
+    whole: Any
+    turns_full: Any
+    turns_empty: Any
+    order: Any
+
+
+@gluon.jit
+def begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
+    for place in gl.static_range(PLACES):
+        mbarrier.init(barriers.index(place), count=ARRIVALS)
+
+
+@gluon.jit
+def produce(
+    shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F: gl.constexpr, V: gl.constexpr, S: gl.constexpr
+):
+    """Takes turns and fetches what they need, as places become empty."""
+    CONSUMERS: gl.constexpr = S[0]
+    FRESH: gl.constexpr = S[5]
+    BYTES: gl.constexpr = CONSUMERS * CONSUMED * F.head_dim * 2
+    turn = gl.program_id(0)
+    done = 0
+    fetched = 0
+    while turn < all_turns:
+        row, batch, head = of_turn(turn, F, V)
+        visited = visit(TABLE, TILES, batch, row, V)
+        whole = visited.full_to - visited.full_from
+        # Where nothing is seen, what there was before is in its place already.
+        if FRESH or visited.masked + whole > 0:
+            _announce(shared, done, turn, visited.masked, whole)
+            mbarrier.wait(shared.q_empty.index(0), (done & 1) ^ 1)
+            if visited.masked + whole > 0:
+                full = shared.q_full.index(0)
+                mbarrier.expect(full, BYTES)
+                first = batch * F.q_length + row * (CONSUMERS * CONSUMED)
+                for number in gl.static_range(CONSUMERS):
+                    at = [first + number * CONSUMED, head * F.head_dim]
+                    fetch(q_tiles, at, full, shared.q.index(number))
+                kv_head = head // F.group
+                for step in range(0, visited.masked):
+                    tile = masked_tile(visited, step, V)
+                    fetched = _tile_fetched(shared, kv_tiles, batch, kv_head, tile, fetched, F, S)
+                for step in range(visited.full_from, visited.full_to):
+                    tile = full_tile(visited, step, V)
+                    fetched = _tile_fetched(shared, kv_tiles, batch, kv_head, tile, fetched, F, S)
+            else:
+                mbarrier.arrive(shared.q_full.index(0), count=1)
+            done += 1
+        turn = gl.num_programs(0) + gl.atomic_add(TAKEN, 1, sem="relaxed")
+    _announce(shared, done, turn, 0, 0)
+
+
+@gluon.jit
+def _announce(shared, done, turn, masked, whole):
+    """Tells the consumers of a turn, when they no longer need the last but one."""
+    mbarrier.wait(shared.turns_empty.index(done % 2), ((done // 2) & 1) ^ 1)
+    _put(shared.turns.index(done % 2), turn)
+    _put(shared.masked.index(done % 2), masked)
+    _put(shared.whole.index(done % 2), whole)
+    mbarrier.arrive(shared.turns_full.index(done % 2), count=1)
+
+
+@gluon.jit
+def _put(place, number):
+    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def got(place):
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def of_turn(turn, F: gl.constexpr, V: gl.constexpr):
+    """The tile of queries, batch row and head of a turn; the last tiles, which see most under a causal mask, first."""
+    number, batch, head = owned(turn, V, F.heads)
+    return V.rows - 1 - number, batch, head
+
+
+@gluon.jit
+def _tile_fetched(shared, kv_tiles, batch, kv_head, tile, fetched, F: gl.constexpr, S: gl.constexpr):
+    """One tile of keys and one of values into the next place; how many there have been."""
+    KV_TILE: gl.constexpr = S[1]
+    STAGES: gl.constexpr = S[2]
+    BYTES: gl.constexpr = KV_TILE * F.head_dim * 2
+    VALUE_ROW: gl.constexpr = F.value_at // F.kv_token
+    place = fetched % STAGES
+    phase = ((fetched // STAGES) & 1) ^ 1
+    row = batch * F.kv_length + tile * KV_TILE
+    column = kv_head * F.kv_head
+    full = shared.k_full.index(place)
+    mbarrier.wait(shared.k_empty.index(place), phase)
+    _put(shared.tiles.index(place), tile)
+    mbarrier.expect(full, BYTES)
+    fetch(kv_tiles, [row, column], full, shared.k.index(place))
+    full = shared.v_full.index(place)
+    mbarrier.wait(shared.v_empty.index(place), phase)
+    mbarrier.expect(full, BYTES)
+    fetch(kv_tiles, [row + VALUE_ROW, column], full, shared.v.index(place))
+    return fetched + 1
+
+
+@gluon.jit
+def next_turn(shared, done):
+    """The number that the producer took next; not less than their count where none is left."""
+    mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
+    return got(shared.turns.index(done % 2))

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on the kernels for Hopper: which blocks they take, and that their results are those of the XLA backend."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringattn_xla.block
+from compile_reports import launches
+from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, make_block, mask_in_tiles, near, with_option
+from ringattn_core.config import FwdParams
+from ringattn_core.merge import empty
+from ringattn_core.protocol import Block, Partial
+from ringattn_triton import hopper, operands
+from ringattn_triton.forward import forward
+from ringattn_triton.schedules import Target
+
+NAN = float("nan")
+TARGET = Target("cuda", 90)
+DIMS = (64, 128)
+HALF = jnp.bfloat16
+NOT_TAKEN = ("bias", "slopes", "dropout", "all at once", "negative scale", "scale of zero")
+TAKEN = [option for option in OPTIONS if not option.startswith(NOT_TAKEN)]
+CASES = [(option, 128) for option in TAKEN] + [(option, 64) for option in TAKEN[::2] if "soft cap" not in option]
+
+
+@pytest.fixture(autouse=True)
+def short_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be slow on a device is right all the same, and a test cannot have long blocks."""
+    monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
+
+
+def kernels(block: Block, partial: Partial | None = None) -> list[str]:
+    """The names of what is launched for a block on Hopper."""
+    run = jax.make_jaxpr(lambda b, p: forward.__wrapped__(b, p, TARGET))
+    return [call.name for call, _ in launches(run(block, partial or empty(block)).jaxpr)]
+
+
+def computed(block: Block, partial: Partial | None = None) -> Partial:
+    """The result of the kernel for Hopper, if it is what is launched."""
+    partial = partial or empty(block)
+    assert kernels(block, partial) == ["ringattn_hopper_forward"]
+    return forward.__wrapped__(block, partial, TARGET)
+
+
+def check(block: Block, case: str, partial: Partial | None = None) -> Partial:
+    """The result, if it is that of the XLA backend."""
+    partial = partial or empty(block)
+    got, want = computed(block, partial), ringattn_xla.block.KERNEL.forward(block, partial)
+    near(f"{case}: out", got.out, want.out, TOLERANCE[str(block.q.dtype)])
+    near(f"{case}: lse", got.lse, want.lse, TOLERANCE["float32"])
+    return got
+
+
+def half(option: str, dim: int, q_length: int = 200, kv_length: int = 150, **fields: Any) -> Block:
+    return with_option(option, q_length, kv_length, **{"dim": dim, "dtype": HALF, **fields})
+
+
+@pytest.mark.parametrize(("option", "dim"), CASES)
+def test_every_option_it_takes_is_right_in_ragged_tiles(option: str, dim: int) -> None:
+    check(half(option, dim), option)
+
+
+@pytest.mark.parametrize(("option", "dim"), [("plain", 64), ("causal", 64), ("causal", 128), ("soft cap", 128)])
+def test_whole_tiles_are_right(option: str, dim: int) -> None:
+    check(half(option, dim, 384, 256), option)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
+def test_any_grouping_of_heads_in_float16(heads: tuple[int, int], dim: int) -> None:
+    given: dict[str, Any] = {"heads": heads[0], "kv_heads": heads[1], "dtype": jnp.float16, "causal": True}
+    check(make_block(2, 200, 140, dim=dim, **given), str(heads))
+
+
+def test_whole_tiles_that_lie_here_and_there_are_all_visited() -> None:
+    check(make_block(1, 512, 512, dim=128, dtype=HALF, mask=mask_in_tiles(512, 128)), "scattered")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_keys_may_come_in_parts(dim: int) -> None:
+    block = half("causal", dim, 330, 384)
+    whole, partial = check(block, "whole"), empty(block)
+    for start, size in ((128, 256), (0, 128)):
+        partial = computed(block.tile(0, 330, start, size), partial)
+    near("out", partial.out, whole.out, TOLERANCE["bfloat16"])
+    near("lse", partial.lse, whole.lse, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_what_keys_that_nobody_sees_continue_stays_as_it_was(dim: int) -> None:
+    block = half("causal", dim)
+    before = computed(block)
+    after = computed(dataclasses.replace(block, kv_positions=block.kv_positions + 999), before)
+    np.testing.assert_array_equal(after.out, before.out)
+    np.testing.assert_array_equal(after.lse, before.lse)
+
+
+def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
+    got = check(make_block(1, 300, 300, dim=128, dtype=HALF, causal=True, offset=150), "half see nothing")
+    assert not np.asarray(got.out[:, :150]).any()
+    assert np.isneginf(got.lse[..., :150]).all() and np.isfinite(got.lse[..., 150:]).all()
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.parametrize(("option", "dim"), [("window", 64), ("segments", 128)])
+def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything(option: str, dim: int, value: float) -> None:
+    block = half(option, dim)
+    clean, bad = computed(block), [3, 70, 199]
+    got = computed(dataclasses.replace(block, q=block.q.at[:, jnp.asarray(bad), 1, 2].set(value)))
+    lost = np.zeros(clean.lse.shape, bool)
+    lost[:, 1, bad] = ~np.isneginf(clean.lse[:, 1, bad])
+    assert lost.any()
+    np.testing.assert_array_equal(got.lse, np.where(lost, NAN, clean.lse))
+    np.testing.assert_array_equal(got.out, np.where(np.swapaxes(lost, 1, 2)[..., None], NAN, clean.out))
+
+
+@pytest.mark.parametrize("option", ["causal", "segments", "dense mask"])
+def test_a_key_that_is_nan_reaches_those_who_see_it_and_nobody_else(option: str) -> None:
+    block = half(option, 128)
+    block = dataclasses.replace(block, kv=block.kv.at[0, :, 71].set(NAN).at[1, :, 71].set(0))
+    got, want = computed(block), ringattn_xla.block.KERNEL.forward(block, empty(block))
+    np.testing.assert_array_equal(np.isnan(got.lse), np.isnan(want.lse))
+    np.testing.assert_array_equal(np.isnan(got.out), np.isnan(want.out))
+    assert np.isnan(got.lse).any() and not np.isnan(got.lse).all()
+
+
+def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:
+    block = half("causal", 128)
+    final, kept_on = computed(block, empty(block, HALF)), computed(block)
+    assert final.out.dtype == HALF and final.lse.dtype == kept_on.out.dtype == jnp.float32
+    np.testing.assert_array_equal(final.out, kept_on.out.astype(HALF))
+
+
+@pytest.mark.parametrize("places", [1, 3, 999])
+def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = half("causal", 64, 500, 300)
+    usual = check(block, "usual")
+    monkeypatch.setattr(hopper, "PLACES", places)
+    got = computed(block)
+    np.testing.assert_array_equal(got.out, usual.out)
+    np.testing.assert_array_equal(got.lse, usual.lse)
+
+
+def test_scores_of_thousands_overflow_nowhere() -> None:
+    block = make_block(1, 200, 200, dim=128, dtype=HALF, scale=1e4, causal=True)
+    got = computed(block)
+    assert np.isfinite(got.out).all() and np.abs(np.asarray(got.lse)).max() > 1e4
+
+
+@pytest.mark.parametrize(
+    ("reason", "fields"),
+    [
+        ("float32", {"dtype": jnp.float32}),
+        ("a head size of its own", {"dim": 96}),
+        ("values of another size", {"value_dim": 64}),
+        ("few queries", {"q_length": 127}),
+        ("few keys", {"kv_length": 127}),
+        ("a bias", {"bias": bias(1, 2, 200, 200)}),
+        ("slopes", {"slopes": np.array([[0.5, 0.1]], np.float32)}),
+        ("dropout", {"dropout": 0.1, "seed": SEEDS[:1]}),
+        ("a negative scale", {"scale": -1.0}),
+        ("a schedule that is asked for", {"fwd_params": FwdParams(num_stages=2)}),
+        ("a soft cap with heads of 64", {"dim": 64, "q_length": 4096, "soft_cap": 3.0}),
+    ],
+)
+def test_what_it_does_not_take_goes_to_the_portable_kernel(reason: str, fields: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {"q_length": 200, "kv_length": 200, "dim": 128, "dtype": HALF}
+    assert kernels(make_block(1, **(usual | {"q_length": 128, "kv_length": 128}))) == ["ringattn_hopper_forward"]
+    assert kernels(make_block(1, **(usual | fields))) == ["ringattn_forward"], reason
+
+
+@pytest.mark.parametrize("target", [Target("cuda", 80), Target("cuda", 100), Target("rocm"), Target("interpreter")])
+def test_other_devices_have_the_portable_kernels(target: Target) -> None:
+    block = half("causal", 128)
+    run = jax.make_jaxpr(lambda b, p: forward.__wrapped__(b, p, target))
+    names = [call.name for call, _ in launches(run(block, empty(block)).jaxpr)]
+    assert names == ["ringattn_forward"]
+
+
+@pytest.mark.parametrize(("version", "name"), [("3.5.1", ""), ("3.9.0+git", "hopper_"), ("3.10.0", ""), ("4.0.0", "")])
+def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
+    version: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper.triton, "__version__", version)
+    assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({}, {128, 64}),
+        ({"window": (2048, 0)}, {128, 64}),
+        ({"window": (1024, 0)}, {128}),
+        ({"window": (1023, 0)}, set()),
+        ({"window": (None, 0)}, {128, 64}),
+        ({"chunk": 1024}, {128}),
+        ({"chunk": 512}, set()),
+        ({"q_length": 4000}, {128}),
+        ({"q_segments": np.zeros((1, 4096), np.int32), "kv_segments": np.zeros((1, 4096), np.int32)}, {128}),
+        ({"mask": np.ones((1, 1, 1, 1), bool)}, {128}),
+    ],
+)
+def test_it_takes_what_has_enough_to_do_in_each_tile(
+    fields: dict[str, Any], heads: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    usual: dict[str, Any] = {"heads": 1, "kv_heads": 1, "q_length": 4096, "kv_length": 4096, "dtype": HALF}
+    blocks = {dim: make_block(1, **(usual | fields), dim=dim) for dim in DIMS}
+    assert {dim for dim, block in blocks.items() if hopper.takes(block, operands.of(block).facts, TARGET)} == heads
