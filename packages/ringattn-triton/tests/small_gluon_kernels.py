@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Kernels of a few lines in Gluon, each of which shows one thing that the kernels for Hopper rely on."""
 
 from typing import Any, NamedTuple
