@@ -181,6 +181,12 @@ class NanHidden(Dense):
         return super().forward(dataclasses.replace(block, kv=jnp.nan_to_num(block.kv)), partial)
 
 
+class InfinityMasked(Dense):
+    """Queries come as they are, and a product of minus infinity counts as masked."""
+
+    any_queries = True
+
+
 class SoftCapIgnored(Dense):
     """The soft cap is ignored, silently."""
 
@@ -265,6 +271,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "bias-gradient-dropped": Sabotage(BiasGradientDropped(), (_point("bias-ring2-contiguous"),), _primal("bias")),
     "last-hop-missing": Sabotage(LastHopMissing(), (_PLAIN,), _ALONE),
     "nan-hidden": Sabotage(NanHidden(), (_NAN % "k-nan",), _PLAIN),
+    "infinity-masked": Sabotage(InfinityMasked(), (_NAN % "q-minus-inf",), _PLAIN),
     "soft-cap-ignored": Sabotage(SoftCapIgnored(), (_primal("soft-cap"),), _PLAIN),
     "products-in-bfloat16": Sabotage(HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
 }

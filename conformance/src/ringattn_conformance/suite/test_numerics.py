@@ -48,11 +48,25 @@ def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_ba
             tolerances.fail_if(faults, "bfloat16 ring")
 
 
+def _changed(placed: Placed, **operands: np.ndarray) -> Placed:
+    problem = dataclasses.replace(placed.inputs.problem, **operands)
+    return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
+
+
+def _of_one_sign(placed: Placed, operand: str) -> Placed:
+    """What the bad number is multiplied with is positive: no product of it is the other infinity, none is NaN."""
+    other = {"q": "k", "k": "q"}.get(operand)
+    if other is None:
+        return placed
+    x = np.array(getattr(placed.inputs.problem, other))
+    x[..., SPOT[-1]] = np.abs(x[..., SPOT[-1]])
+    return _changed(placed, **{other: x})
+
+
 def _poisoned(placed: Placed, operand: str, value: float) -> Placed:
     x = np.array(getattr(placed.inputs.problem, operand))
     x[SPOT] = value
-    problem = dataclasses.replace(placed.inputs.problem, **{operand: x})
-    return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
+    return _changed(placed, **{operand: x})
 
 
 def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +94,7 @@ def test_what_is_not_finite_comes_out_where_it_is_seen_and_nowhere_else(
     (Of a bad value the lse and dv may stay clean.) Everything else is as if those rows had no cotangent.
     """
     layout, features = ("zigzag", {Feature.ZIGZAG}) if operand == "k" else ("contiguous", set())
-    clean = place(POISONED, Placement(2, layout), ringattn_backend)
+    clean = _of_one_sign(place(POISONED, Placement(2, layout), ringattn_backend), operand)
     placed = _poisoned(clean, operand, POISONS[poison])
     with owed(ringattn_backend, POISONED.needs | NEEDS | features) as right:
         got = run(placed)
