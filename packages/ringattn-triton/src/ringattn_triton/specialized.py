@@ -78,7 +78,8 @@ def _compiled(
     source: Any = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in fixed.items()}, aligned)
     target = GPUTarget("cuda", capability, _WARP)
     backend: Any = make_backend(target)
-    options = backend.parse_options({"num_warps": warps, "maxnreg": registers, "ptx_version": ptx_version})
+    asked = {"num_warps": warps, "maxnreg": registers, "ptx_version": ptx_version, "enable_fp_fusion": True}
+    options = backend.parse_options(asked)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
