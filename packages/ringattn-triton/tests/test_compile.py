@@ -111,22 +111,48 @@ def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, 
         assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
-@pytest.mark.parametrize(("length", "window"), [(LENGTH, None), (LENGTH - 24, (300, 0))])
-@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0)])
-def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, window, monkeypatch):
+def for_hopper(block, fresh, monkeypatch):
+    """A report on the kernel for Hopper, which also continues from what there is where it is not `fresh`."""
     monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
     jax.clear_caches()  # what another test traced has another kernel
-    rule = Rule(scale=head_dim**-0.5, causal=True, soft_cap=soft_cap, window=window)
-    given = block(jnp.bfloat16, head_dim, length, rule)
-    out, lse = shape(*given.q.shape, dtype=jnp.float32), shape(1, HEADS, length, dtype=jnp.float32)
+    batch, length, heads, dim = block.q.shape
+    out = shape(batch, length, heads, dim, dtype=block.q.dtype if fresh else jnp.float32)
+    partial = Partial(out, shape(batch, heads, length, dtype=jnp.float32), fresh)
     with compiling_for(90):
-        program = jax.jit(KERNEL.forward).trace(given, Partial(out, lse))
-        (report,) = of_lowered(program.lower(lowering_platforms=("cuda",)))
+        (report,) = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
+    assert (report.name, report.matrix) == (HOPPER, "wgmma"), report
     runs(report, 90)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("length", "fields", "fresh"),
+    [(LENGTH, {}, True), (LENGTH, {"causal": True}, False), (LENGTH - 24, {"causal": True, "window": (300, 0)}, False)],
+)
+@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0)])
+def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
+    rule = Rule(scale=head_dim**-0.5, soft_cap=soft_cap, **fields)
+    report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)
     bound, reason = allowed("bfloat16", head_dim, HOPPER, 90)
-    assert (report.name, report.matrix) == (HOPPER, "wgmma") and report.spilled <= bound, (
-        f"{report}; the budget is {bound}: {reason}"
+    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+
+
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatch):
+    rule = Rule(
+        scale=0.1,
+        causal=True,
+        chunk=300,
+        soft_cap=soft_cap,
+        masks=(Local(100, 100), Local(100, 50)),
+        mask_of_head=(0, 1) * (HEADS // 2),
+        increasing=False,
     )
+    length = LENGTH - 24
+    ids = dict.fromkeys(("q_segments", "kv_segments"), shape(1, length))
+    mask = shape(1, HEADS, length, length, dtype=jnp.bool_)
+    report = for_hopper(block(jnp.float16, 128, length, rule, mask=mask, padded=True, **ids), True, monkeypatch)
+    assert report.spilled <= 1024, report
 
 
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))

@@ -2,6 +2,7 @@
 """Promises on the kernels for Hopper: which blocks they take, and that their results are those of the XLA backend."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ import pytest
 import ringattn_xla.block
 from compile_reports import launches
 from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, make_block, mask_in_tiles, near, with_option
+from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
 from ringattn_core.merge import empty
 from ringattn_core.protocol import Block, Partial
 from ringattn_triton import hopper, operands
 from ringattn_triton.forward import forward
+from ringattn_triton.launch import compiling_for
 from ringattn_triton.schedules import Target
 
 NAN = float("nan")
@@ -130,6 +133,40 @@ def test_a_key_that_is_nan_reaches_those_who_see_it_and_nobody_else(option: str)
     assert np.isnan(got.lse).any() and not np.isnan(got.lse).all()
 
 
+@pytest.mark.parametrize("fields", [{}, {"causal": True}, {"soft_cap": 30.0}], ids=str)
+def test_a_product_beyond_float32_makes_no_query_infinite(fields: dict[str, Any]) -> None:
+    block = make_block(1, 192, 256, heads=1, kv_heads=1, dim=128, dtype=HALF, **fields)
+    large = block.kv.at[0, ..., 0].set(0).at[0, 0, 3, 0, 0].set(-3e20)
+    block = dataclasses.replace(block, q=block.q.at[..., 0].set(1e20), kv=large)
+    assert not np.isnan(check(block, str(fields)).out).any()
+
+
+@pytest.mark.parametrize(("layout", "options"), [("zigzag", {}), ("striped", {"sliding_window": (150, 0)})], ids=str)
+def test_a_ring_of_two_and_its_gradients(layout: str, options: dict[str, Any]) -> None:
+    draw = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(draw.normal(size=(1, 512, heads, 128)), HALF) for heads in (2, 1, 1))
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    found: dict[str, Any] = {}
+    for backend in ("triton", "xla"):
+        attend = functools.partial(
+            ring_attention, axis_name="sp", causal=True, layout=layout, backend=backend, **options
+        )
+        spec = jax.sharding.PartitionSpec(None, "sp")
+        ring = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+
+        def loss(*arrays: jax.Array, ring: Any = ring) -> tuple[jax.Array, jax.Array]:
+            out = ring(*arrays).astype(jnp.float32)
+            return (out**2).sum(), out
+
+        with compiling_for(90):
+            program = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+            names = [call.name for call, _ in launches(program.trace(q, k, v).jaxpr.jaxpr)]
+            found[backend] = jax.tree.leaves(program(q, k, v))
+        assert ("ringattn_hopper_forward" in names) == (backend == "triton")
+    for got, want in zip(found["triton"][1:], found["xla"][1:], strict=True):
+        near("output or gradient", got, want, TOLERANCE["bfloat16"] * max(1.0, float(jnp.abs(want).max())))
+
+
 def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:
     block = half("causal", 128)
     final, kept_on = computed(block, empty(block, HALF)), computed(block)
@@ -198,6 +235,9 @@ def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
         ({"window": (2048, 0)}, {128, 64}),
         ({"window": (1024, 0)}, {128}),
         ({"window": (1023, 0)}, set()),
+        ({"window": (0, 4000)}, {128, 64}),
+        ({"window": (0, 4000), "causal": True}, set()),
+        ({"window": (9, None)}, {128, 64}),
         ({"window": (None, 0)}, {128, 64}),
         ({"chunk": 1024}, {128}),
         ({"chunk": 512}, set()),

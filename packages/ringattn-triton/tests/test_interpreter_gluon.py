@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small_gluon_kernels as kernels
-from ringattn_triton import specialized
+from ringattn_triton import gluon_launch
 from test_interpreter import interpret, some
 
 ROWS, TILE, DIM = kernels.ROWS.value, kernels.TILE.value, kernels.DIM.value
@@ -197,5 +197,5 @@ def test_an_error_of_one_launch_leaves_nothing_to_the_next():
 )
 def test_these_kernels_are_such_as_a_gpu_takes(kernel, kinds, constants):
     pointers = tuple({"h": "*fp16", "f": "*fp32", "i": "*i32"}[kind] for kind in kinds)
-    made = specialized._compiled(kernel, pointers, tuple(constants.items()), 4, None, 90, 87)
+    made = gluon_launch._compiled(kernel, pointers, tuple(constants.items()), 4, None, 90, 87)
     assert f".entry {made.name}" in made.ptx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How jax-triton is called, whatever its version: nothing else in this package knows it."""
+"""How kernels are compiled for GPUs: by jax-triton, whatever its version, which nothing else in this package knows."""
 
 import functools
 import linecache
@@ -34,10 +34,10 @@ def jax_triton() -> ModuleType:
 def launch(arrays: Sequence[jax.Array], call: Call, platform: str, capability: int | None) -> list[jax.Array]:
     """The outputs of the kernel, compiled for this compute capability, or for that of the device."""
     if getattr(call.kernel, "is_gluon", bool)():
-        from . import specialized
+        from . import gluon_launch
 
         capability = capability or _of_device()
-        return specialized.launch(arrays, call, capability, _ptx_version(capability))
+        return gluon_launch.launch(arrays, call, capability, _ptx_version(capability))
     module = jax_triton()
     kernel: Any = call.kernel
     options: dict[str, Any] = {}

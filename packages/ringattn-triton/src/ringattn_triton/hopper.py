@@ -16,7 +16,7 @@ from .operands import Facts, Operands
 from .schedules import Target
 
 PLACES: Final = 132
-"""How many programs run at a time: one on each multiprocessor of the largest Hopper. More only wait for a place."""
+"""How many programs run at a time: one on each multiprocessor of the largest Hopper. Others find nothing left to do."""
 _TRITON: Final = ((3, 6), (3, 10))
 """From which version to before which these kernels have been compiled: Gluon may change with each."""
 _CONSUMED: Final = 64
@@ -74,7 +74,9 @@ def _known_triton() -> bool:
 
 def _too_little(facts: Facts) -> bool:
     """Whether a turn has so little to do that its beginning and end count: few tiles, or short products to mask."""
-    seen = min(facts.left if facts.bounded_left else _MANY, facts.chunk if facts.chunked else _MANY)
+    right = 0 if facts.causal or facts.chunked else facts.right if facts.bounded_right else _MANY
+    window = facts.left + right if facts.bounded_left else _MANY
+    seen = min(window, facts.chunk if facts.chunked else _MANY)
     if facts.head_dim == 128:
         return seen < 1024
     return seen < 2048 or facts.q_length < 4096 or facts.segments or facts.masks or facts.dense

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is launched from a JAX program: compiled by jax-triton on a GPU, interpreted on a CPU.
+"""How a kernel is launched from a JAX program: compiled on a GPU, interpreted on a CPU.
 
 Which of the two is decided when the program is lowered, so that one traced program serves both.
 """
@@ -38,7 +38,7 @@ class Call:
     name: str
     constants: tuple[tuple[str, Any], ...]
     registers: int | None
-    """How many a thread may have when the kernel begins, where the compiler is not to say."""
+    """How many a thread of a kernel in Gluon may have when it begins; of others the compiler decides."""
     among: int
     """How many devices run the program together, and may wait for each other."""
 

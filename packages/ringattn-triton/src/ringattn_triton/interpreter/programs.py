@@ -13,7 +13,7 @@ import triton
 from triton import language as tl
 from triton.runtime.jit import JITFunction
 
-from . import language, mathematics, specialized
+from . import gluon, language, mathematics
 from .language import current
 from .memory import Buffer, Storage
 from .types import OF_ARRAY
@@ -61,7 +61,7 @@ def run(
         with np.errstate(all="ignore"):
             for program, where in enumerate(np.ndindex(*launch.grid[::-1])):
                 launch.program, launch.where = program, where[::-1]
-                specialized.run_program(function, pointers, constants)
+                gluon.run_program(function, pointers, constants)
             for output, storage in zip(outputs, storages, strict=True):
                 output[...] = storage.flat.reshape(output.shape).astype(output.dtype)
     finally:
@@ -110,8 +110,8 @@ class _Gluon:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        own = vars(specialized).get(name)
-        if getattr(own, "__module__", None) == specialized.__name__:
+        own = vars(gluon).get(name)
+        if getattr(own, "__module__", None) == gluon.__name__:
             return own
         return getattr(self._module if name.endswith("Layout") else LANGUAGE, name)
 

@@ -30,7 +30,7 @@ def forward(
     F: gl.constexpr, V: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as the device has places. `TAKEN` counts the turns beyond each program's first one.
+    """As many programs as the device has places. `TAKEN` counts the turns that they have taken.
 
     `MASKED` says that there are tiles to mask at all; `REGISTERS` is how many a thread of a consumer may have.
     """
@@ -149,10 +149,11 @@ def _consume(
             k = shared.k.index(taken % STAGES)
             s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
             queries = of_rows(P, batch, rows, F, RAGGED, False)
+            bad = _no_numbers(queries_here, SUMS, OF_ROWS)
             keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-            p, total, top, shrink = _softmax(s, total, top, queries, keys, head, F, MASKED, KV_TILE)
+            p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, head, F, MASKED, KV_TILE)
             if not FRESH:
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             weights = _as_operand(p, queries_here.dtype, SUMS)
@@ -162,14 +163,14 @@ def _consume(
                     taken += 1
                     acc, total, top, weights = _continued(
                         acc, total, top, weights, shared, queries_here, nought, taken, 0, NUMBER,
-                        queries, head, P, batch, F, True, S, SCORES, SUMS, False,
+                        queries, bad, head, P, batch, F, True, S, SCORES, SUMS, False,
                     )  # fmt: skip
                 first = gl.where(masked > 0, 0, 1)
             for _ in range(first, whole):
                 taken += 1
                 acc, total, top, weights = _continued(
                     acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER,
-                    queries, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
+                    queries, bad, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
                 )  # fmt: skip
                 ordered += 1
             mbarrier.arrive(shared.q_empty.index(0), count=1)
@@ -210,7 +211,7 @@ def _outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
 @gluon.jit
 def _continued(
     acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr,
-    queries, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    queries, bad, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
     SUMS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """One step: the scores of this tile and the last tile's weighted values are in flight together."""
@@ -230,7 +231,7 @@ def _continued(
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-    p, total, top, shrink = _softmax(s, total, top, queries, keys, head, F, MASKED, KV_TILE)
+    p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, head, F, MASKED, KV_TILE)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
@@ -241,6 +242,13 @@ def _continued(
 def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
     """The weights in the registers from which a product takes its left side."""
     return gl.convert_layout(p.to(TYPE), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+
+
+@gluon.jit
+def _no_numbers(queries, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Which queries hold anything that is no finite number."""
+    size = gl.abs(queries.load(SUMS).to(gl.float32))
+    return gl.convert_layout(gl.max(gl.where(size < float("inf"), 0, 1), 1), OF_ROWS)
 
 
 @gluon.jit
@@ -258,16 +266,17 @@ def _keys(
 
 
 @gluon.jit
-def _softmax(s, total, top, queries, keys, head, F: gl.constexpr, MASKED: gl.constexpr, KV_TILE: gl.constexpr):
+def _softmax(s, bad, total, top, queries, keys, head, F: gl.constexpr, MASKED: gl.constexpr, KV_TILE: gl.constexpr):
     """The weights of a tile of products, and sums and maxima that count it in.
 
-    An infinite query has no finite product with any key. Where nothing else makes NaN of that, it is done here.
+    Where nothing is masked or bent, infinite products make NaN by themselves of a query that is no number.
     """
     RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     if F.capped:
-        s = bent(s, F) + s * 0.0
+        s = bent(s, F)
+    if MASKED or F.capped:
+        s = gl.where(bad[:, None] != 0, float("nan"), s)
     if MASKED:
-        s = gl.where(s == -float("inf"), float("nan"), s)
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
     now = gl.maximum(top, gl.max(s, 1) * F.fold)
     base = now

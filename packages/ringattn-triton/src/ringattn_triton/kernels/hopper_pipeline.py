@@ -46,6 +46,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that so many arrive at."""
     for place in gl.static_range(PLACES):
         mbarrier.init(barriers.index(place), count=ARRIVALS)
 
@@ -54,11 +55,14 @@ def begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
 def produce(
     shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F: gl.constexpr, V: gl.constexpr, S: gl.constexpr
 ):
-    """Takes turns and fetches what they need, as places become empty."""
+    """Takes turns and fetches what they need, as places become empty.
+
+    The first turn too is the next one: a program that has to wait for a multiprocessor has not kept a long one back.
+    """
     CONSUMERS: gl.constexpr = S[0]
     FRESH: gl.constexpr = S[5]
     BYTES: gl.constexpr = CONSUMERS * CONSUMED * F.head_dim * 2
-    turn = gl.program_id(0)
+    turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     fetched = 0
     while turn < all_turns:
@@ -86,7 +90,7 @@ def produce(
             else:
                 mbarrier.arrive(shared.q_full.index(0), count=1)
             done += 1
-        turn = gl.num_programs(0) + gl.atomic_add(TAKEN, 1, sem="relaxed")
+        turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     _announce(shared, done, turn, 0, 0)
 
 
@@ -107,6 +111,7 @@ def _put(place, number):
 
 @gluon.jit
 def got(place):
+    """The number in a place, for all threads of a consumer."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 

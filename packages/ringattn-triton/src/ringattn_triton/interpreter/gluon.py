@@ -299,9 +299,6 @@ def async_load(descriptor: Descriptor, coord: Any, barrier: Shared, result: Shar
 async_copy_global_to_shared = async_load
 
 
-def fence_async_shared(cluster: bool = False) -> None: ...
-
-
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
     used = bool(constant(use_acc))
 
