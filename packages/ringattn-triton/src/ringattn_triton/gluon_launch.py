@@ -5,6 +5,7 @@ Nothing is written to disk, as with jax-triton: a program keeps what it compiled
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -44,8 +45,7 @@ def launch(arrays: Sequence[jax.Array], call: Call, capability: int, ptx_version
     if made.scratch:
         # A compiled kernel takes a pointer to it after its own parameters. Not every jaxlib hands one over, and so it
         # is one output more; what a newer jaxlib hands over comes later, and is not looked at.
-        programs = functools.reduce(int.__mul__, call.grid, 1)
-        outputs.append(jax.ShapeDtypeStruct((made.scratch * programs,), jnp.uint8))
+        outputs.append(jax.ShapeDtypeStruct((made.scratch * math.prod(call.grid),), jnp.uint8))
         parameters.append(gpu_triton.create_array_parameter(0, 128))
     kernel = gpu_triton.TritonKernel(made.name, made.warps, 1, made.shared, made.ptx, "", capability)
     grid = (*call.grid, 1, 1)[:3]

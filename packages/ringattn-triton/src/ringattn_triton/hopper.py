@@ -2,25 +2,28 @@
 """The family of kernels that are written for Hopper: which blocks they take, and how they are launched."""
 
 import dataclasses
+import math
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 import triton
+import triton.language as tl
 from ringattn_core.config import FwdParams
 from ringattn_core.protocol import Block, Partial
 
-from . import tables
+from . import compiled, tables
+from .availability import TRITON_FLOOR
 from .launch import launch
 from .operands import Facts, Operands
 from .schedules import Target
 
 PLACES: Final = 132
 """How many programs run at a time: one on each multiprocessor of the largest Hopper. Others find nothing left to do."""
-_TRITON: Final = ((3, 6), (3, 10))
-"""From which version to before which these kernels have been compiled: Gluon may change with each."""
-_CONSUMED: Final = 64
-_MANY: Final = 2**31 - 1
+CONSUMED: Final = tl.constexpr(64)
+"""How many queries a consumer has: as many rows as the product of a warpgroup."""
+_TRITON_CEILING: Final = (3, 10)
+"""Before which version these kernels have been compiled: Gluon may change with each."""
 _TOGETHER: Final = 512
 """How many tiles of queries of some heads make enough work for no place to be left alone with a long one."""
 
@@ -37,6 +40,10 @@ class Plan:
     """Registers of a thread when a program begins."""
     registers: int
     """Registers of a consumer's thread, which it takes over from the producer's."""
+
+    @property
+    def q_tile(self) -> int:
+        return self.consumers * CONSUMED.value
 
 
 _FORWARD: Final = {
@@ -63,20 +70,19 @@ def takes(block: Block, facts: Facts, target: Target) -> bool:
     ):
         return False
     fixed = block.rule.fwd_params != FwdParams()
-    short = facts.q_length < plan.consumers * _CONSUMED or facts.kv_length < plan.kv_tile
+    short = facts.q_length < plan.q_tile or facts.kv_length < plan.kv_tile
     return facts.plain and not (facts.dropout or fixed or short or _too_little(facts))
 
 
 def _known_triton() -> bool:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return _TRITON[0] <= version < _TRITON[1]
+    return TRITON_FLOOR <= compiled.version(triton) < _TRITON_CEILING
 
 
 def _too_little(facts: Facts) -> bool:
     """Whether a turn has so little to do that its beginning and end count: few tiles, or short products to mask."""
-    right = 0 if facts.causal or facts.chunked else facts.right if facts.bounded_right else _MANY
-    window = facts.left + right if facts.bounded_left else _MANY
-    seen = min(window, facts.chunk if facts.chunked else _MANY)
+    right = 0 if facts.causal or facts.chunked else facts.right if facts.bounded_right else math.inf
+    window = facts.left + right if facts.bounded_left else math.inf
+    seen = min(window, facts.chunk if facts.chunked else math.inf)
     if facts.head_dim == 128:
         return seen < 1024
     return seen < 2048 or facts.q_length < 4096 or facts.segments or facts.masks or facts.dense
@@ -88,7 +94,7 @@ def forward(given: Operands, block: Block, partial: Partial) -> Partial:
 
     facts = given.facts
     plan = _FORWARD[facts.head_dim, facts.capped]
-    table = tables.table(given, block, plan.consumers * _CONSUMED, plan.kv_tile, programs=_TOGETHER)
+    table = tables.table(given, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
     continued = [None, None] if partial.empty else [partial.out, partial.lse]
     arrays = [*given.arrays, table.bounds, table.tiles, *continued, jnp.zeros(1, jnp.int32)]
     last = len(arrays) - 1

@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_pipeline import CONSUMED, Shared, begin, got, next_turn, of_turn, produce
+from ..hopper import CONSUMED
+from .hopper_pipeline import Shared, begin, got, next_turn, of_turn, produce
 from .scores import LOG2_E, Inputs, bent, of_columns, of_head, of_rows, visible
 
 

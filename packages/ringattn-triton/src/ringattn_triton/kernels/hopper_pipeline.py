@@ -9,13 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..hopper import CONSUMED
 from .tiles import full_tile, masked_tile, owned, visit
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
-
-CONSUMED: gl.constexpr = gl.constexpr(64)
-"""How many queries a consumer has: as many rows as the product of a warpgroup."""
 
 
 class Shared(NamedTuple):
