@@ -10,16 +10,19 @@ from ringattn_core.config import FwdParams
 from ringattn_core.masks import Local
 from ringattn_core.protocol import Block, Partial
 from ringattn_core.rule import Rule
+from ringattn_core.tiles import Tiles
 from ringattn_triton import hopper, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.packing import keys_and_values
+from ringattn_triton.tables import of_bitmap
 
 LENGTH = 1024
 HEADS = 4
 CASES = ((jnp.bfloat16, 64), (jnp.bfloat16, 128), (jnp.float32, 64))
 BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
-KERNELS = {"ringattn_forward"} | BACKWARD
+TABLE = "ringattn_table"
+KERNELS = {"ringattn_forward", TABLE} | BACKWARD
 HOPPER = "ringattn_hopper_forward"
 
 
@@ -86,11 +89,19 @@ def traced(block):
 
 
 def reports(block, target, monkeypatch) -> list[Report]:
-    if isinstance(target, int):
-        with compiling_for(target):
-            return of_lowered(traced(block).lower(lowering_platforms=("cuda",)))
-    monkeypatch.setattr(schedules, "target", lambda: schedules.Target("rocm"))
-    return [for_amd(call, operands, target) for call, operands in launches(traced(block).jaxpr.jaxpr)]
+    if target in ROCM:
+        monkeypatch.setattr(schedules, "target", lambda: schedules.Target("rocm"))
+        return of_traced(traced(block), target)
+    with compiling_for(target):
+        return of_traced(traced(block), target)
+
+
+def of_traced(program, target) -> list[Report]:
+    """On every launch of a program that nobody has lowered yet: JAX would remember for what target."""
+    if target in ROCM:
+        return [for_amd(call, operands, target) for call, operands in launches(program.jaxpr.jaxpr)]
+    with compiling_for(target):
+        return of_lowered(program.lower(lowering_platforms=("cuda",)))
 
 
 def runs(report, target):
@@ -103,7 +114,7 @@ def runs(report, target):
 @pytest.mark.parametrize(("dtype", "head_dim"), CASES)
 def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, head_dim, target, monkeypatch):
     found = reports(block(dtype, head_dim), target, monkeypatch)
-    special = {HOPPER} | BACKWARD
+    special = {HOPPER, TABLE} | BACKWARD
     assert {report.name for report in found} == (special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS)
     for report in found:
         runs(report, target)
@@ -119,8 +130,8 @@ def for_hopper(block, fresh, monkeypatch):
     out = shape(batch, length, heads, dim, dtype=block.q.dtype if fresh else jnp.float32)
     partial = Partial(out, shape(batch, heads, length, dtype=jnp.float32), fresh)
     with compiling_for(90):
-        (report,) = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
-    assert (report.name, report.matrix) == (HOPPER, "wgmma"), report
+        table, report = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
+    assert table.name == TABLE and (report.name, report.matrix) == (HOPPER, "wgmma"), report
     runs(report, 90)
     return report
 
@@ -159,7 +170,7 @@ def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatc
 def test_products_of_bfloat16_run_on_the_matrix_units(target, monkeypatch):
     kinds = {90: "wgmma", 100: "tcgen05", "gfx942": "mfma"}
     for report in reports(block(jnp.bfloat16, 128), target, monkeypatch):
-        assert report.matrix == kinds.get(target, "mma"), report
+        assert report.matrix == ("" if report.name == TABLE else kinds.get(target, "mma")), report
 
 
 @pytest.mark.parametrize("target", (80, 90, *ROCM))
@@ -178,6 +189,21 @@ def test_packing_compiles_and_spills_nothing(target):
         (report,) = of_lowered(pack.trace(keys, keys).lower(lowering_platforms=("cuda",)))
     runs(report, target)
     assert report.spilled == 0, report
+
+
+@pytest.mark.parametrize("target", (*CUDA, *ROCM))
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(("listed", "run"), [(False, True), (True, False), (True, True)])
+def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, target):
+    for sizes in ((1, 1, 1), (2, 3, 5), (1, 256, 512), (3, 16384, 16300)):
+
+        def made(some, full):
+            return of_bitmap(Tiles(some, full), listed, run, by_keys, ragged=by_keys)
+
+        found = of_traced(jax.jit(made).trace(*[shape(*sizes, dtype=jnp.bool_)] * 2), target)
+        assert [report.name for report in found] == [TABLE]
+        runs(found[0], target)
+        assert found[0].spilled == 0, found[0]
 
 
 def test_a_budget_that_is_broken_is_seen():

@@ -11,9 +11,13 @@ import pytest
 from given_blocks import OPTIONS, dense_mask, make_block, with_option
 from ringattn_core.masks import Predicate
 from ringattn_core.protocol import Block
+from ringattn_core.tiles import Tiles
 from ringattn_core.visibility import visible
 from ringattn_triton import operands, words
-from ringattn_triton.tables import Table, table
+from ringattn_triton.tables import ELEMENTS, Table, of_bitmap, table
+
+KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
+"""Whether a table lists tiles, and whether it has a run."""
 
 
 def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
@@ -26,6 +30,35 @@ def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
     masked, every = bounds[:2]
     listed = [int(x) for x in found.tiles[group if found.visits.grouped else 0, row]]
     return listed[:masked], [*range(*bounds[2:])] if found.visits.run else listed[masked:every]
+
+
+def said(some: np.ndarray, full: np.ndarray, listed: bool, run: bool) -> tuple[list[int], list[int]]:
+    """The bounds and the list of one row."""
+    seen = [int(x) for x in np.flatnonzero(some)]
+    lo, hi = (seen[0], seen[-1] + 1) if seen else (0, 0)
+    edges = [int(x) for x in np.flatnonzero(np.diff(full.astype(int), prepend=0, append=0))]
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    best = max(runs, key=lambda ends: (ends[1] - ends[0], ends[1]), default=(lo, lo))
+    if not listed:
+        return [lo, hi, *best], []
+    unmasked = [*range(*best)] if run else [int(x) for x in np.flatnonzero(full)]
+    masked = [x for x in seen if x not in unmasked]
+    return [len(masked), len(seen), *(best if run else (0, 0))], masked if run else masked + unmasked
+
+
+def bitmap(groups: int, columns: int) -> Tiles:
+    """Rows that see nothing, all of it, all but in part, two runs as long as each other, and tiles here and there."""
+    draw = np.random.default_rng(columns)
+    part = -(-columns // 3)
+    runs = (np.arange(columns) < part) | (np.arange(columns) >= columns - part)
+    none, every = np.zeros(columns, bool), np.ones(columns, bool)
+    rows = [(none, none), (every, every), (every, none), (every, runs), (runs, runs)]
+    for share in (0.02, 0.5, 0.9, 0.99):
+        some = draw.random((3, columns)) < 0.5 + share / 2
+        rows += zip(some, some & (draw.random((3, columns)) < share), strict=True)
+    some, full = (np.stack(x) for x in zip(*rows, strict=True))
+    order = np.stack([draw.permutation(len(rows)) for _ in range(groups)])
+    return Tiles(*(jnp.asarray(x[order]) for x in (some, full)))
 
 
 def seen_pairs(block: Block) -> np.ndarray:
@@ -54,6 +87,25 @@ def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_w
         assert len({*masked, *unmasked}) == len(masked) + len(unmasked), "a tile is visited twice"
         assert set(np.flatnonzero(some[group, row])) <= {*masked, *unmasked}, "a visible tile is not visited"
         assert set(unmasked) <= set(np.flatnonzero(full[group, row])), "a tile that is not seen whole is not masked"
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 31, 64, 100, 300, 2 * ELEMENTS, 2 * ELEMENTS + 100])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int) -> None:
+    found = bitmap(groups, columns)
+    for by_keys, ragged in ((False, False), (True, False), (True, True)):
+        given = Tiles(*(x.swapaxes(1, 2) for x in found)) if by_keys else found
+        bounds, listed = of_bitmap(given, *KINDS[kind], by_keys, ragged)
+        assert (listed is not None) == KINDS[kind][0]
+        some, full = (np.array(x) for x in found)
+        full[..., columns - ragged :] = False
+        for at in np.ndindex(*some.shape[:2]):
+            want, tiles = said(some[at], full[at], *KINDS[kind])
+            case = f"group and row {at}, {by_keys=}, {ragged=}"
+            np.testing.assert_array_equal(bounds[at], want, case)
+            if listed is not None:
+                np.testing.assert_array_equal(listed[at][: len(tiles)], tiles, case)
 
 
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:

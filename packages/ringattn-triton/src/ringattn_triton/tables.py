@@ -14,13 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
 from ringattn_core.protocol import Block
-from ringattn_core.tiles import Tiles, ranges, tiles, visible_ranges
+from ringattn_core.tiles import Tiles, tiles
 
+from .kernels.table import table as table_kernel
+from .launch import launch
 from .operands import Operands
 from .words import BITS
 
 PROGRAMS: Final = 4096
 """Several for each place on the largest devices, so that short tiles are left to fill the end."""
+ELEMENTS: Final = 512
+"""Of a bitmap, for one warp at a time: few enough to be held in registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
     `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges. Where both
-    are, `bounds` is `(masked, all, full_lo, full_hi)`.
+    are, `bounds` is `(masked, all, full_lo, full_hi)`. Past its counts a list holds anything.
     """
 
     bounds: Int32[Array, "g rows 4"]
@@ -59,22 +63,57 @@ def table(
     `given` is the block as operands. Heads go together until they have so many `programs`. A tile that reaches over
     the end of the keys, or of the queries where `by_keys`, is never seen whole.
     """
-    rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
-    ragged_queries = by_keys and block.q_length % q_tile != 0
+    found = seen(given, block, q_tile, kv_tile)
+    listed = _scattered(block)
+    run = not (block.rule.masks or block.mask is not None)
+    bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
+    groups, rows, _ = bounds.shape
+    heads = block.kv.shape[-2] if by_keys else block.q.shape[2]
+    columns = found.some.shape[1 if by_keys else 2]
+    return Table(bounds, listing, Visits(listed, run, rows, columns, groups > 1, _together(rows, heads, programs)))
+
+
+def of_bitmap(
+    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool
+) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"] | None]:
+    """`bounds` and `tiles` of a table that is so `listed` and has such a `run`, or both, in one launch.
+
+    The last column of a `ragged` table is not seen whole, whatever the bitmap says.
+    """
+    coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
+    groups, rows, columns = coded.shape
     if by_keys:
         rows, columns = columns, rows
-    if _scattered(block):
-        found = _turned(seen(given, block, q_tile, kv_tile), by_keys, ragged_queries)
-        run = not (block.rule.masks or block.mask is not None)
-        bounds, listed = _around_runs(found) if run else _lists(found)
-    else:
-        padded = block.padded_to(-(-block.q_length // q_tile) * q_tile, -(-block.kv_length // kv_tile) * kv_tile)
-        bounds, listed, run = visible_ranges(padded, q_tile, kv_tile, by_keys), None, True
-        if ragged_queries:
-            bounds = _without_last(bounds, columns)
-    heads = block.kv.shape[-2] if by_keys else block.q.shape[2]
-    visits = Visits(listed is not None, run, rows, columns, bounds.shape[0] > 1, _together(rows, heads, programs))
-    return Table(bounds, listed, visits)
+    lines = groups * rows
+    chunk = min(_power_of_two(columns), ELEMENTS)
+    together = min(ELEMENTS // chunk, _power_of_two(lines))
+    bounds, tiles = launch(
+        table_kernel,
+        [coded],
+        [
+            jax.ShapeDtypeStruct((groups, rows, 4), jnp.int32),
+            jax.ShapeDtypeStruct((groups, rows, columns) if listed else (1,), jnp.int32),
+        ],
+        grid=(-(-lines // together),),
+        warps=1,
+        stages=1,
+        name="ringattn_table",
+        LINES=lines,
+        ROWS=rows,
+        COLUMNS=columns,
+        WHOLE=columns - ragged,
+        BY_KEYS=by_keys,
+        LISTED=listed,
+        RUN=run,
+        TOGETHER=together,
+        CHUNK=chunk,
+    )
+    return bounds, tiles if listed else None
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (size - 1).bit_length()
 
 
 def _together(rows: int, heads: int, programs: int) -> int:
@@ -121,41 +160,3 @@ def _scattered(block: Block) -> bool:
     """Whether a row of tiles may see some that are no run."""
     rule = block.rule
     return bool(rule.masks) or block.mask is not None or block.q_segments is not None or not rule.increasing
-
-
-def _turned(found: Tiles, by_keys: bool, ragged_queries: bool) -> Tiles:
-    some, full = found
-    if by_keys:
-        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
-    return Tiles(some, full.at[..., -1].set(False) if ragged_queries else full)
-
-
-def _without_last(bounds: Int32[Array, "g rows 4"], columns: int) -> Int32[Array, "g rows 4"]:
-    """The runs seen whole, cut before the last tile."""
-    lo, hi, full_lo, full_hi = (bounds[..., part] for part in range(4))
-    return jnp.stack([lo, hi, jnp.minimum(full_lo, columns - 1), jnp.minimum(full_hi, columns - 1)], -1)
-
-
-def _around_runs(found: Tiles) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"]]:
-    """The longest run seen whole as a range, and all else that is visible as a list to mask."""
-    runs = ranges(found)[..., 2:]
-    number = jnp.arange(found.some.shape[-1], dtype=jnp.int32)
-    within = (runs[..., :1] <= number) & (number < runs[..., 1:])
-    counts, listed = _lists(Tiles(found.some, within))
-    return jnp.concatenate([counts[..., :2], runs], -1), listed
-
-
-def _lists(found: Tiles) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"]]:
-    some, full = found
-    masked = some & ~full
-    partly, every = (x.sum(-1, dtype=jnp.int32) for x in (masked, some))
-    among_masked = jnp.cumsum(masked, -1, dtype=jnp.int32) - 1
-    among_full = jnp.cumsum(full, -1, dtype=jnp.int32) - 1 + partly[..., None]
-    groups, rows, columns = some.shape
-    # Tiles not visited are sent past the end, where the scatter drops them.
-    place = jnp.where(masked, among_masked, jnp.where(full, among_full, columns))
-    group, row = jnp.arange(groups)[:, None, None], jnp.arange(rows)[None, :, None]
-    number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), some.shape)
-    listed = jnp.zeros((groups, rows, columns), jnp.int32).at[group, row, place].set(number, mode="drop")
-    nought = jnp.zeros_like(partly)
-    return jnp.stack([partly, every, nought, nought], -1), listed

@@ -58,7 +58,7 @@ def visit(TABLE, TILES, batch, row, V: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, V: tl.constexpr):
-    """The number of the tile at a step of `[0, masked)`; for the step after the last, of any tile.
+    """The number of the tile at a step of `[0, masked)`; for the step after the last, any number.
 
     Where it is listed kernels ask for it a step `ahead`, and need not wait for it before they fetch the tile.
     """
@@ -70,7 +70,7 @@ def masked_tile(visited, step, V: tl.constexpr):
 
 @triton.jit
 def full_tile(visited, step, V: tl.constexpr):
-    """The number of the tile at a step of `[full_from, full_to)`; for the step after the last, of any tile."""
+    """The number of the tile at a step of `[full_from, full_to)`; for the step after the last, any number."""
     if V.run:
         return step
     else:
