@@ -289,6 +289,8 @@ LONG: Final = (
     Case("long-segments", q_length=624, kv_length=624, segments=ingredients.packed, sinks="head", dropout=0.1),
     Case("long-half", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
          segments=ingredients.packed, causal=True, **_GROUPED),
+    Case("long-half-bias", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
+         causal=True, bias="NT", bias_forbids=True, lse=False),
     Case("blocks", block_size=16, q_length=192, kv_length=192, causal=True, window=(70, None), bias="NT", lse=False),
     Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=ingredients.crossed,
          sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=ingredients.ALGEBRA, dense_mask="BNT",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from compile_reports import launches
-from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, make_block, mask_in_tiles, near, with_option
+from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, dense_mask, make_block, mask_in_tiles, near, with_option
 from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
 from ringattn_core.merge import empty
@@ -28,6 +28,10 @@ HALF = jnp.bfloat16
 NOT_TAKEN = ("bias", "slopes", "dropout", "all at once", "negative scale", "scale of zero")
 TAKEN = [option for option in OPTIONS if not option.startswith(NOT_TAKEN)]
 CASES = [(option, 128) for option in TAKEN] + [(option, 64) for option in TAKEN[::2] if "soft cap" not in option]
+
+
+def half_bias(*shape: int) -> np.ndarray:
+    return bias(*shape).astype(HALF)
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +90,41 @@ def test_any_grouping_of_heads_in_float16(heads: tuple[int, int], dim: int) -> N
     check(make_block(2, 200, 140, dim=dim, **given), str(heads))
 
 
+def forbidding(*shape: int) -> np.ndarray:
+    """A bias that forbids some pairs, and whole rows."""
+    found = np.where(dense_mask(*shape), bias(*shape), -np.inf)
+    found[..., ::3, :] = -np.inf
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 1), (1, 4), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, jnp.float16])
+def test_a_bias_of_any_heads_and_rows_is_added(shape: tuple[int, int], dtype: Any) -> None:
+    added = jnp.asarray(bias(*shape, 200, 152), dtype)
+    check(half("causal", 128, 200, 152, bias=added, dtype=dtype), str(shape))
+
+
+@pytest.mark.parametrize("option", ["plain", "segments", "negative scale", "scale of zero", "masks of heads"])
+def test_a_bias_goes_with_every_other_option(option: str) -> None:
+    added = half_bias(2, 4, 200, 264)
+    check(half(option, 128, 200, 264, bias=added), option)
+
+
+@pytest.mark.parametrize("kv_length", [152, 256])
+def test_a_bias_may_forbid_pairs_and_whole_rows(kv_length: int) -> None:
+    got = check(half("plain", 128, 200, kv_length, bias=jnp.asarray(forbidding(2, 4, 200, kv_length), HALF)), "some")
+    assert np.isneginf(got.lse[..., ::3]).all() and np.isfinite(got.lse[..., 1::3]).all()
+
+
+def test_the_keys_of_a_bias_may_come_in_parts() -> None:
+    block = half("causal", 128, 330, 384, bias=half_bias(2, 4, 330, 384))
+    whole, partial = check(block, "whole"), empty(block)
+    for start, size in ((128, 256), (0, 128)):
+        partial = computed(block.tile(0, 330, start, size), partial)
+    near("out", partial.out, whole.out, TOLERANCE["bfloat16"])
+    near("lse", partial.lse, whole.lse, TOLERANCE["float32"])
+
+
 def test_whole_tiles_that_lie_here_and_there_are_all_visited() -> None:
     check(make_block(1, 512, 512, dim=128, dtype=HALF, mask=mask_in_tiles(512, 128)), "scattered")
 
@@ -116,9 +155,21 @@ def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize(("option", "dim"), [("window", 64), ("segments", 128), ("soft cap", 128), ("plain", 128)])
-def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything(option: str, dim: int, value: float) -> None:
-    block = half(option, dim)
+@pytest.mark.parametrize(
+    ("option", "dim", "added"),
+    [
+        ("window", 64, {}),
+        ("segments", 128, {}),
+        ("soft cap", 128, {}),
+        ("plain", 128, {}),
+        ("plain", 128, {"bias": half_bias(2, 4, 200, 264)}),
+        ("segments", 128, {"bias": half_bias(1, 1, 200, 264)}),
+    ],
+)
+def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything(
+    option: str, dim: int, added: dict[str, Any], value: float
+) -> None:
+    block = half(option, dim, kv_length=264, **added)
     # With keys of one sign no product of an infinite query is the other infinity.
     block = dataclasses.replace(block, kv=block.kv.at[0, ..., 2].set(jnp.abs(block.kv[0, ..., 2])))
     clean, bad = computed(block), [3, 70, 199]
@@ -205,7 +256,12 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
         ("values of another size", {"value_dim": 64}),
         ("few queries", {"q_length": 127}),
         ("few keys", {"kv_length": 127}),
-        ("a bias", {"bias": bias(1, 2, 200, 200)}),
+        ("a bias of another dtype", {"bias": bias(1, 2, 200, 200)}),
+        ("a bias whose rows are not of whole 16 bytes", {"kv_length": 204, "bias": half_bias(1, 2, 200, 204)}),
+        ("a bias of keys", {"bias": half_bias(1, 2, 1, 200)}),
+        ("a bias under a soft cap", {"soft_cap": 3.0, "bias": half_bias(1, 2, 200, 200)}),
+        ("a bias with heads of 64", {"dim": 64, "bias": half_bias(1, 2, 200, 200)}),
+        ("a bias and slopes", {"bias": half_bias(1, 2, 200, 200), "slopes": np.array([[0.5, 0.1]], np.float32)}),
         ("slopes", {"slopes": np.array([[0.5, 0.1]], np.float32)}),
         ("dropout", {"dropout": 0.1, "seed": SEEDS[:1]}),
         ("a negative scale", {"scale": -1.0}),

@@ -57,8 +57,8 @@ _FORWARD: Final = {
 def takes(block: Block, facts: Facts, target: Target) -> bool:
     """Whether this family computes the output of a block, where the caller fixed nothing: where it is faster.
 
-    Of a bias, slopes and dropout it has no kernels: those that were tried were slower than many programs at a time,
-    which do something else while one of them draws numbers or waits for a bias.
+    Of slopes and dropout it has no kernels: those that were tried were no faster than many programs at a time, which do
+    something else while one of them draws numbers.
     """
     plan = _FORWARD.get((facts.head_dim, facts.capped))
     if (
@@ -71,7 +71,15 @@ def takes(block: Block, facts: Facts, target: Target) -> bool:
         return False
     fixed = block.rule.fwd_params != FwdParams()
     short = facts.q_length < plan.q_tile or facts.kv_length < plan.kv_tile
-    return facts.plain and not (facts.dropout or fixed or short or _too_little(facts))
+    simple = facts.plain or (facts.bias and _fetched(block, facts))
+    return simple and not (facts.slopes or facts.dropout or fixed or short or _too_little(facts))
+
+
+def _fetched(block: Block, facts: Facts) -> bool:
+    """Whether the bias comes to a kernel in tiles, as it is: TMA wants rows of whole 16 bytes; and fits beside keys."""
+    assert block.bias is not None
+    aligned = facts.bias_query == facts.kv_length and facts.kv_length % 8 == 0
+    return aligned and block.bias.dtype == block.q.dtype and facts.head_dim == 128 and not facts.capped
 
 
 def _known_triton() -> bool:

@@ -40,20 +40,32 @@ def forward(
     VALUE_ROW: gl.constexpr = F.value_at // F.kv_token
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMED, DIM], TYPE)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, DIM], TYPE)
+    BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMED, KV_TILE], TYPE)
     Q_WIDTH: gl.constexpr = F.heads * DIM
     q_tiles = tma.make_tensor_descriptor(Q, [BATCH * F.q_length, Q_WIDTH], [Q_WIDTH, 1], [CONSUMED, DIM], ROWS)
     KV_ROWS: gl.constexpr = BATCH * F.kv_length + VALUE_ROW
     kv_tiles = tma.make_tensor_descriptor(KV, [KV_ROWS, F.kv_token], [F.kv_token, 1], [KV_TILE, DIM], COLUMNS)
+    bias_tiles = q_tiles
+    if F.bias:
+        # What all batch rows or heads share does not move with them, and there is one of it.
+        BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
+        bias_tiles = tma.make_tensor_descriptor(
+            BIAS, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMED, KV_TILE], BIASES
+        )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    queries = gl.allocate_shared_memory(TYPE, [CONSUMERS, CONSUMED, DIM], ROWS)
+    bias = queries
+    if F.bias:
+        bias = gl.allocate_shared_memory(TYPE, [STAGES * CONSUMERS, CONSUMED, KV_TILE], BIASES)
     shared = Shared(
-        gl.allocate_shared_memory(TYPE, [CONSUMERS, CONSUMED, DIM], ROWS),
-        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
+        queries,
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+        bias,
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -65,7 +77,6 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
     )
     begin(shared.q_full, 1, 1)
-    begin(shared.q_empty, 1, CONSUMERS)
     begin(shared.k_full, STAGES, 1)
     begin(shared.k_empty, STAGES, CONSUMERS)
     begin(shared.v_full, STAGES, 1)
@@ -84,7 +95,7 @@ def forward(
             [
                 (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
                 (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (produce, (shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (produce, (shared, q_tiles, kv_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -95,7 +106,7 @@ def forward(
                 (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
                 (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
                 (_consume, (2, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (produce, (shared, q_tiles, kv_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (produce, (shared, q_tiles, kv_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -123,7 +134,9 @@ def _consume(
     nought = gl.zeros([CONSUMED, KV_TILE], gl.float32, SCORES)
     taken = 0
     ordered = 0
+    fed = 0
     done = 0
+    acc, top, total = _begins(F, SUMS, OF_ROWS)
     turn = next_turn(shared, done)
     while turn < all_turns:
         own, batch, head_number = of_turn(turn, F, V)
@@ -132,29 +145,25 @@ def _consume(
         whole = got(shared.whole.index(done % 2))
         start = own * (CONSUMERS * CONSUMED) + NUMBER * CONSUMED
         rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-        if FRESH:
-            acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
-            top = gl.full([CONSUMED], -float("inf"), gl.float32, OF_ROWS)
-            total = gl.full([CONSUMED], 0.0, gl.float32, OF_ROWS)
-        else:
-            out_at, within = _outputs(start, batch, head_number, F, SUMS)
-            lse_at = (batch * F.heads + head_number).to(gl.int64) * F.q_length + rows
-            acc = gl.load(OUT_BEFORE + out_at, mask=within, other=0.0)
-            before = gl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
-            top = before * LOG2_E
-            total = gl.where(before == -float("inf"), 0.0, 1.0)
-        mbarrier.wait(shared.q_full.index(0), done & 1)
+        if not FRESH:
+            acc, top, total = _continues(OUT_BEFORE, LSE_BEFORE, start, batch, head_number, F, SUMS, OF_ROWS)
         if masked + whole > 0:
-            # The first tile: nothing is there yet to multiply with values meanwhile.
+            # The first tile: nothing is there yet to multiply with values meanwhile, but the last turn's is to write.
+            mbarrier.wait(shared.q_full.index(0), (fed if FRESH else done) & 1)
+            fed += 1
             mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
             k = shared.k.index(taken % STAGES)
             s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+            if FRESH:
+                _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+                acc, top, total = _begins(F, SUMS, OF_ROWS)
             queries = of_rows(P, batch, rows, F, RAGGED, False)
             bad = _no_numbers(queries_here, SUMS, OF_ROWS)
             keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
+            bias = _bias(shared, taken, NUMBER, F, S, SCORES)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-            p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, head, F, MASKED, KV_TILE)
+            p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, KV_TILE)
             if not FRESH:
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
             weights = _as_operand(p, queries_here.dtype, SUMS)
@@ -174,30 +183,67 @@ def _consume(
                     queries, bad, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
                 )  # fmt: skip
                 ordered += 1
-            mbarrier.arrive(shared.q_empty.index(0), count=1)
             mbarrier.wait(shared.v_full.index(taken % STAGES), (taken // STAGES) & 1)
             acc = warpgroup_mma(weights, shared.v.index(taken % STAGES), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(shared.v_empty.index(taken % STAGES), count=1)
             taken += 1
-        else:
-            mbarrier.arrive(shared.q_empty.index(0), count=1)
-        # Read once more, so that nothing of it is held in registers meanwhile.
-        turn = got(shared.turns.index(done % 2))
-        mbarrier.arrive(shared.turns_empty.index(done % 2), count=1)
-        own, batch, head_number = of_turn(turn, F, V)
-        start = own * (CONSUMERS * CONSUMED) + NUMBER * CONSUMED
+        elif FRESH:
+            # A turn that sees nothing: where something is continued nobody is told of it.
+            _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+            acc, top, total = _begins(F, SUMS, OF_ROWS)
+        done += 1
+        if not FRESH:
+            _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+        turn = next_turn(shared, done)
+    if FRESH:
+        _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+
+
+@gluon.jit
+def _begins(F: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Sums, maxima and totals before there was anything."""
+    DIM: gl.constexpr = F.head_dim
+    acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
+    top = gl.full([CONSUMED], -float("inf"), gl.float32, OF_ROWS)
+    return acc, top, gl.full([CONSUMED], 0.0, gl.float32, OF_ROWS)
+
+
+@gluon.jit
+def _continues(OUT_BEFORE, LSE_BEFORE, start, batch, head, F: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Sums, maxima and totals as other keys have left them."""
+    rows = start + gl.arange(0, CONSUMED, OF_ROWS)
+    out_at, within = _outputs(start, batch, head, F, SUMS)
+    lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
+    acc = gl.load(OUT_BEFORE + out_at, mask=within, other=0.0)
+    before = gl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
+    return acc, before * LOG2_E, gl.where(before == -float("inf"), 0.0, 1.0)
+
+
+@gluon.jit
+def _written(
+    acc, top, total, shared, done, NUMBER: gl.constexpr, OUT, LSE, F: gl.constexpr, V: gl.constexpr, S: gl.constexpr,
+    SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Writes the results of the last of the turns that are `done`, if there was one.
+
+    Its number is read once more, so that nothing of it is held in registers meanwhile.
+    """
+    if done > 0:
+        place = (done - 1) % 2
+        turn = got(shared.turns.index(place))
+        mbarrier.arrive(shared.turns_empty.index(place), count=1)
+        own, batch, head = of_turn(turn, F, V)
+        start = own * (S[0] * CONSUMED) + NUMBER * CONSUMED
         rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-        out_at, within = _outputs(start, batch, head_number, F, SUMS)
-        lse_at = (batch * F.heads + head_number).to(gl.int64) * F.q_length + rows
+        out_at, within = _outputs(start, batch, head, F, SUMS)
         nothing = total == 0.0
         divisor = gl.where(nothing, 1.0, total)
         inverse = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / divisor), gl.SliceLayout(1, SUMS))
         gl.store(OUT + out_at, (acc * inverse[:, None]).to(OUT.dtype.element_ty), mask=within)
+        lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
         lse = gl.where(nothing, -float("inf"), (top + gl.log2(divisor)) / LOG2_E)
         gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
-        done += 1
-        turn = next_turn(shared, done)
 
 
 @gluon.jit
@@ -230,9 +276,10 @@ def _continued(
     if ORDERED:
         mbarrier.arrive(shared.order.index((NUMBER + 1) % CONSUMERS), count=1)
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
+    bias = _bias(shared, taken, NUMBER, F, S, SCORES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-    p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, head, F, MASKED, KV_TILE)
+    p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, KV_TILE)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
@@ -267,21 +314,35 @@ def _keys(
 
 
 @gluon.jit
-def _softmax(s, bad, total, top, queries, keys, head, F: gl.constexpr, MASKED: gl.constexpr, KV_TILE: gl.constexpr):
+def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
+    """The bias of a tile of scores."""
+    if F.bias:
+        return shared.bias.index((taken % S[2]) * S[0] + NUMBER).load(SCORES)
+    else:
+        return 0
+
+
+@gluon.jit
+def _softmax(
+    s, bad, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, KV_TILE: gl.constexpr
+):
     """The weights of a tile of products, and sums and maxima that count it in.
 
-    Where nothing is masked or bent, infinite products make NaN by themselves of a query that is no number.
+    Where nothing is masked, bent or added, infinite products make NaN by themselves of a query that is no number.
     """
     RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     if F.capped:
         s = bent(s, F)
-    if MASKED or F.capped:
-        s = gl.where(bad[:, None] != 0, float("nan"), s)
+    if F.bias:
+        s = s * F.unbend + bias.to(gl.float32)
     if MASKED:
+        s = gl.where(bad[:, None] != 0, float("nan"), s)
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
     now = gl.maximum(top, gl.max(s, 1) * F.fold)
+    if (F.capped or F.bias) and not MASKED:
+        now = gl.where(bad != 0, float("nan"), now)
     base = now
-    if MASKED:
+    if MASKED or F.bias:
         base = gl.where(now == -float("inf"), 0.0, now)
     p = gl.exp2(s * F.fold - base[:, None])
     shrink = gl.exp2(top - base)
