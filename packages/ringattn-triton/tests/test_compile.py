@@ -15,6 +15,7 @@ from ringattn_triton import hopper, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.packing import keys_and_values
+from ringattn_triton.rows import rows
 from ringattn_triton.tables import of_bitmap
 
 LENGTH = 1024
@@ -148,6 +149,15 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("length", [LENGTH, LENGTH - 24])
+def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budget(length, fresh, monkeypatch):
+    bias = shape(1, 1, length, length, dtype=jnp.bfloat16)
+    report = for_hopper(block(jnp.bfloat16, 128, length, bias=bias), fresh, monkeypatch)
+    bound, reason = allowed("bfloat16", 128, f"{HOPPER} with a bias", 90)
+    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+
+
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatch):
     rule = Rule(
@@ -161,8 +171,10 @@ def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatc
     )
     length = LENGTH - 24
     ids = dict.fromkeys(("q_segments", "kv_segments"), shape(1, length))
-    mask = shape(1, HEADS, length, length, dtype=jnp.bool_)
-    report = for_hopper(block(jnp.float16, 128, length, rule, mask=mask, padded=True, **ids), True, monkeypatch)
+    more = {"mask": shape(1, HEADS, length, length, dtype=jnp.bool_), "padded": True}
+    if soft_cap is None:
+        more["bias"] = shape(1, HEADS, length, length, dtype=jnp.float16)
+    report = for_hopper(block(jnp.float16, 128, length, rule, **more, **ids), True, monkeypatch)
     assert report.spilled <= 1024, report
 
 
@@ -181,14 +193,17 @@ def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch)
         runs(report, target)
 
 
-@pytest.mark.parametrize("target", CUDA)
-def test_packing_compiles_and_spills_nothing(target):
-    keys = shape(2, LENGTH, HEADS, 128, dtype=jnp.bfloat16)
-    with compiling_for(target):
-        pack = jax.jit(lambda k, v: keys_and_values(k, v, poison=True))
-        (report,) = of_lowered(pack.trace(keys, keys).lower(lowering_platforms=("cuda",)))
-    runs(report, target)
-    assert report.spilled == 0, report
+@pytest.mark.parametrize("target", (*CUDA, *ROCM))
+@pytest.mark.parametrize("dim", [64, 256])
+def test_what_prepares_arrays_compiles_and_spills_nothing(dim, target):
+    keys = shape(2, LENGTH, HEADS, dim, dtype=jnp.bfloat16)
+    line = shape(2, HEADS, LENGTH, dtype=jnp.float32)
+    packed = jax.jit(lambda k, v: keys_and_values(k, v, poison=True)).trace(keys, keys)
+    cotangents = jax.jit(rows).trace(keys, keys, keys, line, line, shape(2, HEADS, LENGTH, dtype=jnp.bool_))
+    for traced in (packed, cotangents):
+        (report,) = of_traced(traced, target)
+        runs(report, target)
+        assert report.spilled == 0, report
 
 
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))

@@ -6,17 +6,14 @@ operands that are finite where they are summed over, and the poison travels in s
 log-sum-exp (backward), which are selected by visibility, element by element.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from .parcels import Packed, pack
 from .protocol import Partial
-
-
-def numbers(x: Float[Array, "*x"]) -> Float[Array, "*x"]:
-    """The array with zeros for what is no number: enough where every row with any of it gets NaN from its lse."""
-    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def queries(q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], Bool[Array, "B T N"]]:
@@ -51,14 +48,36 @@ def poisoned(partial: Partial, bad: Bool[Array, "B T N"]) -> Partial:
     return Partial(out, jnp.where(lost, jnp.nan, partial.lse))
 
 
-def cotangents(
+class Rows(NamedTuple):
+    """The queries and what comes with them on the way back, as kernels take them.
+
+    `whole` is `delta` as it is: of rows that see nothing too, and of bad rows.
+    """
+
+    q: Float[Array, "B T N H"]
+    dout: Float[Array, "B T N Hv"]
+    lse: Float32[Array, "B N T"]
+    delta: Float32[Array, "B N T"]
+    whole: Float32[Array, "B N T"]
+
+
+def rows(
+    q: Float[Array, "B T N H"],
     dout: Float[Array, "B T N Hv"],
+    out: Float[Array, "B T N Hv"],
     lse: Float32[Array, "B N T"],
-    delta: Float32[Array, "B N T"],
+    dlse: Float32[Array, "B N T"],
     seen: Bool[Array, "B N T"],
-) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"], Float32[Array, "B N T"]]:
-    """`dout`, `lse` and `delta` for the kernels: zero for rows that see nothing; bad rows are NaN in `lse` only."""
-    bad = seen & ~(jnp.isfinite(delta) & jnp.isfinite(lse))
+) -> Rows:
+    """Rows that see nothing have no cotangent, and bad rows are NaN in `lse` only: all else of them is finite.
+
+    Of `q` it is enough that what is no number is zero: every row with any of that gets NaN from its `lse`.
+    """
+    dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
+    # Not an einsum: XLA on a GPU makes as many products of vectors of that as there are rows.
+    whole = jnp.swapaxes((dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1), 1, 2) - dlse
+    bad = seen & ~(jnp.isfinite(whole) & jnp.isfinite(lse))
     usable = seen & ~bad
     dout = jnp.where(jnp.swapaxes(usable, 1, 2)[..., None], dout, 0)
-    return dout, jnp.where(bad, jnp.nan, lse), jnp.where(usable, delta, 0.0)
+    numbers = jnp.where(jnp.isfinite(q), q, 0)
+    return Rows(numbers, dout, jnp.where(bad, jnp.nan, lse), jnp.where(usable, whole, 0.0), whole)

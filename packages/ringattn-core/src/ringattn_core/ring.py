@@ -85,15 +85,14 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     sinks = _sinks(inputs)
     lse = with_sinks(Partial(out, keys_lse), sinks).lse
     seen = ~jnp.isneginf(keys_lse)
-    dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
-    # Not an einsum: XLA on a GPU makes as many products of vectors of that as there are rows.
-    delta = jnp.swapaxes((dout.astype(jnp.float32) * out).sum(-1), 1, 2) - dlse
+    rows = getattr(ring.kernel, "rows", finite.rows)(inputs.q, dout, out, lse, dlse, seen)
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
-        dsinks = -jnp.einsum("bnt,bnts->ns", delta, share, precision="highest")
+        dsinks = -jnp.einsum("bnt,bnts->ns", rows.whole, share, precision="highest")
     found_by = _alone if _finishes(ring) else _gradients
-    sums = found_by(ring, inputs, fixed, *finite.cotangents(dout, lse, delta, seen))
+    numbers = dataclasses.replace(inputs, q=rows.q)
+    sums = found_by(ring, numbers, fixed, rows.dout, rows.lse, rows.delta)
     found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
     dk, dv = parcels.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
     dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
@@ -113,7 +112,7 @@ def _alone(ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, ls
     """The gradients on a ring of one rank, as its kernel `finishes` them."""
     k, v = (_after(ring, x, [dout]) for x in (inputs.k, inputs.v))
     kv = _packed(ring, k, v, poison=False)
-    visited = block(ring, dataclasses.replace(inputs, q=finite.numbers(inputs.q)), kv, fixed, 0)
+    visited = block(ring, inputs, kv, fixed, 0)
     found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)
     slopes = None if found.dslopes is None else found.dslopes[0]
     return ({"q": found.dq, "kv": parcels.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
@@ -127,7 +126,7 @@ def _gradients(
     The way back begins with a send and ends with one. Where sends are apart, half of the heads of the rank's own keys
     are worked on while the first arrives, and half while the last does.
     """
-    ways = split(ring.plan.turns, dataclasses.replace(inputs, q=finite.numbers(inputs.q)), fixed)
+    ways = split(ring.plan.turns, inputs, fixed)
     kernel, dtype = batching.backward(ring.kernel), inputs.k.dtype
     given = _rows(dout, lse, delta, len(ways))
 

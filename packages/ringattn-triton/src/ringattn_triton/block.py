@@ -9,6 +9,7 @@ from ringattn_core.protocol import Block, Gradients, Partial
 from . import candidates, packing, schedules
 from .backward import backward
 from .forward import forward
+from .rows import rows
 
 
 class TritonKernel:
@@ -17,6 +18,7 @@ class TritonKernel:
     any_queries = True
     finishes = True
     keys_and_values = staticmethod(packing.keys_and_values)
+    rows = staticmethod(rows)
     candidate_configs = staticmethod(candidates.candidate_configs)
 
     def forward(self, block: Block, partial: Partial) -> Partial:
