@@ -142,6 +142,23 @@ def test_a_poisoned_token_of_padding_harms_nobody(ringattn_backend: str):
             tolerances.check(got, answer_of(case, 2), case, placed.inputs, "with garbage in the padding")
 
 
+def test_a_query_from_which_the_bias_hides_all_keys_harms_nobody(ringattn_backend: str):
+    """Whatever it holds: it sees nothing, as if a mask hid all keys."""
+    case = Case("hidden", bias="BNT", heads=4, kv_heads=2)
+    placed = place(case, Placement(2), ringattn_backend)
+    bias, q = np.array(placed.inputs.problem.bias), np.array(placed.inputs.problem.q)
+    bias[:, :, 5] = -np.inf
+    hidden = _changed(placed, bias=bias)
+    q[:, 5] = np.nan
+    q[:, 5, ::2] = np.inf
+    with owed(ringattn_backend, case.needs | NEEDS) as right:
+        got = run(_changed(hidden, q=q))
+        if right:
+            inputs = hidden.inputs
+            answer = oracle.attend(inputs.problem, inputs.dout, np.asarray(inputs.dlse))
+            tolerances.check(got, answer, case, inputs, "with a query that the bias hides all keys from")
+
+
 def _half_padding(batch: int, rows: int, columns: int) -> Any:
     ids = np.where(np.arange(rows) < rows // 2, 0, -1)[None].repeat(batch, 0).astype(np.int32)
     return ids, ids

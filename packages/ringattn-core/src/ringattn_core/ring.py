@@ -40,7 +40,9 @@ def _forward(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dtype_of_out: Any = jnp.float32
 ) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
-    q, bad = (inputs.q, None) if getattr(ring.kernel, "any_queries", False) else finite.queries(inputs.q)
+    # A kernel cannot tell a query that sees nothing from one that a bias of -inf leaves nothing to see.
+    as_they_are = getattr(ring.kernel, "any_queries", False) and inputs.bias is None
+    q, bad = (inputs.q, None) if as_they_are else finite.queries(inputs.q)
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
     wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype

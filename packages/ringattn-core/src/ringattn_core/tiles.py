@@ -59,13 +59,7 @@ def visible_ranges(block: Block, q_tile: int, kv_tile: int, by_keys: bool = Fals
     No visible tile lies outside `[lo, hi)`; every tile of `[full_lo, full_hi)`, the longest such run, is `full`. An
     empty hull is `(0, 0)`, an empty run `(lo, lo)`. `by_keys` gives the transposed table, of query tiles for key tiles.
     """
-    found = tiles(block, q_tile, kv_tile)
-    return ranges(Tiles(*(x.swapaxes(1, 2) for x in found)) if by_keys else found)
-
-
-def ranges(found: Tiles) -> Int32[Array, "g n 4"]:
-    """`visible_ranges` of a bitmap."""
-    some, full = found
+    some, full = (x.swapaxes(1, 2) if by_keys else x for x in tiles(block, q_tile, kv_tile))
     number = jnp.arange(some.shape[-1], dtype=jnp.int32)
     any_seen = some.any(-1)
     lo = jnp.where(any_seen, jnp.where(some, number, some.shape[-1]).min(-1), 0)

@@ -3,8 +3,8 @@
 
 The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
 as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
-one may. So a place that is given up too early, or read too early, shows. Where all partitions wait for each other an
-error says so.
+one may. So a place of theirs that is given up too early, or read too early, shows. Where all partitions wait for each
+other an error says so.
 """
 
 import collections

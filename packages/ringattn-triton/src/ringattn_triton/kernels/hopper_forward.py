@@ -149,6 +149,7 @@ def _consume(
             acc, top, total = _continues(OUT_BEFORE, LSE_BEFORE, start, batch, head_number, F, SUMS, OF_ROWS)
         if masked + whole > 0:
             # The first tile: nothing is there yet to multiply with values meanwhile, but the last turn's is to write.
+            # Queries come with every turn that has tiles: where something is continued, with all that are announced.
             mbarrier.wait(shared.q_full.index(0), (fed if FRESH else done) & 1)
             fed += 1
             mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)

@@ -58,7 +58,7 @@ def produce(
     """Takes turns and fetches what they need, as places become empty.
 
     The first turn too is the next one: a program that has to wait for a multiprocessor has not kept a long one back.
-    Those that follow are asked for a turn ahead, and so is the number of the next tile, so that nobody waits for them.
+    The number of each turn after it is taken at the beginning of the one before, and that of a tile one tile ahead.
     """
     CONSUMERS: gl.constexpr = S[0]
     STAGES: gl.constexpr = S[2]
