@@ -65,8 +65,9 @@ def parameters(cases: Iterable[Case]) -> list[Any]:
 
 def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:
     """Some ring of several ranks, and a layout: another one for the next number."""
-    rings = [ring for ring in RINGS[1:] if ring <= largest] or [1]
-    possible = [place for place in places(case, largest) if place[0] == rings[number % len(rings)]]
+    every = places(case, largest)
+    rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
+    possible = [place for place in every if place[0] == rings[number % len(rings)]]
     return possible[number % len(possible)]
 
 
