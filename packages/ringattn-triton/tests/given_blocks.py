@@ -73,7 +73,7 @@ def bias(*shape: int) -> np.ndarray:
     return np.random.default_rng(4).normal(size=shape).astype(np.float32)
 
 
-def _forbidding(*shape: int) -> np.ndarray:
+def forbidding(*shape: int) -> np.ndarray:
     """A bias that forbids some pairs, and all of some rows."""
     found = bias(*shape)
     found[dense_mask(*shape)] = -np.inf
@@ -117,7 +117,7 @@ OPTIONS: dict[str, Any] = {
     "bias": lambda t, s: {"bias": bias(2, 4, t, s)},
     "bias of keys": lambda t, s: {"bias": bias(1, 1, 1, s), "soft_cap": 2.0},
     "bias of heads": lambda t, s: {"bias": bias(1, 4, t, s), "causal": True},
-    "bias that forbids": lambda t, s: {"bias": _forbidding(2, 4, t, s)},
+    "bias that forbids": lambda t, s: {"bias": forbidding(2, 4, t, s)},
     "slopes": lambda t, s: {"slopes": SLOPES, "causal": True},
     "slopes of rows": lambda t, s: {"slopes": np.concatenate([SLOPES, SLOPES * 2])},
     "dropout": lambda t, s: {"dropout": 0.3, "seed": SEEDS, "causal": True},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from compile_reports import launches
-from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, dense_mask, make_block, mask_in_tiles, near, with_option
+from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, forbidding, make_block, mask_in_tiles, near, with_option
 from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
 from ringattn_core.merge import empty
@@ -90,13 +90,6 @@ def test_any_grouping_of_heads_in_float16(heads: tuple[int, int], dim: int) -> N
     check(make_block(2, 200, 140, dim=dim, **given), str(heads))
 
 
-def forbidding(*shape: int) -> np.ndarray:
-    """A bias that forbids some pairs, and whole rows."""
-    found = np.where(dense_mask(*shape), bias(*shape), -np.inf)
-    found[..., ::3, :] = -np.inf
-    return found
-
-
 @pytest.mark.parametrize("shape", [(2, 4), (2, 1), (1, 4), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, jnp.float16])
 def test_a_bias_of_any_heads_and_rows_is_added(shape: tuple[int, int], dtype: Any) -> None:
@@ -116,15 +109,6 @@ def test_a_bias_may_forbid_pairs_and_whole_rows(kv_length: int) -> None:
     assert np.isneginf(got.lse[..., ::3]).all() and np.isfinite(got.lse[..., 1::3]).all()
 
 
-def test_the_keys_of_a_bias_may_come_in_parts() -> None:
-    block = half("causal", 128, 330, 384, bias=half_bias(2, 4, 330, 384))
-    whole, partial = check(block, "whole"), empty(block)
-    for start, size in ((128, 256), (0, 128)):
-        partial = computed(block.tile(0, 330, start, size), partial)
-    near("out", partial.out, whole.out, TOLERANCE["bfloat16"])
-    near("lse", partial.lse, whole.lse, TOLERANCE["float32"])
-
-
 def test_a_turn_that_sees_nothing_may_come_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "PLACES", 1)
     mask = np.arange(512)[None, None, :, None] // 128 % 2 == 0
@@ -137,9 +121,9 @@ def test_whole_tiles_that_lie_here_and_there_are_all_visited() -> None:
     check(make_block(1, 512, 512, dim=128, dtype=HALF, mask=mask_in_tiles(512, 128)), "scattered")
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_the_keys_may_come_in_parts(dim: int) -> None:
-    block = half("causal", dim, 330, 384)
+@pytest.mark.parametrize(("dim", "added"), [(64, {}), (128, {}), (128, {"bias": half_bias(2, 4, 330, 384)})])
+def test_the_keys_may_come_in_parts(dim: int, added: dict[str, Any]) -> None:
+    block = half("causal", dim, 330, 384, **added)
     whole, partial = check(block, "whole"), empty(block)
     for start, size in ((128, 256), (0, 128)):
         partial = computed(block.tile(0, 330, start, size), partial)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import finite
+from compile_reports import launches
+from ringattn_core import finite, ring_attention
 from ringattn_triton.rows import ELEMENTS, rows
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -52,6 +53,12 @@ def test_an_output_in_float32_is_not_rounded() -> None:
     q, dout, out, *others = given(jnp.bfloat16)
     exact = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), jnp.float32)
     same(rows(q, dout, exact, *others), finite.rows(q, dout, exact, *others))
+
+
+def test_a_backward_pass_has_its_rows_from_the_kernel() -> None:
+    gradient = jax.grad(lambda q: ring_attention(q, q, q, backend="triton").sum())
+    names = [call.name for call, _ in launches(jax.make_jaxpr(gradient)(jnp.ones((1, 16, 2, 8))).jaxpr)]
+    assert names.count("ringattn_rows") == 1
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0, 0, 0), (0, None, 1, None, 0, None)], ids=str)

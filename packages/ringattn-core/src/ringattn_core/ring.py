@@ -40,7 +40,7 @@ def _forward(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dtype_of_out: Any = jnp.float32
 ) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
-    # A kernel cannot tell a query that sees nothing from one that a bias of -inf leaves nothing to see.
+    # In the scores of a bad query nothing tells which keys a bias of -inf hides: NaN is what it is added to.
     as_they_are = getattr(ring.kernel, "any_queries", False) and inputs.bias is None
     q, bad = (inputs.q, None) if as_they_are else finite.queries(inputs.q)
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)

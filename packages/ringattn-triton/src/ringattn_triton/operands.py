@@ -224,7 +224,12 @@ def _groups(index: Int32[Array, "b S"], kv_tile: int) -> Int32[Array, "b tiles"]
 
 def padded_dim(size: int) -> int:
     """The power of two, 16 or more, in which a kernel holds vectors of this size."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (size - 1).bit_length()
 
 
 def _stride(x: jax.Array | None, axis: int) -> int:

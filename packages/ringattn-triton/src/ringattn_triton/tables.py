@@ -18,7 +18,7 @@ from ringattn_core.tiles import Tiles, tiles
 
 from .kernels.table import table as table_kernel
 from .launch import launch
-from .operands import Operands
+from .operands import Operands, power_of_two
 from .words import BITS
 
 PROGRAMS: Final = 4096
@@ -85,9 +85,9 @@ def of_bitmap(
     if by_keys:
         rows, columns = columns, rows
     lines = groups * rows
-    chunk = min(_power_of_two(columns), ELEMENTS)
-    together = min(ELEMENTS // chunk, _power_of_two(lines))
-    bounds, tiles = launch(
+    chunk = min(power_of_two(columns), ELEMENTS)
+    together = min(ELEMENTS // chunk, power_of_two(lines))
+    bounds, listing = launch(
         table_kernel,
         [coded],
         [
@@ -108,12 +108,7 @@ def of_bitmap(
         TOGETHER=together,
         CHUNK=chunk,
     )
-    return bounds, tiles if listed else None
-
-
-def _power_of_two(size: int) -> int:
-    """The least that is not smaller."""
-    return 1 << (size - 1).bit_length()
+    return bounds, listing if listed else None
 
 
 def _together(rows: int, heads: int, programs: int) -> int:
