@@ -35,6 +35,15 @@ SUPPORTED = (
 ANYWHERE = ("cli", "tuning", "interpreter", "tables", "words", "tiles", "candidates", "device_order")
 AT_THE_FLOOR = ("ring", "sharding", "batching", "masks", "merge", "layout", "selection", "import_hygiene")
 CPU = {"JAX_PLATFORMS": "cpu"}
+# XLA's optimiser for CPUs takes more than half of the time of tests that are not about what it makes of a program.
+# What users run on a CPU, and what libtpu compiles, which reads these flags too, is tested without them.
+UNOPTIMISED = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+ONLY_BEFORE_JAX_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
+COMPILED_BY_LIBTPU = "packages/ringattn-tpu"
 # Without a GPU or TPU the suite runs the kernels in their interpreter, and no ring of eight by turns. That of Pallas is
 # slow: what only a kernel can get wrong is tried in every case, the rest as far as the core tier goes.
 INTERPRETED = ("triton", "tpu")
@@ -55,6 +64,13 @@ for name in sys.argv[1:]:
 def group(name: str) -> tuple[str, ...]:
     """The requirements of a dependency group of pyproject.toml."""
     return nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), name)
+
+
+def hurried(session: nox.Session) -> dict[str, str]:
+    """The environment of tests that need no optimised programs; a flag that XLA does not know would end the process."""
+    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True, env=CPU)
+    old = str(version).startswith("0.10.")
+    return CPU | {"XLA_FLAGS": " ".join((*UNOPTIMISED, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
 
 
 @functools.cache
@@ -93,17 +109,24 @@ def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
     """The tests of each package and of the repository, on every supported JAX; of kernels where it has compilers."""
     if not compilers:
         session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
-        core, xla = (f"{path}/tests" for path in EVERYWHERE)
-        tested = [*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), xla]
     else:
         pins = [requirement for name in compilers for requirement in group(name)]
         session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)
         # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
         session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
+    quick = hurried(session)
+    if session.posargs:
+        parts = [(session.posargs, CPU)]
+    elif not compilers:
+        core, xla = (f"{path}/tests" for path in EVERYWHERE)
+        parts = [((*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), xla), quick)]
+    elif jax == SUPPORTED[0][1]:
+        parts = [(("tests", COMPILED_BY_LIBTPU), CPU), (("packages", f"--ignore={COMPILED_BY_LIBTPU}"), quick)]
+    else:
         # What does not depend on JAX's version is tested beside the first.
-        first = jax == SUPPORTED[0][1]
-        tested = ["tests", "packages"] if first else ["packages", *(f"--ignore-glob=*test_{n}*.py" for n in ANYWHERE)]
-    session.run("pytest", "-n", "2", *(session.posargs or tested), env=CPU)
+        parts = [(("packages", *(f"--ignore-glob=*test_{name}*.py" for name in ANYWHERE)), quick)]
+    for part, environment in parts:
+        session.run("pytest", "-n", "2", *part, env=environment)
 
 
 @nox.session
@@ -130,10 +153,12 @@ def conformance(session: nox.Session, backend: str) -> None:
     variables = {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else {}
     session.chdir(session.create_tmp())
     chosen = ("--ringattn-backend", backend, *(("--ringattn-largest-ring", "4") if interpreted else ()))
+    quick = hurried(session)
+    environment = quick | variables if interpreted else CPU
     for part in ((SUITE,),) if session.posargs else IN_PARTS.get(backend, ((SUITE,),)):
-        session.run("pytest", "-n", "2", "--pyargs", *part, *chosen, *session.posargs, env=CPU | variables)
+        session.run("pytest", "-n", "2", "--pyargs", *part, *chosen, *session.posargs, env=environment)
     if backend == BACKENDS[0]:
-        session.run("pytest", str(own_tests), "-n", "2", env=CPU)
+        session.run("pytest", str(own_tests), "-n", "2", env=quick)
 
 
 @nox.session(requires=["build"])
