@@ -24,20 +24,23 @@ def forward(block: Block, partial: Partial) -> Partial:
     out = padded(partial.out, block.q_length, 1)
     largest = row_values(padded(partial.lse, block.q_length, 2), block)
     softmax = jnp.stack([largest, jnp.where(jnp.isneginf(largest), 0.0, 1.0)])
+    surviving = 1.0 - block.rule.dropout
 
     def step(start: Cut, size: Cut, carry: Any) -> Any:
         before = [take(x, axes, block, start, size) for x, axes in zip(carry, _CARRIED, strict=True)]
         after = _continued(part(block, start, size), *before)
         return tuple(put(x, new, axes, block, start, size) for x, new, axes in zip(carry, after, _CARRIED, strict=True))
 
-    out, (largest, total) = over_visible_tiles(block, size, step, (out, softmax))
-    weight = from_row_values(jnp.where(total == 0.0, 1.0, total), block)
+    out, (largest, total) = over_visible_tiles(block, size, step, (out * surviving, softmax))
+    weight = from_row_values(jnp.where(total == 0.0, 1.0, total) * surviving, block)
     lse = from_row_values(largest + jnp.log(total), block)
     return Partial((out / jnp.swapaxes(weight, 1, 2)[..., None])[:, :length], lse[:, :, :length])
 
 
 def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
     """One step of the online softmax: `out` and `total` are sums relative to `exp(largest)`.
+
+    What survives dropout weighs here what it weighs without: its true weight comes last, and in float32.
 
     `largest` and `total` are one array: of two, XLA updates the first early and copies all of it at every step.
     """
@@ -53,6 +56,6 @@ def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
     p = jnp.exp(s - finite[..., None])
     total = total * shrink + p.sum(-1)
     if tile.rule.dropout:
-        p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p * (1.0 / (1.0 - tile.rule.dropout)), 0.0)
+        p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p, 0.0)
     added = outer(p.astype(v.dtype), v, tile)
     return unrows(rows(out, tile) * shrink[..., None] + added, tile), jnp.stack([now, total])

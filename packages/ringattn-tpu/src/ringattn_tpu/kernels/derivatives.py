@@ -43,7 +43,7 @@ def derivatives(part: Part, state: Any, masked: bool) -> Derivatives:
     bend = bent(part, product)
     # Hidden after the difference: the lse of a row that saw something not finite is NaN.
     p = jnp.exp2(hidden(part, scored(part, bend) - row(LSE), masked))
-    weights = kept(part) if facts.dropout else None
+    weights = kept(part, facts.keep_weight) if facts.dropout else None
     ds = p * ((dp if weights is None else dp * weights) - row(DELTA))
     return Derivatives(
         p=p if weights is None else p * weights, ds=ds, dproduct=ds * (1.0 - bend * bend) if facts.capped else ds

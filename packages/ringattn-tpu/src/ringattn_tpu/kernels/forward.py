@@ -16,7 +16,8 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts
     """`out` and `lse` continued with the keys that the steps bring; `fresh` says that they begin here.
 
     `m` is the running maximum of a row, in every lane of it, `total` its running sum, over all lanes of it together,
-    and `acc` its output times that. What is there to begin with counts as one key of weight 1 whose score is the lse.
+    and `acc` its output times that. What survives dropout weighs in `acc` what it weighs without: its true weight comes
+    last, and in float32. What is there to begin with counts as one key of weight 1 whose score is the lse.
     """
     acc, m, total, columns = scratch["acc"], scratch["m"], scratch["total"], scratch.get("columns")
     visiting = inputs["k"].shape[0]
@@ -31,7 +32,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts
         else:
             lse = to_column(inputs["lse"][...])
             nothing = lse == -jnp.inf
-            acc[...] = inputs["out"][...]
+            acc[...] = inputs["out"][...] / facts.keep_weight if facts.dropout else inputs["out"][...]
             m[...] = jnp.where(nothing, START, lse)
             total[...] = jnp.where(nothing, 0.0, 1.0 / LANES)
 
@@ -46,7 +47,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts
     def _():
         weight = jnp.broadcast_to(total[...].sum(-1, keepdims=True), total.shape)
         nothing = weight == 0.0
-        share = 1.0 / jnp.where(nothing, 1.0, weight)
+        share = (facts.keep_weight if facts.dropout else 1.0) / jnp.where(nothing, 1.0, weight)
         outputs["out"][...] = acc[...] * wide(share, acc.shape[1])
         outputs["lse"][...] = to_row(jnp.where(nothing, -jnp.inf, m[...] + jnp.log2(jnp.where(nothing, 1.0, weight))))
 
@@ -64,6 +65,6 @@ def _visit(part: Part, acc: Any, m: Any, total: Any, masked: bool) -> None:
     total[...] = decay * total[...] + folded(p)
     m[...] = after
     if facts.dropout:
-        p = p * kept(part)
+        p = p * kept(part, 1.0)
     seen = jnp.dot(p.astype(v.dtype), v, precision=facts.precision, preferred_element_type=jnp.float32)
     acc[...] = wide(decay, acc.shape[1]) * acc[...] + seen

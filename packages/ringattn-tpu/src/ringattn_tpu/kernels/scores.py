@@ -164,10 +164,10 @@ def hidden(part: Part, s: jax.Array, masked: bool) -> jax.Array:
     return s if seen is None else jnp.where(seen, s, HIDDEN)
 
 
-def kept(part: Part) -> jax.Array:
-    """1 / (1 - p) for the probabilities that survive dropout and 0 for the others: those of core's `dropout.kept`."""
+def kept(part: Part, weight: float) -> jax.Array:
+    """`weight` for the probabilities that survive dropout and 0 for the others: those of core's `dropout.kept`."""
     keep = jax.lax.cond(part.step.has(GROUPED), lambda: _by_groups(part), lambda: _one_by_one(part))
-    return jnp.where(keep != 0, part.facts.keep_weight, 0.0)
+    return jnp.where(keep != 0, weight, 0.0)
 
 
 def _one_by_one(part: Part) -> jax.Array:

@@ -76,7 +76,7 @@ def _of_head(
     head = of_head(P, batch, head_number, F)
     keep = 0
     if F.dropout:
-        keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
+        keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE)
     line = row_tile * Q_TILE + tl.arange(0, Q_TILE)
     rows = line[:, None]
     columns = (kv_tile * KV_TILE + in_columns(F, KV_TILE, False))[:, None]

@@ -102,7 +102,7 @@ def _added(
     bias = biases(queries, keys, head, F)
     keep = 0
     if F.dropout:
-        keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
+        keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE)
     at = moved(start, F.kv_token, F.wide)
     k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)

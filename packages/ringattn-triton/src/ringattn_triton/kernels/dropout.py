@@ -14,8 +14,8 @@ WEYL_C: tl.constexpr = tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
-def weights(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """What dropout multiplies each probability of a tile by: queries are rows, keys are `dealt`.
+def weights(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    """`KEPT` for each probability of a tile that survives, else zero: queries are rows, keys are `dealt`.
 
     Four keys share one call of Philox where their indices are consecutive and begin at a multiple of four. Whether
     they do is data (a striped shard skips), so both ways are compiled.
@@ -24,20 +24,23 @@ def weights(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE:
         a, b, c, d = _of_groups(queries, keys, head, F, tl.arange(0, KV_TILE // 4)[None, :])
     else:
         a, b, c, d = _one_by_one(queries, keys, head, F, KV_TILE, False)
-    lower = tl.join(_weighed(a, F, Q_TILE, KV_TILE), _weighed(b, F, Q_TILE, KV_TILE))
-    upper = tl.join(_weighed(c, F, Q_TILE, KV_TILE), _weighed(d, F, Q_TILE, KV_TILE))
+    lower = tl.join(_weighed(a, KEPT, F, Q_TILE, KV_TILE), _weighed(b, KEPT, F, Q_TILE, KV_TILE))
+    upper = tl.join(_weighed(c, KEPT, F, Q_TILE, KV_TILE), _weighed(d, KEPT, F, Q_TILE, KV_TILE))
     return tl.reshape(tl.permute(tl.join(lower, upper), (0, 1, 4, 2, 3)), (Q_TILE, KV_TILE))
 
 
 @triton.jit
-def _weighed(word, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    weight = tl.where(word >= F.threshold, F.keep_weight, 0.0)
+def _weighed(word, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    weight = tl.where(word >= F.threshold, KEPT, 0.0)
     return tl.reshape(weight, (Q_TILE, KV_TILE // 16, 4))
 
 
 @triton.jit
 def weights_by_keys(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """The same with keys as rows. No thread holds four keys of a group there: threads pass each other four bits."""
+    """The same with keys as rows, and `F.keep_weight` for those that survive.
+
+    No thread holds four keys of a group there: threads pass each other four bits.
+    """
     groups = tl.arange(0, KV_TILE // 4)
     bits = tl.zeros((KV_TILE // 4, Q_TILE), tl.int32)
     if keys.group >= 0:

@@ -67,6 +67,8 @@ def forward(
         acc = vectors(
             OUT_BEFORE + out_at, rows[:, None], value_dims[None, :], F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED
         )
+        if F.dropout:
+            acc = acc / F.keep_weight
         top = before * LOG2_E
         total = tl.where(before == -float("inf"), 0.0, 1.0)
 
@@ -88,7 +90,10 @@ def forward(
         )  # fmt: skip
 
     nothing = total == 0.0
-    out = acc * tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))[:, None]
+    share = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))
+    if F.dropout:
+        share = share * F.keep_weight
+    out = acc * share[:, None]
     lse = tl.where(nothing, -float("inf"), (top + tl.log2(tl.where(nothing, 1.0, total))) / LOG2_E)
     if Q_RAGGED or VALUE_RAGGED:
         within = (rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :]
@@ -107,7 +112,11 @@ def _continued(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: `acc` and `total` are sums relative to `exp2(top)`."""
+    """One step of the online softmax: `acc` and `total` are sums relative to `exp2(top)`.
+
+    What survives dropout weighs here what it weighs without: `F.keep_weight` comes last, and is never rounded to half
+    precision, so that the output of a query that sees one key is as exact as that key's value.
+    """
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = start + in_columns(F, KV_TILE, False)
@@ -118,7 +127,7 @@ def _continued(
     keys = of_keys(P, batch, start, F, KV_TILE, False)
     bias = biases(queries, keys, head, F)
     if F.dropout:
-        keep = weights(queries, keys, head, F, Q_TILE, KV_TILE)
+        keep = weights(queries, keys, head, 1.0, F, Q_TILE, KV_TILE)
     s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED, True), s, -float("inf"))
