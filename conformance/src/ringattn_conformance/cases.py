@@ -273,8 +273,8 @@ _IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("plain", {"lse": False}),
     ("causal", {"causal": True, **_GROUPED}),
     ("bias-sinks", {"bias": "NT", "sinks": "head", "causal": True, "lse": False}),
+    ("dropout-of-one-key", {"window": (0, 0), "dropout": 0.3, "bias": "NT", "value_dim": 6, "lse": False}),
     ("empty-rows", {"segments": ingredients.unseen_ranks, "value_dim": 6}),
-    ("dropout-of-one-key", {"window": (0, 0), "dropout": 0.3, "bias": "NT", "lse": False}),
     ("everything", {
         "causal": True, "window": (29, 0), "segments": ingredients.packed, "soft_cap": 3.0, "bias": "N",
         "slopes": True, "sinks": "each", "dropout": 0.2, "lse": False, **_GROUPED,
