@@ -59,17 +59,21 @@ class Finishing(XlaKernel):
     """Gives what is final where it is asked to, and remembers how often it was."""
 
     finishes = True
+    look = staticmethod(lambda k, v: k.sum() + v.sum())
 
     def __init__(self) -> None:
         self.final: list[str] = []
+        self.own: list[Any] = []
 
     def forward(self, block: Any, partial: Partial) -> Partial:
         dtype = partial.out.dtype
         self.final += ["out"] * (dtype == block.q.dtype)
+        self.own.append(block.own)
         found = super().forward(block, dataclasses.replace(partial, out=partial.out.astype(jnp.float32)))
         return dataclasses.replace(found, out=found.out.astype(dtype))
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+        self.own.append(block.own)
         if dq is not None:
             return super().backward(block, dout, lse, delta, dq)
         self.final.append("gradients")
@@ -102,6 +106,27 @@ def test_a_kernel_that_finishes_is_asked_to_where_nothing_comes_before_or_after(
         assert x.dtype == y.dtype and (x == y).all()
     asked = {1: ["out"] * (sinks is None) + ["gradients"], 4: []}[ring]
     assert sorted(set(kernel.final)) == sorted(asked)
+
+
+def test_a_kernel_that_looks_at_keys_and_values_has_them_as_they_came_but_not_of_a_ring_or_of_many_examples():
+    kernel, x = Finishing(), jnp.linspace(-1, 1, 64).reshape(1, 8, 2, 4)
+    mesh = jax.make_mesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(*arrays: jax.Array, **options: Any) -> jax.Array:
+        return ring_attention(*arrays, backend="odd", **options).sum()
+
+    def owned(call: Any) -> list[Any]:
+        """What forward and backward had, however often JAX traces them."""
+        kernel.own.clear()
+        jax.eval_shape(call, x)
+        assert len(kernel.own) > 1
+        return kernel.own
+
+    with discovery.registered(EVERYTHING, kernel):
+        for own in owned(lambda x: jax.grad(loss, (0, 1, 2))(x, 2 * x, 3 * x)):
+            assert own is not None and own.k.shape == own.v.shape == x.shape and own.found.shape == ()
+        assert not any(owned(lambda x: jax.grad(loss)(x, x, x, mesh=mesh, axis_name="sp")))
+        assert owned(lambda x: jax.vmap(jax.grad(loss))(x[None], x[None], x[None]))[-1] is None
 
 
 def test_a_gradient_that_nobody_asked_for_is_dropped():

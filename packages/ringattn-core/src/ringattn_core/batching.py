@@ -68,7 +68,7 @@ def _fold_block(size: int, batched: Any, block: Block, expand: tuple[str, ...]) 
     packed_axis = block.kv.ndim - batched.kv - 4
     kv = jnp.moveaxis(block.kv, packed_axis + 1, 1) if batched.kv else jnp.moveaxis(block.kv, packed_axis, 0)
     changes["kv"] = jnp.moveaxis(_fold(size, batched.kv, kv), 0, packed_axis)
-    return dataclasses.replace(block, **changes)
+    return dataclasses.replace(block, own=None, **changes)
 
 
 def _fold(size: int, batched: bool, x: jax.Array | None) -> Any:

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,14 @@ from .rule import Rule
 
 API_VERSIONS: Final = range(1, 2)
 """The numbers of the backend API that this core speaks."""
+
+
+class Own(NamedTuple):
+    """K and V as they came, with whatever is in them, and what the kernel's `look` at them found."""
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+    found: Any
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +36,9 @@ class Block:
     Core promises that queries are finite, that values are finite, and that keys are, but that one which came with
     anything but finite numbers, or whose value did, holds a NaN in `forward`: a kernel that selects by `visible`
     *after* the products then keeps NaN out of the rows that may not see it.
+
+    On a ring of one rank a kernel that has a `look` has K and V in `own` too. It need not read `kv` then, and what
+    nobody reads is not made.
     """
 
     q: Float[Array, "B T N H"]
@@ -46,6 +57,7 @@ class Block:
     seed: UInt32[Array, " B"] | None
     rule: Rule = dataclasses.field(metadata={"static": True})
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
+    own: Own | None = None
 
     @property
     def k(self) -> Float[Array, "B S K H"]:
@@ -91,6 +103,7 @@ class Block:
             kv=f(self.kv, self.kv.ndim - 3),
             kv_positions=f(self.kv_positions, 1),
             kv_index=f(self.kv_index, 1),
+            own=None,
             **{name: f(getattr(self, name), axis) for name, axis in optional},
         )
 
@@ -172,7 +185,8 @@ class BlockKernel(Protocol):
     no bias: a row with what is not finite is NaN, in `out` and `lse`, if it sees any key, and touches no other row.
     With `finishes` the kernel gives what is final where a ring has one rank: `forward` gives `out` in the dtype that
     `partial.out` has, and where `dq` of `backward` is `None` there is nothing to continue, and each gradient has the
-    dtype of its input.
+    dtype of its input. One that finishes may have a function `look(k, v)` too: what it returns, arrays or `None`, comes
+    with K and V in `block.own`, forward and backward, and K and V need not be packed.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:

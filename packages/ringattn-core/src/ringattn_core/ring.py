@@ -14,7 +14,7 @@ from . import axes, batching, finite, parcels, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, with_sinks
-from .protocol import Partial
+from .protocol import Own, Partial
 from .varying import align, axes_of
 from .ways import Sum, Way, gradient, joined, of_half, parts, split, with_half
 
@@ -46,6 +46,7 @@ def _forward(
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
     wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
+    own = _looked_at(ring, inputs)
     partials = tuple(
         _aligned(
             ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0), dtype_of_out), inputs
@@ -62,7 +63,7 @@ def _forward(
         for way, wire, partial in zip(ways, wires, partials, strict=True):
             kv = parcels.from_wire(wire, dtype)
             visited = block(ring, way.inputs, kv, _at(way.fixed, partial.lse), way.come(offset))
-            found.append(kernel(visited, partial))
+            found.append(kernel(dataclasses.replace(visited, own=own), partial))
         return following, tuple(found)
 
     offsets, shifts = ring.plan.offsets, (*ring.plan.shifts, None)
@@ -78,11 +79,11 @@ def _forward(
     out, lse = joined([partial.out for partial in partials], 2), joined([partial.lse for partial in partials], 1)
     partial = Partial(out, lse) if bad is None else finite.poisoned(Partial(out, lse), bad)
     whole = with_sinks(partial, _sinks(inputs))
-    return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse)
+    return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse, own)
 
 
 def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tuple[Differentiable, None]:
-    inputs, fixed, out, keys_lse = residuals
+    inputs, fixed, out, keys_lse, own = residuals
     dout, dlse = cotangents
     sinks = _sinks(inputs)
     lse = with_sinks(Partial(out, keys_lse), sinks).lse
@@ -92,9 +93,8 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
         dsinks = -jnp.einsum("bnt,bnts->ns", rows.whole, share, precision="highest")
-    found_by = _alone if _finishes(ring) else _gradients
-    numbers = dataclasses.replace(inputs, q=rows.q)
-    sums = found_by(ring, numbers, fixed, rows.dout, rows.lse, rows.delta)
+    numbers, given = dataclasses.replace(inputs, q=rows.q), (rows.dout, rows.lse, rows.delta)
+    sums = _alone(ring, numbers, fixed, own, *given) if _finishes(ring) else _gradients(ring, numbers, fixed, *given)
     found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
     dk, dv = parcels.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
     dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
@@ -110,11 +110,27 @@ def _finishes(ring: Ring) -> bool:
     return ring.plan.ranks == 1 and getattr(ring.kernel, "finishes", False)
 
 
-def _alone(ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> Sums:
+def _looked_at(ring: Ring, inputs: Differentiable) -> Own | None:
+    """K and V as they came, where the kernel wants to see to them itself."""
+    look = getattr(ring.kernel, "look", None)
+    if look is None or not _finishes(ring):
+        return None
+    return Own(inputs.k, inputs.v, look(inputs.k, inputs.v))
+
+
+def _alone(
+    ring: Ring,
+    inputs: Differentiable,
+    fixed: Fixed,
+    own: Own | None,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+) -> Sums:
     """The gradients on a ring of one rank, as its kernel `finishes` them."""
     k, v = (_after(ring, x, [dout]) for x in (inputs.k, inputs.v))
     kv = _packed(ring, k, v, poison=False)
-    visited = block(ring, inputs, kv, fixed, 0)
+    visited = dataclasses.replace(block(ring, inputs, kv, fixed, 0), own=own)
     found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)
     slopes = None if found.dslopes is None else found.dslopes[0]
     return ({"q": found.dq, "kv": parcels.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
