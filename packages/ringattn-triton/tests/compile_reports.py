@@ -36,6 +36,8 @@ class Report:
     """Bytes of stack of each thread on NVIDIA; spilled vector registers on AMD."""
     matrix: str
     """`wgmma`, `mma`, `tcgen05`, `mfma`, or nothing where products run on the ordinary units."""
+    serialized: bool = False
+    """Whether the assembler lets products on Hopper wait for each other, because of what is done with their sums."""
 
     def __str__(self) -> str:
         used = f"{self.warps} warps, {self.registers} registers, {self.shared} bytes shared"
@@ -90,7 +92,8 @@ def _assembled(ptx: str, target: str) -> dict[str, int]:
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{tool} refuses the PTX for {target}: {done.stderr}"
     numbers = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes stack frame"}
-    return {name: int(_found(pattern, done.stderr)) for name, pattern in numbers.items()}
+    found = {name: int(_found(pattern, done.stderr)) for name, pattern in numbers.items()}
+    return found | {"serialized": "wgmma.mma_async instructions are serialized" in done.stderr}
 
 
 def _found(pattern: str, text: str) -> str:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from given_blocks import KEY_INDICES, OPTIONS, bias, ids, make_block, mask_in_tiles, near, with_option
+from ringattn_core import finite
 from ringattn_core.config import BwdParams
 from ringattn_core.dropout import kept
 from ringattn_core.errors import InputError
 from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Gradients
+from ringattn_core.protocol import Block, Gradients, Own
 from ringattn_triton import operands, schedules
 from ringattn_triton.block import KERNEL
+from ringattn_triton.packing import look
 from ringattn_triton.schedules import Schedule, Target
 
 TOLERANCE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
@@ -175,6 +177,23 @@ def test_keys_and_values_of_one_size_are_read_from_either_packing() -> None:
     first, second = backward(KERNEL, block, *given), backward(KERNEL, side_by_side, *given)
     for name, x in first.items():
         np.testing.assert_array_equal(x, second[name], name)
+
+
+@pytest.mark.parametrize("option", ["causal", "bias", "all at once"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_keys_and_values_are_read_as_they_came_unless_one_is_no_number(bad: bool, option: str) -> None:
+    block = with_option(option, 40, 36, tiles=(16, 16))
+    k, v = block.k, block.v
+    if bad:
+        k, v = k.at[1, 35, 0, 3].set(jnp.nan), v.at[0, 2].set(jnp.inf)
+    packed = finite.keys_and_values(k, v, poison=False)
+    given = given_to(dataclasses.replace(block, kv=packed))
+    want = backward(KERNEL, dataclasses.replace(block, kv=packed), *given)
+    elsewhere = jnp.full_like(packed, 3.0)
+    got = backward(KERNEL, dataclasses.replace(block, kv=elsewhere, own=Own(k, v, look(k, v))), *given)
+    for name, x in want.items():
+        assert np.isfinite(x).all()
+        np.testing.assert_array_equal(got[name], x, name)
 
 
 @pytest.mark.parametrize("lse", [-np.inf, 0.5])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """On every supported architecture the kernels compile, fit, and spill no more than is written down."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,13 +10,13 @@ from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
 from ringattn_core.config import FwdParams
 from ringattn_core.masks import Local
-from ringattn_core.protocol import Block, Partial
+from ringattn_core.protocol import Block, Own, Partial
 from ringattn_core.rule import Rule
 from ringattn_core.tiles import Tiles
 from ringattn_triton import hopper, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for
-from ringattn_triton.packing import keys_and_values
+from ringattn_triton.packing import if_bad, keys_and_values, look
 from ringattn_triton.rows import rows
 from ringattn_triton.tables import of_bitmap
 
@@ -25,6 +27,7 @@ BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
 TABLE = "ringattn_table"
 KERNELS = {"ringattn_forward", TABLE} | BACKWARD
 HOPPER = "ringattn_hopper_forward"
+PACKING = "ringattn_packing_if_bad"
 
 
 def shape(*sizes, dtype=jnp.int32):
@@ -46,6 +49,12 @@ def block(dtype, head_dim, length=LENGTH, rule=None, **extra):
         rule=rule or Rule(scale=head_dim**-0.5, causal=True),
         **(fields | extra),
     )
+
+
+def alone(block):
+    """The block as a ring of one has it, where kernels have one thing more to hold: where keys are, and values."""
+    own = shape(*block.kv.shape[1:], dtype=block.kv.dtype)
+    return dataclasses.replace(block, own=Own(own, own, shape(1)))
 
 
 def everything(dtype, head_dim):
@@ -114,9 +123,10 @@ def runs(report, target):
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))
 @pytest.mark.parametrize(("dtype", "head_dim"), CASES)
 def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, head_dim, target, monkeypatch):
-    found = reports(block(dtype, head_dim), target, monkeypatch)
+    found = reports(alone(block(dtype, head_dim)), target, monkeypatch)
     special = {HOPPER, TABLE} | BACKWARD
-    assert {report.name for report in found} == (special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS)
+    expected = special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS
+    assert {report.name for report in found} == expected | {PACKING}
     for report in found:
         runs(report, target)
         bound, reason = allowed(dtype.__name__, head_dim, report.name, target)
@@ -130,10 +140,15 @@ def for_hopper(block, fresh, monkeypatch):
     batch, length, heads, dim = block.q.shape
     out = shape(batch, length, heads, dim, dtype=block.q.dtype if fresh else jnp.float32)
     partial = Partial(out, shape(batch, heads, length, dtype=jnp.float32), fresh)
+    if fresh:
+        block = alone(block)
     with compiling_for(90):
-        table, report = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
-    assert table.name == TABLE and (report.name, report.matrix) == (HOPPER, "wgmma"), report
+        found = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
+    report = found[-1]
+    assert {report.name for report in found[:-1]} == {TABLE} | ({PACKING} if fresh else set()), found
+    assert (report.name, report.matrix) == (HOPPER, "wgmma"), report
     runs(report, 90)
+    assert not report.serialized, report
     return report
 
 
@@ -200,7 +215,9 @@ def test_what_prepares_arrays_compiles_and_spills_nothing(dim, target):
     line = shape(2, HEADS, LENGTH, dtype=jnp.float32)
     packed = jax.jit(lambda k, v: keys_and_values(k, v, poison=True)).trace(keys, keys)
     cotangents = jax.jit(rows).trace(keys, keys, keys, line, line, shape(2, HEADS, LENGTH, dtype=jnp.bool_))
-    for traced in (packed, cotangents):
+    looked = jax.jit(look).trace(keys, keys)
+    repaired = jax.jit(lambda k, v, found: if_bad(Own(k, v, found), poison=True)).trace(keys, keys, shape(1))
+    for traced in (packed, cotangents, looked, repaired):
         (report,) = of_traced(traced, target)
         runs(report, target)
         assert report.spilled == 0, report

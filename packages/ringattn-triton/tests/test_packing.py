@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import finite
-from ringattn_triton.packing import TILE, keys_and_values
+from ringattn_core.protocol import Own
+from ringattn_triton import packing
+from ringattn_triton.packing import TILE, if_bad, keys_and_values, look
 
 
 def pair(dtype: Any, value_dim: int = 40) -> tuple[jax.Array, jax.Array]:
@@ -29,6 +31,36 @@ def same(got: jax.Array, want: jax.Array) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_keys_and_values_are_packed_as_core_packs_them(dtype: Any, poison: bool) -> None:
     same(keys_and_values(*pair(dtype), poison), finite.keys_and_values(*pair(dtype), poison))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("place", ["first key", "last key", "first value", "last value"])
+def test_a_look_finds_what_is_no_number_anywhere_and_packs_then(
+    place: str, value: float, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_AT_ONCE", 3)
+    draw = np.random.default_rng(1)
+    k, v = (jnp.asarray(draw.normal(size=(2, 131, 3, 40)), dtype) for _ in range(2))
+    at = (0,) * 4 if place.startswith("first") else (-1,) * 4
+    k, v = (k.at[at].set(value), v) if place.endswith("key") else (k, v.at[at].set(value))
+    found = look(k, v)
+    assert found is not None and found.tolist() == [1]
+    for poison in (True, False):
+        same(if_bad(Own(k, v, found), poison), finite.keys_and_values(k, v, poison))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_a_look_at_numbers_finds_nothing_however_large(dtype: Any) -> None:
+    largest = jnp.full((1, 70, 3, 64), jnp.finfo(dtype).max, dtype)
+    found = look(largest, -largest)
+    assert found is not None and found.tolist() == [0]
+
+
+def test_a_look_is_for_keys_and_values_of_one_size_and_may_be_vmapped() -> None:
+    assert look(*pair(jnp.float32, 8)) is None
+    found = jax.vmap(lambda k, v: look(k, v))(*(x[None] for x in pair(jnp.float32)))
+    assert found is not None and found.shape == (1, 1)
 
 
 def test_values_of_another_size_are_packed_by_core() -> None:

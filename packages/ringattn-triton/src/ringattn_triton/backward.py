@@ -54,7 +54,7 @@ def backward(
     devices measured that is faster than one kernel that adds to `dq` atomically.
     """
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
-    given = operands.of(block, fast=target.kind == "cuda")
+    given = operands.of(block, fast=target.kind == "cuda", poison=False)
     schedules.refuse_large_heads(given.facts)
     # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
     finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)

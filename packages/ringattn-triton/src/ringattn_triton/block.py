@@ -18,6 +18,7 @@ class TritonKernel:
     any_queries = True
     finishes = True
     keys_and_values = staticmethod(packing.keys_and_values)
+    look = staticmethod(packing.look)
     rows = staticmethod(rows)
     candidate_configs = staticmethod(candidates.candidate_configs)
 

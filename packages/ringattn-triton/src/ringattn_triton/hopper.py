@@ -26,6 +26,9 @@ _TRITON_CEILING: Final = (3, 10)
 """Before which version these kernels have been compiled: Gluon may change with each."""
 _TOGETHER: Final = 512
 """How many tiles of queries of some heads make enough work for no place to be left alone with a long one."""
+_BOUND: Final = 73.0
+"""Up to which soft cap, in units of log2, scores need no maximum taken from them: 50 is 72.2 of those. The exponentials
+of half of that, up or down, leave 2^90 for how many keys there are and how large values may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,7 @@ def forward(given: Operands, block: Block, partial: Partial) -> Partial:
         ORDERED=plan.ordered,
         MASKED=masked or facts.kv_length % plan.kv_tile != 0,
         FRESH=partial.empty,
+        BOUNDED=facts.capped and block.q.dtype == jnp.bfloat16 and facts.fold <= _BOUND,
         REGISTERS=plan.registers,
     )
     return Partial(out, lse)

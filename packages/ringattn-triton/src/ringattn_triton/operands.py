@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32
 from ringattn_core import dropout
 from ringattn_core.protocol import Block
 
-from . import words
+from . import packing, words
 
 LOG2_E: Final = math.log2(math.e)
 _NO_LIMIT: Final = 2**31 - 1
@@ -23,7 +23,8 @@ _INT32: Final = 2**31
 
 INPUTS: Final = (
     "q", "kv", "q_positions", "kv_positions", "q_index", "kv_index", "kv_groups", "q_segments", "kv_segments", "bias",
-    "slopes", "mask_words", "mask_of_head", "dense_words", "seed", "batch_index", "head_index",
+    "slopes", "mask_words", "mask_of_head", "dense_words", "seed", "batch_index", "head_index", "own_k", "own_v",
+    "found",
 )  # fmt: skip
 """The parameters that every kernel begins with, in this order."""
 
@@ -35,6 +36,7 @@ class Facts:
     `plain` says that a score is nothing but a positive number times the product, or times the bent product, so that
     maxima may be taken of those; else `unbend` makes it a score. `fold` is what turns what `scored` gives into units of
     log2.
+    `own` says that keys and values may be read as they came (`kernels.packing.sources`).
     `below` and `above` say that a query sees no key before, or behind, some position.
     """
 
@@ -48,6 +50,7 @@ class Facts:
     kv_token: int
     kv_head: int
     value_at: int
+    own: bool
     wide: bool
     wide_scores: bool
     q_positions_batch: int
@@ -117,13 +120,17 @@ class Operands(NamedTuple):
         return arrays
 
 
-def of(block: Block, fast: bool = False) -> Operands:
-    """The block as operands; `fast` allows approximations of the device that an interpreter lacks."""
+def of(block: Block, fast: bool = False, poison: bool = True) -> Operands:
+    """The block as operands; `fast` allows approximations of the device that an interpreter lacks.
+
+    Keys that are to be packed after all are NaN where they are bad if `poison`, else zero.
+    """
     rule = block.rule
     batch, q_length, heads, head_dim = block.q.shape
     kv_length, kv_heads, value_dim = block.kv_length, block.kv.shape[-2], block.value_dim
     width = block.kv.shape[-1]
     positions = rule.causal or rule.window is not None or rule.chunk is not None or block.slopes is not None
+    own = block.own if block.own is not None and block.own.found is not None else None
     uses_index = bool(rule.dropout)
     mask_words, mask_of_head = words.of_rule(block) if rule.masks else (None, None)
     dense_words = words.of_dense(block) if block.mask is not None else None
@@ -136,7 +143,7 @@ def of(block: Block, fast: bool = False) -> Operands:
     words_query = -(-kv_length // words.BITS)
     arrays: dict[str, Any] = {
         "q": block.q,
-        "kv": block.kv,
+        "kv": block.kv if own is None else packing.if_bad(own, poison),
         "q_positions": block.q_positions if positions else None,
         "kv_positions": block.kv_positions if positions else None,
         "q_index": block.q_index if uses_index else None,
@@ -152,6 +159,9 @@ def of(block: Block, fast: bool = False) -> Operands:
         "seed": block.seed if rule.dropout else None,
         "batch_index": block.batch_index if rule.dropout else None,
         "head_index": block.head_index if rule.dropout else None,
+        "own_k": None if own is None else own.k,
+        "own_v": None if own is None else own.v,
+        "found": None if own is None else own.found,
     }
     facts = Facts(
         q_length=q_length,
@@ -164,6 +174,7 @@ def of(block: Block, fast: bool = False) -> Operands:
         kv_token=kv_heads * width,
         kv_head=width,
         value_at=batch * kv_length * kv_heads * width if block.kv.ndim == 5 else head_dim,
+        own=own is not None,
         wide=max(kv_length * kv_heads * width, q_length * heads * max(head_dim, value_dim)) >= _INT32,
         wide_scores=q_length * kv_length >= _INT32,
         q_positions_batch=_stride(block.q_positions, 0),

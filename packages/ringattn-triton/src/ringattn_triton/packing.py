@@ -5,14 +5,20 @@ import functools
 from typing import Any, Final
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 from ringattn_core import finite
 from ringattn_core.parcels import Packed
+from ringattn_core.protocol import Own
 
-from .kernels.packing import packing
+from .kernels.packing import looking, packing, packing_if_bad
 from .launch import launch
 
 TILE: Final = 2048
+_LOOKED_AT: Final = 8192
+"""How many keys' and values' numbers a program looks at."""
+_AT_ONCE: Final = 1024
+"""How many programs pack what hardly ever is to be packed: enough to be fast then, few enough to end at once else."""
 
 
 def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poison: bool) -> Packed:
@@ -20,6 +26,54 @@ def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poi
     if k.shape != v.shape:
         return finite.keys_and_values(k, v, poison)
     return _packed(poison)(k, v)
+
+
+def look(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Int32[Array, "1"] | None:
+    """In how many places K and V hold what is no number. That takes half as long as to pack them.
+
+    `None` where both are not of one size, and of what is vmapped: kernels read them packed then.
+    """
+    return _looked(k, v) if k.shape == v.shape else None
+
+
+@jax.custom_batching.custom_vmap
+def _looked(k: jax.Array, v: jax.Array) -> jax.Array:
+    (found,) = launch(
+        looking,
+        [k, v, jnp.zeros(1, jnp.int32)],
+        [jax.ShapeDtypeStruct((1,), jnp.int32)],
+        grid=(-(-k.size // _LOOKED_AT),),
+        warps=4,
+        stages=1,
+        aliases={2: 0},
+        name="ringattn_looking",
+        COUNT=k.size,
+        TILE=_LOOKED_AT,
+    )
+    return found
+
+
+@_looked.def_vmap
+def _(size: int, batched: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, bool]:
+    # Nobody reads it: of many examples core hands on what is packed alone.
+    return jnp.zeros((size, 1), jnp.int32), True
+
+
+def if_bad(own: Own, poison: bool) -> Packed:
+    """K and V packed and finite where anything in them is no number, else anything."""
+    (kv,) = launch(
+        packing_if_bad,
+        [own.k, own.v, own.found],
+        [jax.ShapeDtypeStruct((2, *own.k.shape), own.k.dtype)],
+        grid=(min(_AT_ONCE, -(-own.k.size // TILE)),),
+        warps=4,
+        stages=1,
+        name="ringattn_packing_if_bad",
+        COUNT=own.k.size,
+        TILE=TILE,
+        POISON=poison,
+    )
+    return kv
 
 
 @functools.cache

@@ -71,7 +71,9 @@ def umulhi(x: Any, y: Any) -> Tensor:
 
 def where(condition: Any, x: Any, y: Any) -> Tensor:
     if isinstance(x, Tensor) and x.dtype.is_ptr():
-        raise TypeError("where chooses between values; choose between offsets and add them to one pointer")
+        if tensor(condition).data.ndim or x.dtype != y.dtype:
+            raise TypeError("where chooses between values, or by one truth between pointers of one type")
+        return x if bool(tensor(condition).data) else y
     a, b, dtype = met(x, y)
     return Tensor(np.where(cast(tensor(condition), tl.int1).data, a, b)[()], dtype)
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .derivatives import derivatives, row_facts
 from .dropout import weights
+from .packing import sources
 from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
 from .tiles import moved, vectors
 
@@ -17,7 +18,7 @@ from .tiles import moved, vectors
 @triton.jit
 def backward_bias(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
-    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
     SEEN, DOUT, LSE, DELTA, DBIAS,
     F: tl.constexpr, D: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -37,6 +38,7 @@ def backward_bias(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
+    all_k, all_v = sources(KV, OWN_K, OWN_V, FOUND, F)
     total = tl.zeros([Q_TILE, KV_TILE], tl.float32)
     for turn in range(D.batch_sums * D.row_sums):
         row_tile = own + turn % D.row_sums
@@ -51,8 +53,8 @@ def backward_bias(
             bias = biases(queries, keys, of_head(P, batch, bias_head, F), F)
             for member in tl.range(0, D.head_sums):
                 total += _of_head(
-                    Q, KV, DOUT, LSE, DELTA, P, batch, bias_head + member, row_tile, kv_tile, queries, keys, bias,
-                    F, Q_TILE, KV_TILE, DIM, VALUE_DIM,
+                    Q, all_k, all_v, DOUT, LSE, DELTA, P, batch, bias_head + member, row_tile, kv_tile, queries, keys,
+                    bias, F, Q_TILE, KV_TILE, DIM, VALUE_DIM,
                 )  # fmt: skip
 
     columns = kv_tile * KV_TILE + in_columns(F, KV_TILE, False)
@@ -67,7 +69,7 @@ def backward_bias(
 
 @triton.jit
 def _of_head(
-    Q, KV, DOUT, LSE, DELTA, P, batch, head_number, row_tile, kv_tile, queries, keys, bias,
+    Q, all_k, all_v, DOUT, LSE, DELTA, P, batch, head_number, row_tile, kv_tile, queries, keys, bias,
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """The derivative by the scores of one tile of one head; zero past the ends."""
@@ -88,13 +90,11 @@ def _of_head(
     q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
     dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
     dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM)
-    kv = KV + (wide_batch * F.kv_batch + head_number // F.group * F.kv_head)
+    first_key = wide_batch * F.kv_batch + head_number // F.group * F.kv_head
     at = moved(columns, F.kv_token, F.wide)
-    k = vectors(kv + (at + dims), columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
-    v = vectors(
-        kv + F.value_at + (at + value_dims), columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED,
-        F.value_dim != VALUE_DIM,
-    )  # fmt: skip
+    k = vectors(all_k + first_key + (at + dims), columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
+    v_pointers = all_v + first_key + (at + value_dims)
+    v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
     lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)

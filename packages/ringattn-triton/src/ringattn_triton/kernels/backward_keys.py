@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
 from .dropout import weights_by_keys
+from .packing import sources
 from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 
@@ -17,7 +18,7 @@ from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 @triton.jit
 def backward_keys(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
-    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
     TABLE, TILES, DOUT, LSE, DELTA, DK, DV,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -38,12 +39,12 @@ def backward_keys(
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
-    kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
+    all_k, all_v = sources(KV, OWN_K, OWN_V, FOUND, F)
+    first_key = wide_batch * F.kv_batch + kv_head * F.kv_head
     at = moved(columns, F.kv_token, F.wide)
-    k = vectors(kv + (at + dims), columns, dims, F.kv_length, F.head_dim, KV_RAGGED, DIM_RAGGED)
-    v = vectors(
-        kv + F.value_at + (at + value_dims), columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED
-    )
+    k = vectors(all_k + first_key + (at + dims), columns, dims, F.kv_length, F.head_dim, KV_RAGGED, DIM_RAGGED)
+    v_pointers = all_v + first_key + (at + value_dims)
+    v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED)
 
     rows = tl.arange(0, Q_TILE)[:, None]
     dk = tl.zeros([KV_TILE, DIM], tl.float32)

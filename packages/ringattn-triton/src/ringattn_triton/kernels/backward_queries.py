@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
 from .dropout import weights
+from .packing import sources
 from .scores import Inputs, bent, biases, distance, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
@@ -14,7 +15,7 @@ from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 @triton.jit
 def backward_queries(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
-    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
     TABLE, TILES, DOUT, LSE, DELTA, DQ_BEFORE, DQ, DSLOPES,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr,
@@ -53,9 +54,10 @@ def backward_queries(
     lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
 
     columns = in_columns(F, KV_TILE, False)[:, None]
-    kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
-    k_pointers = kv + (columns * F.kv_token + dims)
-    v_pointers = kv + F.value_at + (columns * F.kv_token + value_dims)
+    all_k, all_v = sources(KV, OWN_K, OWN_V, FOUND, F)
+    first_key = wide_batch * F.kv_batch + kv_head * F.kv_head
+    k_pointers = all_k + first_key + (columns * F.kv_token + dims)
+    v_pointers = all_v + first_key + (columns * F.kv_token + value_dims)
     dq = tl.zeros([Q_TILE, DIM], tl.float32)
     dslope = tl.zeros([Q_TILE], tl.float32)
     ahead = full_tile(visited, visited.full_from, V)

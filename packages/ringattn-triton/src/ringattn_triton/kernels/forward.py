@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .dropout import weights
+from .packing import sources
 from .scores import LOG2_E, Inputs, bent, biases, in_columns, of_head, of_keys, of_queries, scored, visible
 from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
@@ -13,7 +14,7 @@ from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 @triton.jit
 def forward(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
-    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
     TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr,
@@ -51,9 +52,10 @@ def forward(
         q = held(q, DIM)
 
     columns = in_columns(F, KV_TILE, False)
-    kv = KV + (wide_batch * F.kv_batch + kv_head * F.kv_head)
-    k_pointers = kv + (columns[None, :] * F.kv_token + dims[:, None])
-    v_pointers = kv + F.value_at + (columns[:, None] * F.kv_token + value_dims[None, :])
+    all_k, all_v = sources(KV, OWN_K, OWN_V, FOUND, F)
+    first_key = wide_batch * F.kv_batch + kv_head * F.kv_head
+    k_pointers = all_k + first_key + (columns[None, :] * F.kv_token + dims[:, None])
+    v_pointers = all_v + first_key + (columns[:, None] * F.kv_token + value_dims[None, :])
 
     lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
     out_at = (wide_batch * F.q_length * F.heads + head_number) * F.value_dim

@@ -20,31 +20,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..hopper import CONSUMED
 from .hopper_pipeline import Shared, begin, got, next_turn, of_turn, produce
+from .packing import sources
 from .scores import LOG2_E, Inputs, bent, of_columns, of_head, of_rows, visible
 
 
 @gluon.jit
 def forward(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
-    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
+    MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
     TABLE, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, TAKEN,
     F: gl.constexpr, V: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
+    BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has places. `TAKEN` counts the turns that they have taken.
 
-    `MASKED` says that there are tiles to mask at all; `REGISTERS` is how many a thread of a consumer may have.
+    `MASKED` says that there are tiles to mask at all, `BOUNDED` that no score needs a maximum taken from it before its
+    exponential is; `REGISTERS` is how many a thread of a consumer may have.
     """
     DIM: gl.constexpr = F.head_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
-    VALUE_ROW: gl.constexpr = F.value_at // F.kv_token
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMED, DIM], TYPE)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, DIM], TYPE)
     BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMED, KV_TILE], TYPE)
     Q_WIDTH: gl.constexpr = F.heads * DIM
     q_tiles = tma.make_tensor_descriptor(Q, [BATCH * F.q_length, Q_WIDTH], [Q_WIDTH, 1], [CONSUMED, DIM], ROWS)
-    KV_ROWS: gl.constexpr = BATCH * F.kv_length + VALUE_ROW
-    kv_tiles = tma.make_tensor_descriptor(KV, [KV_ROWS, F.kv_token], [F.kv_token, 1], [KV_TILE, DIM], COLUMNS)
+    k, v = sources(KV, OWN_K, OWN_V, FOUND, F)
+    KV_ROWS: gl.constexpr = BATCH * F.kv_length
+    k_tiles = tma.make_tensor_descriptor(k, [KV_ROWS, F.kv_token], [F.kv_token, 1], [KV_TILE, DIM], COLUMNS)
+    v_tiles = tma.make_tensor_descriptor(v, [KV_ROWS, F.kv_token], [F.kv_token, 1], [KV_TILE, DIM], COLUMNS)
     bias_tiles = q_tiles
     if F.bias:
         # What all batch rows or heads share does not move with them, and there is one of it.
@@ -54,13 +58,16 @@ def forward(
         )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    queries = gl.allocate_shared_memory(TYPE, [CONSUMERS, CONSUMED, DIM], ROWS)
+    # The next turn's queries come early, unless a bias has their place.
+    Q_PLACES: gl.constexpr = 1 if F.bias else 2
+    queries = gl.allocate_shared_memory(TYPE, [Q_PLACES * CONSUMERS, CONSUMED, DIM], ROWS)
     bias = queries
     if F.bias:
         bias = gl.allocate_shared_memory(TYPE, [STAGES * CONSUMERS, CONSUMED, KV_TILE], BIASES)
     shared = Shared(
         queries,
-        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -76,7 +83,8 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
     )
-    begin(shared.q_full, 1, 1)
+    begin(shared.q_full, Q_PLACES, 1)
+    begin(shared.q_empty, Q_PLACES, CONSUMERS)
     begin(shared.k_full, STAGES, 1)
     begin(shared.k_empty, STAGES, CONSUMERS)
     begin(shared.v_full, STAGES, 1)
@@ -88,14 +96,14 @@ def forward(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
-    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH)
+    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED)
     all_turns = V.rows * BATCH * F.heads
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
                 (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (produce, (shared, q_tiles, kv_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -106,7 +114,7 @@ def forward(
                 (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
                 (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
                 (_consume, (2, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (produce, (shared, q_tiles, kv_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -125,126 +133,150 @@ def _consume(
     ORDERED: gl.constexpr = S[3]
     MASKED: gl.constexpr = S[4]
     FRESH: gl.constexpr = S[5]
+    Q_PLACES: gl.constexpr = S[6]
+    BOUNDED: gl.constexpr = S[7]
     DIM: gl.constexpr = F.head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RAGGED: gl.constexpr = F.q_length % (CONSUMERS * CONSUMED) != 0
-    queries_here = shared.q.index(NUMBER)
     nought = gl.zeros([CONSUMED, KV_TILE], gl.float32, SCORES)
     taken = 0
     ordered = 0
-    fed = 0
     done = 0
-    acc, top, total = _begins(F, SUMS, OF_ROWS)
+    acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
+    top = gl.zeros([CONSUMED], gl.float32, OF_ROWS)
+    total = top
+    weights = _as_operand(nought, shared.k.dtype, SUMS)
     turn = next_turn(shared, done)
     while turn < all_turns:
         own, batch, head_number = of_turn(turn, F, V)
-        head = of_head(P, batch, head_number, F)
         masked = got(shared.masked.index(done % 2))
         whole = got(shared.whole.index(done % 2))
         start = own * (CONSUMERS * CONSUMED) + NUMBER * CONSUMED
-        rows = start + gl.arange(0, CONSUMED, OF_ROWS)
+        # The scores of the first tile, and the weighted values of the last turn's last, are in flight together. Before
+        # the first turn there are none: what is multiplied then is not looked at.
+        queries_here = shared.q.index((done % Q_PLACES) * CONSUMERS + NUMBER)
+        mbarrier.wait(shared.q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1)
+        mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
+        k = shared.k.index(taken % STAGES)
+        s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+        before = (taken + STAGES - 1) % STAGES
+        if done > 0:
+            mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
+        acc = warpgroup_mma(weights, shared.v.index(before), acc, is_async=True)
+        head = of_head(P, batch, head_number, F)
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMED, OF_ROWS), F, RAGGED, False)
+        keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
+        bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+        bad = _no_numbers(queries_here, F, SUMS, OF_ROWS)
+        old_top, old_total = top, total
+        top, total = _continues(LSE_BEFORE, start, batch, head_number, F, S, OF_ROWS)
+        kept = total
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
+        p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, S)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if done > 0:
+            mbarrier.arrive(shared.v_empty.index(before), count=1)
+            _written(acc, old_top, old_total, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+        acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
         if not FRESH:
-            acc, top, total = _continues(OUT_BEFORE, LSE_BEFORE, start, batch, head_number, F, SUMS, OF_ROWS)
-        if masked + whole > 0:
-            # The first tile: nothing is there yet to multiply with values meanwhile, but the last turn's is to write.
-            # Queries come with every turn that has tiles: where something is continued, with all that are announced.
-            mbarrier.wait(shared.q_full.index(0), (fed if FRESH else done) & 1)
-            fed += 1
-            mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
-            k = shared.k.index(taken % STAGES)
-            s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
-            if FRESH:
-                _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
-                acc, top, total = _begins(F, SUMS, OF_ROWS)
-            queries = of_rows(P, batch, rows, F, RAGGED, False)
-            bad = _no_numbers(queries_here, SUMS, OF_ROWS)
-            keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
-            bias = _bias(shared, taken, NUMBER, F, S, SCORES)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-            p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, KV_TILE)
-            if not FRESH:
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-            weights = _as_operand(p, queries_here.dtype, SUMS)
-            first = 1
-            if MASKED:
-                for _ in range(1, masked):
-                    taken += 1
-                    acc, total, top, weights = _continued(
-                        acc, total, top, weights, shared, queries_here, nought, taken, 0, NUMBER,
-                        queries, bad, head, P, batch, F, True, S, SCORES, SUMS, False,
-                    )  # fmt: skip
-                first = gl.where(masked > 0, 0, 1)
-            for _ in range(first, whole):
-                taken += 1
-                acc, total, top, weights = _continued(
-                    acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER,
-                    queries, bad, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
-                )  # fmt: skip
-                ordered += 1
-            mbarrier.wait(shared.v_full.index(taken % STAGES), (taken // STAGES) & 1)
-            acc = warpgroup_mma(weights, shared.v.index(taken % STAGES), acc, is_async=True)
+            out_at, within = _outputs(start, batch, head_number, F, SUMS)
+            acc = gl.load(OUT_BEFORE + out_at, mask=within, other=0.0)
+            acc = acc * gl.convert_layout(kept if BOUNDED else shrink, gl.SliceLayout(1, SUMS))[:, None]
+            # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(shared.v_empty.index(taken % STAGES), count=1)
+        weights = _as_operand(p, queries_here.dtype, SUMS)
+        taken += 1
+        first = 1
+        if MASKED:
+            for _ in range(1, masked):
+                acc, weights, total, top = _continued(
+                    acc, weights, total, top, shared, queries_here, nought, taken, 0, NUMBER,
+                    queries, bad, head, P, batch, F, True, S, SCORES, SUMS, False,
+                )  # fmt: skip
+                taken += 1
+            first = gl.where(masked > 0, 0, 1)
+        for _ in range(first, whole):
+            acc, weights, total, top = _continued(
+                acc, weights, total, top, shared, queries_here, nought, taken, ordered, NUMBER,
+                queries, bad, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
+            )  # fmt: skip
             taken += 1
-        elif FRESH:
-            # A turn that sees nothing: where something is continued nobody is told of it.
-            _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
-            acc, top, total = _begins(F, SUMS, OF_ROWS)
+            ordered += 1
+        mbarrier.arrive(shared.q_empty.index(done % Q_PLACES), count=1)
         done += 1
-        if not FRESH:
-            _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
         turn = next_turn(shared, done)
+    if done > 0:
+        last = taken - 1
+        mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
+        acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        _written(acc, top, total, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+
+
+@gluon.jit
+def _continues(LSE_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Maxima and totals as other keys have left them, or before there was any key."""
+    FRESH: gl.constexpr = S[5]
+    BOUNDED: gl.constexpr = S[7]
+    LEAST: gl.constexpr = F.fold / 2 if BOUNDED else -float("inf")
+    least = gl.full([CONSUMED], LEAST, gl.float32, OF_ROWS)
     if FRESH:
-        _written(acc, top, total, shared, done, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
-
-
-@gluon.jit
-def _begins(F: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
-    """Sums, maxima and totals before there was anything."""
-    DIM: gl.constexpr = F.head_dim
-    acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
-    top = gl.full([CONSUMED], -float("inf"), gl.float32, OF_ROWS)
-    return acc, top, gl.full([CONSUMED], 0.0, gl.float32, OF_ROWS)
-
-
-@gluon.jit
-def _continues(OUT_BEFORE, LSE_BEFORE, start, batch, head, F: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
-    """Sums, maxima and totals as other keys have left them."""
-    rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-    out_at, within = _outputs(start, batch, head, F, SUMS)
-    lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-    acc = gl.load(OUT_BEFORE + out_at, mask=within, other=0.0)
-    before = gl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
-    return acc, before * LOG2_E, gl.where(before == -float("inf"), 0.0, 1.0)
+        return least, gl.zeros([CONSUMED], gl.float32, OF_ROWS)
+    else:
+        rows = start + gl.arange(0, CONSUMED, OF_ROWS)
+        at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
+        before = gl.load(LSE_BEFORE + at, mask=rows < F.q_length, other=-float("inf"))
+        if BOUNDED:
+            return least, gl.exp2(before * LOG2_E - least)
+        else:
+            return before * LOG2_E, gl.where(before == -float("inf"), 0.0, 1.0)
 
 
 @gluon.jit
 def _written(
-    acc, top, total, shared, done, NUMBER: gl.constexpr, OUT, LSE, F: gl.constexpr, V: gl.constexpr, S: gl.constexpr,
-    SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
+    acc, top, total, shared, number, NUMBER: gl.constexpr, OUT, LSE, F: gl.constexpr, V: gl.constexpr,
+    S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the results of the last of the turns that are `done`, if there was one.
+    """Writes the results of a turn, the `number`th of this program.
 
-    Its number is read once more, so that nothing of it is held in registers meanwhile.
+    Which turn that is, is read once more, so that nothing of it is held in registers meanwhile.
     """
-    if done > 0:
-        place = (done - 1) % 2
-        turn = got(shared.turns.index(place))
-        mbarrier.arrive(shared.turns_empty.index(place), count=1)
-        own, batch, head = of_turn(turn, F, V)
-        start = own * (S[0] * CONSUMED) + NUMBER * CONSUMED
-        rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-        out_at, within = _outputs(start, batch, head, F, SUMS)
-        nothing = total == 0.0
-        divisor = gl.where(nothing, 1.0, total)
-        inverse = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / divisor), gl.SliceLayout(1, SUMS))
-        gl.store(OUT + out_at, (acc * inverse[:, None]).to(OUT.dtype.element_ty), mask=within)
-        lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-        lse = gl.where(nothing, -float("inf"), (top + gl.log2(divisor)) / LOG2_E)
-        gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
+    place = number % 2
+    turn = got(shared.turns.index(place))
+    mbarrier.arrive(shared.turns_empty.index(place), count=1)
+    own, batch, head = of_turn(turn, F, V)
+    start = own * (S[0] * CONSUMED) + NUMBER * CONSUMED
+    rows = start + gl.arange(0, CONSUMED, OF_ROWS)
+    nothing = total == 0.0
+    divisor = gl.where(nothing, 1.0, total)
+    inverse = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / divisor), gl.SliceLayout(1, SUMS))
+    out = (acc * inverse[:, None]).to(OUT.dtype.element_ty)
+    # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to trade.
+    SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
+    TRADED: gl.constexpr = SMALL and F.head_dim == 128 and not F.bias
+    WRITTEN: gl.constexpr = in_sixteens() if TRADED else SUMS
+    out_at, within = _outputs(start, batch, head, F, WRITTEN)
+    gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
+    lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
+    lse = gl.where(nothing, -float("inf"), (top + gl.log2(divisor)) / LOG2_E)
+    gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
+
+
+@gluon.constexpr_function
+def in_sixteens():
+    """64 rows of 128 numbers of two bytes in the threads of a warpgroup: as a product leaves them, but that four
+    threads have traded, so that each has sixteen bytes of a row in one piece.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[CONSUMED.value, 128],
+    )
 
 
 @gluon.jit
@@ -258,7 +290,7 @@ def _outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _continued(
-    acc, total, top, weights, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr,
+    acc, weights, total, top, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr,
     queries, bad, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
     SUMS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
@@ -280,11 +312,12 @@ def _continued(
     bias = _bias(shared, taken, NUMBER, F, S, SCORES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-    p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, KV_TILE)
+    p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, S)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return acc, total, top, _as_operand(p, queries_here.dtype, SUMS)
+    if not S[7]:
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    return acc, _as_operand(p, queries_here.dtype, SUMS), total, top
 
 
 @gluon.jit
@@ -294,10 +327,13 @@ def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _no_numbers(queries, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
-    """Which queries hold anything that is no finite number."""
-    size = gl.abs(queries.load(SUMS).to(gl.float32))
-    return gl.convert_layout(gl.max(gl.where(size < float("inf"), 0, 1), 1), OF_ROWS)
+def _no_numbers(queries, F: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
+    """Which queries hold anything that is no finite number: nothing times that is zero. With a bias there are none."""
+    if F.bias:
+        return 0
+    else:
+        nothing = gl.sum(queries.load(SUMS).to(gl.float32) * 0.0, 1)
+        return gl.convert_layout(gl.where(nothing == 0.0, 0, 1), OF_ROWS)
 
 
 @gluon.jit
@@ -324,27 +360,34 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr,
 
 
 @gluon.jit
-def _softmax(
-    s, bad, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, KV_TILE: gl.constexpr
-):
-    """The weights of a tile of products, and sums and maxima that count it in.
+def _softmax(s, bad, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
+    """The weights of a tile of products, sums and maxima that count it in, and what the sums so far shrink by.
 
     Where nothing is masked, bent or added, infinite products make NaN by themselves of a query that is no number.
+    Where scores are `BOUNDED` half of the bound stands for all maxima, and nothing shrinks.
     """
-    RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    RAGGED: gl.constexpr = MASKED and F.kv_length % S[1] != 0
+    BOUNDED: gl.constexpr = S[7]
     if F.capped:
         s = bent(s, F)
     if F.bias:
         s = s * F.unbend + bias.to(gl.float32)
     if MASKED:
-        s = gl.where(bad[:, None] != 0, float("nan"), s)
+        if not F.bias:
+            s = gl.where(bad[:, None] != 0, float("nan"), s)
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
-    now = gl.maximum(top, gl.max(s, 1) * F.fold)
-    if (F.capped or F.bias) and not MASKED:
-        now = gl.where(bad != 0, float("nan"), now)
-    base = now
-    if MASKED or F.bias:
-        base = gl.where(now == -float("inf"), 0.0, now)
-    p = gl.exp2(s * F.fold - base[:, None])
-    shrink = gl.exp2(top - base)
-    return p, total * shrink + gl.sum(p, 1), now, shrink
+    if BOUNDED:
+        p = gl.exp2(s * F.fold - top[:, None])
+        if not MASKED:
+            total = gl.where(bad != 0, float("nan"), total)
+        return p, total + gl.sum(p, 1), top, top
+    else:
+        now = gl.maximum(top, gl.max(s, 1) * F.fold)
+        if F.capped and not MASKED:
+            now = gl.where(bad != 0, float("nan"), now)
+        base = now
+        if MASKED or F.bias:
+            base = gl.where(now == -float("inf"), 0.0, now)
+        p = gl.exp2(s * F.fold - base[:, None])
+        shrink = gl.exp2(top - base)
+        return p, total * shrink + gl.sum(p, 1), now, shrink

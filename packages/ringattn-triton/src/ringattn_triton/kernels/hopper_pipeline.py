@@ -20,13 +20,14 @@ class Shared(NamedTuple):
     """What passes from the producer to the consumers, in shared memory.
 
     Each place has a barrier that says it is `full`, which the producer or its fetches arrive at, and one that says it
-    is `empty`, at which all consumers arrive; queries are done with when the last keys of their turn are. `tiles` are
+    is `empty`, at which all consumers arrive. `tiles` are
     the numbers of the tiles of keys, and `bias`, if there is any, comes with those. Of a turn there are its number, and
     how many tiles it masks and sees whole. `order` lets one consumer multiply at a time.
     """
 
     q: Any
     q_full: Any
+    q_empty: Any
     k: Any
     k_full: Any
     k_empty: Any
@@ -52,7 +53,7 @@ def begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    shared, q_tiles, kv_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns,
+    shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns,
     F: gl.constexpr, V: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """Takes turns and fetches what they need, as places become empty.
@@ -61,8 +62,8 @@ def produce(
     The number of each turn after it is taken at the beginning of the one before, and that of a tile one tile ahead.
     """
     CONSUMERS: gl.constexpr = S[0]
-    STAGES: gl.constexpr = S[2]
     FRESH: gl.constexpr = S[5]
+    Q_PLACES: gl.constexpr = S[6]
     BYTES: gl.constexpr = CONSUMERS * CONSUMED * F.head_dim * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
@@ -72,36 +73,40 @@ def produce(
         row, batch, head = of_turn(turn, F, V)
         visited = visit(TABLE, TILES, batch, row, V)
         ahead = masked_tile(visited, 0, V)
+        masked = visited.masked
         whole = visited.full_to - visited.full_from
         bias_row = 0
         if F.bias:
             of_batch: gl.constexpr = F.bias_batch // F.bias_query
             of_head: gl.constexpr = F.bias_head // F.bias_query
             bias_row = batch * of_batch + head * of_head + row * (CONSUMERS * CONSUMED)
-        # Where nothing is seen, what there was before is in its place already.
-        if FRESH or visited.masked + whole > 0:
-            _announce(shared, done, turn, visited.masked, whole)
-            if visited.masked + whole > 0:
-                if fetched > 0:
-                    last = fetched - 1
-                    mbarrier.wait(shared.k_empty.index(last % STAGES), (last // STAGES) & 1)
-                full = shared.q_full.index(0)
-                mbarrier.expect(full, BYTES)
-                first = batch * F.q_length + row * (CONSUMERS * CONSUMED)
-                for number in gl.static_range(CONSUMERS):
-                    at = [first + number * CONSUMED, head * F.head_dim]
-                    fetch(q_tiles, at, full, shared.q.index(number))
+        if FRESH:
+            # Of a turn that sees nothing this is to be written: it has one tile, which is masked away. Where something
+            # is continued, what there was before is in its place already.
+            nothing = masked + whole == 0
+            masked = gl.where(nothing, 1, masked)
+            ahead = gl.where(nothing, 0, ahead)
+        if masked + whole > 0:
+            _announce(shared, done, turn, masked, whole)
+            place = done % Q_PLACES
+            full = shared.q_full.index(place)
+            mbarrier.wait(shared.q_empty.index(place), ((done // Q_PLACES) & 1) ^ 1)
+            mbarrier.expect(full, BYTES)
+            first = batch * F.q_length + row * (CONSUMERS * CONSUMED)
+            for number in gl.static_range(CONSUMERS):
+                at = [first + number * CONSUMED, head * F.head_dim]
+                fetch(q_tiles, at, full, shared.q.index(place * CONSUMERS + number))
             done += 1
         kv_head = head // F.group
-        for step in range(0, visited.masked):
+        for step in range(0, masked):
             tile = ahead
             ahead = masked_tile(visited, step + 1, V)
-            fetched = _tile_fetched(shared, kv_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
+            fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
         ahead = full_tile(visited, visited.full_from, V)
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
             ahead = full_tile(visited, step + 1, V)
-            fetched = _tile_fetched(shared, kv_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
+            fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
         turn = following
     _announce(shared, done, turn, 0, 0)
 
@@ -136,14 +141,13 @@ def of_turn(turn, F: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def _tile_fetched(
-    shared, kv_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F: gl.constexpr, S: gl.constexpr
+    shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F: gl.constexpr, S: gl.constexpr
 ):
     """One tile of keys, with its bias, and one of values into the next place; how many there have been."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
     BYTES: gl.constexpr = KV_TILE * F.head_dim * 2
-    VALUE_ROW: gl.constexpr = F.value_at // F.kv_token
     place = fetched % STAGES
     phase = ((fetched // STAGES) & 1) ^ 1
     row = batch * F.kv_length + tile * KV_TILE
@@ -152,7 +156,7 @@ def _tile_fetched(
     mbarrier.wait(shared.k_empty.index(place), phase)
     _put(shared.tiles.index(place), tile)
     mbarrier.expect(full, BYTES + (CONSUMERS * CONSUMED * KV_TILE * 2 if F.bias else 0))
-    fetch(kv_tiles, [row, column], full, shared.k.index(place))
+    fetch(k_tiles, [row, column], full, shared.k.index(place))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number)
@@ -160,7 +164,7 @@ def _tile_fetched(
     full = shared.v_full.index(place)
     mbarrier.wait(shared.v_empty.index(place), phase)
     mbarrier.expect(full, BYTES)
-    fetch(kv_tiles, [row + VALUE_ROW, column], full, shared.v.index(place))
+    fetch(v_tiles, [row, column], full, shared.v.index(place))
     return fetched + 1
 
 
