@@ -182,7 +182,7 @@ def test_keys_and_values_of_one_size_are_read_from_either_packing() -> None:
 @pytest.mark.parametrize("option", ["causal", "bias", "all at once"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_keys_and_values_are_read_as_they_came_unless_one_is_no_number(bad: bool, option: str) -> None:
-    block = with_option(option, 40, 36, tiles=(16, 16))
+    block = with_option(option, 40, 36, tiles=(16, 16), dim=72)
     k, v = block.k, block.v
     if bad:
         k, v = k.at[1, 35, 0, 3].set(jnp.nan), v.at[0, 2].set(jnp.inf)
@@ -194,6 +194,11 @@ def test_keys_and_values_are_read_as_they_came_unless_one_is_no_number(bad: bool
     for name, x in want.items():
         assert np.isfinite(x).all()
         np.testing.assert_array_equal(got[name], x, name)
+    narrow = with_option(option, 40, 36, tiles=(16, 16), dim=64)
+    given = given_to(narrow)
+    unread = dataclasses.replace(narrow, own=Own(narrow.k * 3, narrow.v * 3, jnp.zeros(1, jnp.int32)))
+    for name, x in backward(KERNEL, unread, *given).items():
+        np.testing.assert_array_equal(x, backward(KERNEL, narrow, *given)[name], name)
 
 
 @pytest.mark.parametrize("lse", [-np.inf, 0.5])

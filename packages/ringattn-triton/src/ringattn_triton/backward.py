@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from .kernels.backward_queries import backward_queries
 from .launch import launch
 from .operands import Facts, Operands
 from .schedules import Schedule, Target
+
+_PACKED: Final = 64
+"""Up to which head size keys and values are read packed: the largest tiles then leave no registers for two places."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,8 @@ def backward(
     devices measured that is faster than one kernel that adds to `dq` atomically.
     """
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
+    if block.q.shape[-1] <= _PACKED:
+        block = dataclasses.replace(block, own=None)
     given = operands.of(block, fast=target.kind == "cuda", poison=False)
     schedules.refuse_large_heads(given.facts)
     # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
