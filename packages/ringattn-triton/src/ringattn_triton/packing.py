@@ -31,7 +31,7 @@ def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poi
 def look(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Int32[Array, "1"] | None:
     """In how many places K and V hold what is no number. That takes half as long as to pack them.
 
-    `None` where both are not of one size, and of what is vmapped: kernels read them packed then.
+    `None` where both are not of one size: kernels read them packed then, as they do of many examples.
     """
     return _looked(k, v) if k.shape == v.shape else None
 
@@ -55,8 +55,8 @@ def _looked(k: jax.Array, v: jax.Array) -> jax.Array:
 
 @_looked.def_vmap
 def _(size: int, batched: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, bool]:
-    # Nobody reads it: of many examples core hands on what is packed alone.
-    return jnp.zeros((size, 1), jnp.int32), True
+    # Of many examples core hands on what is packed alone; whoever asks all the same is told to read that.
+    return jnp.ones((size, 1), jnp.int32), True
 
 
 def if_bad(own: Own, poison: bool) -> Packed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """How the gradient of a tile of the bias is computed: summed over all heads, batch rows and queries that share it.
 
 Each program owns what it sums, so the order of the sum is fixed.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """How the output is computed on Hopper: `forward`'s online softmax by warpgroups that take turns with the tensor cores.
 
 One warp, the producer, fetches tiles by TMA, several tiles ahead; groups of four warps, the consumers, have 64 queries

@@ -20,9 +20,9 @@ class Shared(NamedTuple):
     """What passes from the producer to the consumers, in shared memory.
 
     Each place has a barrier that says it is `full`, which the producer or its fetches arrive at, and one that says it
-    is `empty`, at which all consumers arrive. `tiles` are
-    the numbers of the tiles of keys, and `bias`, if there is any, comes with those. Of a turn there are its number, and
-    how many tiles it masks and sees whole. `order` lets one consumer multiply at a time.
+    is `empty`, at which all consumers arrive. `tiles` are the numbers of the tiles of keys, and `bias`, if there is
+    any, comes with those. Of a turn there are its number, and how many tiles it masks and sees whole. `order` lets one
+    consumer multiply at a time.
     """
 
     q: Any
