@@ -178,6 +178,15 @@ def wide_product(X, Y, HIGH, LOW, SIZE: tl.constexpr):
 
 
 @triton.jit
+def one_of_two(X, Y, CHOICE, OUT, SIZE: tl.constexpr, BY_BLOCK: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    first = tl.load(CHOICE) != 0
+    if BY_BLOCK:
+        first = i > 3
+    tl.store(OUT + i, tl.load(tl.where(first, X + 1, Y) + i))
+
+
+@triton.jit
 def unknown_instruction(X, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     y = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [tl.load(X + i)], dtype=tl.uint32, is_pure=True, pack=1)

@@ -160,6 +160,19 @@ def test_reductions_run_along_an_axis():
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_one_truth_chooses_between_pointers_of_one_type_and_nothing_else_does():
+    x, y = some(np.float32, 17), some(np.float32, 16, seed=1)
+    constants = {"SIZE": 16, "BY_BLOCK": False}
+    for choice, expected in ((1, x[1:]), (0, y)):
+        operands = [x, y, np.array([choice], np.int32)]
+        (got,) = interpret(small_kernels.one_of_two, operands, [((16,), np.float32)], **constants)
+        np.testing.assert_array_equal(got, expected)
+    for other, by_block in ((y, True), (y.astype(np.float16), False)):
+        operands, constants["BY_BLOCK"] = [x, other, np.ones(1, np.int32)], by_block
+        with pytest.raises(TypeError, match="by one truth between pointers of one type"):
+            interpret(small_kernels.one_of_two, operands, [((16,), np.float32)], **constants)
+
+
 def test_types_meet_as_in_tritons_compiler():
     semantic = TritonSemantic(None)
     for a, b in itertools.product(types.OF_ARRAY.values(), repeat=2):

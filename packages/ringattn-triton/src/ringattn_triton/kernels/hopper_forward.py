@@ -298,6 +298,7 @@ def _continued(
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
+    BOUNDED: gl.constexpr = S[7]
     last = taken - 1
     mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
     if ORDERED:
@@ -315,7 +316,7 @@ def _continued(
     p, total, top, shrink = _softmax(s, bad, total, top, queries, keys, bias, head, F, MASKED, S)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
-    if not S[7]:
+    if not BOUNDED:
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
     return acc, _as_operand(p, queries_here.dtype, SUMS), total, top
 
@@ -366,8 +367,9 @@ def _softmax(s, bad, total, top, queries, keys, bias, head, F: gl.constexpr, MAS
     Where nothing is masked, bent or added, infinite products make NaN by themselves of a query that is no number.
     Where scores are `BOUNDED` half of the bound stands for all maxima, and nothing shrinks.
     """
-    RAGGED: gl.constexpr = MASKED and F.kv_length % S[1] != 0
+    KV_TILE: gl.constexpr = S[1]
     BOUNDED: gl.constexpr = S[7]
+    RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     if F.capped:
         s = bent(s, F)
     if F.bias:

@@ -37,6 +37,7 @@ def looking(K, V, NOTHING, FOUND, COUNT: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _packed(K, V, KV, number, COUNT: tl.constexpr, TILE: tl.constexpr, POISON: tl.constexpr):
+    """One tile of `packing`."""
     at = number.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < COUNT
     k = tl.load(K + at, mask=inside, other=0.0)
