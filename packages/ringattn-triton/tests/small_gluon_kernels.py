@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -85,6 +91,7 @@ def _fetch(ring, left, right, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: 
 @gluon.jit
 def _multiply(ring, OUT, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     at = rows[:, None] * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))[None, :]
     ignored = gl.full([ROWS, TILE], 1.0, gl.float32, LAYOUT)
@@ -101,6 +108,10 @@ def _multiply(ring, OUT, TILES: gl.constexpr, PLACES: gl.constexpr, FAULT: gl.co
             ring.right.index(place).store(gl.zeros([TILE, DIM], gl.float32, LAYOUT))
         if FAULT == "another shape":
             ring.right.index(place).store(gl.zeros([1, DIM], ring.right.dtype, LAYOUT))
+        if FAULT == "no fence" or FAULT == "a fence":
+            ring.right.index(place).store(ring.right.index(place).load(HELD))
+            if FAULT == "a fence":
+                fence_async_shared()
         out = warpgroup_mma(ring.left, right, ignored, use_acc=False, is_async=True)
         if FAULT == "given up too early":
             mbarrier.arrive(ring.empty.index(place), count=1)

@@ -125,7 +125,7 @@ def test_what_keys_that_nobody_sees_continue_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize("option", ["window", "segments", "all at once"])
+@pytest.mark.parametrize("option", ["window", "segments", "all at once", "bias that forbids", "bias of heads"])
 def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything_and_nobody_else_does(option: str, value: float) -> None:
     block = with_option(option, 41, 53, tiles=(16, 16))
     clean, bad = check(block, option), [3, 20, 40]

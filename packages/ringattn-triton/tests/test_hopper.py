@@ -173,6 +173,9 @@ def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
         ("soft cap", 128, {}),
         ("plain", 128, {}),
         ("soft cap", 128, {"kv_length": 256, "causal": False}),
+        ("plain", 128, {"bias": half_bias(2, 4, 200, 264)}),
+        ("segments", 128, {"bias": half_bias(1, 1, 200, 264)}),
+        ("plain", 128, {"kv_length": 256, "bias": forbidding(2, 4, 200, 256).astype(HALF)}),
     ],
 )
 def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything(

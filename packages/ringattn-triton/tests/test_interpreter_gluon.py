@@ -126,6 +126,11 @@ def test_what_nobody_wrote_to_shared_memory_is_nan_or_the_largest_integer():
     assert np.isnan(floats).all() and (integers == np.iinfo(np.int32).max).all()
 
 
+def test_a_product_reads_what_was_put_into_shared_memory_before_a_fence():
+    a, b = operands(3)
+    np.testing.assert_allclose(products(a, b, 3, 2, "a fence"), expected(a, b, 3), rtol=0, atol=2e-3)
+
+
 def test_a_place_that_is_given_up_too_early_holds_the_next_tile():
     a, b = operands(6)
     right = expected(a, b, 6)
@@ -154,6 +159,7 @@ def test_a_place_that_is_read_too_early_holds_nothing():
         ("ends unfinished", "ends before its products do"),
         ("stored unfinished", "a product for which it has not waited"),
         ("scaled unfinished", "a product for which it has not waited"),
+        ("no fence", "multiplies what was put into shared memory, with no fence between"),
         ("younger product", "a product for which it has not waited"),
         ("waits anywhere", "uses a barrier that was not initialised"),
         ("arrives anywhere", "uses a barrier that was not initialised"),

@@ -40,9 +40,7 @@ def _forward(
     ring: Ring, inputs: Differentiable, fixed: Fixed, dtype_of_out: Any = jnp.float32
 ) -> tuple[Result, tuple[Any, ...]]:
     fixed = gathered(ring, fixed)
-    # In the scores of a bad query nothing tells which keys a bias of -inf hides: NaN is what it is added to.
-    as_they_are = getattr(ring.kernel, "any_queries", False) and inputs.bias is None
-    q, bad = (inputs.q, None) if as_they_are else finite.queries(inputs.q)
+    q, bad = (inputs.q, None) if getattr(ring.kernel, "any_queries", False) else finite.queries(inputs.q)
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
     wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype

@@ -3,8 +3,8 @@
 
 The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
 as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
-one may. So a place of theirs that is given up too early, or read too early, shows. Where all partitions wait for each
-other an error says so.
+one may. So a place of theirs that is given up too early, or read too early, shows. What a partition itself puts into
+shared memory is there for its products after a fence. Where all partitions wait for each other an error says so.
 """
 
 import collections
@@ -36,7 +36,7 @@ class Team:
 
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
         """One partition, or a program until it has any, in this thread."""
-        current.team, current.products = self, collections.deque()
+        current.team, current.products, current.unfenced = self, collections.deque(), []
         function(*arguments, **constants)
         if current.products:
             raise _error("ends before its products do")
@@ -153,6 +153,12 @@ class Shared:
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
+        """As a partition does, which products do not see yet; they read no integers."""
+        self.fill(value)
+        if self.dtype.is_floating():
+            current.unfenced.append(self.data)
+
+    def fill(self, value: Tensor) -> None:
         if value.dtype != self.dtype or value.shape != self.shape:
             fact = f"puts {value.dtype}{list(value.shape)} into shared memory of {self.dtype}{list(self.shape)}"
             raise _error(fact, TypeError)
@@ -261,6 +267,10 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, v
     return shared
 
 
+def fence_async_shared(cluster: bool = False) -> None:
+    current.unfenced.clear()
+
+
 def _barrier(shared: Shared) -> Barrier:
     return shared.data.item()
 
@@ -290,7 +300,7 @@ def async_load(descriptor: Descriptor, coord: Any, barrier: Shared, result: Shar
     result.spoil()
 
     def arrive() -> None:
-        result.store(tile)
+        result.fill(tile)
         reached.arrived(0, delivered=descriptor.bytes)
 
     reached.fetching(arrive)
@@ -301,6 +311,9 @@ async_copy_global_to_shared = async_load
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
     used = bool(constant(use_acc))
+    for place in (a, b):
+        if isinstance(place, Shared) and any(np.may_share_memory(place.data, x) for x in current.unfenced):
+            raise _error("multiplies what was put into shared memory, with no fence between")
 
     def found() -> Tensor:
         left, right = (x.load(None) if isinstance(x, Shared) else x for x in (a, b))

@@ -22,7 +22,8 @@ def forward(
     """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
 
     `FRESH` says that there is no result before, and nothing of it is read. What is no finite number in a query is NaN,
-    and so are then all its scores: the result, too, if it sees anything.
+    and so are then all its scores: the result, too, if it sees anything. With a bias such a query is zero, and its
+    result becomes NaN at the end: in scores that are NaN nothing would tell which keys a bias of -inf hides.
     """
     turn, batch, head_number = owned(tl.program_id(0), V, F.heads)
     own = V.rows - 1 - turn
@@ -47,7 +48,13 @@ def forward(
     q = vectors(
         Q + q_at + q_row + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
     )
-    q = tl.where(tl.abs(q.to(tl.float32)) < float("inf"), q, float("nan")).to(q.dtype)
+    good = tl.abs(q.to(tl.float32)) < float("inf")
+    bad = 0
+    if F.bias:
+        bad = tl.max(tl.where(good, 0, 1), 1)
+        q = tl.where(bad[:, None] == 0, q, 0.0).to(q.dtype)
+    else:
+        q = tl.where(good, q, float("nan")).to(q.dtype)
     if HELD:
         q = held(q, DIM)
 
@@ -95,8 +102,12 @@ def forward(
     share = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))
     if F.dropout:
         share = share * F.keep_weight
-    out = acc * share[:, None]
     lse = tl.where(nothing, -float("inf"), (top + tl.log2(tl.where(nothing, 1.0, total))) / LOG2_E)
+    if F.bias:
+        lost = (bad != 0) & (nothing == 0)
+        share = tl.where(lost, float("nan"), share)
+        lse = tl.where(lost, float("nan"), lse)
+    out = acc * share[:, None]
     if Q_RAGGED or VALUE_RAGGED:
         within = (rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :]
         tl.store(OUT + out_at, out, mask=within)

@@ -12,6 +12,7 @@ left, and fetches the first vectors of the next while the last results of this o
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -20,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..hopper import CONSUMED
 from .hopper_pipeline import Shared, begin, got, next_turn, of_turn, produce
+from .hopper_results import continues, outputs, written
 from .packing import sources
-from .scores import LOG2_E, Inputs, bent, of_columns, of_head, of_rows, visible
+from .scores import Inputs, bent, of_columns, of_head, of_rows, visible
 
 
 @gluon.jit
@@ -147,6 +149,7 @@ def _consume(
     acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
     top = gl.zeros([CONSUMED], gl.float32, OF_ROWS)
     total = top
+    bad = gl.zeros([CONSUMED], gl.int32, OF_ROWS)
     weights = _as_operand(nought, shared.k.dtype, SUMS)
     turn = next_turn(shared, done)
     while turn < all_turns:
@@ -158,6 +161,9 @@ def _consume(
         # the first turn there are none: what is multiplied then is not looked at.
         queries_here = shared.q.index((done % Q_PLACES) * CONSUMERS + NUMBER)
         mbarrier.wait(shared.q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1)
+        old_bad = bad
+        if F.bias:
+            bad = _mended(queries_here, SUMS, OF_ROWS)
         mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
         k = shared.k.index(taken % STAGES)
         s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
@@ -169,9 +175,10 @@ def _consume(
         queries = of_rows(P, batch, start + gl.arange(0, CONSUMED, OF_ROWS), F, RAGGED, False)
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
-        bad = _no_numbers(queries_here, F, SUMS, OF_ROWS)
+        if not F.bias:
+            bad = _no_numbers(queries_here.load(SUMS), OF_ROWS)
         old_top, old_total = top, total
-        top, total = _continues(LSE_BEFORE, start, batch, head_number, F, S, OF_ROWS)
+        top, total = continues(LSE_BEFORE, start, batch, head_number, F, S, OF_ROWS)
         kept = total
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
@@ -179,10 +186,10 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         if done > 0:
             mbarrier.arrive(shared.v_empty.index(before), count=1)
-            _written(acc, old_top, old_total, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+            written(acc, old_top, old_total, old_bad, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
         acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
         if not FRESH:
-            out_at, within = _outputs(start, batch, head_number, F, SUMS)
+            out_at, within = outputs(start, batch, head_number, F, SUMS)
             acc = gl.load(OUT_BEFORE + out_at, mask=within, other=0.0)
             acc = acc * gl.convert_layout(kept if BOUNDED else shrink, gl.SliceLayout(1, SUMS))[:, None]
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
@@ -213,79 +220,7 @@ def _consume(
         mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
         acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _written(acc, top, total, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
-
-
-@gluon.jit
-def _continues(LSE_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, OF_ROWS: gl.constexpr):
-    """Maxima and totals as other keys have left them, or before there was any key."""
-    FRESH: gl.constexpr = S[5]
-    BOUNDED: gl.constexpr = S[7]
-    LEAST: gl.constexpr = F.fold / 2 if BOUNDED else -float("inf")
-    least = gl.full([CONSUMED], LEAST, gl.float32, OF_ROWS)
-    if FRESH:
-        return least, gl.zeros([CONSUMED], gl.float32, OF_ROWS)
-    else:
-        rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-        at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-        before = gl.load(LSE_BEFORE + at, mask=rows < F.q_length, other=-float("inf"))
-        if BOUNDED:
-            return least, gl.exp2(before * LOG2_E - least)
-        else:
-            return before * LOG2_E, gl.where(before == -float("inf"), 0.0, 1.0)
-
-
-@gluon.jit
-def _written(
-    acc, top, total, shared, number, NUMBER: gl.constexpr, OUT, LSE, F: gl.constexpr, V: gl.constexpr,
-    S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Writes the results of a turn, the `number`th of this program.
-
-    Which turn that is, is read once more, so that nothing of it is held in registers meanwhile.
-    """
-    place = number % 2
-    turn = got(shared.turns.index(place))
-    mbarrier.arrive(shared.turns_empty.index(place), count=1)
-    own, batch, head = of_turn(turn, F, V)
-    start = own * (S[0] * CONSUMED) + NUMBER * CONSUMED
-    rows = start + gl.arange(0, CONSUMED, OF_ROWS)
-    nothing = total == 0.0
-    divisor = gl.where(nothing, 1.0, total)
-    inverse = gl.convert_layout(gl.where(nothing, 0.0, 1.0 / divisor), gl.SliceLayout(1, SUMS))
-    out = (acc * inverse[:, None]).to(OUT.dtype.element_ty)
-    # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to trade.
-    SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    TRADED: gl.constexpr = SMALL and F.head_dim == 128 and not F.bias
-    WRITTEN: gl.constexpr = in_sixteens() if TRADED else SUMS
-    out_at, within = _outputs(start, batch, head, F, WRITTEN)
-    gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
-    lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-    lse = gl.where(nothing, -float("inf"), (top + gl.log2(divisor)) / LOG2_E)
-    gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
-
-
-@gluon.constexpr_function
-def in_sixteens():
-    """64 rows of 128 numbers of two bytes in the threads of a warpgroup: as a product leaves them, but that four
-    threads have traded, so that each has sixteen bytes of a row in one piece.
-    """
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[CONSUMED.value, 128],
-    )
-
-
-@gluon.jit
-def _outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
-    """Where the outputs of 64 queries lie, and which of them there are."""
-    rows = start + gl.arange(0, CONSUMED, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, F.value_dim, gl.SliceLayout(0, SUMS))
-    at = (batch.to(gl.int64) * F.q_length + rows)[:, None] * (F.heads * F.value_dim)
-    return at + head * F.value_dim + dims[None, :], (rows < F.q_length)[:, None]
+        written(acc, top, total, bad, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
 
 
 @gluon.jit
@@ -328,13 +263,21 @@ def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _no_numbers(queries, F: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
-    """Which queries hold anything that is no finite number: nothing times that is zero. With a bias there are none."""
-    if F.bias:
-        return 0
-    else:
-        nothing = gl.sum(queries.load(SUMS).to(gl.float32) * 0.0, 1)
-        return gl.convert_layout(gl.where(nothing == 0.0, 0, 1), OF_ROWS)
+def _no_numbers(queries, LAYOUT: gl.constexpr):
+    """Which queries hold anything that is no finite number: nothing times that is zero."""
+    nothing = gl.sum(queries.to(gl.float32) * 0.0, 1)
+    return gl.convert_layout(gl.where(nothing == 0.0, 0, 1), LAYOUT)
+
+
+@gluon.jit
+def _mended(place, SUMS: gl.constexpr, OF_ROWS: gl.constexpr):
+    """The same of the queries in a place, where those are zero from then on."""
+    queries = place.load(SUMS)
+    bad = _no_numbers(queries, gl.SliceLayout(1, SUMS))
+    if gl.max(bad, 0) != 0:
+        place.store(gl.where(bad[:, None] != 0, 0.0, queries).to(place.dtype))
+        fence_async_shared()
+    return gl.convert_layout(bad, OF_ROWS)
 
 
 @gluon.jit
