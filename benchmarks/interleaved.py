@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 COMPARE = {"<=": operator.le, ">=": operator.ge}
-ON_A_DEVICE = 0.05
+ON_A_DEVICE = 0.1
 """Seconds of a measurement in which the host of a GPU or TPU has no part worth mentioning."""
 
 
@@ -35,7 +35,9 @@ def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: 
     """The median seconds of each candidate; each has run before, and a slow minute hits all of them alike.
 
     A measurement is of as many calls in a row as take `least` seconds, or of one: a GPU takes the next while it works,
-    and waking its host, which takes a millisecond, stays out of it.
+    and waking its host, which takes a millisecond, stays out of it. As many go before it and are not counted: a card
+    slows down where it would take more power than it may, some time after what takes it has begun, so that whoever
+    comes after a candidate that takes less would seem faster.
     """
     calls = {}
     for name, candidate in candidates.items():
@@ -44,6 +46,8 @@ def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: 
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, candidate in candidates.items():
+            if least:
+                _seconds(candidate, calls[name])
             found[name].append(_seconds(candidate, calls[name]))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
@@ -51,7 +55,9 @@ def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: 
 def _seconds(candidate: Callable[[], object], calls: int) -> float:
     """How long a call takes, of so many in a row."""
     start = time.perf_counter()
-    jax.block_until_ready([candidate() for _ in range(calls)])
+    for _ in range(calls - 1):
+        candidate()
+    jax.block_until_ready(candidate())
     return (time.perf_counter() - start) / calls
 
 

@@ -181,12 +181,12 @@ class BlockKernel(Protocol):
     gradients behind them then travel as two arrays, each in its own dtype, and need not be joined and split.
 
     Four more save passes over memory. `keys_and_values(k, v, poison)` and `rows(q, dout, out, lse, dlse, seen)` stand
-    for those of `ringattn_core.finite`. With `any_queries` the queries of `forward` may hold anything: a row with what is
-    not finite is NaN, in `out` and `lse`, if it sees any key, which a bias of -inf hides too, and touches no other row.
-    With `finishes` the kernel gives what is final where a ring has one rank: `forward` gives `out` in the dtype that
-    `partial.out` has, and where `dq` of `backward` is `None` there is nothing to continue, and each gradient has the
-    dtype of its input. One that finishes may have a function `look(k, v)` too: what it returns, arrays or `None`, comes
-    with K and V in `block.own`, forward and backward, and K and V need not be packed.
+    for those of `ringattn_core.finite`. With `any_queries` the queries of `forward` may hold anything: a row with what
+    is not finite is NaN, in `out` and `lse`, if it sees any key, and touches no other row; a bias of -inf hides keys
+    from it too. With `finishes` the kernel gives what is final where a ring has one rank: `forward` gives `out` in the
+    dtype that `partial.out` has, and where `dq` of `backward` is `None` there is nothing to continue, and each gradient
+    has the dtype of its input. One that finishes may have a function `look(k, v)` too: what it returns, arrays or
+    `None`, comes with K and V in `block.own`, forward and backward, and K and V need not be packed.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:
