@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention
+from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention, rounding
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
 
@@ -69,8 +69,9 @@ class Finishing(XlaKernel):
         dtype = partial.out.dtype
         self.final += ["out"] * (dtype == block.q.dtype)
         self.own.append(block.own)
-        found = super().forward(block, dataclasses.replace(partial, out=partial.out.astype(jnp.float32)))
-        return dataclasses.replace(found, out=found.out.astype(dtype))
+        found = super().forward(block, Partial(partial.out.astype(jnp.float32), partial.lse))
+        rest = None if partial.rest is None else rounding.rest(found.out)
+        return dataclasses.replace(found, out=found.out.astype(dtype), rest=rest)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
         self.own.append(block.own)
@@ -106,6 +107,17 @@ def test_a_kernel_that_finishes_is_asked_to_where_nothing_comes_before_or_after(
         assert x.dtype == y.dtype and (x == y).all()
     asked = {1: ["out"] * (sinks is None) + ["gradients"], 4: []}[ring]
     assert sorted(set(kernel.final)) == sorted(asked)
+
+
+def test_a_kernel_that_finishes_and_forgets_what_rounding_took_is_refused():
+    class Forgetful(Finishing):
+        def forward(self, block: Any, partial: Partial) -> Partial:
+            return dataclasses.replace(super().forward(block, partial), rest=None)
+
+    q = jnp.ones((1, 8, 2, 4), jnp.bfloat16)
+    error = pytest.raises(KernelError, match=r"returned rest = None. Return bfloat16\[1, 8, 2, 4\]")
+    with discovery.registered(EVERYTHING, Forgetful()), error:
+        jax.grad(lambda q: ring_attention(q, q, q, backend="odd").astype(jnp.float32).sum())(q)
 
 
 def test_a_kernel_that_looks_at_keys_and_values_has_them_as_they_came_but_not_of_a_ring_or_of_many_examples():

@@ -161,10 +161,11 @@ def test_a_kernel_of_one_block_becomes_one_that_continues() -> None:
     jax.tree.map(np.testing.assert_array_equal, merging(lambda _: own)(block, before), merge(before, own))
 
 
-def test_a_partial_is_a_pytree_of_its_two_arrays() -> None:
+def test_a_partial_is_a_pytree_of_its_arrays() -> None:
     x = partial(0.0)
     assert [leaf.shape for leaf in jax.tree.leaves(x)] == [x.out.shape, x.lse.shape]
-    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse", "empty"}
+    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse", "rest", "empty"}
+    assert len(jax.tree.leaves(dataclasses.replace(x, rest=x.out))) == 3
 
 
 def test_what_a_kernel_returns_is_not_known_to_be_the_identity() -> None:

@@ -133,13 +133,17 @@ def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, 
         assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
-def for_hopper(block, fresh, monkeypatch):
-    """A report on the kernel for Hopper, which also continues from what there is where it is not `fresh`."""
+def for_hopper(block, fresh, monkeypatch, kept=True):
+    """A report on the kernel for Hopper, which also continues from what there is where it is not `fresh`.
+
+    Where it is, it begins and ends: with what a backward pass needs, if that is to be `kept`.
+    """
     monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
     jax.clear_caches()  # what another test traced has another kernel
     batch, length, heads, dim = block.q.shape
     out = shape(batch, length, heads, dim, dtype=block.q.dtype if fresh else jnp.float32)
-    partial = Partial(out, shape(batch, heads, length, dtype=jnp.float32), fresh)
+    rest = out if fresh and kept and block.q.dtype == jnp.bfloat16 else None
+    partial = Partial(out, shape(batch, heads, length, dtype=jnp.float32), fresh, rest)
     if fresh:
         block = alone(block)
     with compiling_for(90):
@@ -162,6 +166,13 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap
     report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)
     bound, reason = allowed("bfloat16", head_dim, HOPPER, 90)
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+
+
+@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0)])
+def test_the_kernel_for_hopper_spills_nothing_where_there_is_no_backward_pass(head_dim, soft_cap, monkeypatch):
+    rule = Rule(scale=head_dim**-0.5, soft_cap=soft_cap, causal=True)
+    report = for_hopper(block(jnp.bfloat16, head_dim, LENGTH, rule), True, monkeypatch, kept=False)
+    assert report.spilled <= (0 if head_dim == 128 else allowed("bfloat16", 64, HOPPER, 90)[0]), report
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -190,7 +201,7 @@ def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatc
     if soft_cap is None:
         more["bias"] = shape(1, HEADS, length, length, dtype=jnp.float16)
     report = for_hopper(block(jnp.float16, 128, length, rule, **more, **ids), True, monkeypatch)
-    assert report.spilled <= 1024, report
+    assert report.spilled <= 1536, report
 
 
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))
@@ -214,7 +225,7 @@ def test_what_prepares_arrays_compiles_and_spills_nothing(dim, target):
     keys = shape(2, LENGTH, HEADS, dim, dtype=jnp.bfloat16)
     line = shape(2, HEADS, LENGTH, dtype=jnp.float32)
     packed = jax.jit(lambda k, v: keys_and_values(k, v, poison=True)).trace(keys, keys)
-    cotangents = jax.jit(rows).trace(keys, keys, keys, line, line, shape(2, HEADS, LENGTH, dtype=jnp.bool_))
+    cotangents = jax.jit(rows).trace(keys, keys, keys, keys, line, line, shape(2, HEADS, LENGTH, dtype=jnp.bool_))
     looked = jax.jit(look).trace(keys, keys)
     repaired = jax.jit(lambda k, v, found: if_bad(Own(k, v, found), poison=True)).trace(keys, keys, shape(1))
     for traced in (packed, cotangents, looked, repaired):

@@ -146,6 +146,15 @@ def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:
     np.testing.assert_array_equal(final.lse, kept_on.lse)
 
 
+@pytest.mark.parametrize("lengths", [(24, 24), (41, 53)], ids=str)
+def test_what_rounding_took_from_a_final_output_is_there_too(lengths: tuple[int, int]) -> None:
+    block = make_block(2, *lengths, dtype=jnp.bfloat16, causal=True, tiles=(16, 16))
+    got, exact = KERNEL.forward(block, empty(block, jnp.bfloat16, rest=True)), KERNEL.forward(block, empty(block))
+    assert got.rest is not None and exact.rest is None
+    np.testing.assert_array_equal(got.out, exact.out.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(got.rest, (exact.out - got.out.astype(jnp.float32)).astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     block = make_block(1, 37, 29, dim=24, dtype=dtype, causal=True, tiles=(16, 16))

@@ -271,6 +271,23 @@ def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:
     np.testing.assert_array_equal(final.out, kept_on.out.astype(HALF))
 
 
+@pytest.mark.parametrize(
+    ("option", "dim", "added"),
+    [
+        ("causal", 64, {}),
+        ("segments", 128, {}),
+        ("soft cap", 128, {}),
+        ("plain", 128, {"bias": half_bias(1, 1, 200, 264)}),
+    ],
+)
+def test_what_rounding_took_from_a_final_output_is_there_too(option: str, dim: int, added: dict[str, Any]) -> None:
+    block = half(option, dim, **({"kv_length": 264} | added))
+    got, exact = computed(block, empty(block, HALF, rest=True)), computed(block)
+    assert got.rest is not None and got.rest.dtype == HALF
+    np.testing.assert_array_equal(got.out, exact.out.astype(HALF))
+    np.testing.assert_array_equal(got.rest, (exact.out - got.out.astype(jnp.float32)).astype(HALF))
+
+
 @pytest.mark.parametrize("places", [1, 3, 999])
 def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = half("causal", 64, 500, 300)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_reports import launches
-from ringattn_core import finite, ring_attention
+from ringattn_core import finite, ring_attention, rounding
 from ringattn_triton.rows import ELEMENTS, rows
 
 NAN, INFINITY = float("nan"), float("inf")
 
 
-def given(dtype: Any, head_dim: int = 40, value_dim: int = 24, length: int = 37) -> list[jax.Array]:
+def given(dtype: Any, head_dim: int = 40, value_dim: int = 24, length: int = 37) -> list[Any]:
     """Rows of more than one program, some of which see nothing, with what is no number in each array."""
     draw = np.random.default_rng(0)
     shapes = [(2, length, 3, head_dim), (2, length, 3, value_dim), (2, length, 3, value_dim)]
@@ -26,7 +26,7 @@ def given(dtype: Any, head_dim: int = 40, value_dim: int = 24, length: int = 37)
     out = out.at[1, 5, 2, 7].set(INFINITY).at[0, 10, 0].set(0)
     lse = lse.at[0, 1, 6].set(NAN).at[:, :, 9:11].set(-INFINITY)
     assert q[..., 0].size > ELEMENTS // 64
-    return [q, dout, out, lse, dlse.at[1, 0, 7].set(INFINITY), seen]
+    return [q, dout, out, None, lse, dlse.at[1, 0, 7].set(INFINITY), seen]
 
 
 def same(got: finite.Rows, want: finite.Rows) -> None:
@@ -49,10 +49,15 @@ def test_rows_are_those_of_core(dtype: Any, dims: tuple[int, int]) -> None:
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (got.q, got.dout, got.delta))
 
 
-def test_an_output_in_float32_is_not_rounded() -> None:
-    q, dout, out, *others = given(jnp.bfloat16)
+def test_an_output_in_float32_is_not_rounded_nor_is_one_in_two_parts() -> None:
+    q, dout, out, rest, *others = given(jnp.bfloat16)
     exact = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), jnp.float32)
-    same(rows(q, dout, exact, *others), finite.rows(q, dout, exact, *others))
+    want = finite.rows(q, dout, exact, rest, *others)
+    same(rows(q, dout, exact, rest, *others), want)
+    in_two = exact.astype(jnp.bfloat16), rounding.rest(exact)
+    got = rows(q, dout, *in_two, *others)
+    same(got, finite.rows(q, dout, *in_two, *others))
+    np.testing.assert_allclose(got.delta, want.delta, 1e-4, 1e-4)
 
 
 def test_a_backward_pass_has_its_rows_from_the_kernel() -> None:
@@ -61,7 +66,7 @@ def test_a_backward_pass_has_its_rows_from_the_kernel() -> None:
     assert names.count("ringattn_rows") == 1
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, 0, 0, 0), (0, None, 1, None, 0, None)], ids=str)
+@pytest.mark.parametrize("axes", [(0, 0, 0, None, 0, 0, 0), (0, None, 1, None, None, 0, None)], ids=str)
 def test_a_vmapped_axis_has_rows_too(axes: tuple[int | None, ...]) -> None:
     arrays = given(jnp.float32)
     made = [x if axis is None else jnp.stack([x, x], axis) for x, axis in zip(arrays, axes, strict=True)]

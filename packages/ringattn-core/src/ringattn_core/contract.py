@@ -13,8 +13,9 @@ from .protocol import Block, BlockKernel, Gradients, Partial
 def forward(kernel: BlockKernel, block: Block, partial: Partial) -> Partial:
     """`kernel.forward`, refused where its result is no `Partial` of the same shapes and dtypes."""
     result = kernel.forward(block, partial)
-    _check(kernel, "forward", result, Partial, {"out": _like(partial.out), "lse": _like(partial.lse)})
-    return dataclasses.replace(result, empty=False)
+    asked = {name: x for name in ("out", "lse", "rest") if (x := getattr(partial, name)) is not None}
+    _check(kernel, "forward", result, Partial, {name: _like(x) for name, x in asked.items()})
+    return dataclasses.replace(result, empty=False, rest=result.rest if "rest" in asked else None)
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:

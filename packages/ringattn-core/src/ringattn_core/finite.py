@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+from . import rounding
 from .parcels import Packed, pack
 from .protocol import Partial
 
@@ -65,6 +66,7 @@ def rows(
     q: Float[Array, "B T N H"],
     dout: Float[Array, "B T N Hv"],
     out: Float[Array, "B T N Hv"],
+    rest: Float[Array, "B T N Hv"] | None,
     lse: Float32[Array, "B N T"],
     dlse: Float32[Array, "B N T"],
     seen: Bool[Array, "B N T"],
@@ -75,7 +77,7 @@ def rows(
     """
     dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
     # Not an einsum: XLA on a GPU makes as many products of vectors of that as there are rows.
-    whole = jnp.swapaxes((dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1), 1, 2) - dlse
+    whole = jnp.swapaxes((dout.astype(jnp.float32) * rounding.whole(out, rest)).sum(-1), 1, 2) - dlse
     bad = seen & ~(jnp.isfinite(whole) & jnp.isfinite(lse))
     usable = seen & ~bad
     dout = jnp.where(jnp.swapaxes(usable, 1, 2)[..., None], dout, 0)

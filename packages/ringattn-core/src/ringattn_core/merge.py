@@ -10,11 +10,12 @@ from jaxtyping import Array, Float32
 from .protocol import Block, Partial
 
 
-def empty(block: Block, dtype: Any = jnp.float32) -> Partial:
+def empty(block: Block, dtype: Any = jnp.float32, rest: bool = False) -> Partial:
     """The identity of `merge`: no key seen yet. Another dtype of `out` than float32 is for a kernel that `finishes`."""
     batch, length, heads = block.q.shape[:3]
     out = jnp.zeros((batch, length, heads, block.value_dim), dtype)
-    return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32), empty=True)
+    lse = jnp.full((batch, heads, length), -jnp.inf, jnp.float32)
+    return Partial(out, lse, empty=True, rest=jnp.zeros_like(out) if rest else None)
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -27,11 +28,18 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
     """The sinks enter the denominator, once: they have weight but no value."""
     if sinks is None:
         return partial
+    lse, share = lse_with_sinks(partial.lse, sinks)
+    return Partial(partial.out * _over_out(share), lse)
+
+
+def lse_with_sinks(
+    lse: Float32[Array, "B N T"], sinks: Float32[Array, "N n"]
+) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"]]:
+    """The lse with the sinks in it, and the share that the keys have of it."""
     largest = jnp.max(sinks, axis=-1)
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     total = safe + jnp.log(jnp.sum(jnp.exp(sinks - safe[:, None]), axis=-1))
-    lse, share, _ = combined(partial.lse, total[None, :, None])
-    return Partial(partial.out * _over_out(share), lse)
+    return combined(lse, total[None, :, None])[:2]
 
 
 def combined(

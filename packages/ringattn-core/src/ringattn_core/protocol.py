@@ -147,12 +147,14 @@ class Partial:
     """What some keys contribute to each query: `out` normalised over them, `lse` the natural log of their weight.
 
     A commutative monoid under `merge`; the identity is (0, -inf). `empty` says that this is the identity, where that is
-    known when the program is traced: a kernel may then leave both arrays unread, and XLA will not make them.
+    known when the program is traced: a kernel may then leave all arrays unread, and XLA will not make them. `rest`, if
+    given, is asked for: what rounding took from `out`.
     """
 
     out: Float32[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
     empty: bool = dataclasses.field(default=False, metadata={"static": True})
+    rest: Float[Array, "B T N Hv"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -180,13 +182,14 @@ class BlockKernel(Protocol):
     attribute `separate_sends`, where true, says that its platform keeps several permutes in flight: keys and the
     gradients behind them then travel as two arrays, each in its own dtype, and need not be joined and split.
 
-    Four more save passes over memory. `keys_and_values(k, v, poison)` and `rows(q, dout, out, lse, dlse, seen)` stand
-    for those of `ringattn_core.finite`. With `any_queries` the queries of `forward` may hold anything: a row with what
-    is not finite is NaN, in `out` and `lse`, if it sees any key, and touches no other row; a bias of -inf hides keys
-    from it too. With `finishes` the kernel gives what is final where a ring has one rank: `forward` gives `out` in the
-    dtype that `partial.out` has, and where `dq` of `backward` is `None` there is nothing to continue, and each gradient
-    has the dtype of its input. One that finishes may have a function `look(k, v)` too: what it returns, arrays or
-    `None`, comes with K and V in `block.own`, forward and backward, and K and V need not be packed.
+    Four more save passes over memory. `keys_and_values(k, v, poison)` and `rows(q, dout, out, rest, lse, dlse, seen)`
+    stand for those of `ringattn_core.finite`. With `any_queries` the queries of `forward` may hold anything: a row with
+    what is not finite is NaN, in `out` and `lse`, if it sees any key, and touches no other row; a bias of -inf hides
+    keys from it too. With `finishes` the kernel gives what is final where a ring has one rank: `forward` gives `out` in
+    the dtype that `partial.out` has, with `rest` where `partial` has one, and where `dq` of `backward` is `None` there
+    is nothing to continue, and each gradient has the dtype of its input. One that finishes may have a function `look(k,
+    v)` too: what it returns, arrays or `None`, comes with K and V in `block.own`, forward and backward, and K and V
+    need not be packed.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:

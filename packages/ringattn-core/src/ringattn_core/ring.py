@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from . import axes, batching, finite, parcels, tie
+from . import axes, batching, finite, parcels, rounding, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
-from .merge import empty, with_sinks
+from .merge import empty, lse_with_sinks, with_sinks
 from .protocol import Own, Partial
 from .varying import align, axes_of
 from .ways import Sum, Way, gradient, joined, of_half, parts, split, with_half
@@ -32,25 +32,26 @@ Sums = tuple[Sum, ...]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks."""
-    narrow = inputs.sinks is None and _finishes(ring)
-    return _forward(ring, inputs, fixed, inputs.q.dtype if narrow else jnp.float32)[0]
+    return _forward(ring, inputs, fixed, kept=False)[0]
 
 
-def _forward(
-    ring: Ring, inputs: Differentiable, fixed: Fixed, dtype_of_out: Any = jnp.float32
-) -> tuple[Result, tuple[Any, ...]]:
+def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True) -> tuple[Result, tuple[Any, ...]]:
+    """The result, and what the backward pass needs if that is to be `kept`."""
+    dtype_of_out = inputs.q.dtype
+    in_two = kept and rounding.in_two(dtype_of_out)
+    final = inputs.sinks is None and _finishes(ring) and (in_two or not kept)
     fixed = gathered(ring, fixed)
     q, bad = (inputs.q, None) if getattr(ring.kernel, "any_queries", False) else finite.queries(inputs.q)
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
     wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
     own = _looked_at(ring, inputs)
-    partials = tuple(
-        _aligned(
-            ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0), dtype_of_out), inputs
-        )
-        for way, wire in zip(ways, wires, strict=True)
-    )
+
+    def nothing_yet(way: Way, wire: parcels.Wire) -> Partial:
+        whole = block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0)
+        return _aligned(ring, empty(whole, dtype_of_out if final else jnp.float32, final and in_two), inputs)
+
+    partials = tuple(nothing_yet(way, wire) for way, wire in zip(ways, wires, strict=True))
 
     def hop(wires: Wires, partials: Partials, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
         # All sends are issued before the kernels, and not before the kernels of the last hop are done.
@@ -77,16 +78,20 @@ def _forward(
     out, lse = joined([partial.out for partial in partials], 2), joined([partial.lse for partial in partials], 1)
     partial = Partial(out, lse) if bad is None else finite.poisoned(Partial(out, lse), bad)
     whole = with_sinks(partial, _sinks(inputs))
-    return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse, own)
+    result = whole.out.astype(dtype_of_out), whole.lse
+    out, rest = whole.out, None
+    if in_two:
+        out, rest = result[0], joined([x.rest for x in partials], 2) if final else rounding.rest(whole.out)
+    return result, (inputs, fixed, out, rest, partial.lse, own)
 
 
 def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tuple[Differentiable, None]:
-    inputs, fixed, out, keys_lse, own = residuals
+    inputs, fixed, out, rest, keys_lse, own = residuals
     dout, dlse = cotangents
     sinks = _sinks(inputs)
-    lse = with_sinks(Partial(out, keys_lse), sinks).lse
+    lse = keys_lse if sinks is None else lse_with_sinks(keys_lse, sinks)[0]
     seen = ~jnp.isneginf(keys_lse)
-    rows = getattr(ring.kernel, "rows", finite.rows)(inputs.q, dout, out, lse, dlse, seen)
+    rows = getattr(ring.kernel, "rows", finite.rows)(inputs.q, dout, out, rest, lse, dlse, seen)
     dsinks = None
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])

@@ -27,10 +27,10 @@ def forward(block: Block, partial: Partial, target: Target) -> Partial:
     continued = [None, None] if partial.empty else [partial.out, partial.lse]
     arrays = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *continued]
     before = len(arrays) - 2
-    out, lse = launch(
+    out, lse, rest = launch(
         forward_kernel,
         arrays,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (partial.out, partial.lse)],
+        operands.results(partial),
         grid=(table.visits.rows * block.q.shape[0] * block.q.shape[2],),
         warps=schedule.warps,
         stages=schedule.stages,
@@ -44,5 +44,6 @@ def forward(block: Block, partial: Partial, target: Target) -> Partial:
         VALUE_DIM=operands.padded_dim(facts.value_dim),
         HELD=schedule.held,
         FRESH=partial.empty,
+        SPLIT=partial.rest is not None,
     )
-    return Partial(out, lse)
+    return Partial(out, lse, rest=rest if partial.rest is not None else None)

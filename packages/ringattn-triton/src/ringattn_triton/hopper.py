@@ -15,7 +15,7 @@ from ringattn_core.protocol import Block, Partial
 from . import compiled, tables
 from .availability import TRITON_FLOOR
 from .launch import launch
-from .operands import Facts, Operands
+from .operands import Facts, Operands, results
 from .schedules import Target
 
 PLACES: Final = 132
@@ -111,15 +111,15 @@ def forward(given: Operands, block: Block, partial: Partial) -> Partial:
     last = len(arrays) - 1
     batch, _, heads, _ = block.q.shape
     masked = any((facts.below, facts.above, facts.segments, facts.padded, facts.masks, facts.dense))
-    out, lse, _ = launch(
+    out, lse, rest, _ = launch(
         kernel,
         arrays,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (partial.out, partial.lse, arrays[-1])],
+        [*results(partial), jax.ShapeDtypeStruct((1,), jnp.int32)],
         grid=(min(PLACES, table.visits.rows * batch * heads),),
         warps=4,
         stages=1,
         registers=plan.limit,
-        aliases={last: 2} if partial.empty else {last - 2: 0, last - 1: 1, last: 2},
+        aliases={last: 3} if partial.empty else {last - 2: 0, last - 1: 1, last: 3},
         name="ringattn_hopper_forward",
         F=facts,
         V=table.visits,
@@ -130,7 +130,8 @@ def forward(given: Operands, block: Block, partial: Partial) -> Partial:
         ORDERED=plan.ordered,
         MASKED=masked or facts.kv_length % plan.kv_tile != 0,
         FRESH=partial.empty,
+        SPLIT=partial.rest is not None,
         BOUNDED=facts.capped and block.q.dtype == jnp.bfloat16 and facts.fold <= _BOUND,
         REGISTERS=plan.registers,
     )
-    return Partial(out, lse)
+    return Partial(out, lse, rest=rest if partial.rest is not None else None)

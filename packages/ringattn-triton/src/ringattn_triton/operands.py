@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 from ringattn_core import dropout
-from ringattn_core.protocol import Block
+from ringattn_core.protocol import Block, Partial
 
 from . import packing, words
 
@@ -220,6 +220,12 @@ def of(block: Block, fast: bool = False, poison: bool = True) -> Operands:
         words_query=words_query,
     )
     return Operands(tuple(arrays[name] for name in INPUTS), facts)
+
+
+def results(partial: Partial) -> list[jax.ShapeDtypeStruct]:
+    """What a forward kernel writes: `out`, `lse`, and `rest`, or one element where none is asked for."""
+    rest = jax.ShapeDtypeStruct((1,), partial.out.dtype) if partial.rest is None else partial.rest
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (partial.out, partial.lse, rest)]
 
 
 def _groups(index: Int32[Array, "b S"], kv_tile: int) -> Int32[Array, "b tiles"]:

@@ -20,17 +20,24 @@ def rows(
     q: Float[Array, "B T N H"],
     dout: Float[Array, "B T N Hv"],
     out: Float[Array, "B T N Hv"],
+    rest: Float[Array, "B T N Hv"] | None,
     lse: Float32[Array, "B N T"],
     dlse: Float32[Array, "B N T"],
     seen: Bool[Array, "B N T"],
 ) -> finite.Rows:
     """Rows that see nothing have no cotangent, and bad rows are NaN in `lse` only: all else of them is finite."""
-    return finite.Rows(*_rows(q, dout, out, lse, dlse, seen))
+    return finite.Rows(*_rows(q, dout, out, rest, lse, dlse, seen))
 
 
 @jax.custom_batching.custom_vmap
 def _rows(
-    q: jax.Array, dout: jax.Array, out: jax.Array, lse: jax.Array, dlse: jax.Array, seen: jax.Array
+    q: jax.Array,
+    dout: jax.Array,
+    out: jax.Array,
+    rest: jax.Array | None,
+    lse: jax.Array,
+    dlse: jax.Array,
+    seen: jax.Array,
 ) -> tuple[jax.Array, ...]:
     batch, length, heads, head_dim = q.shape
     dim, values = padded_dim(head_dim), padded_dim(out.shape[-1])
@@ -38,7 +45,7 @@ def _rows(
     count = batch * length * heads
     return launch(
         kernel,
-        [q, dout, out, lse, dlse, seen.astype(jnp.int8)],
+        [q, dout, out, rest, lse, dlse, seen.astype(jnp.int8)],
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, dout, lse, lse, lse)],
         grid=(-(-count // at_once),),
         warps=4,
@@ -52,10 +59,11 @@ def _rows(
         DIM=dim,
         VALUES=values,
         ROWS=at_once,
+        SPLIT=rest is not None,
     )
 
 
 @_rows.def_vmap
-def _(size: int, batched: Any, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+def _(size: int, batched: Any, *arrays: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
     found = jax.vmap(finite.rows, [0 if b else None for b in batched])(*arrays)
     return tuple(found), (True,) * len(found)

@@ -15,15 +15,16 @@ from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 def forward(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
+    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
 
     `FRESH` says that there is no result before, and nothing of it is read. What is no finite number in a query is NaN,
     and so are then all its scores: the result, too, if it sees anything. With a bias such a query is zero, and its
-    result becomes NaN at the end: in scores that are NaN nothing would tell which keys a bias of -inf hides.
+    result becomes NaN at the end: in scores that are NaN nothing would tell which keys a bias of -inf hides. `REST` is
+    what rounding takes from `OUT`, if that is `SPLIT`.
     """
     turn, batch, head_number = owned(tl.program_id(0), V, F.heads)
     own = V.rows - 1 - turn
@@ -108,11 +109,17 @@ def forward(
         share = tl.where(lost, float("nan"), share)
         lse = tl.where(lost, float("nan"), lse)
     out = acc * share[:, None]
+    given = out.to(OUT.dtype.element_ty)
+    rest = (out - given.to(tl.float32)).to(given.dtype)
     if Q_RAGGED or VALUE_RAGGED:
         within = (rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :]
-        tl.store(OUT + out_at, out, mask=within)
+        tl.store(OUT + out_at, given, mask=within)
+        if SPLIT:
+            tl.store(REST + out_at, rest, mask=within)
     else:
-        tl.store(OUT + out_at, out)
+        tl.store(OUT + out_at, given)
+        if SPLIT:
+            tl.store(REST + out_at, rest)
     if Q_RAGGED:
         tl.store(LSE + lse_at, lse, mask=rows < F.q_length)
     else:

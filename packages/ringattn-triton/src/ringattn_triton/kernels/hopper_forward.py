@@ -30,10 +30,10 @@ from .scores import Inputs, bent, of_columns, of_head, of_rows, visible
 def forward(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, TAKEN,
+    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, REST, TAKEN,
     F: gl.constexpr, V: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
-    BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUNDED: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has places. `TAKEN` counts the turns that they have taken.
 
@@ -98,13 +98,13 @@ def forward(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
     )  # fmt: skip
-    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED)
+    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SPLIT)
     all_turns = V.rows * BATCH * F.heads
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
+                (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
                 (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 1],
@@ -113,9 +113,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
-                (_consume, (2, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns, F, V, S)),
+                (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
+                (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
+                (_consume, (2, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
                 (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
             ],
             [4, 4, 1],
@@ -125,7 +125,7 @@ def forward(
 
 @gluon.jit
 def _consume(
-    NUMBER: gl.constexpr, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, all_turns,
+    NUMBER: gl.constexpr, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns,
     F: gl.constexpr, V: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """The results of every turn for 64 of its queries."""
@@ -186,7 +186,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         if done > 0:
             mbarrier.arrive(shared.v_empty.index(before), count=1)
-            written(acc, old_top, old_total, old_bad, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+            written(acc, old_top, old_total, old_bad, shared, done - 1, NUMBER, OUT, LSE, REST, F, V, S, SUMS, OF_ROWS)
         acc = gl.zeros([CONSUMED, DIM], gl.float32, SUMS)
         if not FRESH:
             out_at, within = outputs(start, batch, head_number, F, SUMS)
@@ -220,7 +220,7 @@ def _consume(
         mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
         acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        written(acc, top, total, bad, shared, done - 1, NUMBER, OUT, LSE, F, V, S, SUMS, OF_ROWS)
+        written(acc, top, total, bad, shared, done - 1, NUMBER, OUT, LSE, REST, F, V, S, SUMS, OF_ROWS)
 
 
 @gluon.jit

@@ -33,8 +33,8 @@ def continues(LSE_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, 
 
 @gluon.jit
 def written(
-    acc, top, total, bad, shared, number, NUMBER: gl.constexpr, OUT, LSE, F: gl.constexpr, V: gl.constexpr,
-    S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
+    acc, top, total, bad, shared, number, NUMBER: gl.constexpr, OUT, LSE, REST, F: gl.constexpr,
+    V: gl.constexpr, S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Writes the results of a turn, the `number`th of this program.
 
@@ -54,13 +54,18 @@ def written(
         lost = (bad != 0) & (total != 0.0)
         inverse = gl.where(lost, float("nan"), inverse)
         lse = gl.where(lost, float("nan"), lse)
-    out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]).to(OUT.dtype.element_ty)
+    exact = acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
+    out = exact.to(OUT.dtype.element_ty)
     # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to trade.
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
     TRADED: gl.constexpr = SMALL and F.head_dim == 128 and not F.bias
     WRITTEN: gl.constexpr = in_sixteens() if TRADED else SUMS
     out_at, within = outputs(start, batch, head, F, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
+    SPLIT: gl.constexpr = S[8]
+    if SPLIT:
+        rest = (exact - out.to(gl.float32)).to(out.dtype)
+        gl.store(REST + out_at, gl.convert_layout(rest, WRITTEN), mask=within)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
 

@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def rows(
-    Q, DOUT, OUT, LSE, DLSE, SEEN, Q_TO, DOUT_TO, LSE_TO, DELTA, WHOLE,
+    Q, DOUT, OUT, REST, LSE, DLSE, SEEN, Q_TO, DOUT_TO, LSE_TO, DELTA, WHOLE,
     COUNT: tl.constexpr, HEADS: tl.constexpr, LENGTH: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DIM: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Each program has `ROWS` of the `COUNT` rows, as they lie in memory: all heads of a token, then the next token."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -24,8 +24,10 @@ def rows(
     of_value = row[:, None] * VALUE_DIM + values
     there = inside[:, None] & (values < VALUE_DIM)
     dout = tl.where(seen[:, None], tl.load(DOUT + of_value, mask=there, other=0.0), 0.0)
-    out = tl.load(OUT + of_value, mask=there, other=0.0)
-    whole = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1) - tl.load(DLSE + at, mask=inside, other=0.0)
+    out = tl.load(OUT + of_value, mask=there, other=0.0).to(tl.float32)
+    if SPLIT:
+        out += tl.load(REST + of_value, mask=there, other=0.0).to(tl.float32)
+    whole = tl.sum(dout.to(tl.float32) * out, 1) - tl.load(DLSE + at, mask=inside, other=0.0)
     good = (tl.abs(whole) < float("inf")) & (tl.abs(lse) < float("inf"))
     usable = seen & good
     tl.store(DOUT_TO + of_value, tl.where(usable[:, None], dout, 0.0).to(DOUT_TO.dtype.element_ty), mask=there)
