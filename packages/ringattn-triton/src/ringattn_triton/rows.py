@@ -64,6 +64,6 @@ def _rows(
 
 
 @_rows.def_vmap
-def _(size: int, batched: Any, *arrays: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+def _(size: int, batched: Any, *arrays: Any) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
     found = jax.vmap(finite.rows, [0 if b else None for b in batched])(*arrays)
     return tuple(found), (True,) * len(found)
