@@ -81,7 +81,10 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True
     result = whole.out.astype(dtype_of_out), whole.lse
     out, rest = whole.out, None
     if in_two:
-        out, rest = result[0], joined([x.rest for x in partials], 2) if final else rounding.rest(whole.out)
+        out, rest = (
+            result[0],
+            joined([x.rest for x in partials if x.rest is not None], 2) if final else rounding.rest(whole.out),
+        )
     return result, (inputs, fixed, out, rest, partial.lse, own)
 
 
