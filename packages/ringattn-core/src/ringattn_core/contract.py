@@ -13,8 +13,10 @@ from .protocol import Block, BlockKernel, Gradients, Partial
 def forward(kernel: BlockKernel, block: Block, partial: Partial) -> Partial:
     """`kernel.forward`, refused where its result is no `Partial` of the same shapes and dtypes."""
     result = kernel.forward(block, partial)
-    _check(kernel, "forward", result, Partial, {"out": _like(partial.out), "lse": _like(partial.lse)})
-    return dataclasses.replace(result, empty=False)
+    wanted = {"out": _like(partial.out), "lse": _like(partial.lse)}
+    wanted |= {} if block.own is None else {"found": _like(block.own.found)}
+    _check(kernel, "forward", result, Partial, wanted)
+    return dataclasses.replace(result, empty=False, found=None if block.own is None else result.found)
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:

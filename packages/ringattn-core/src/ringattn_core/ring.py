@@ -44,7 +44,7 @@ def _forward(
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
     wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
-    own = _looked_at(ring, inputs)
+    own = _own(ring, inputs)
     partials = tuple(
         _aligned(
             ring, empty(block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0), dtype_of_out), inputs
@@ -77,6 +77,7 @@ def _forward(
     out, lse = joined([partial.out for partial in partials], 2), joined([partial.lse for partial in partials], 1)
     partial = Partial(out, lse) if bad is None else finite.poisoned(Partial(out, lse), bad)
     whole = with_sinks(partial, _sinks(inputs))
+    own = own and own._replace(found=partials[0].found)
     return (whole.out.astype(inputs.q.dtype), whole.lse), (inputs, fixed, whole.out, partial.lse, own)
 
 
@@ -108,12 +109,12 @@ def _finishes(ring: Ring) -> bool:
     return ring.plan.ranks == 1 and getattr(ring.kernel, "finishes", False)
 
 
-def _looked_at(ring: Ring, inputs: Differentiable) -> Own | None:
+def _own(ring: Ring, inputs: Differentiable) -> Own | None:
     """K and V as they came, where the kernel wants to see to them itself."""
-    look = getattr(ring.kernel, "look", None)
-    if look is None or not _finishes(ring):
+    counts = getattr(ring.kernel, "counts", 0)
+    if not counts or not _finishes(ring):
         return None
-    return Own(inputs.k, inputs.v, look(inputs.k, inputs.v))
+    return Own(inputs.k, inputs.v, _aligned(ring, jnp.zeros(counts, jnp.int32), inputs))
 
 
 def _alone(
