@@ -59,7 +59,7 @@ class Finishing(XlaKernel):
     """Gives what is final where it is asked to, and remembers how often it was."""
 
     finishes = True
-    look = staticmethod(lambda k, v: k.sum() + v.sum())
+    counts = 3
 
     def __init__(self) -> None:
         self.final: list[str] = []
@@ -69,9 +69,10 @@ class Finishing(XlaKernel):
         dtype = partial.out.dtype
         self.final += ["out"] * (dtype == block.q.dtype)
         self.own.append(block.own)
-        found = super().forward(block, Partial(partial.out.astype(jnp.float32), partial.lse))
-        rest = None if partial.rest is None else rounding.rest(found.out)
-        return dataclasses.replace(found, out=found.out.astype(dtype), rest=rest)
+        done = super().forward(block, Partial(partial.out.astype(jnp.float32), partial.lse))
+        rest = None if partial.rest is None else rounding.rest(done.out)
+        found = None if block.own is None else block.own.found + 7
+        return dataclasses.replace(done, out=done.out.astype(dtype), rest=rest, found=found)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
         self.own.append(block.own)
@@ -136,9 +137,35 @@ def test_a_kernel_that_looks_at_keys_and_values_has_them_as_they_came_but_not_of
 
     with discovery.registered(EVERYTHING, kernel):
         for own in owned(lambda x: jax.grad(loss, (0, 1, 2))(x, 2 * x, 3 * x)):
-            assert own is not None and own.k.shape == own.v.shape == x.shape and own.found.shape == ()
+            assert own is not None and own.k.shape == own.v.shape == x.shape and own.found.shape == (3,)
         assert not any(owned(lambda x: jax.grad(loss)(x, x, x, mesh=mesh, axis_name="sp")))
         assert owned(lambda x: jax.vmap(jax.grad(loss))(x[None], x[None], x[None]))[-1] is None
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_what_a_kernel_finds_forward_it_has_backward(transform: Any):
+    class Telling(Finishing):
+        """Whose every gradient of a query is what was found."""
+
+        def backward(self, block: Any, *arrays: Any) -> Gradients:
+            done = super().backward(block, *arrays)
+            return dataclasses.replace(done, dq=jnp.full_like(done.dq, block.own.found[2]))
+
+    with discovery.registered(EVERYTHING, Telling()):
+        x = jnp.ones((1, 8, 2, 4))
+        got = jax.grad(transform(lambda q: ring_attention(q, x, x, backend="odd").sum()))(x)
+    assert (got == 7).all()
+
+
+def test_a_kernel_that_forgets_what_it_found_is_refused():
+    class Forgetting(Finishing):
+        def forward(self, block: Any, partial: Partial) -> Partial:
+            return dataclasses.replace(super().forward(block, partial), found=None)
+
+    x = jnp.ones((1, 8, 2, 4))
+    with discovery.registered(EVERYTHING, Forgetting()), pytest.raises(KernelError) as error:
+        ring_attention(x, x, x, backend="odd")
+    assert "Forgetting.forward returned found = None. Return int32[3]" in str(error.value)
 
 
 def test_a_gradient_that_nobody_asked_for_is_dropped():

@@ -164,7 +164,7 @@ def test_a_kernel_of_one_block_becomes_one_that_continues() -> None:
 def test_a_partial_is_a_pytree_of_its_arrays() -> None:
     x = partial(0.0)
     assert [leaf.shape for leaf in jax.tree.leaves(x)] == [x.out.shape, x.lse.shape]
-    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse", "rest", "empty"}
+    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse", "empty", "rest", "found"}
     assert len(jax.tree.leaves(dataclasses.replace(x, rest=x.out))) == 3
 
 

@@ -169,6 +169,39 @@ def tile_of(
 
 
 @gluon.jit
+def in_slices(X, OUT, FAULT: gl.constexpr):
+    """Two tiles of a matrix that share a place, its lower half first, read some rows at a time."""
+    TYPE: gl.constexpr = X.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
+    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    FEW: gl.constexpr = TILE // 4
+    tiles = tma.make_tensor_descriptor(X, [2 * TILE, DIM], [DIM, 1], [TILE, DIM], LAYOUT)
+    place = gl.allocate_shared_memory(TYPE, [2 * TILE, DIM], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, 2 * TILE * DIM * 2)
+    fetch(tiles, [TILE, 0], full, place.slice(TILE, TILE))
+    fetch(tiles, [0, 0], full, place.slice(0, TILE, dim=0))
+    mbarrier.wait(full, 0)
+    if FAULT == "fetched again":
+        mbarrier.expect(full, TILE * DIM * 2)
+        fetch(tiles, [0, 0], full, place.slice(TILE, TILE))
+    if FAULT == "past the end":
+        place.slice(TILE, 2 * TILE).load(HELD)
+    if FAULT == "before the beginning":
+        place.slice(-FEW, FEW).load(HELD)
+    if FAULT == "known too late":
+        place.slice(gl.program_id(0), FEW).load(HELD)
+    rows = gl.arange(0, FEW, gl.SliceLayout(1, HELD))
+    columns = gl.arange(0, DIM, gl.SliceLayout(0, HELD))
+    for part in gl.static_range(8):
+        at = (part * FEW + rows)[:, None] * DIM + columns[None, :]
+        gl.store(OUT + at, place.slice(part * FEW, FEW).load(HELD))
+    if FAULT == "fetched again":
+        mbarrier.wait(full, 1)
+
+
+@gluon.jit
 def halves_summed(A, B, OUT):
     """A product whose sum is taken in two parts, the second begun before the first is done; without partitions."""
     TYPE: gl.constexpr = A.dtype.element_ty

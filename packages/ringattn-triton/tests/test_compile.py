@@ -27,6 +27,8 @@ BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
 TABLE = "ringattn_table"
 KERNELS = {"ringattn_forward", TABLE} | BACKWARD
 HOPPER = "ringattn_hopper_forward"
+AGAIN = "ringattn_hopper_again"
+LOOKING = "ringattn_looking"
 PACKING = "ringattn_packing_if_bad"
 
 
@@ -52,9 +54,9 @@ def block(dtype, head_dim, length=LENGTH, rule=None, **extra):
 
 
 def alone(block):
-    """The block as a ring of one has it, where kernels have one thing more to hold: where keys are, and values."""
+    """The block as a ring of one has it, where kernels have one thing more to hold or to do."""
     own = shape(*block.kv.shape[1:], dtype=block.kv.dtype)
-    return dataclasses.replace(block, own=Own(own, own, shape(1)))
+    return dataclasses.replace(block, own=Own(own, own, shape(hopper.COUNTS)))
 
 
 def everything(dtype, head_dim):
@@ -126,7 +128,7 @@ def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, 
     found = reports(alone(block(dtype, head_dim)), target, monkeypatch)
     special = {HOPPER, TABLE} | BACKWARD
     expected = special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS
-    assert {report.name for report in found} == expected | {PACKING}
+    assert {report.name for report in found} == expected | {LOOKING, PACKING}
     for report in found:
         runs(report, target)
         bound, reason = allowed(dtype.__name__, head_dim, report.name, target)
@@ -136,7 +138,8 @@ def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, 
 def for_hopper(block, fresh, monkeypatch, kept=True):
     """A report on the kernel for Hopper, which also continues from what there is where it is not `fresh`.
 
-    Where it is, it begins and ends: with what a backward pass needs, if that is to be `kept`.
+    Where it is fresh it ends as well, with what a backward pass needs if that is to be `kept`; and has it no bias,
+    there are two launches of it: the report is on the one that spills more.
     """
     monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
     jax.clear_caches()  # what another test traced has another kernel
@@ -148,12 +151,13 @@ def for_hopper(block, fresh, monkeypatch, kept=True):
         block = alone(block)
     with compiling_for(90):
         found = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
-    report = found[-1]
-    assert {report.name for report in found[:-1]} == {TABLE} | ({PACKING} if fresh else set()), found
-    assert (report.name, report.matrix) == (HOPPER, "wgmma"), report
-    runs(report, 90)
-    assert not report.serialized, report
-    return report
+    beside = {AGAIN if block.bias is None else LOOKING, PACKING} if fresh else set()
+    assert {report.name for report in found} == {HOPPER, TABLE} | beside, found
+    family = [report for report in found if report.name in (HOPPER, AGAIN)]
+    for report in family:
+        assert report.matrix == "wgmma" and not report.serialized, report
+        runs(report, 90)
+    return max(family, key=lambda report: report.spilled)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +230,9 @@ def test_what_prepares_arrays_compiles_and_spills_nothing(dim, target):
     line = shape(2, HEADS, LENGTH, dtype=jnp.float32)
     packed = jax.jit(lambda k, v: keys_and_values(k, v, poison=True)).trace(keys, keys)
     cotangents = jax.jit(rows).trace(keys, keys, keys, keys, line, line, shape(2, HEADS, LENGTH, dtype=jnp.bool_))
-    looked = jax.jit(look).trace(keys, keys)
-    repaired = jax.jit(lambda k, v, found: if_bad(Own(k, v, found), poison=True)).trace(keys, keys, shape(1))
+    own = Own(keys, keys, shape(1))
+    looked = jax.jit(look).trace(own)
+    repaired = jax.jit(lambda own: if_bad(own, poison=True)).trace(own)
     for traced in (packed, cotangents, looked, repaired):
         (report,) = of_traced(traced, target)
         runs(report, target)

@@ -12,14 +12,13 @@ import pytest
 import ringattn_xla.block
 from compile_reports import launches
 from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, forbidding, make_block, mask_in_tiles, near, with_option
-from ringattn_core import finite, ring_attention
+from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
 from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Own, Partial
+from ringattn_core.protocol import Block, Partial
 from ringattn_triton import hopper, operands
 from ringattn_triton.forward import forward
 from ringattn_triton.launch import compiling_for
-from ringattn_triton.packing import look
 from ringattn_triton.schedules import Target
 
 NAN = float("nan")
@@ -237,31 +236,6 @@ def test_a_ring_of_two_and_its_gradients(layout: str, options: dict[str, Any]) -
         assert ("ringattn_hopper_forward" in names) == (backend == "triton")
     for got, want in zip(found["triton"][1:], found["xla"][1:], strict=True):
         near("output or gradient", got, want, TOLERANCE["bfloat16"] * max(1.0, float(jnp.abs(want).max())))
-
-
-@pytest.mark.parametrize("dtype", [HALF, jnp.float16])
-@pytest.mark.parametrize("bad", [None, "keys", "values"])
-@pytest.mark.parametrize("option", ["causal", "segments"])
-def test_a_ring_of_one_reads_keys_and_values_where_they_are_unless_one_is_no_number(
-    option: str, bad: str | None, dtype: Any
-) -> None:
-    block = half(option, 128, 200, 300, dtype=dtype)
-    k, v = block.k, block.v
-    if bad == "keys":
-        k = k.at[1, 5, 1, 127].set(-jnp.inf).at[0, 299, 0, 0].set(NAN)
-    elif bad == "values":
-        v = v.at[0, 7, 0, 0].set(NAN).at[1, 3, 1, 5].set(jnp.inf)
-    packed = finite.keys_and_values(k, v, poison=True)
-    want = computed(dataclasses.replace(block, kv=packed))
-    # Were they read from where they are packed while all is well, or where they are while it is not, it would show.
-    block = dataclasses.replace(block, own=Own(k, v, look(k, v)), kv=jnp.full_like(packed, 3.0))
-    run = jax.make_jaxpr(lambda b, p: forward.__wrapped__(b, p, TARGET))(block, empty(block))
-    names = [call.name for call, _ in launches(run.jaxpr)]
-    assert names == ["ringattn_packing_if_bad", "ringattn_table", "ringattn_hopper_forward"]
-    got = forward.__wrapped__(block, empty(block), TARGET)
-    assert np.isnan(want.lse).any() == (bad is not None) and np.isfinite(want.lse).any()
-    np.testing.assert_array_equal(got.out, want.out)
-    np.testing.assert_array_equal(got.lse, want.lse)
 
 
 def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:

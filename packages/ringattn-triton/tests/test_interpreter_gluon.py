@@ -91,6 +91,35 @@ def test_a_description_of_more_than_there_is_raises():
         tile_of(x, 0, 0)
 
 
+def in_slices(fault=None):
+    x = some(np.float16, (2 * TILE, DIM))
+    return x, interpret(kernels.in_slices, [x], [(x.shape, np.float16)], FAULT=fault)[0]
+
+
+def test_parts_of_a_place_are_filled_and_read_by_themselves():
+    x, got = in_slices()
+    np.testing.assert_array_equal(got, x)
+
+
+def test_a_fetch_to_a_part_of_a_place_spoils_that_part_alone():
+    x, got = in_slices("fetched again")
+    np.testing.assert_array_equal(got[:TILE], x[:TILE])
+    assert np.isnan(got[TILE:]).all()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("past the end", "slices 32 to 96 of 64 in shared memory"),
+        ("before the beginning", "slices -8 to 0 of 64 in shared memory"),
+        ("known too late", "an integer known at compile time is needed here"),
+    ],
+)
+def test_a_part_that_there_is_not_or_that_no_compiler_knows_is_an_error(fault, message):
+    with pytest.raises((IndexError, TypeError), match=message):
+        in_slices(fault)
+
+
 def test_a_product_may_go_on_from_one_that_is_under_way():
     a, b = some(np.float16, (ROWS, 2 * DIM)), some(np.float16, (TILE, 2 * DIM), seed=1)
     (got,) = interpret(kernels.halves_summed, [a, b], [((ROWS, TILE), np.float32)])
@@ -195,6 +224,7 @@ def test_an_error_of_one_launch_leaves_nothing_to_the_next():
     [
         (kernels.products, "hhf", {"B_ROWS": 96, "TILES": 3, "PLACES": 2, "FAULT": None}),
         (kernels.tile_of, "hh", {"HEIGHT": 80, "WIDTH": 72, "ROW": 8, "COLUMN": 8, "FAULT": None}),
+        (kernels.in_slices, "hh", {"FAULT": None}),
         (kernels.halves_summed, "hhf", {}),
         (kernels.turns, "iiiii", {"TURNS": 3}),
         (kernels.handed_on, "iiiii", {"ROUNDS": 3}),

@@ -13,6 +13,8 @@ from ringattn_core.protocol import Own
 from ringattn_triton import packing
 from ringattn_triton.packing import TILE, if_bad, keys_and_values, look
 
+NOUGHT = jnp.zeros(2, jnp.int32)
+
 
 def pair(dtype: Any, value_dim: int = 40) -> tuple[jax.Array, jax.Array]:
     """Keys and values with some of everything that is no finite number; more than one tile, the last not whole."""
@@ -44,23 +46,16 @@ def test_a_look_finds_what_is_no_number_anywhere_and_packs_then(
     k, v = (jnp.asarray(draw.normal(size=(2, 131, 3, 40)), dtype) for _ in range(2))
     at = (0,) * 4 if place.startswith("first") else (-1,) * 4
     k, v = (k.at[at].set(value), v) if place.endswith("key") else (k, v.at[at].set(value))
-    found = look(k, v)
-    assert found is not None and found.tolist() == [1]
+    own = look(Own(k, v, NOUGHT))
+    assert own.found.tolist() == [1, 0]
     for poison in (True, False):
-        same(if_bad(Own(k, v, found), poison), finite.keys_and_values(k, v, poison))
+        same(if_bad(own, poison), finite.keys_and_values(k, v, poison))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_a_look_at_numbers_finds_nothing_however_large(dtype: Any) -> None:
     largest = jnp.full((1, 70, 3, 64), jnp.finfo(dtype).max, dtype)
-    found = look(largest, -largest)
-    assert found is not None and found.tolist() == [0]
-
-
-def test_a_look_is_for_keys_and_values_of_one_size_and_may_be_vmapped() -> None:
-    assert look(*pair(jnp.float32, 8)) is None
-    found = jax.vmap(lambda k, v: look(k, v))(*(x[None] for x in pair(jnp.float32)))
-    assert found is not None and found.tolist() == [[1]]
+    assert look(Own(largest, -largest, NOUGHT)).found.tolist() == [0, 0]
 
 
 def test_values_of_another_size_are_packed_by_core() -> None:

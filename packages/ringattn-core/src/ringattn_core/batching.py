@@ -28,7 +28,13 @@ def forward(kernel: BlockKernel) -> Callable[[Block, Partial], Partial]:
         folded = _fold_block(size, block_batched, block, expand=())
         given = [_fold(size, b, x) for b, x in zip(_leaves(partial_batched), _leaves(partial), strict=True)]
         result = call(folded, jax.tree.unflatten(jax.tree.structure(partial), given))
-        return _all_batched(jax.tree.map(lambda x: _unfold(size, x), result))
+        result = jax.tree.map(lambda x: _unfold(size, x), result)
+        if block.own is not None:
+            # The kernel had nothing to look at: the way back has not either, and does not read this.
+            found = block.own.found
+            found = found if block_batched.own.found else jnp.stack([found] * size)
+            result = dataclasses.replace(result, found=found)
+        return _all_batched(result)
 
     return call
 

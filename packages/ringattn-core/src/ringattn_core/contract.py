@@ -14,8 +14,10 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial) -> Partial:
     """`kernel.forward`, refused where its result is no `Partial` of the same shapes and dtypes."""
     result = kernel.forward(block, partial)
     asked = {name: x for name in ("out", "lse", "rest") if (x := getattr(partial, name)) is not None}
+    asked |= {} if block.own is None else {"found": block.own.found}
     _check(kernel, "forward", result, Partial, {name: _like(x) for name, x in asked.items()})
-    return dataclasses.replace(result, empty=False, rest=result.rest if "rest" in asked else None)
+    unasked = {name: None for name in ("rest", "found") if name not in asked}
+    return dataclasses.replace(result, empty=False, **unasked)
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:

@@ -17,11 +17,11 @@ API_VERSIONS: Final = range(1, 2)
 
 
 class Own(NamedTuple):
-    """K and V as they came, with whatever is in them, and what the kernel's `look` at them found."""
+    """K and V as they came, with whatever is in them, and what the kernel found when it looked at them: zeros first."""
 
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
-    found: Any
+    found: Int32[Array, " counts"]
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +37,7 @@ class Block:
     anything but finite numbers, or whose value did, holds a NaN in `forward`: a kernel that selects by `visible`
     *after* the products then keeps NaN out of the rows that may not see it.
 
-    On a ring of one rank a kernel that has a `look` has K and V in `own` too. It need not read `kv` then, and what
+    On a ring of one rank a kernel that has `counts` has K and V in `own` too. It need not read `kv` then, and what
     nobody reads is not made.
     """
 
@@ -148,13 +148,15 @@ class Partial:
 
     A commutative monoid under `merge`; the identity is (0, -inf). `empty` says that this is the identity, where that is
     known when the program is traced: a kernel may then leave all arrays unread, and XLA will not make them. `rest`, if
-    given, is asked for: what rounding took from `out`.
+    given, is asked for: what rounding took from `out`. `found` is what a kernel that was given `block.own` has for the
+    `found` of it from then on.
     """
 
     out: Float32[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
     empty: bool = dataclasses.field(default=False, metadata={"static": True})
     rest: Float[Array, "B T N Hv"] | None = None
+    found: Int32[Array, " counts"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -187,9 +189,9 @@ class BlockKernel(Protocol):
     what is not finite is NaN, in `out` and `lse`, if it sees any key, and touches no other row; a bias of -inf hides
     keys from it too. With `finishes` the kernel gives what is final where a ring has one rank: `forward` gives `out` in
     the dtype that `partial.out` has, with `rest` where `partial` has one, and where `dq` of `backward` is `None` there
-    is nothing to continue, and each gradient has the dtype of its input. One that finishes may have a function `look(k,
-    v)` too: what it returns, arrays or `None`, comes with K and V in `block.own`, forward and backward, and K and V
-    need not be packed.
+    is nothing to continue, and each gradient has the dtype of its input. One that finishes may have a number of
+    `counts` too: K and V then come as they are in `block.own`, with as many zeros in `own.found`, and need not be
+    packed. What `forward` returns as `found`, of the same shape, is what `own.found` holds in `backward`.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:

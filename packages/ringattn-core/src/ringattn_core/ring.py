@@ -45,7 +45,7 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True
     ways = split(ring.plan.turns, dataclasses.replace(inputs, q=q), fixed)
     wires = tuple(_wire(ring, _packed(ring, way.inputs.k, way.inputs.v, poison=True)) for way in ways)
     kernel, dtype = batching.forward(ring.kernel), inputs.k.dtype
-    own = _looked_at(ring, inputs)
+    own = _own(ring, inputs)
 
     def nothing_yet(way: Way, wire: parcels.Wire) -> Partial:
         whole = block(ring, way.inputs, parcels.from_wire(wire, dtype), way.fixed, 0)
@@ -81,10 +81,9 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True
     result = whole.out.astype(dtype_of_out), whole.lse
     out, rest = whole.out, None
     if in_two:
-        out, rest = (
-            result[0],
-            joined([x.rest for x in partials if x.rest is not None], 2) if final else rounding.rest(whole.out),
-        )
+        rests = [x.rest for x in partials if x.rest is not None]
+        out, rest = result[0], joined(rests, 2) if final else rounding.rest(whole.out)
+    own = own and own._replace(found=partials[0].found)
     return result, (inputs, fixed, out, rest, partial.lse, own)
 
 
@@ -116,12 +115,12 @@ def _finishes(ring: Ring) -> bool:
     return ring.plan.ranks == 1 and getattr(ring.kernel, "finishes", False)
 
 
-def _looked_at(ring: Ring, inputs: Differentiable) -> Own | None:
+def _own(ring: Ring, inputs: Differentiable) -> Own | None:
     """K and V as they came, where the kernel wants to see to them itself."""
-    look = getattr(ring.kernel, "look", None)
-    if look is None or not _finishes(ring):
+    counts = getattr(ring.kernel, "counts", 0)
+    if not counts or not _finishes(ring):
         return None
-    return Own(inputs.k, inputs.v, look(inputs.k, inputs.v))
+    return Own(inputs.k, inputs.v, _aligned(ring, jnp.zeros(counts, jnp.int32), inputs))
 
 
 def _alone(

@@ -60,7 +60,7 @@ def backward(
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     if block.q.shape[-1] <= _PACKED:
         block = dataclasses.replace(block, own=None)
-    given = operands.of(block, fast=target.kind == "cuda", poison=False)
+    given = operands.of(block, fast=target.kind == "cuda").mended(block.own, poison=False)
     schedules.refuse_large_heads(given.facts)
     # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
     finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)

@@ -6,7 +6,7 @@ from typing import Final
 from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients, Partial
 
-from . import candidates, packing, schedules
+from . import candidates, hopper, packing, schedules
 from .backward import backward
 from .forward import forward
 from .rows import rows
@@ -18,7 +18,7 @@ class TritonKernel:
     any_queries = True
     finishes = True
     keys_and_values = staticmethod(packing.keys_and_values)
-    look = staticmethod(packing.look)
+    counts = hopper.COUNTS
     rows = staticmethod(rows)
     candidate_configs = staticmethod(candidates.candidate_configs)
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel gives the output of a block, and on what."""
 
+import dataclasses
 import functools
 
 import jax
 from ringattn_core.protocol import Block, Partial
 from ringattn_core.varying import align, axes_of
 
-from . import hopper, operands, schedules, tables
+from . import hopper, operands, packing, schedules, tables
 from .kernels.forward import forward as forward_kernel
 from .launch import launch
+from .operands import Operands
 from .schedules import Target
 
 
@@ -18,10 +20,20 @@ def forward(block: Block, partial: Partial, target: Target) -> Partial:
     """`partial` continued with the keys of the block."""
     block, partial = align((block, partial), axes_of(block, partial))
     given = operands.of(block, fast=target.kind == "cuda")
+    schedules.refuse_large_heads(given.facts)
+    on_hopper = hopper.takes(block, given.facts, target)
+    own = block.own
+    if own is not None and given.facts.own:
+        if on_hopper and hopper.looks(given.facts, partial):
+            return hopper.looking(given, block, partial, own)
+        own = packing.look(own)
+        given = given.mended(own, poison=True)
+    done = hopper.forward(given, block, partial) if on_hopper else _portable(given, block, partial, target)
+    return done if own is None else dataclasses.replace(done, found=own.found)
+
+
+def _portable(given: Operands, block: Block, partial: Partial, target: Target) -> Partial:
     facts = given.facts
-    schedules.refuse_large_heads(facts)
-    if hopper.takes(block, facts, target):
-        return hopper.forward(given, block, partial)
     schedule = schedules.forward(facts, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
     continued = [None, None] if partial.empty else [partial.out, partial.lse]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 from ringattn_core.config import FwdParams
-from ringattn_core.protocol import Block, Partial
+from ringattn_core.protocol import Block, Own, Partial
 
 from . import compiled, tables
 from .availability import TRITON_FLOOR
@@ -20,6 +20,14 @@ from .schedules import Target
 
 PLACES: Final = 132
 """How many programs run at a time: one on each multiprocessor of the largest Hopper. Others find nothing left to do."""
+COUNTS: Final = 4
+"""How many counters the programs of a launch share; all begin at zero. What they count, by place:"""
+FOUND_AT: Final = tl.constexpr(0)
+"""Where K and V hold what is no number, as for every kernel that looks."""
+SHARES_AT: Final = tl.constexpr(1)
+"""The shares of K and V that are taken to look at."""
+TURNS_AT: Final = tl.constexpr(2)
+"""The turns that are taken, and behind them those of a second launch."""
 CONSUMED: Final = tl.constexpr(64)
 """How many queries a consumer has: as many rows as the product of a warpgroup."""
 _TRITON_CEILING: Final = (3, 10)
@@ -99,28 +107,64 @@ def _too_little(facts: Facts) -> bool:
     return seen < 2048 or facts.q_length < 4096 or facts.segments or facts.masks or facts.dense
 
 
+def looks(facts: Facts, partial: Partial) -> bool:
+    """Whether a kernel that may read K and V as they came looks at them meanwhile: a bias leaves no room for that."""
+    return facts.own and partial.empty and not facts.bias
+
+
 def forward(given: Operands, block: Block, partial: Partial) -> Partial:
     """`partial` continued with the keys of a block that this family takes."""
+    return _launched(given, block, partial, _table(given, block), jnp.zeros(COUNTS, jnp.int32))[0]
+
+
+def looking(given: Operands, block: Block, partial: Partial, own: Own) -> Partial:
+    """The same of K and V as they came, by a kernel that looks at them meanwhile; once more if it found anything.
+
+    It hardly ever does. The second launch then ends at once, and what the first one wrote stays.
+    """
+    table = _table(given, block)
+    first, counts = _launched(given, block, partial, table, own.found, looks=True)
+    packed = given.mended(own._replace(found=counts), poison=True).packed()
+    done, counts = _launched(packed, block, first, table, counts, again=True)
+    return dataclasses.replace(done, found=counts)
+
+
+def _table(given: Operands, block: Block) -> tables.Table:
+    plan = _FORWARD[given.facts.head_dim, given.facts.capped]
+    return tables.table(given, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
+
+
+def _launched(
+    given: Operands,
+    block: Block,
+    partial: Partial,
+    table: tables.Table,
+    counts: jax.Array,
+    looks: bool = False,
+    again: bool = False,
+) -> tuple[Partial, jax.Array]:
+    """What a launch makes of a partial result, and of the counts."""
     from .kernels.hopper_forward import forward as kernel
+    from .kernels.hopper_look import shares
 
     facts = given.facts
     plan = _FORWARD[facts.head_dim, facts.capped]
-    table = tables.table(given, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
-    continued = [None, None] if partial.empty else [partial.out, partial.lse]
-    arrays = [*given.arrays, table.bounds, table.tiles, *continued, jnp.zeros(1, jnp.int32)]
+    before = [None] * 3 if partial.empty else [partial.out, partial.lse, partial.rest]
+    arrays = [*given.arrays, table.bounds, table.tiles, *before, counts]
     last = len(arrays) - 1
     batch, _, heads, _ = block.q.shape
+    turns = table.visits.rows * batch * heads
     masked = any((facts.below, facts.above, facts.segments, facts.padded, facts.masks, facts.dense))
-    out, lse, rest, _ = launch(
+    out, lse, rest, counts = launch(
         kernel,
         arrays,
-        [*results(partial), jax.ShapeDtypeStruct((1,), jnp.int32)],
-        grid=(min(PLACES, table.visits.rows * batch * heads),),
+        [*results(partial), jax.ShapeDtypeStruct(counts.shape, counts.dtype)],
+        grid=(min(PLACES, max(turns, shares(block.k.size)) if looks else turns),),
         warps=4,
         stages=1,
         registers=plan.limit,
-        aliases={last: 3} if partial.empty else {last - 2: 0, last - 1: 1, last: 3},
-        name="ringattn_hopper_forward",
+        aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
+        name="ringattn_hopper_again" if again else "ringattn_hopper_forward",
         F=facts,
         V=table.visits,
         BATCH=batch,
@@ -129,9 +173,11 @@ def forward(given: Operands, block: Block, partial: Partial) -> Partial:
         STAGES=plan.stages,
         ORDERED=plan.ordered,
         MASKED=masked or facts.kv_length % plan.kv_tile != 0,
-        FRESH=partial.empty,
+        FRESH=partial.empty or again,
         SPLIT=partial.rest is not None,
         BOUNDED=facts.capped and block.q.dtype == jnp.bfloat16 and facts.fold <= _BOUND,
         REGISTERS=plan.registers,
+        LOOKS=looks,
+        AGAIN=again,
     )
-    return Partial(out, lse, rest=rest if partial.rest is not None else None)
+    return Partial(out, lse, rest=rest if partial.rest is not None else None), counts

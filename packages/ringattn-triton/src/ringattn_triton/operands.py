@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 from ringattn_core import dropout
-from ringattn_core.protocol import Block, Partial
+from ringattn_core.protocol import Block, Own, Partial
 
 from . import packing, words
 
@@ -110,6 +110,24 @@ class Operands(NamedTuple):
     def named(self, name: str) -> jax.Array | None:
         return self.arrays[INPUTS.index(name)]
 
+    def mended(self, own: Own | None, poison: bool) -> "Operands":
+        """The same for a kernel that reads K and V where they are, or packed if a look at them found anything.
+
+        Keys that are bad are NaN then if `poison`, else zero.
+        """
+        if own is None or not self.facts.own:
+            return self
+        return self.replaced(kv=packing.if_bad(own, poison), found=own.found)
+
+    def packed(self) -> "Operands":
+        """The same for a kernel that reads K and V packed alone."""
+        read = self.replaced(own_k=None, own_v=None, found=None)
+        return read._replace(facts=dataclasses.replace(self.facts, own=False))
+
+    def replaced(self, **arrays: jax.Array | None) -> "Operands":
+        """With these arrays in the places of those of their names."""
+        return self._replace(arrays=tuple(arrays.get(name, x) for name, x in zip(INPUTS, self.arrays, strict=True)))
+
     def tiled(self, kv_tile: int) -> list[jax.Array | None]:
         """The arrays for a kernel with tiles of so many keys."""
         arrays = list(self.arrays)
@@ -120,17 +138,17 @@ class Operands(NamedTuple):
         return arrays
 
 
-def of(block: Block, fast: bool = False, poison: bool = True) -> Operands:
+def of(block: Block, fast: bool = False) -> Operands:
     """The block as operands; `fast` allows approximations of the device that an interpreter lacks.
 
-    Keys that are to be packed after all are NaN where they are bad if `poison`, else zero.
+    Where K and V are there as they came they are not packed yet: see `Operands.mended`.
     """
     rule = block.rule
     batch, q_length, heads, head_dim = block.q.shape
     kv_length, kv_heads, value_dim = block.kv_length, block.kv.shape[-2], block.value_dim
     width = block.kv.shape[-1]
     positions = rule.causal or rule.window is not None or rule.chunk is not None or block.slopes is not None
-    own = block.own if block.own is not None and block.own.found is not None else None
+    own = block.own if block.own is not None and block.own.k.shape == block.own.v.shape else None
     uses_index = bool(rule.dropout)
     mask_words, mask_of_head = words.of_rule(block) if rule.masks else (None, None)
     dense_words = words.of_dense(block) if block.mask is not None else None
@@ -143,7 +161,7 @@ def of(block: Block, fast: bool = False, poison: bool = True) -> Operands:
     words_query = -(-kv_length // words.BITS)
     arrays: dict[str, Any] = {
         "q": block.q,
-        "kv": block.kv if own is None else packing.if_bad(own, poison),
+        "kv": block.kv if own is None else None,
         "q_positions": block.q_positions if positions else None,
         "kv_positions": block.kv_positions if positions else None,
         "q_index": block.q_index if uses_index else None,
@@ -161,7 +179,7 @@ def of(block: Block, fast: bool = False, poison: bool = True) -> Operands:
         "head_index": block.head_index if rule.dropout else None,
         "own_k": None if own is None else own.k,
         "own_v": None if own is None else own.v,
-        "found": None if own is None else own.found,
+        "found": None,
     }
     facts = Facts(
         q_length=q_length,

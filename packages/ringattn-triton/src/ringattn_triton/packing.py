@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 from ringattn_core import finite
 from ringattn_core.parcels import Packed
 from ringattn_core.protocol import Own
@@ -28,35 +28,24 @@ def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poi
     return _packed(poison)(k, v)
 
 
-def look(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Int32[Array, "1"] | None:
-    """In how many places K and V hold what is no number. That takes half as long as to pack them.
+def look(own: Own) -> Own:
+    """The same with the first of its counts as in how many places K and V hold what is no number.
 
-    `None` where both are not of one size: kernels read them packed then, as they do of many examples.
+    That takes half as long as to pack them.
     """
-    return _looked(k, v) if k.shape == v.shape else None
-
-
-@jax.custom_batching.custom_vmap
-def _looked(k: jax.Array, v: jax.Array) -> jax.Array:
-    (found,) = launch(
+    (counts,) = launch(
         looking,
-        [k, v, jnp.zeros(1, jnp.int32)],
-        [jax.ShapeDtypeStruct((1,), jnp.int32)],
-        grid=(-(-k.size // _LOOKED_AT),),
+        [own.k, own.v, own.found],
+        [jax.ShapeDtypeStruct(own.found.shape, jnp.int32)],
+        grid=(-(-own.k.size // _LOOKED_AT),),
         warps=4,
         stages=1,
         aliases={2: 0},
         name="ringattn_looking",
-        COUNT=k.size,
+        COUNT=own.k.size,
         TILE=_LOOKED_AT,
     )
-    return found
-
-
-@_looked.def_vmap
-def _(size: int, batched: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, bool]:
-    # Of many examples core hands on what is packed alone; whoever asks all the same is told to read that.
-    return jnp.ones((size, 1), jnp.int32), True
+    return own._replace(found=counts)
 
 
 def if_bad(own: Own, poison: bool) -> Packed:

@@ -146,6 +146,14 @@ class Shared:
             raise _error(f"takes place {number} of {self.data.shape[0]} in shared memory", IndexError)
         return Shared(self.data[number], self.dtype)
 
+    def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
+        """A part along an axis; it begins and ends where a compiled kernel knows it to."""
+        first, axis = plain(start), plain(dim)
+        last = first + plain(length)
+        if not 0 <= first < last <= self.data.shape[axis]:
+            raise _error(f"slices {first} to {last} of {self.data.shape[axis]} in shared memory", IndexError)
+        return Shared(self.data[(slice(None),) * axis + (slice(first, last),)], self.dtype)
+
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(np.transpose(self.data, [plain(axis) for axis in order]), self.dtype)
 

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..hopper import CONSUMED
+from ..hopper import CONSUMED, FOUND_AT, TURNS_AT
+from .hopper_look import LOOK_PLACES, LOOK_ROWS, LOOK_WIDTH, LOOKERS, look
 from .hopper_pipeline import Shared, begin, got, next_turn, of_turn, produce
 from .hopper_results import continues, outputs, written
 from .packing import sources
@@ -30,16 +31,20 @@ from .scores import Inputs, bent, of_columns, of_head, of_rows, visible
 def forward(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, REST, TAKEN,
+    TABLE, TILES, OUT_BEFORE, LSE_BEFORE, REST_BEFORE, COUNTS_BEFORE, OUT, LSE, REST, COUNTS,
     F: gl.constexpr, V: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
-    BOUNDED: gl.constexpr, SPLIT: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, BOUNDED: gl.constexpr,
+    SPLIT: gl.constexpr, REGISTERS: gl.constexpr, LOOKS: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as the device has places. `TAKEN` counts the turns that they have taken.
+    """As many programs as the device has places. They count their turns in `COUNTS`.
 
+    Where it `LOOKS` it reads K and V as they came, and counts what in them is no number. Where it runs `AGAIN` and
+    there is a count of that, it writes all results once more, of K and V as they are packed by then; else it ends.
     `MASKED` says that there are tiles to mask at all, `BOUNDED` that no score needs a maximum taken from it before its
     exponential is; `REGISTERS` is how many a thread of a consumer may have.
     """
+    if AGAIN and gl.load(COUNTS + FOUND_AT) == 0:
+        return
     DIM: gl.constexpr = F.head_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMED, DIM], TYPE)
@@ -47,7 +52,9 @@ def forward(
     BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMED, KV_TILE], TYPE)
     Q_WIDTH: gl.constexpr = F.heads * DIM
     q_tiles = tma.make_tensor_descriptor(Q, [BATCH * F.q_length, Q_WIDTH], [Q_WIDTH, 1], [CONSUMED, DIM], ROWS)
-    k, v = sources(KV, OWN_K, OWN_V, FOUND, F)
+    k, v = OWN_K, OWN_V
+    if not LOOKS:
+        k, v = sources(KV, OWN_K, OWN_V, FOUND, F)
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     k_tiles = tma.make_tensor_descriptor(k, [KV_ROWS, F.kv_token], [F.kv_token, 1], [KV_TILE, DIM], COLUMNS)
     v_tiles = tma.make_tensor_descriptor(v, [KV_ROWS, F.kv_token], [F.kv_token, 1], [KV_TILE, DIM], COLUMNS)
@@ -100,15 +107,25 @@ def forward(
     )  # fmt: skip
     S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SPLIT)
     all_turns = V.rows * BATCH * F.heads
+    TAKEN = COUNTS + TURNS_AT + (1 if AGAIN else 0)
+    LOOKED: gl.constexpr = KV_ROWS * F.kv_token if LOOKS else 0
+    places = shared.k
+    full = shared.k_full
+    if LOOKS:
+        PLACE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LOOK_ROWS, LOOK_WIDTH], TYPE)
+        places = gl.allocate_shared_memory(TYPE, [LOOK_PLACES, LOOK_ROWS, LOOK_WIDTH], PLACE)
+        full = gl.allocate_shared_memory(gl.int64, [LOOK_PLACES, 1], BARRIER)
+        begin(full, LOOK_PLACES, 1)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
                 (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
                 (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (look, (OWN_K, OWN_V, COUNTS, places, full, LOOKED)),
             ],
-            [4, 1],
-            [REGISTERS, 24],
+            [4, 1, LOOKERS],
+            [REGISTERS, 24, 24],
         )
     else:
         gl.warp_specialize(
@@ -117,9 +134,10 @@ def forward(
                 (_consume, (1, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
                 (_consume, (2, shared, P, OUT_BEFORE, LSE_BEFORE, OUT, LSE, REST, all_turns, F, V, S)),
                 (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, TABLE, TILES, TAKEN, all_turns, F, V, S)),
+                (look, (OWN_K, OWN_V, COUNTS, places, full, LOOKED)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [4, 4, 1, LOOKERS],
+            [REGISTERS, REGISTERS, 24, 24],
         )
 
 
