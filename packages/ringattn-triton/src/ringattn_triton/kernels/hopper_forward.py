@@ -6,7 +6,8 @@
 One warp, the producer, fetches tiles by TMA, several tiles ahead; groups of four warps, the consumers, have 64 queries
 each. While a consumer takes exponentials of one tile its tensor cores multiply another tile's weights with values, and
 the other consumers' tiles. Programs stay: each takes turns at tiles of queries from a common counter until none is
-left, and fetches the first vectors of the next while the last results of this one are written.
+left, and fetches the first vectors of the next while the last results of this one are written. Two more warps may look
+at keys and values meanwhile (`hopper_look`).
 """
 
 from triton.experimental import gluon
