@@ -78,13 +78,10 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True
     out, lse = joined([partial.out for partial in partials], 2), joined([partial.lse for partial in partials], 1)
     partial = Partial(out, lse) if bad is None else finite.poisoned(Partial(out, lse), bad)
     whole = with_sinks(partial, _sinks(inputs))
-    result = whole.out.astype(dtype_of_out), whole.lse
-    out, rest = whole.out, None
-    if in_two:
-        rests = [x.rest for x in partials if x.rest is not None]
-        out, rest = result[0], joined(rests, 2) if final else rounding.rest(whole.out)
+    rests = [partial.rest for partial in partials if partial.rest is not None]
     own = own and own._replace(found=partials[0].found)
-    return result, (inputs, fixed, out, rest, partial.lse, own)
+    kept_out = whole.out, joined(rests, 2) if rests else None
+    return (whole.out.astype(dtype_of_out), whole.lse), (inputs, fixed, *kept_out, partial.lse, own)
 
 
 def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tuple[Differentiable, None]:
