@@ -105,9 +105,14 @@ def test_a_kernel_that_finishes_is_asked_to_where_nothing_comes_before_or_after(
 
     with discovery.registered(EVERYTHING, kernel):
         got = both("odd")
-    for x, y in zip(got, both("xla"), strict=True):
+    want = both("xla")
+    # In two parts an output is not quite what it is in float32, and then gradients are not quite the same.
+    in_two = 2 if ring == 1 and sinks is None else len(got)
+    for x, y in zip(got[:in_two], want[:in_two], strict=True):
+        assert x.dtype == y.dtype and (x == y).all()
+    for x, y in zip(got[in_two:], want[in_two:], strict=True):
         assert x.dtype == y.dtype
-        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=2**-7)
+        np.testing.assert_allclose(*(z.astype(jnp.float32) for z in (x, y)), rtol=2**-8 if x.dtype == q.dtype else 1e-4)
     asked = {1: ["out"] * (sinks is None) + ["gradients"], 4: []}[ring]
     assert sorted(set(kernel.final)) == sorted(asked)
 

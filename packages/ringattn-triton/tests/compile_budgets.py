@@ -23,7 +23,8 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (24, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (40, _ON_HOPPER)},
     ("bfloat16", 64, "ringattn_hopper_forward"): {90: (296, _AT_THE_END)},
-    ("bfloat16", 128, "ringattn_hopper_forward"): {90: (96, _AT_THE_END)},
+    ("bfloat16", 128, "ringattn_hopper_forward"): {90: (16, _CONTINUED)},
+    ("bfloat16", 128, "ringattn_hopper_forward with a soft cap"): {90: (96, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a bias"): {90: (56, _CONTINUED)},
     ("bfloat16", 128, "ringattn_backward_keys"): {
         90: (80, _ON_HOPPER),

@@ -20,6 +20,7 @@ def make_block(
     offset: int = 0, **fields: Any,
 ) -> Block:  # fmt: skip
     """A block of random numbers; fields of `Rule` go to its rule, of `Block` to itself, the keys start at `offset`."""
+    assert heads % kv_heads == 0
     draw = np.random.default_rng(draw_seed)
     value_dim = value_dim or dim
     q, k, v = (

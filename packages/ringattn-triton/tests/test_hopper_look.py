@@ -68,7 +68,8 @@ def set_at(x: jax.Array, place: int, value: float) -> jax.Array:
 
 def counted(k: jax.Array, v: jax.Array) -> list[int]:
     """What the programs of a launch that looks count."""
-    block = make_block(k.shape[0], 200, k.shape[1], kv_heads=k.shape[2], dim=k.shape[3], dtype=k.dtype)
+    batch, length, heads, dim = k.shape
+    block = make_block(batch, 200, length, heads, heads, dim, dtype=k.dtype)
     block = alone(block, k, v)
     given, partial = operands.of(block), empty(block)
     _, counts = hopper._launched(given, block, partial, hopper._table(given, block), COUNTS, looks=True)
@@ -224,8 +225,10 @@ def test_what_is_found_goes_through_transformations(transform: str) -> None:
             program = jax.jit(jax.grad(loss, (0, 1, 2)))
             names.append({call.name for call, _ in launches(program.trace(q, k, v).jaxpr.jaxpr)})
             results.append(program(q, k, v))
-    # Of many examples keys and values are packed, and there is nothing to look at.
-    assert names[0].issuperset(BESIDE) and names[1].issuperset(BESIDE[:2] if transform == "vmap" else BESIDE)
+    # Of many examples keys and values are packed, and there is nothing to look at; XLA sums over their rows.
+    many = transform == "vmap"
+    assert names[0].issuperset(BESIDE) and names[1].issuperset(BESIDE[:2] if many else BESIDE)
     for got, want in zip(*results, strict=True):
-        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+        x, y = got.astype(jnp.float32), want.astype(jnp.float32)
+        np.testing.assert_allclose(x, y, rtol=2**-7 if many else 0, atol=2**-12 if many else 0)
     assert np.isnan(results[0][0][1]).any() and not np.isnan(results[0][0][0]).any()

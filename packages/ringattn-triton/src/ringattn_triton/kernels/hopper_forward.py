@@ -42,7 +42,8 @@ def forward(
     Where it `LOOKS` it reads K and V as they came, and counts what in them is no number. Where it runs `AGAIN` and
     there is a count of that, it writes all results once more, of K and V as they are packed by then; else it ends.
     `MASKED` says that there are tiles to mask at all, `BOUNDED` that no score needs a maximum taken from it before its
-    exponential is; `REGISTERS` is how many a thread of a consumer may have.
+    exponential is, `SPLIT` that `REST` is to be what rounding takes from `OUT`; `REGISTERS` is how many a thread of a
+    consumer may have.
     """
     if AGAIN and gl.load(COUNTS + FOUND_AT) == 0:
         return
