@@ -83,7 +83,7 @@ class Finishing(XlaKernel):
         found = super().backward(block, dout, lse, delta, jnp.zeros(block.q.shape, jnp.float32))
         dtypes = {"dq": block.q, "dk": block.k, "dv": block.v, "dbias": block.bias}
         return dataclasses.replace(
-            found, **{name: getattr(found, name).astype(x.dtype) for name, x in dtypes.items() if x is not None}
+            found, **{name: y.astype(x.dtype) for name, x in dtypes.items() if (y := getattr(found, name)) is not None}
         )
 
 
@@ -190,3 +190,48 @@ def test_a_kernel_that_forgets_what_it_found_is_refused():
 
 def test_a_gradient_that_nobody_asked_for_is_dropped():
     assert (differentiate(Odd(dslopes=jnp.ones((1, 2)))) == 0).all()
+
+
+class Remembering(XlaKernel):
+    """Remembers whether the gradient of the bias was asked for, and gives none where it was not."""
+
+    def __init__(self) -> None:
+        self.fixed: list[bool] = []
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+        self.fixed.append(block.bias_fixed)
+        found = super().backward(block, dout, lse, delta, dq)
+        assert block.bias is None or (found.dbias is None) == block.bias_fixed
+        return found
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize("options", [{}, {"ring": 4}, {"ring": 2, "two_way": True}], ids=str)
+def test_the_gradient_of_a_bias_is_computed_for_those_who_differentiate_by_it(options: dict[str, Any], transform: Any):
+    kernel, options = Remembering(), dict(options)
+    mesh = jax.make_mesh((options.pop("ring", 1),), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    draw = np.random.default_rng(0)
+    q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((2, 8, 2, 4), (1, 2, 8, 8)))
+
+    def loss(q: jax.Array, bias: jax.Array, backend: str) -> jax.Array:
+        given = dict(causal=True, mesh=mesh, axis_name="sp", backend=backend, **options)
+        return (ring_attention(q, 2 * q, 3 * q, None, bias, **given) ** 2).sum()
+
+    for by in ((0,), (1,), (0, 1)):
+        kernel.fixed.clear()
+        with discovery.registered(EVERYTHING, kernel):
+            got = jax.grad(transform(lambda *arrays: loss(*arrays, "odd")), by)(q, bias)
+        assert set(kernel.fixed) == {1 not in by}
+        for x, y in zip(got, jax.grad(lambda *arrays: loss(*arrays, "xla"), by)(q, bias), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_of_a_bias_is_computed_for_many_examples_if_one_asks():
+    kernel, q, bias = Remembering(), jnp.linspace(-1, 1, 96).reshape(3, 1, 8, 2, 2), jnp.ones((1, 2, 8, 8))
+    with discovery.registered(EVERYTHING, kernel):
+        for by in (0, 1):
+            grad = jax.grad(lambda q, bias: ring_attention(q, q, q, None, bias, backend="odd").sum(), by)
+            jax.vmap(grad, (0, None))(q, bias)
+    assert sorted(set(kernel.fixed)) == [False, True] and kernel.fixed == sorted(kernel.fixed, reverse=True)

@@ -191,3 +191,14 @@ def unknown_instruction(X, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     y = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [tl.load(X + i)], dtype=tl.uint32, is_pure=True, pack=1)
     tl.store(OUT + i, y)
+
+
+@triton.jit
+def words(X, OUT, SIZE: tl.constexpr, FROM: tl.constexpr):
+    """Writes pairs of numbers of 16 bits as words of 32."""
+    i = tl.arange(0, SIZE)
+    word = tl.load(X + i)
+    tl.inline_asm_elementwise(
+        "st.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [OUT + (FROM + 2 * i), word],
+        dtype=tl.uint32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import KEY_INDICES, OPTIONS, bias, ids, make_block, mask_in_tiles, near, with_option
+from given_blocks import KEY_INDICES, OPTIONS, bias, make_block, mask_in_tiles, near, with_option
 from ringattn_core import finite
 from ringattn_core.config import BwdParams
 from ringattn_core.dropout import kept
@@ -137,24 +137,6 @@ def test_the_gradients_are_those_of_float64() -> None:
 )
 def test_half_precision_stays_within_its_tolerance(option: str, dtype: Any) -> None:
     check(with_option(option, 48, 40, dim=32, dtype=dtype, tiles=(16, 32)), option)
-
-
-@pytest.mark.parametrize("shape", [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)], ids=str)
-def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_lacks(shape: tuple[int, int, int]) -> None:
-    block = make_block(2, 40, 37, heads=4, tiles=(16, 16), causal=True, bias=bias(*shape, 37))
-    assert np.any(check(block, str(shape))["dbias"])
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 40)], ids=str)
-def test_that_sum_leaves_out_what_each_batch_row_does_not_see(shape: tuple[int, int, int]) -> None:
-    segments = {"q_segments": ids(2, 40), "kv_segments": ids(2, 37)}
-    check(make_block(2, 40, 37, heads=4, tiles=(16, 16), bias=bias(*shape, 37), **segments), str(shape))
-
-
-def test_the_gradient_of_a_bias_of_half_precision_is_float32() -> None:
-    block = with_option("bias", 24, 24)
-    assert block.bias is not None
-    check(dataclasses.replace(block, bias=block.bias.astype(jnp.bfloat16)), "bfloat16 bias")
 
 
 @pytest.mark.parametrize(
@@ -362,5 +344,4 @@ def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
     facts, target = operands.of(block).facts, Target("cuda", 90)
     assert schedules.backward_keys(facts, 4, params, target) == Schedule(16, 16, 4, 3, held=False)
     assert schedules.backward_queries(facts, 4, params, target) == Schedule(64, 32, 2, 1, held=False)
-    assert schedules.backward_bias(facts, 4, params, target) == Schedule(16, 16, 4, 3, held=False)
     check(block, "two schedules")

@@ -87,6 +87,20 @@ def test_inline_assembly_computes_what_ptx_says():
         interpret(small_kernels.unknown_instruction, [x], [(x.shape, np.uint32)], SIZE=x.size)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int16])
+def test_inline_assembly_writes_words_over_two_numbers(dtype):
+    want = (np.random.default_rng(0).normal(size=128) * 99).astype(dtype)
+    (got,) = interpret(small_kernels.words, [want.view(np.uint32)], [(want.shape, dtype)], SIZE=64, FROM=0)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_inline_assembly_writes_words_where_words_begin_and_to_numbers_of_16_bits_alone():
+    x = some(np.uint32)
+    for dtype, start in ((np.float16, 1), (np.float32, 0)):
+        with pytest.raises(ValueError, match="cover no two numbers"):
+            interpret(small_kernels.words, [x], [((2 * x.size + 2,), dtype)], SIZE=x.size, FROM=start)
+
+
 def test_a_maximum_ignores_nan_as_the_processor_does():
     x, y = np.array([np.nan, 1.0, np.nan, -np.inf], np.float32), np.array([1.0, np.nan, np.nan, 0.0], np.float32)
     (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, np.float32)], OP="maximum", SIZE=4)

@@ -50,7 +50,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
             return _one_by_one(call, size, batched, block, *arrays)
         folded = _fold_block(size, block_batched, block, expand=("bias", "slopes"))
         final = arrays[-1] is None
-        if final and folded.bias is not None and _shared(block, block_batched, "bias"):
+        if final and folded.bias is not None and not block.bias_fixed and _shared(block, block_batched, "bias"):
             # Its gradient has its dtype, and is summed here: that of float32 is not rounded before.
             folded = dataclasses.replace(folded, bias=folded.bias.astype(jnp.float32))
         result = call(folded, *(_fold(size, b, x) for b, x in zip(arrays_batched, arrays, strict=True)))
@@ -92,7 +92,7 @@ def _reduce_like(result: Gradients, block: Block, batched: Any, final: bool) -> 
     """Each example's gradient of an input that its batch shares is summed over that batch; in its dtype if `final`."""
     changes = {}
     for name in ("bias", "slopes"):
-        if _shared(block, batched, name):
+        if _shared(block, batched, name) and getattr(result, f"d{name}") is not None:
             gradient = getattr(result, f"d{name}").sum(1, keepdims=True)
             changes[f"d{name}"] = gradient.astype(getattr(block, name).dtype) if final else gradient
     return dataclasses.replace(result, **changes)

@@ -24,7 +24,7 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     """`kernel.backward`, refused where a gradient is missing or of another shape or dtype."""
     result = kernel.backward(block, *arrays)
     wanted = {"dq": _like(block.q), "dk": _like(block.k), "dv": _like(block.v)}
-    wanted |= {} if block.bias is None else {"dbias": _like(block.bias)}
+    wanted |= {} if block.bias is None or block.bias_fixed else {"dbias": _like(block.bias)}
     wanted |= {} if block.slopes is None else {"dslopes": _like(block.slopes)}
     if arrays[-1] is not None:
         wanted = {name: (shape, jnp.dtype(jnp.float32)) for name, (shape, _) in wanted.items()}

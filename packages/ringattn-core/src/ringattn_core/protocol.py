@@ -38,7 +38,7 @@ class Block:
     *after* the products then keeps NaN out of the rows that may not see it.
 
     On a ring of one rank a kernel that has `counts` has K and V in `own` too. It need not read `kv` then, and what
-    nobody reads is not made.
+    nobody reads is not made. Nobody asks for the gradient of a bias that is `bias_fixed`: it may be `None`.
     """
 
     q: Float[Array, "B T N H"]
@@ -58,6 +58,7 @@ class Block:
     rule: Rule = dataclasses.field(metadata={"static": True})
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
     own: Own | None = None
+    bias_fixed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def k(self) -> Float[Array, "B S K H"]:

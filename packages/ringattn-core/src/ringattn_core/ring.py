@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from . import axes, batching, finite, parcels, rounding, tie
-from .blocks import Differentiable, Fixed, Ring, block, gathered, source
+from .blocks import Asked, Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, lse_with_sinks, with_sinks
 from .protocol import Own, Partial
@@ -84,9 +84,17 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True
     return (whole.out.astype(dtype_of_out), whole.lse), (inputs, fixed, *kept_out, partial.lse, own)
 
 
-def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tuple[Differentiable, None]:
-    inputs, fixed, out, rest, keys_lse, own = residuals
-    dout, dlse = cotangents
+def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[Any, ...]]:
+    """`_forward` of inputs that come with what is differentiated by them, and what the backward pass is asked for."""
+    inputs, fixed = jax.tree.map(lambda x: x.value, given)
+    asked = Asked(bias=inputs.bias is not None and given[0].bias.perturbed)
+    result, kept = _forward(ring, inputs, fixed)
+    return result, (asked, *kept)
+
+
+def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[Differentiable, None]:
+    asked, inputs, fixed, out, rest, keys_lse, own = residuals
+    dout, dlse = (_whole(ring, x, inputs) for x in cotangents)
     sinks = _sinks(inputs)
     lse = keys_lse if sinks is None else lse_with_sinks(keys_lse, sinks)[0]
     seen = ~jnp.isneginf(keys_lse)
@@ -96,15 +104,27 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: Result) -> tup
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
         dsinks = -jnp.einsum("bnt,bnts->ns", rows.whole, share, precision="highest")
     numbers, given = dataclasses.replace(inputs, q=rows.q), (rows.dout, rows.lse, rows.delta)
-    sums = _alone(ring, numbers, fixed, own, *given) if _finishes(ring) else _gradients(ring, numbers, fixed, *given)
+    if _finishes(ring):
+        sums = _alone(ring, numbers, fixed, asked, own, *given)
+    else:
+        sums = _gradients(ring, numbers, fixed, asked, *given)
     found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
     dk, dv = parcels.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
+    inputs = dataclasses.replace(inputs, bias=inputs.bias if asked.bias else None)
     dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
     gradients = Differentiable(joined(found["q"], 2), dk, dv, dsinks, dbias, dslopes)
     return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs), None
 
 
-attend.defvjp(_forward, _backward)
+attend.defvjp(_differentiated, _backward, symbolic_zeros=True)
+
+
+def _whole(ring: Ring, cotangent: Any, inputs: Differentiable) -> jax.Array:
+    """A cotangent as an array: where nothing depends on a result JAX gives only the shape of one."""
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    like: Any = cotangent
+    return _aligned(ring, jnp.zeros(like.shape, like.dtype), inputs)
 
 
 def _finishes(ring: Ring) -> bool:
@@ -124,6 +144,7 @@ def _alone(
     ring: Ring,
     inputs: Differentiable,
     fixed: Fixed,
+    asked: Asked,
     own: Own | None,
     dout: jax.Array,
     lse: jax.Array,
@@ -132,14 +153,20 @@ def _alone(
     """The gradients on a ring of one rank, as its kernel `finishes` them."""
     k, v = (_after(ring, x, [dout]) for x in (inputs.k, inputs.v))
     kv = _packed(ring, k, v, poison=False)
-    visited = dataclasses.replace(block(ring, inputs, kv, fixed, 0), own=own)
+    visited = dataclasses.replace(block(ring, inputs, kv, fixed, 0, asked), own=own)
     found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)
     slopes = None if found.dslopes is None else found.dslopes[0]
     return ({"q": found.dq, "kv": parcels.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
 
 
 def _gradients(
-    ring: Ring, inputs: Differentiable, fixed: Fixed, dout: jax.Array, lse: jax.Array, delta: jax.Array
+    ring: Ring,
+    inputs: Differentiable,
+    fixed: Fixed,
+    asked: Asked,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
 ) -> Sums:
     """The sums over all hops, of each way. Each parcel brings the next keys, and the gradients of those before them.
 
@@ -151,13 +178,14 @@ def _gradients(
     given = _rows(dout, lse, delta, len(ways))
 
     def zeros(way: Way) -> Sum:
-        shapes = {"q": way.inputs.q, "bias": way.inputs.bias, "slopes": way.inputs.slopes}
+        bias = way.inputs.bias if asked.bias else None
+        shapes = {"q": way.inputs.q, "bias": bias, "slopes": way.inputs.slopes}
         fresh = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items()}
         return _aligned(ring, fresh, inputs)
 
     def compute(way: Way, rows: Rows, kv: parcels.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
         offset = way.come(offset)
-        visited = block(ring, way.inputs, kv, _at(way.fixed, sums["q"]), offset)
+        visited = block(ring, way.inputs, kv, _at(way.fixed, sums["q"]), offset, asked)
         found = kernel(visited, *rows, sums["q"])
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 

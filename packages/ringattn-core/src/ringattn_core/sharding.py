@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from . import axes
 from .call import Call
 from .devices import platform_of
-from .discovery import get
+from .discovery import Registration
 from .dispatch import answer
 from .errors import InputError, MeshError
 from .layout import pieces
@@ -72,7 +72,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     arrays = {name: _placed(getattr(call, name), mesh, spec) for name, spec in specs.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
     options = settled_over(mesh, registration, options, specs, arrays)
-    result = _run(registration.name, options, mesh, roles, tuple(specs.items()), arrays)
+    result = _run(registration, options, mesh, roles, tuple(specs.items()), arrays)
     if call.query.shape[1] == length:
         return result
     return (result[0][:, :length], result[1][..., :length]) if call.return_lse else result[:, :length]
@@ -91,12 +91,14 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _run(name: str, options: Call, mesh: Mesh, roles: Roles, specs: Any, arrays: dict[str, jax.Array]) -> Any:
+def _run(
+    registration: Registration, options: Call, mesh: Mesh, roles: Roles, specs: Any, arrays: dict[str, jax.Array]
+) -> Any:
     """Compiled once for equal calls, also where the caller does not use `jax.jit`."""
     out = P(_entry(roles.batch), _entry(roles.sequence), _entry(roles.heads), None)
     lse = P(out[0], out[2], out[1])
     shard = jax.shard_map(
-        lambda local: answer(get(name), dataclasses.replace(options, **local)),
+        lambda local: answer(registration, dataclasses.replace(options, **local)),
         mesh=mesh,
         in_specs=(dict(specs),),
         out_specs=(out, lse) if options.return_lse else out,

@@ -41,7 +41,7 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
     dbias = None
-    if block.bias is not None:
+    if block.bias is not None and not block.bias_fixed:
         rows = q_length if given.facts.bias_rows else 1
         dbias = whole.bias()["dbias"][:, :, :rows, :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Float32
 from ringattn_core.protocol import Block, Gradients
 from ringattn_core.varying import align, axes_of
 
-from . import operands, schedules, tables
-from .kernels.backward_bias import backward_bias
+from . import bias_gradient, operands, schedules, tables
 from .kernels.backward_keys import backward_keys
 from .kernels.backward_queries import backward_queries
 from .launch import launch
@@ -21,26 +20,6 @@ from .schedules import Schedule, Target
 
 _PACKED: Final = 64
 """Up to which head size keys and values are read packed: the largest tiles then leave no registers for two places."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BiasSums:
-    """How the gradient of the bias is cut into programs, and over what each of them sums.
-
-    There are `rows` by `columns` tiles of scores in each of `grouped` batch rows or in all alike. A program sums over
-    `batch_sums` batch rows, `head_sums` heads and `row_sums` tiles of queries; `own_rows` tiles of queries and `heads`
-    heads have programs of their own. `summed_rows` says that the bias has one row for all queries.
-    """
-
-    rows: int
-    columns: int
-    grouped: bool
-    heads: int
-    own_rows: int
-    batch_sums: int
-    head_sums: int
-    row_sums: int
-    summed_rows: bool
 
 
 @functools.partial(jax.jit, static_argnums=5)
@@ -65,10 +44,8 @@ def backward(
     # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
     finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)
     rows = [dout.astype(block.q.dtype), finite, delta]
-    dk, dv = _of_keys(block, given, rows, dq is None, target)
-    before = dq
-    dq, dslopes = _of_queries(block, given, rows, before, target)
-    dbias = None if block.bias is None else _of_bias(block, given, rows, before is None, target)
+    dk, dv = _of_keys(block, given.turned(), rows, dq is None, target)
+    dq, dslopes, dbias = _of_queries(block, given, rows, dq, target)
     if block.slopes is not None and dslopes is not None:
         by_batch = dslopes.sum(2)
         dslopes = by_batch.sum(0, keepdims=True) if block.slopes.shape[0] == 1 else by_batch
@@ -94,57 +71,51 @@ def _of_keys(
 
 def _of_queries(
     block: Block, given: Operands, rows: list[jax.Array], before: jax.Array | None, target: Target
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient of the queries, and of each query's part in the slope of its head."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradient of the queries, of each query's part in the slope of its head, and of the bias."""
     schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
-    table = tables.table(given, block, schedule.q_tile, schedule.kv_tile)
-    arrays = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows, before]
-    by_row = rows[1].shape if block.slopes is not None else (1,)
-    dtype = block.q.dtype if before is None else jnp.float32
-    dq, dslopes = launch(
-        backward_queries,
-        arrays,
-        [jax.ShapeDtypeStruct(block.q.shape, dtype), jax.ShapeDtypeStruct(by_row, jnp.float32)],
-        grid=(table.visits.rows * block.q.shape[0] * block.q.shape[2],),
-        aliases={} if before is None else {len(arrays) - 1: 0},
-        name="ringattn_backward_queries",
-        V=table.visits,
-        FRESH=before is None,
-        HELD=schedule.held,
-        **_constants(given.facts, schedule),
-    )
-    return dq, dslopes if block.slopes is not None else None
+    tiles = schedule.q_tile, schedule.kv_tile
+    table = tables.table(given, block, *tiles)
+    bias = None if block.bias_fixed else block.bias
+    strips = bias_gradient.strips(block, table.visits.rows, table.visits.columns, bias is not None)
+    ds = (1,) if bias is None else (*block.q.shape[::2], strips.rows, strips.columns, *tiles)
+    by_row = (1,) if block.slopes is None else rows[1].shape
+    outputs = [
+        jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if before is None else jnp.float32),
+        jax.ShapeDtypeStruct(by_row, jnp.float32),
+        jax.ShapeDtypeStruct(ds, block.q.dtype),
+    ]
 
+    def of_strip(first: jax.Array | None, before_it: jax.Array | None) -> tuple[jax.Array, ...]:
+        arrays = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows, first, before_it]
+        return launch(
+            backward_queries,
+            arrays,
+            outputs,
+            grid=(strips.rows * block.q.shape[0] * block.q.shape[2],),
+            aliases={} if before_it is None else {len(arrays) - 1: 0},
+            name="ringattn_backward_queries",
+            V=table.visits,
+            S=strips,
+            FRESH=before is None,
+            HELD=schedule.held,
+            KEPT=first is not None,
+            **_constants(given.facts, schedule),
+        )
 
-def _of_bias(block: Block, given: Operands, rows: list[jax.Array], final: bool, target: Target) -> jax.Array:
-    assert block.bias is not None
-    schedule = schedules.backward_bias(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
-    q_tile, kv_tile = schedule.q_tile, schedule.kv_tile
-    counts = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
-    seen = tables.seen(given, block, q_tile, kv_tile).some.astype(jnp.int8)
-    batch, heads, length, _ = block.bias.shape
-    summed_rows = length == 1
-    sums = BiasSums(
-        rows=counts[0],
-        columns=counts[1],
-        grouped=seen.shape[0] > 1,
-        heads=heads,
-        own_rows=1 if summed_rows else counts[0],
-        batch_sums=block.q.shape[0] // batch,
-        head_sums=block.q.shape[2] // heads,
-        row_sums=counts[0] if summed_rows else 1,
-        summed_rows=summed_rows,
-    )
-    (dbias,) = launch(
-        backward_bias,
-        [*given.tiled(kv_tile), seen, *rows],
-        [jax.ShapeDtypeStruct(block.bias.shape, block.bias.dtype if final else jnp.float32)],
-        grid=(batch * heads * sums.own_rows * sums.columns,),
-        name="ringattn_backward_bias",
-        D=sums,
-        **_constants(given.facts, schedule),
-    )
-    return dbias
+    if bias is None:
+        dq, dslopes, _ = of_strip(None, before)
+        return dq, None if block.slopes is None else dslopes, None
+    some = tables.seen(given, block, *tiles).some
+    dq, dbias, dslopes = before, None, []
+    for start in range(0, table.visits.rows, strips.rows):
+        first = bias_gradient.first(start, dbias)
+        dq, by_row, kept = of_strip(first, dq)
+        dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
+        dbias = bias_gradient.summed(block, kept, some, first, dbias, strips, tiles, before is None)
+    assert dq is not None and dbias is not None
+    dbias = dbias.astype(bias.dtype) if before is None else dbias
+    return dq, None if block.slopes is None else jnp.concatenate(dslopes, -1), dbias
 
 
 def _constants(facts: Facts, schedule: Schedule) -> dict:

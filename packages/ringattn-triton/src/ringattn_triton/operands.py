@@ -20,6 +20,8 @@ from . import packing, words
 LOG2_E: Final = math.log2(math.e)
 _NO_LIMIT: Final = 2**31 - 1
 _INT32: Final = 2**31
+WORTH_TURNING: Final = 4
+"""How many heads, of all batch rows, share a bias that is turned for them."""
 
 INPUTS: Final = (
     "q", "kv", "q_positions", "kv_positions", "q_index", "kv_index", "kv_groups", "q_segments", "kv_segments", "bias",
@@ -84,6 +86,7 @@ class Facts:
     bias_batch: int
     bias_head: int
     bias_query: int
+    bias_key: int
     slopes: bool
     slopes_batch: int
     masks: bool
@@ -127,6 +130,20 @@ class Operands(NamedTuple):
     def replaced(self, **arrays: jax.Array | None) -> "Operands":
         """With these arrays in the places of those of their names."""
         return self._replace(arrays=tuple(arrays.get(name, x) for name, x in zip(INPUTS, self.arrays, strict=True)))
+
+    def turned(self) -> "Operands":
+        """The same with a bias whose queries lie side by side, for a kernel whose scores have keys as rows.
+
+        Not where hardly any heads and batch rows share it, or all queries do: to turn it costs as much as it saves.
+        """
+        q, bias, facts = self.arrays[0], self.named("bias"), self.facts
+        assert q is not None
+        if bias is None or not facts.bias_query:
+            return self
+        if q.shape[0] * facts.heads < WORTH_TURNING * bias.shape[0] * bias.shape[1]:
+            return self
+        changed = dataclasses.replace(facts, bias_query=1, bias_key=facts.q_length)
+        return self.replaced(bias=jnp.swapaxes(bias, 2, 3))._replace(facts=changed)
 
     def tiled(self, kv_tile: int) -> list[jax.Array | None]:
         """The arrays for a kernel with tiles of so many keys."""
@@ -226,6 +243,7 @@ def of(block: Block, fast: bool = False) -> Operands:
         bias_batch=_stride(bias, 0),
         bias_head=_stride(bias, 1),
         bias_query=_stride(bias, 2),
+        bias_key=1,
         slopes=slopes is not None,
         slopes_batch=_stride(slopes, 0),
         masks=mask_words is not None,

@@ -118,7 +118,7 @@ def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Targ
     if _wide_products(target):
         if dim > 128:
             return Schedule(32, 64, 8, 2)
-        if facts.bias:
+        if facts.bias and (facts.dropout or facts.bias_key == 1):
             return Schedule(32, 128, 8, 2) if facts.dropout else Schedule(32, 64, 4, 3)
         return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
@@ -155,15 +155,6 @@ def _backward_queries_by_family(facts: Facts, itemsize: int, dim: int, target: T
             return Schedule(128, 64, 4, 3) if light and not short else Schedule(64, 64, 4, 3)
         return Schedule(64, 64, 4, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
-
-
-def backward_bias(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of the bias, which holds a sum of scores beside what that of dq holds."""
-    dim = _largest_dim(facts)
-    default = _backward_queries_by_family(facts, itemsize, dim, target)
-    if itemsize < 4 and _wide_products(target) and dim <= 128:
-        default = Schedule(128, 64, 8, 2)
-    return _backward(default, facts, itemsize, params, target)
 
 
 def _backward(default: Schedule, facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:

@@ -70,7 +70,7 @@ def table(
     groups, rows, _ = bounds.shape
     heads = block.kv.shape[-2] if by_keys else block.q.shape[2]
     columns = found.some.shape[1 if by_keys else 2]
-    return Table(bounds, listing, Visits(listed, run, rows, columns, groups > 1, _together(rows, heads, programs)))
+    return Table(bounds, listing, Visits(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
 
 
 def of_bitmap(
@@ -111,7 +111,7 @@ def of_bitmap(
     return bounds, listing if listed else None
 
 
-def _together(rows: int, heads: int, programs: int) -> int:
+def together(rows: int, heads: int, programs: int) -> int:
     """How many heads share the device: enough for these programs, a power of two that divides all."""
     enough = 1
     while enough * rows < programs and heads % (2 * enough) == 0:

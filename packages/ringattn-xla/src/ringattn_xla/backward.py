@@ -37,7 +37,7 @@ def backward(
     lse = row_values(padded(jnp.where(jnp.isneginf(lse), 0.0, lse), block.q_length, 2, jnp.inf), block)
     total = {"dq": jnp.swapaxes(rows(padded(dq, block.q_length, 1), block), 2, 3)}
     total |= {"dk": tie.zeros(block.k.shape, dq), "dv": tie.zeros(block.v.shape, dq)}
-    total |= {} if block.bias is None else {"dbias": tie.zeros(block.bias.shape, dq)}
+    total |= {} if block.bias is None or block.bias_fixed else {"dbias": tie.zeros(block.bias.shape, dq)}
     total |= {} if block.slopes is None else {"dslopes": tie.zeros(block.slopes.shape, dq)}
     total = align(total, axes)
 
@@ -72,7 +72,7 @@ def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any) -> dict[str, Any]:
         dropped, dp = p * keep, dp * keep
     ds = jnp.where(seen, p * (dp - delta[:, :, None]), 0.0)
     added = {}
-    if tile.bias is not None:
+    if tile.bias is not None and not tile.bias_fixed:
         added["dbias"] = _summed(from_scores(ds, tile, by_keys=True), tile.bias)
     if tile.slopes is not None:
         by_distance = (from_scores(ds, tile, by_keys=True) * distance(tile)).sum((2, 3))

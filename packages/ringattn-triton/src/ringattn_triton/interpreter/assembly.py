@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -11,9 +11,17 @@ _LOW: Final = np.uint64(2**32 - 1)
 _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "tanh.approx.f32": lambda x: (np.tanh(x),),
     "mul.wide.u32": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64),),
+    "mov.b32": lambda x: (x,),
+    "st.global.b32": lambda pointer, word: pointer.write(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
-"""The results of each, in the order in which PTX writes them."""
+"""The results of each, in the order in which PTX writes them. What points into memory is a `Place`."""
+
+
+class Place(Protocol):
+    """Where words of 32 bits can be written; `()` is what comes of it."""
+
+    def write(self, words: Any) -> tuple[()]: ...
 
 
 def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:

@@ -235,12 +235,29 @@ static_print = print
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Of 32 bits each way, an element at a time."""
+    """Of 32 bits each way, or through pointers, an element at a time."""
     several = isinstance(dtype, tuple)
     dtypes = dtype if several else (dtype,)
-    found = assembly.computed(asm, [tensor(x).data for x in args], len(dtypes))
+    inputs = [_Words(x) if isinstance(x, Pointer) else tensor(x).data for x in args]
+    found = assembly.computed(asm, inputs, len(dtypes))
     results = tuple(Tensor(x, kind) for x, kind in zip(found, dtypes, strict=True))
     return results if several else results[0]
+
+
+class _Words:
+    """Memory of numbers of 16 bits, two of which a word of 32 bits covers: the lower one first."""
+
+    def __init__(self, pointer: Pointer) -> None:
+        self.pointer = pointer
+
+    def write(self, words: Any) -> tuple[()]:
+        places, buffer = self.pointer.data, self.pointer.buffer
+        if buffer.dtype.primitive_bitwidth != 16 or (places % 2).any():
+            raise ValueError(f"words of 32 bits cover no two numbers of {buffer}")
+        for place in range(2):
+            half = Tensor((words >> (16 * place) & 0xFFFF).astype(np.uint16), tl.uint16)
+            buffer.store(places + place, half.to(buffer.dtype, bitcast=True).data, None)
+        return ()
 
 
 def _sizes(shape: Any, check: bool = True) -> tuple[int, ...]:

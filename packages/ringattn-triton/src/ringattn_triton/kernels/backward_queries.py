@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from .bias_sums import keep_tile
 from .derivatives import derivatives, row_facts, unbent
 from .dropout import weights
 from .packing import sources
@@ -16,16 +17,24 @@ from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 def backward_queries(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, DOUT, LSE, DELTA, DQ_BEFORE, DQ, DSLOPES,
-    F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr,
+    TABLE, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE, DQ, DSLOPES, DS,
+    F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; `DSLOPES` is `[B, N, T]`, or unused where there are none.
 
-    `FRESH` says that there is no gradient before, and nothing of it is read.
+    `FRESH` says that there is no gradient before, and nothing of it is read. If `KEPT` the tiles are those of a strip
+    alone, from the one on that `FIRST` holds, and `DS` is given the derivatives by their scores: `S` is
+    `bias_gradient.Strips`.
     """
-    turn, batch, head_number = owned(tl.program_id(0), V, F.heads)
-    own = V.rows - 1 - turn
+    first_own = 0
+    if KEPT:
+        first_own = tl.load(FIRST)
+    turn, batch, head_number = owned(tl.program_id(0), S, F.heads)
+    own = first_own + S.rows - 1 - turn
+    # The last strip may have fewer tiles than the others.
+    if KEPT and own >= V.rows:
+        return
     kv_head = head_number // F.group
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
@@ -58,6 +67,10 @@ def backward_queries(
     first_key = wide_batch * F.kv_batch + kv_head * F.kv_head
     k_pointers = all_k + first_key + (columns * F.kv_token + dims)
     v_pointers = all_v + first_key + (columns * F.kv_token + value_dims)
+    kept_at = 0
+    if KEPT:
+        row_of_tiles = ((batch * F.heads + head_number) * S.rows + own - first_own) * S.columns
+        kept_at = DS + row_of_tiles.to(tl.int64) * (Q_TILE * KV_TILE)
     dq = tl.zeros([Q_TILE, DIM], tl.float32)
     dslope = tl.zeros([Q_TILE], tl.float32)
     ahead = full_tile(visited, visited.full_from, V)
@@ -65,16 +78,16 @@ def backward_queries(
         tile = full_tile(visited, step, V) if V.run else ahead
         ahead = full_tile(visited, step + 1, V)
         dq, dslope = _added(
-            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
-            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
+            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, tile, queries, head, P,
+            batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, KEPT, False,
         )  # fmt: skip
     ahead = masked_tile(visited, 0, V)
     for step in tl.range(0, visited.masked):
         tile = masked_tile(visited, step, V) if not V.listed else ahead
         ahead = masked_tile(visited, step + 1, V)
         dq, dslope = _added(
-            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
-            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
+            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, tile, queries, head, P,
+            batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, KEPT, True,
         )  # fmt: skip
 
     dq = dq * F.scale
@@ -90,9 +103,9 @@ def backward_queries(
 
 @triton.jit
 def _added(
-    dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, tile, queries, head, P, batch,
+    dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, tile, queries, head, P, batch,
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
+    KEPT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What a tile of keys adds."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
@@ -113,5 +126,7 @@ def _added(
     _, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, KV_RAGGED)
     if F.slopes:
         dslope -= tl.sum(ds * distance(queries, keys), 1)
+    if KEPT:
+        keep_tile(kept_at + moved(tile, Q_TILE * KV_TILE, F.wide_scores), ds, in_columns(F, KV_TILE, False), F)
     dq = tl.dot(unbent(ds, bend, F).to(k.dtype), k, dq, input_precision=F.precision)
     return dq, dslope

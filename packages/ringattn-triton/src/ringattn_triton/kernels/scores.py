@@ -288,7 +288,11 @@ def bent(product, F: tl.constexpr):
 def biases(queries, keys, head, F: tl.constexpr):
     """What the bias adds to a tile of scores. Read before the products, it arrives while they run."""
     if F.bias:
-        return tl.load(head.bias + (_rows(queries, F) * F.bias_query + keys.column))
+        if F.bias_key == 1:
+            return tl.load(head.bias + (_rows(queries, F) * F.bias_query + keys.column))
+        else:
+            column = keys.column.to(tl.int64) if F.wide_scores else keys.column
+            return tl.load(head.bias + (queries.row * F.bias_query + column * F.bias_key))
     else:
         return 0
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on the gradient of the bias: right whatever shares the bias, kept strip by strip, and for those who ask."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compile_reports import launches
+from given_blocks import bias, forbidding, ids, make_block, near, with_option
+from ringattn_core.protocol import Block
+from ringattn_triton import bias_gradient, operands
+from ringattn_triton.block import KERNEL
+from test_backward import backward, check, given_to
+
+SHAPES = [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)]
+
+
+@pytest.fixture
+def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of one tile of queries each, however few programs that makes."""
+    monkeypatch.setattr(bias_gradient, "FILLING", 1)
+    monkeypatch.setattr(bias_gradient, "MOST", 99)
+
+
+def launched(block: Block, *given: Any) -> list[str]:
+    """The names of the kernels of the gradients."""
+    program = jax.make_jaxpr(KERNEL.backward)(block, *given)
+    return [call.name for call, _ in launches(program.jaxpr)]
+
+
+@pytest.mark.parametrize("shape", [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)], ids=str)
+def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_lacks(shape: tuple[int, int, int]) -> None:
+    block = make_block(2, 40, 37, heads=4, tiles=(16, 16), causal=True, bias=bias(*shape, 37))
+    assert np.any(check(block, str(shape))["dbias"])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 40)], ids=str)
+def test_that_sum_leaves_out_what_each_batch_row_does_not_see(shape: tuple[int, int, int]) -> None:
+    segments = {"q_segments": ids(2, 40), "kv_segments": ids(2, 37)}
+    check(make_block(2, 40, 37, heads=4, tiles=(16, 16), bias=bias(*shape, 37), **segments), str(shape))
+
+
+def test_the_gradient_of_a_bias_of_half_precision_is_float32() -> None:
+    block = with_option("bias", 24, 24)
+    assert block.bias is not None
+    check(dataclasses.replace(block, bias=block.bias.astype(jnp.bfloat16)), "bfloat16 bias")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("option", ["causal", "segments"])
+def test_it_is_right_in_strips_of_one_tile(option: str, shape: tuple[int, int, int], short_strips: None) -> None:
+    block = with_option(option, 40, 36, tiles=(16, 16), bias=bias(*shape, 36))
+    assert launched(block, *given_to(block)).count("ringattn_bias_sums") == 3
+    check(block, f"{option}, {shape}")
+
+
+@pytest.mark.parametrize("option", ["slopes", "dropout", "bias that forbids", "all at once", "masks of heads"])
+def test_all_options_are_right_in_strips(option: str, short_strips: None) -> None:
+    block = with_option(option, 70, 50)
+    if block.bias is None:
+        block = dataclasses.replace(block, bias=jnp.asarray(bias(1, 4, 70, 50)))
+    check(block, option)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_strips_change_no_bit_of_any_gradient(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(2, 70, 50, heads=4, dim=16, dtype=dtype, causal=True, bias=bias(1, 1, 70, 50))
+    given = given_to(block)
+    whole = backward(KERNEL, block, *given)
+    monkeypatch.setattr(bias_gradient, "FILLING", 16)
+    monkeypatch.setattr(bias_gradient, "MOST", 99)
+    jax.clear_caches()
+    strips = backward(KERNEL, block, *given)
+    assert launched(block, *given).count("ringattn_bias_sums") == 2
+    for name, x in whole.items():
+        np.testing.assert_array_equal(strips[name], x, name)
+
+
+def test_where_nothing_is_continued_it_is_right_in_strips_too(short_strips: None) -> None:
+    block = make_block(2, 70, 50, heads=4, dim=16, dtype=jnp.bfloat16, causal=True)
+    dout, lse, delta, dq = given_to(block)
+    for shape in ((1, 1, 70), (2, 4, 1)):
+        added = dataclasses.replace(block, bias=jnp.asarray(bias(*shape, 50), jnp.bfloat16))
+        final = KERNEL.backward(added, dout.astype(jnp.bfloat16), lse, delta, None)
+        assert {x.dtype.name for x in jax.tree.leaves(final)} == {"bfloat16"}
+        want = KERNEL.backward(added, dout.astype(jnp.bfloat16), lse, delta, jnp.zeros_like(dq))
+        for name, x in backward_names(want).items():
+            near(f"{shape}: {name}", getattr(final, name), x, 2**-8 * float(jnp.abs(x).max()))
+
+
+def backward_names(found: Any) -> dict[str, jax.Array]:
+    return {field.name: x for field in dataclasses.fields(found) if (x := getattr(found, field.name)) is not None}
+
+
+def test_nothing_is_kept_for_a_bias_that_nobody_differentiates_by() -> None:
+    block = with_option("bias", 40, 36)
+    given = given_to(block)
+    fixed = dataclasses.replace(block, bias_fixed=True)
+    assert "ringattn_bias_sums" in launched(block, *given) and "ringattn_bias_sums" not in launched(fixed, *given)
+    outputs = [
+        [output.shape for output in call.outputs]
+        for call, _ in launches(jax.make_jaxpr(KERNEL.backward)(fixed, *given).jaxpr)
+        if call.name == "ringattn_backward_queries"
+    ]
+    assert outputs == [[block.q.shape, (1,), (1,)]]
+    with_it, without = backward(KERNEL, block, *given), backward(KERNEL, fixed, *given)
+    assert with_it.keys() - without.keys() == {"dbias"}
+    for name, x in without.items():
+        np.testing.assert_array_equal(with_it[name], x, name)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 70), (2, 1, 70), (1, 4, 70)], ids=str)
+def test_a_bias_may_be_turned_for_the_keys(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(2, 70, 50, heads=4, causal=True, bias=forbidding(*shape, 50))
+    turned = []
+    for worth in (1, 99):
+        monkeypatch.setattr(operands, "WORTH_TURNING", worth)
+        turned.append(operands.of(block).turned().facts.bias_key)
+        jax.clear_caches()
+        check(block, f"{shape}, {worth}")
+    assert turned == [70, 1]
