@@ -3,7 +3,8 @@
 
 import dataclasses
 import functools
-from typing import Final
+import math
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from .schedules import Schedule, Target
 
 _PACKED: Final = 64
 """Up to which head size keys and values are read packed: the largest tiles then leave no registers for two places."""
+MOST_BITS: Final = 2**30
+"""Bytes of what survives dropout: beyond it is drawn twice, and memory stays linear in the lengths."""
 
 
 @functools.partial(jax.jit, static_argnums=5)
@@ -44,8 +47,9 @@ def backward(
     # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
     finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)
     rows = [dout.astype(block.q.dtype), finite, delta]
-    dk, dv = _of_keys(block, given.turned(), rows, dq is None, target)
-    dq, dslopes, dbias = _of_queries(block, given, rows, dq, target)
+    final = dq is None
+    dq, dslopes, dbias, kept = _of_queries(block, given, rows, dq, target)
+    dk, dv = _of_keys(block, given.turned(), rows, kept, final, target)
     if block.slopes is not None and dslopes is not None:
         by_batch = dslopes.sum(2)
         dslopes = by_batch.sum(0, keepdims=True) if block.slopes.shape[0] == 1 else by_batch
@@ -53,37 +57,57 @@ def backward(
 
 
 def _of_keys(
-    block: Block, given: Operands, rows: list[jax.Array], final: bool, target: Target
+    block: Block, given: Operands, rows: list[jax.Array], kept: jax.Array | None, final: bool, target: Target
 ) -> tuple[jax.Array, jax.Array]:
-    schedule = schedules.backward_keys(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    """The gradients of keys and values. `kept` are the bits of what survives dropout, where nobody need draw it."""
+    facts = given.facts
+    schedule = schedules.backward_keys(facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    if schedule.kv_tile % 32:
+        kept = None
+    if kept is not None:
+        facts = dataclasses.replace(_with_bits(facts, kept), drawn=False)
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
-        [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows],
+        [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows, kept],
         [jax.ShapeDtypeStruct(x.shape, x.dtype if final else jnp.float32) for x in (block.k, block.v)],
         grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
         name="ringattn_backward_keys",
         V=table.visits,
-        **_constants(given.facts, schedule),
+        **_constants(facts, schedule),
     )
     return dk, dv
 
 
+def _with_bits(facts: Facts, bits: Any) -> Facts:
+    """The same for kernels that write bits `[B, N, S / 32, T, 4]` of what survives dropout, or read them."""
+    return dataclasses.replace(facts, kept_head=math.prod(bits.shape[2:]), kept_line=math.prod(bits.shape[3:]))
+
+
 def _of_queries(
     block: Block, given: Operands, rows: list[jax.Array], before: jax.Array | None, target: Target
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The gradient of the queries, of each query's part in the slope of its head, and of the bias."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The gradient of the queries, of each query's part in the slope of its head, and of the bias.
+
+    Last what survives dropout, in bits, if that is no more than `MOST_BITS` takes: the kernel of dk and dv reads it in
+    less time than it would draw it.
+    """
     schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     tiles = schedule.q_tile, schedule.kv_tile
     table = tables.table(given, block, *tiles)
+    count = table.visits.rows, table.visits.columns
     bias = None if block.bias_fixed else block.bias
-    strips = bias_gradient.strips(block, table.visits.rows, table.visits.columns, bias is not None)
-    ds = (1,) if bias is None else (*block.q.shape[::2], strips.rows, strips.columns, *tiles)
-    by_row = (1,) if block.slopes is None else rows[1].shape
+    strips = bias_gradient.strips(block, *count, bias is not None)
+    heads = block.q.shape[::2]
+    ds = (1,) if bias is None else (*heads, strips.rows, strips.columns, *tiles)
+    bits = jax.ShapeDtypeStruct((*heads, count[1] * tiles[1] // 32, count[0] * tiles[0], 4), jnp.uint8)
+    bits_kept = given.facts.dropout and bias is None and tiles[1] % 32 == 0 and bits.size <= MOST_BITS
+    facts = _with_bits(given.facts, bits) if bits_kept else given.facts
     outputs = [
         jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if before is None else jnp.float32),
-        jax.ShapeDtypeStruct(by_row, jnp.float32),
+        jax.ShapeDtypeStruct((1,) if block.slopes is None else rows[1].shape, jnp.float32),
         jax.ShapeDtypeStruct(ds, block.q.dtype),
+        bits if bits_kept else jax.ShapeDtypeStruct((1,), jnp.uint8),
     ]
 
     def of_strip(first: jax.Array | None, before_it: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -92,7 +116,7 @@ def _of_queries(
             backward_queries,
             arrays,
             outputs,
-            grid=(strips.rows * block.q.shape[0] * block.q.shape[2],),
+            grid=(math.prod(heads) * strips.rows,),
             aliases={} if before_it is None else {len(arrays) - 1: 0},
             name="ringattn_backward_queries",
             V=table.visits,
@@ -100,22 +124,23 @@ def _of_queries(
             FRESH=before is None,
             HELD=schedule.held,
             KEPT=first is not None,
-            **_constants(given.facts, schedule),
+            BITS_KEPT=bits_kept,
+            **_constants(facts, schedule),
         )
 
     if bias is None:
-        dq, dslopes, _ = of_strip(None, before)
-        return dq, None if block.slopes is None else dslopes, None
+        dq, dslopes, _, kept = of_strip(None, before)
+        return dq, None if block.slopes is None else dslopes, None, kept if bits_kept else None
     some = tables.seen(given, block, *tiles).some
     dq, dbias, dslopes = before, None, []
-    for start in range(0, table.visits.rows, strips.rows):
+    for start in range(0, count[0], strips.rows):
         first = bias_gradient.first(start, dbias)
-        dq, by_row, kept = of_strip(first, dq)
+        dq, by_row, kept, _ = of_strip(first, dq)
         dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
         dbias = bias_gradient.summed(block, kept, some, first, dbias, strips, tiles, before is None)
     assert dq is not None and dbias is not None
     dbias = dbias.astype(bias.dtype) if before is None else dbias
-    return dq, None if block.slopes is None else jnp.concatenate(dslopes, -1), dbias
+    return dq, None if block.slopes is None else jnp.concatenate(dslopes, -1), dbias, None
 
 
 def _constants(facts: Facts, schedule: Schedule) -> dict:

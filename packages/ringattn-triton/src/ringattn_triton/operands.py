@@ -39,6 +39,7 @@ class Facts:
     maxima may be taken of those; else `unbend` makes it a score. `fold` is what turns what `scored` gives into units of
     log2.
     `own` says that keys and values may be read as they came (`kernels.packing.sources`).
+    `drawn` says that what dropout keeps is drawn; else it is read.
     `below` and `above` say that a query sees no key before, or behind, some position.
     """
 
@@ -80,6 +81,9 @@ class Facts:
     segments: bool
     padded: bool
     dropout: bool
+    drawn: bool
+    kept_head: int
+    kept_line: int
     threshold: int
     keep_weight: float
     bias: bool
@@ -148,7 +152,7 @@ class Operands(NamedTuple):
     def tiled(self, kv_tile: int) -> list[jax.Array | None]:
         """The arrays for a kernel with tiles of so many keys."""
         arrays = list(self.arrays)
-        if self.facts.dropout:
+        if self.facts.drawn:
             index = self.named("kv_index")
             assert index is not None
             arrays[INPUTS.index("kv_groups")] = _groups(index, kv_tile)
@@ -237,6 +241,9 @@ def of(block: Block, fast: bool = False) -> Operands:
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout),
+        drawn=bool(rule.dropout),
+        kept_head=0,
+        kept_line=0,
         threshold=dropout.threshold(rule.dropout),
         keep_weight=1.0 / (1.0 - rule.dropout),
         bias=bias is not None,

@@ -245,7 +245,7 @@ def inline_asm_elementwise(
 
 
 class _Words:
-    """Memory of numbers of 16 bits, two of which a word of 32 bits covers: the lower one first."""
+    """Memory in words of 32 bits, of which one covers two numbers of 16 bits, the lower one first; or in bytes."""
 
     def __init__(self, pointer: Pointer) -> None:
         self.pointer = pointer
@@ -257,6 +257,11 @@ class _Words:
         for place in range(2):
             half = Tensor((words >> (16 * place) & 0xFFFF).astype(np.uint16), tl.uint16)
             buffer.store(places + place, half.to(buffer.dtype, bitcast=True).data, None)
+        return ()
+
+    def write_bytes(self, words: Any) -> tuple[()]:
+        data = cast(Tensor((words & 0xFF).astype(np.uint8), tl.uint8), self.pointer.buffer.dtype).data
+        self.pointer.buffer.store(self.pointer.data, data, None)
         return ()
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import derivatives, row_facts, unbent
-from .dropout import weights_by_keys
+from .dropout import weights_by_keys, weights_from_bits
 from .packing import sources
 from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
@@ -19,7 +19,7 @@ from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 def backward_keys(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, DOUT, LSE, DELTA, DK, DV,
+    TABLE, TILES, DOUT, LSE, DELTA, KEPT_BITS, DK, DV,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
@@ -56,21 +56,25 @@ def backward_keys(
         q_pointers = Q + first * F.head_dim + (rows * (F.heads * F.head_dim) + dims)
         dout_pointers = DOUT + first * F.value_dim + (rows * (F.heads * F.value_dim) + value_dims)
         row_at = (wide_batch * F.heads + head_number) * F.q_length
+        kept_pointers = 0
+        if F.dropout and not F.drawn:
+            of_keys_here = moved(own, KV_TILE // 32 * F.kept_line, F.wide_scores)
+            kept_pointers = KEPT_BITS + ((wide_batch * F.heads + head_number) * F.kept_head + of_keys_here)
         ahead = full_tile(visited, visited.full_from, V)
         for step in tl.range(visited.full_from, visited.full_to):
             tile = full_tile(visited, step, V) if V.run else ahead
             ahead = full_tile(visited, step + 1, V)
             dk, dv = _added(
-                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
-                F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
+                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, kept_pointers, tile, keys, head,
+                P, batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
             )  # fmt: skip
         ahead = masked_tile(visited, 0, V)
         for step in tl.range(0, visited.masked):
             tile = masked_tile(visited, step, V) if not V.listed else ahead
             ahead = masked_tile(visited, step + 1, V)
             dk, dv = _added(
-                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
-                F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
+                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, kept_pointers, tile, keys, head,
+                P, batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
             )  # fmt: skip
 
     token = wide_batch * F.kv_length * F.kv_heads + kv_head
@@ -89,7 +93,7 @@ def backward_keys(
 
 @triton.jit
 def _added(
-    dk, dv, k, v, q_pointers, dout_pointers, LSE, DELTA, tile, keys, head, P, batch,
+    dk, dv, k, v, q_pointers, dout_pointers, LSE, DELTA, kept_pointers, tile, keys, head, P, batch,
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -102,8 +106,10 @@ def _added(
     queries = of_queries(P, batch, start, F, Q_TILE, True)
     bias = biases(queries, keys, head, F)
     keep = 0
-    if F.dropout:
+    if F.drawn:
         keep = weights_by_keys(queries, keys, head, F, Q_TILE, KV_TILE)
+    elif F.dropout:
+        keep = weights_from_bits(kept_pointers + start * 4, F, Q_TILE, KV_TILE)
     q_to = moved(start, F.heads * F.head_dim, F.wide)
     q = vectors(q_pointers + q_to, rows[:, None], dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
     bend = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)

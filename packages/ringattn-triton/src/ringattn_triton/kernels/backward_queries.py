@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .bias_sums import keep_tile
 from .derivatives import derivatives, row_facts, unbent
-from .dropout import weights
+from .dropout import keep_bits, weights
 from .packing import sources
 from .scores import Inputs, bent, biases, distance, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
@@ -17,15 +17,16 @@ from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 def backward_queries(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE, DQ, DSLOPES, DS,
+    TABLE, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE, DQ, DSLOPES, DS, KEPT_BITS,
     F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, KEPT: tl.constexpr,
+    BITS_KEPT: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; `DSLOPES` is `[B, N, T]`, or unused where there are none.
 
     `FRESH` says that there is no gradient before, and nothing of it is read. If `KEPT` the tiles are those of a strip
     alone, from the one on that `FIRST` holds, and `DS` is given the derivatives by their scores: `S` is
-    `bias_gradient.Strips`.
+    `bias_gradient.Strips`. If `BITS_KEPT`, `KEPT_BITS` is given what survives dropout.
     """
     first_own = 0
     if KEPT:
@@ -71,6 +72,9 @@ def backward_queries(
     if KEPT:
         row_of_tiles = ((batch * F.heads + head_number) * S.rows + own - first_own) * S.columns
         kept_at = DS + row_of_tiles.to(tl.int64) * (Q_TILE * KV_TILE)
+    bits_at = 0
+    if BITS_KEPT:
+        bits_at = KEPT_BITS + ((wide_batch * F.heads + head_number) * F.kept_head + own * (Q_TILE * 4))
     dq = tl.zeros([Q_TILE, DIM], tl.float32)
     dslope = tl.zeros([Q_TILE], tl.float32)
     ahead = full_tile(visited, visited.full_from, V)
@@ -78,16 +82,16 @@ def backward_queries(
         tile = full_tile(visited, step, V) if V.run else ahead
         ahead = full_tile(visited, step + 1, V)
         dq, dslope = _added(
-            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, tile, queries, head, P,
-            batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, KEPT, False,
+            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, bits_at, tile, queries,
+            head, P, batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, KEPT, BITS_KEPT, False,
         )  # fmt: skip
     ahead = masked_tile(visited, 0, V)
     for step in tl.range(0, visited.masked):
         tile = masked_tile(visited, step, V) if not V.listed else ahead
         ahead = masked_tile(visited, step + 1, V)
         dq, dslope = _added(
-            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, tile, queries, head, P,
-            batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, KEPT, True,
+            dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, bits_at, tile, queries,
+            head, P, batch, F, Q_TILE, KV_TILE, DIM, VALUE_DIM, KEPT, BITS_KEPT, True,
         )  # fmt: skip
 
     dq = dq * F.scale
@@ -103,9 +107,9 @@ def backward_queries(
 
 @triton.jit
 def _added(
-    dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, tile, queries, head, P, batch,
+    dq, dslope, q, dout, lse, delta, k_pointers, v_pointers, kept_at, bits_at, tile, queries, head, P, batch,
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEPT: tl.constexpr, MASKED: tl.constexpr,
+    KEPT: tl.constexpr, BITS_KEPT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """What a tile of keys adds."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
@@ -123,6 +127,8 @@ def _added(
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
+    if BITS_KEPT:
+        keep_bits(bits_at + moved(tile, KV_TILE // 32 * F.kept_line, F.wide_scores), keep, dp, F, Q_TILE, KV_TILE)
     _, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, KV_RAGGED)
     if F.slopes:
         dslope -= tl.sum(ds * distance(queries, keys), 1)

@@ -9,6 +9,8 @@ each eight keys all queries, one after the other, so that what a warp writes at 
 import triton
 import triton.language as tl
 
+from .writing import written
+
 
 @triton.jit
 def bias_sums(
@@ -61,11 +63,7 @@ def bias_sums(
 
 @triton.jit
 def keep_tile(at, ds, columns, F: tl.constexpr):
-    """Writes a tile of derivatives, whose keys are these columns of it.
-
-    Left to itself the compiler has threads pass each other what they hold, and all of them wait for that: the products
-    of one half of the threads then run beside nothing.
-    """
+    """Writes a tile of derivatives, whose keys are these columns of it."""
     Q_TILE: tl.constexpr = ds.shape[0]
     kept = ds.to(at.dtype.element_ty)
     places = (columns // 8 * (Q_TILE * 8) + columns % 8)[None, :] + tl.arange(0, Q_TILE)[:, None] * 8
@@ -73,11 +71,7 @@ def keep_tile(at, ds, columns, F: tl.constexpr):
         # A thread writes two numbers at a time: those of a product lie side by side.
         first, second = tl.split(tl.reshape(kept, (Q_TILE, ds.shape[1] // 2, 2)))
         at_first, _ = tl.split(tl.reshape(places, (Q_TILE, ds.shape[1] // 2, 2)))
-        both = _bits(first) | (_bits(second) << 16)
-        tl.inline_asm_elementwise(
-            "st.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [at + at_first, both],
-            dtype=tl.uint32, is_pure=False, pack=1,
-        )  # fmt: skip
+        written(at + at_first, _bits(first) | (_bits(second) << 16), F)
     else:
         tl.store(at + places, kept)
 

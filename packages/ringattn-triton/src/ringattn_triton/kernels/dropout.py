@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .orientation import as_keys, unsigned
+from .writing import written
 
 MULTIPLIER_A: tl.constexpr = tl.constexpr(0xD2511F53)
 MULTIPLIER_C: tl.constexpr = tl.constexpr(0xCD9E8D57)
@@ -36,6 +37,43 @@ def _weighed(word, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV
 
 
 @triton.jit
+def keep_bits(at, keep, product, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    """Writes what survives of a tile for `weights_from_bits`: bytes `[S / 32, T, 4]`, two groups of four keys in each.
+
+    Those two are groups that one thread has, 16 keys apart: it writes what it has drawn, and passes nothing on. `keep`
+    are `weights`, and `product` is any product of the tile.
+    """
+    bits = tl.where(keep != 0.0, 1, 0)
+    if F.fast:
+        # Beside a product the bits lie as it does. By themselves they would be drawn a second time, by other threads.
+        bits = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r,r",
+            [bits, product.to(tl.int32, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    bits = tl.permute(tl.reshape(bits, (Q_TILE, KV_TILE // 32, 2, 2, 4, 2)), (0, 1, 4, 2, 3, 5))
+    first, second = tl.split(bits)
+    lower, upper = tl.split(first | (second << 1))
+    low, high = tl.split(lower | (upper << 2))
+    of_32 = tl.arange(0, KV_TILE // 32)[None, :, None] * F.kept_line
+    places = of_32 + (tl.arange(0, Q_TILE)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :])
+    written(at + places, low | (high << 4), F)
+
+
+@triton.jit
+def weights_from_bits(at, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    """`F.keep_weight` for each probability that `keep_bits` has said survives, else zero; keys are rows."""
+    of_32 = tl.arange(0, KV_TILE // 32)[:, None, None] * F.kept_line
+    found = tl.load(at + (of_32 + (tl.arange(0, Q_TILE)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :])))
+    groups = tl.permute(found.to(tl.int32), (0, 2, 1))
+    both = groups[:, None, :, :] >> (4 * tl.arange(0, 2))[None, :, None, None]
+    return _weighed_by_keys(tl.reshape(both, (KV_TILE // 4, Q_TILE)), F, Q_TILE, KV_TILE)
+
+
+@triton.jit
 def weights_by_keys(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
     """The same with keys as rows, and `F.keep_weight` for those that survive.
 
@@ -54,6 +92,12 @@ def weights_by_keys(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, 
     else:
         a, b, c, d = _one_by_one(queries, keys, head, F, KV_TILE, True)
         bits = _packed(a, b, c, d, F)
+    return _weighed_by_keys(bits, F, Q_TILE, KV_TILE)
+
+
+@triton.jit
+def _weighed_by_keys(bits, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
+    """`F.keep_weight` or zero for each key, which are `dealt`, from four bits for each four in a row."""
     bits = tl.reshape(bits, (KV_TILE // 16, 4, Q_TILE))
     pairs = bits[:, :, None, :] >> (2 * tl.arange(0, 2))[None, None, :, None]
     first = tl.reshape(tl.where((pairs & 1) != 0, F.keep_weight, 0.0), (KV_TILE // 16, 8, Q_TILE))

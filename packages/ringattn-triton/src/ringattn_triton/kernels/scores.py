@@ -104,7 +104,7 @@ def of_head(P, batch, head, F: tl.constexpr):
         mask_words = P.mask_words + (wide_batch * F.mask_words_batch + mask * F.mask_words_head)
     if F.dense:
         dense_words = P.dense_words + (wide_batch * F.dense_words_batch + wide_head * F.dense_words_head)
-    if F.dropout:
+    if F.drawn:
         seed = tl.load(P.seed + batch)
         batch_index = unsigned(tl.load(P.batch_index + batch))
         head_index = unsigned(tl.load(P.head_index + head))
@@ -135,7 +135,7 @@ def of_rows(P, batch, raw, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.co
         first, last = _range_of(found, F)
         low = as_queries(first, BY_KEYS)
         high = as_queries(last, BY_KEYS)
-    if F.dropout:
+    if F.drawn:
         index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)
     if F.segments:
         # Negative ids are padding, that never sees and is never seen: one that no key has, one that no query has.
@@ -194,7 +194,7 @@ def of_columns(P, batch, start, columns, F: tl.constexpr, TILE: tl.constexpr, BY
         position = as_keys(tl.load(P.kv_positions + (batch * F.kv_positions_batch + column)), BY_KEYS)
     if F.padded:
         index = as_keys(tl.load(P.kv_index + (batch * F.kv_index_batch + column)), BY_KEYS)
-    if F.dropout:
+    if F.drawn:
         indices = P.kv_index + (batch * F.kv_index_batch + start)
         at = start // TILE
         if F.kv_index_batch != 0:
