@@ -105,7 +105,7 @@ def test_nothing_is_kept_for_a_bias_that_nobody_differentiates_by() -> None:
         for call, _ in launches(jax.make_jaxpr(KERNEL.backward)(fixed, *given).jaxpr)
         if call.name == "ringattn_backward_queries"
     ]
-    assert outputs == [[block.q.shape, (1,), (1,)]]
+    assert outputs == [[block.q.shape, (1,), (1,), (1,)]]
     with_it, without = backward(KERNEL, block, *given), backward(KERNEL, fixed, *given)
     assert with_it.keys() - without.keys() == {"dbias"}
     for name, x in without.items():
