@@ -235,3 +235,31 @@ def test_the_gradient_of_a_bias_is_computed_for_many_examples_if_one_asks():
             grad = jax.grad(lambda q, bias: ring_attention(q, q, q, None, bias, backend="odd").sum(), by)
             jax.vmap(grad, (0, None))(q, bias)
     assert sorted(set(kernel.fixed)) == [False, True] and kernel.fixed == sorted(kernel.fixed, reverse=True)
+
+
+def wrapped(transform: str, loss: Any) -> Any:
+    return {"plain": loss, "jit": jax.jit(loss), "remat": jax.checkpoint(loss)}[transform]
+
+
+@pytest.mark.parametrize("transform", ["plain", "jit", "remat"])
+@pytest.mark.parametrize("ring", [1, 4])
+@pytest.mark.parametrize("fixed_first", [False, True])
+def test_a_bias_that_is_fixed_in_one_call_is_learned_in_another(fixed_first: bool, ring: int, transform: str):
+    """JAX traces a call once, and differentiates it in both ways."""
+    mesh = jax.make_mesh((ring,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    draw = np.random.default_rng(1)
+    q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((1, 8, 2, 4), (1, 2, 8, 8)))
+
+    def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
+        return ring_attention(q, 2 * q, 3 * q, None, bias, backend="xla", mesh=mesh, axis_name="sp")
+
+    def loss(q: jax.Array, bias: jax.Array, constant: jax.Array) -> jax.Array:
+        order = (constant, bias) if fixed_first else (bias, constant)
+        return (attend(attend(q, order[0]), order[1]) ** 2).sum()
+
+    jax.clear_caches()
+    got = jax.grad(wrapped(transform, loss), (0, 1))(q, bias, jnp.zeros_like(bias))
+    want = jax.grad(wrapped(transform, loss), (0, 1, 2))(q, bias, jnp.zeros_like(bias))
+    assert float(jnp.abs(want[1]).max()) > 1
+    for x, y in zip(got, want, strict=False):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)

@@ -31,7 +31,7 @@ def launched(block: Block, *given: Any) -> list[str]:
     return [call.name for call, _ in launches(program.jaxpr)]
 
 
-@pytest.mark.parametrize("shape", [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_gradient_of_a_bias_is_summed_over_the_axes_that_it_lacks(shape: tuple[int, int, int]) -> None:
     block = make_block(2, 40, 37, heads=4, tiles=(16, 16), causal=True, bias=bias(*shape, 37))
     assert np.any(check(block, str(shape))["dbias"])

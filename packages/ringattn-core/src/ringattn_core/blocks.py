@@ -58,14 +58,6 @@ class Fixed:
     seed: jax.Array | None
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """Which gradients somebody asks for, of those that need not be computed for others."""
-
-    bias: bool
-
-
 def gathered(ring: Ring, fixed: Fixed) -> Fixed:
     """Ids and positions of all keys, in the order of the ranks: gathered once, so that only K,V travels."""
     if not ring.axis:
@@ -82,9 +74,7 @@ def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
     return (fixed.rank - offset) % ring.plan.ranks
 
 
-def block(
-    ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: Any, asked: Asked = Asked(bias=True)
-) -> Block:
+def block(ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: Any, bias_fixed: bool = False) -> Block:
     """This rank's queries against the keys that have come `offset` ranks onward; `fixed` is gathered."""
     origin, ranks = source(ring, fixed, offset), ring.plan.ranks
     batch, q_length = inputs.q.shape[:2]
@@ -114,5 +104,5 @@ def block(
         slopes=None if inputs.slopes is None else inputs.slopes[None].astype(jnp.float32),
         seed=None if fixed.seed is None else jnp.broadcast_to(fixed.seed, (batch,)),
         rule=ring.rule,
-        bias_fixed=inputs.bias is not None and not asked.bias,
+        bias_fixed=bias_fixed,
     )

@@ -166,7 +166,8 @@ class Gradients:
     """What one block adds to each gradient, in float32.
 
     `dq` continues the one given; `dk`, `dv` and `dbias` are this block's alone. `dbias` has the shape of
-    `block.bias`, `dslopes` that of `block.slopes`, each summed over the axes that are 1 there.
+    `block.bias`, and may be `None` where that is `bias_fixed`; `dslopes` has that of `block.slopes`. Each is summed
+    over the axes that are 1 there.
     """
 
     dq: Float32[Array, "B T N H"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from . import axes, batching, finite, parcels, rounding, tie
-from .blocks import Asked, Differentiable, Fixed, Ring, block, gathered, source
+from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, lse_with_sinks, with_sinks
 from .protocol import Own, Partial
@@ -85,15 +85,20 @@ def _forward(ring: Ring, inputs: Differentiable, fixed: Fixed, kept: bool = True
 
 
 def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[Any, ...]]:
-    """`_forward` of inputs that come with what is differentiated by them, and what the backward pass is asked for."""
+    """`_forward` of inputs that come with whether anybody differentiates by them.
+
+    Of the bias the backward pass has to know: an array of the length 1 says that nobody does. It may not be in the tree
+    of what is kept: of a function that JAX has traced once it remembers one tree, whatever it is differentiated by.
+    """
     inputs, fixed = jax.tree.map(lambda x: x.value, given)
-    asked = Asked(bias=inputs.bias is not None and given[0].bias.perturbed)
+    bias_fixed = inputs.bias is not None and not given[0].bias.perturbed
     result, kept = _forward(ring, inputs, fixed)
-    return result, (asked, *kept)
+    return result, (jnp.zeros(int(bias_fixed), jnp.int8), *kept)
 
 
 def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[Differentiable, None]:
-    asked, inputs, fixed, out, rest, keys_lse, own = residuals
+    told, inputs, fixed, out, rest, keys_lse, own = residuals
+    bias_fixed = told.size == 1
     dout, dlse = (_whole(ring, x, inputs) for x in cotangents)
     sinks = _sinks(inputs)
     lse = keys_lse if sinks is None else lse_with_sinks(keys_lse, sinks)[0]
@@ -105,12 +110,12 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: tuple[Any, Any
         dsinks = -jnp.einsum("bnt,bnts->ns", rows.whole, share, precision="highest")
     numbers, given = dataclasses.replace(inputs, q=rows.q), (rows.dout, rows.lse, rows.delta)
     if _finishes(ring):
-        sums = _alone(ring, numbers, fixed, asked, own, *given)
+        sums = _alone(ring, numbers, fixed, bias_fixed, own, *given)
     else:
-        sums = _gradients(ring, numbers, fixed, asked, *given)
+        sums = _gradients(ring, numbers, fixed, bias_fixed, *given)
     found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
     dk, dv = parcels.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
-    inputs = dataclasses.replace(inputs, bias=inputs.bias if asked.bias else None)
+    inputs = dataclasses.replace(inputs, bias=None if bias_fixed else inputs.bias)
     dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
     gradients = Differentiable(joined(found["q"], 2), dk, dv, dsinks, dbias, dslopes)
     return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs), None
@@ -144,7 +149,7 @@ def _alone(
     ring: Ring,
     inputs: Differentiable,
     fixed: Fixed,
-    asked: Asked,
+    bias_fixed: bool,
     own: Own | None,
     dout: jax.Array,
     lse: jax.Array,
@@ -153,7 +158,7 @@ def _alone(
     """The gradients on a ring of one rank, as its kernel `finishes` them."""
     k, v = (_after(ring, x, [dout]) for x in (inputs.k, inputs.v))
     kv = _packed(ring, k, v, poison=False)
-    visited = dataclasses.replace(block(ring, inputs, kv, fixed, 0, asked), own=own)
+    visited = dataclasses.replace(block(ring, inputs, kv, fixed, 0, bias_fixed), own=own)
     found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)
     slopes = None if found.dslopes is None else found.dslopes[0]
     return ({"q": found.dq, "kv": parcels.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
@@ -163,7 +168,7 @@ def _gradients(
     ring: Ring,
     inputs: Differentiable,
     fixed: Fixed,
-    asked: Asked,
+    bias_fixed: bool,
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
@@ -178,14 +183,14 @@ def _gradients(
     given = _rows(dout, lse, delta, len(ways))
 
     def zeros(way: Way) -> Sum:
-        bias = way.inputs.bias if asked.bias else None
+        bias = None if bias_fixed else way.inputs.bias
         shapes = {"q": way.inputs.q, "bias": bias, "slopes": way.inputs.slopes}
         fresh = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items()}
         return _aligned(ring, fresh, inputs)
 
     def compute(way: Way, rows: Rows, kv: parcels.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
         offset = way.come(offset)
-        visited = block(ring, way.inputs, kv, _at(way.fixed, sums["q"]), offset, asked)
+        visited = block(ring, way.inputs, kv, _at(way.fixed, sums["q"]), offset, bias_fixed)
         found = kernel(visited, *rows, sums["q"])
         return parcels.pack(found.dk, found.dv), _added(ring, sums, found, source(ring, fixed, offset))
 

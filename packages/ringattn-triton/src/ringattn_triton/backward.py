@@ -47,9 +47,13 @@ def backward(
     # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
     finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)
     rows = [dout.astype(block.q.dtype), finite, delta]
-    final = dq is None
-    dq, dslopes, dbias, kept = _of_queries(block, given, rows, dq, target)
-    dk, dv = _of_keys(block, given.turned(), rows, kept, final, target)
+    final, turned = dq is None, given.turned()
+    itemsize, params = block.q.dtype.itemsize, block.rule.bwd_params
+    by_keys = schedules.backward_keys(turned.facts, itemsize, params, target)
+    by_queries = schedules.backward_queries(given.facts, itemsize, params, target)
+    bits = _bits_to_keep(block, by_queries, by_keys)
+    dq, dslopes, dbias, kept = _of_queries(block, given, rows, dq, by_queries, bits)
+    dk, dv = _of_keys(block, turned, rows, None if bits is None else kept, by_keys, final)
     if block.slopes is not None and dslopes is not None:
         by_batch = dslopes.sum(2)
         dslopes = by_batch.sum(0, keepdims=True) if block.slopes.shape[0] == 1 else by_batch
@@ -57,15 +61,11 @@ def backward(
 
 
 def _of_keys(
-    block: Block, given: Operands, rows: list[jax.Array], kept: jax.Array | None, final: bool, target: Target
+    block: Block, given: Operands, rows: list[jax.Array], kept: jax.Array | None, schedule: Schedule, final: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of keys and values. `kept` are the bits of what survives dropout, where nobody need draw it."""
-    facts = given.facts
-    schedule = schedules.backward_keys(facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
-    if schedule.kv_tile % 32:
-        kept = None
+    """The gradients of keys and values. `kept` are the bits of what survives dropout, where it need not be drawn."""
     if kept is not None:
-        facts = dataclasses.replace(_with_bits(facts, kept), drawn=False)
+        given = given._replace(facts=dataclasses.replace(_with_bits(given.facts, kept), drawn=False))
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
@@ -74,9 +74,24 @@ def _of_keys(
         grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
         name="ringattn_backward_keys",
         V=table.visits,
-        **_constants(facts, schedule),
+        **_constants(given.facts, schedule),
     )
     return dk, dv
+
+
+def _bits_to_keep(block: Block, by_queries: Schedule, by_keys: Schedule) -> jax.ShapeDtypeStruct | None:
+    """The bits of what survives dropout, as long as the tiles of both kernels, if they are kept.
+
+    Not beside a gradient of the bias, whose strips would each write some of them.
+    """
+    batch, length, heads, _ = block.q.shape
+    tiles = [(schedule.q_tile, schedule.kv_tile) for schedule in (by_queries, by_keys)]
+    q_tile, kv_tile = (max(sizes) for sizes in zip(*tiles, strict=True))
+    lines, rows = -(-block.kv_length // kv_tile) * kv_tile // 32, -(-length // q_tile) * q_tile
+    bits = jax.ShapeDtypeStruct((batch, heads, lines, rows, 4), jnp.uint8)
+    summed = block.bias is not None and not block.bias_fixed
+    whole = all(size % 32 == 0 for _, size in tiles)
+    return bits if block.rule.dropout and not summed and whole and bits.size <= MOST_BITS else None
 
 
 def _with_bits(facts: Facts, bits: Any) -> Facts:
@@ -85,29 +100,30 @@ def _with_bits(facts: Facts, bits: Any) -> Facts:
 
 
 def _of_queries(
-    block: Block, given: Operands, rows: list[jax.Array], before: jax.Array | None, target: Target
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The gradient of the queries, of each query's part in the slope of its head, and of the bias.
+    block: Block,
+    given: Operands,
+    rows: list[jax.Array],
+    before: jax.Array | None,
+    schedule: Schedule,
+    bits: jax.ShapeDtypeStruct | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
+    """The gradient of the queries, of each query's part in the slope of its head, and of the bias; and the `bits`.
 
-    Last what survives dropout, in bits, if that is no more than `MOST_BITS` takes: the kernel of dk and dv reads it in
-    less time than it would draw it.
+    The kernel of dk and dv reads what survives dropout in less time than it would draw it.
     """
-    schedule = schedules.backward_queries(given.facts, block.q.dtype.itemsize, block.rule.bwd_params, target)
     tiles = schedule.q_tile, schedule.kv_tile
     table = tables.table(given, block, *tiles)
     count = table.visits.rows, table.visits.columns
     bias = None if block.bias_fixed else block.bias
     strips = bias_gradient.strips(block, *count, bias is not None)
     heads = block.q.shape[::2]
-    ds = (1,) if bias is None else (*heads, strips.rows, strips.columns, *tiles)
-    bits = jax.ShapeDtypeStruct((*heads, count[1] * tiles[1] // 32, count[0] * tiles[0], 4), jnp.uint8)
-    bits_kept = given.facts.dropout and bias is None and tiles[1] % 32 == 0 and bits.size <= MOST_BITS
-    facts = _with_bits(given.facts, bits) if bits_kept else given.facts
+    shape = (1,) if bias is None else (*heads, strips.rows, strips.columns, *tiles)
+    facts = given.facts if bits is None else _with_bits(given.facts, bits)
     outputs = [
         jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if before is None else jnp.float32),
         jax.ShapeDtypeStruct((1,) if block.slopes is None else rows[1].shape, jnp.float32),
-        jax.ShapeDtypeStruct(ds, block.q.dtype),
-        bits if bits_kept else jax.ShapeDtypeStruct((1,), jnp.uint8),
+        jax.ShapeDtypeStruct(shape, block.q.dtype),
+        bits or jax.ShapeDtypeStruct((1,), jnp.uint8),
     ]
 
     def of_strip(first: jax.Array | None, before_it: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -124,23 +140,23 @@ def _of_queries(
             FRESH=before is None,
             HELD=schedule.held,
             KEPT=first is not None,
-            BITS_KEPT=bits_kept,
+            BITS_KEPT=bits is not None,
             **_constants(facts, schedule),
         )
 
     if bias is None:
         dq, dslopes, _, kept = of_strip(None, before)
-        return dq, None if block.slopes is None else dslopes, None, kept if bits_kept else None
+        return dq, None if block.slopes is None else dslopes, None, kept
     some = tables.seen(given, block, *tiles).some
-    dq, dbias, dslopes = before, None, []
+    dq, dbias, dslopes, kept = before, None, [], None
     for start in range(0, count[0], strips.rows):
         first = bias_gradient.first(start, dbias)
-        dq, by_row, kept, _ = of_strip(first, dq)
+        dq, by_row, ds, kept = of_strip(first, dq)
         dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
-        dbias = bias_gradient.summed(block, kept, some, first, dbias, strips, tiles, before is None)
-    assert dq is not None and dbias is not None
+        dbias = bias_gradient.summed(block, ds, some, first, dbias, strips, tiles, before is None)
+    assert dq is not None and dbias is not None and kept is not None
     dbias = dbias.astype(bias.dtype) if before is None else dbias
-    return dq, None if block.slopes is None else jnp.concatenate(dslopes, -1), dbias, None
+    return dq, None if block.slopes is None else jnp.concatenate(dslopes, -1), dbias, kept
 
 
 def _constants(facts: Facts, schedule: Schedule) -> dict:

@@ -20,7 +20,7 @@ from .launch import launch
 from .tables import PROGRAMS, together
 
 FILLING: Final = 264
-"""How many programs a strip may have: two for each multiprocessor of the largest Hopper, and no third."""
+"""How many programs a strip should have: two for each multiprocessor of the largest Hopper, and no third."""
 MOST: Final = 16
 """Strips: to launch many costs more than the memory of fewer."""
 

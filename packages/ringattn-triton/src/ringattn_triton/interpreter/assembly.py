@@ -27,7 +27,7 @@ class Place(Protocol):
     def write_bytes(self, words: Any) -> tuple[()]: ...
 
 
-def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:
+def computed(assembly: str, inputs: Sequence[np.ndarray | Place], outputs: int) -> list[Any]:
     """The outputs `$0` and so on of instructions applied element by element; inputs are numbered after them."""
     registers = {f"${outputs + number}": x for number, x in enumerate(inputs)}
     body = re.sub(r"^\s*\{(.*)\}\s*$", r"\1", assembly, flags=re.DOTALL)

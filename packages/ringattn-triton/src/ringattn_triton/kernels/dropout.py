@@ -75,7 +75,7 @@ def weights_from_bits(at, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.con
 
 @triton.jit
 def weights_by_keys(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """The same with keys as rows, and `F.keep_weight` for those that survive.
+    """`weights` with keys as rows, and `F.keep_weight` for those that survive.
 
     No thread holds four keys of a group there: threads pass each other four bits.
     """
