@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compile_reports import launches
 from given_blocks import bias, forbidding, ids, make_block, near, with_option
+from jax.extend.core import Literal
 from ringattn_core.protocol import Block
 from ringattn_triton import bias_gradient, operands
 from ringattn_triton.block import KERNEL
@@ -77,6 +78,20 @@ def test_strips_change_no_bit_of_any_gradient(dtype: Any, monkeypatch: pytest.Mo
     assert launched(block, *given).count("ringattn_bias_sums") == 2
     for name, x in whole.items():
         np.testing.assert_array_equal(strips[name], x, name)
+
+
+def test_no_strip_is_kept_before_the_one_before_it_is_summed(short_strips: None) -> None:
+    """What is kept of two strips would be in memory at once."""
+    block = with_option("bias", 96, 36)
+    (call,) = jax.make_jaxpr(KERNEL.backward)(block, *given_to(block)).eqns
+    before, strips = set(), []
+    for equation in call.params["jaxpr"].eqns:
+        after = any(variable in before for variable in equation.invars if not isinstance(variable, Literal))
+        launched = getattr(equation.params.get("call"), "name", "")
+        strips += [after] if launched == "ringattn_backward_queries" else []
+        if after or launched == "ringattn_bias_sums":
+            before.update(equation.outvars)
+    assert strips == [False, True, True]
 
 
 def test_where_nothing_is_continued_it_is_right_in_strips_too(short_strips: None) -> None:

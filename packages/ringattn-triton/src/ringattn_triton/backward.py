@@ -126,8 +126,10 @@ def _of_queries(
         bits or jax.ShapeDtypeStruct((1,), jnp.uint8),
     ]
 
+    inputs = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows]
+
     def of_strip(first: jax.Array | None, before_it: jax.Array | None) -> tuple[jax.Array, ...]:
-        arrays = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows, first, before_it]
+        arrays = [*inputs, first, before_it]
         return launch(
             backward_queries,
             arrays,
@@ -147,13 +149,13 @@ def _of_queries(
     if bias is None:
         dq, dslopes, _, kept = of_strip(None, before)
         return dq, None if block.slopes is None else dslopes, None, kept
-    some = tables.seen(given, block, *tiles).some
+    seen = tables.seen(given, block, *tiles).some.astype(jnp.int8)
     dq, dbias, dslopes, kept = before, None, [], None
     for start in range(0, count[0], strips.rows):
         first = bias_gradient.first(start, dbias)
         dq, by_row, ds, kept = of_strip(first, dq)
         dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
-        dbias = bias_gradient.summed(block, ds, some, first, dbias, strips, tiles, before is None)
+        dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, tiles, before is None)
     assert dq is not None and dbias is not None and kept is not None
     dbias = dbias.astype(bias.dtype) if before is None else dbias
     return dq, None if block.slopes is None else jnp.concatenate(dslopes, -1), dbias, kept

@@ -11,7 +11,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int8, Int32
 from ringattn_core import tie
 from ringattn_core.protocol import Block
 
@@ -73,7 +73,7 @@ def first(tile: int, token: jax.Array | None) -> Int32[Array, " 1"]:
 def summed(
     block: Block,
     ds: jax.Array,
-    seen: Bool[Array, "g rows columns"],
+    seen: Int8[Array, "g rows columns"],
     first: Int32[Array, " 1"],
     before: jax.Array | None,
     of: Strips,
@@ -97,7 +97,7 @@ def summed(
     dtype = block.bias.dtype if final and not summed_rows else jnp.float32
     (dbias,) = launch(
         bias_sums,
-        [ds, seen.astype(jnp.int8), first, before],
+        [ds, seen, first, before],
         [jax.ShapeDtypeStruct(block.bias.shape, dtype)],
         grid=(batch * heads * sums.own_rows * of.columns,),
         aliases={} if before is None else {3: 0},
