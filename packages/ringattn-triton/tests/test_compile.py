@@ -10,13 +10,14 @@ from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
 from ringattn_core.config import FwdParams
 from ringattn_core.masks import Local
-from ringattn_core.protocol import Block, Own, Partial
+from ringattn_core.protocol import Block, Own, OwnRows, Partial
 from ringattn_core.rule import Rule
 from ringattn_core.tiles import Tiles
 from ringattn_triton import hopper, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for
 from ringattn_triton.packing import if_bad, keys_and_values, look
+from ringattn_triton.rows import look as look_at_rows
 from ringattn_triton.rows import rows
 from ringattn_triton.tables import of_bitmap
 
@@ -233,10 +234,14 @@ def test_what_prepares_arrays_compiles_and_spills_nothing(dim, target):
     own = Own(keys, keys, shape(1))
     looked = jax.jit(look).trace(own)
     repaired = jax.jit(lambda own: if_bad(own, poison=True)).trace(own)
-    for traced in (packed, cotangents, looked, repaired):
-        (report,) = of_traced(traced, target)
-        runs(report, target)
-        assert report.spilled == 0, report
+    narrow = shape(2, LENGTH, HEADS, dim // 4, dtype=jnp.bfloat16)
+    seen_to = jax.jit(look_at_rows).trace(OwnRows(keys, narrow, narrow, narrow, line, line), shape(hopper.COUNTS))
+    for traced, count in ((packed, 1), (cotangents, 1), (looked, 1), (repaired, 1), (seen_to, 2)):
+        found = of_traced(traced, target)
+        assert len(found) == count
+        for report in found:
+            runs(report, target)
+            assert report.spilled == 0, report
 
 
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))

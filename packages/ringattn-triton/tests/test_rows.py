@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises on the rows of the backward pass: the kernel gives what core gives."""
+"""Promises on the rows of the backward pass: the kernels give what core gives, and read what is fit as it is."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,8 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_reports import launches
-from ringattn_core import finite, ring_attention, rounding
-from ringattn_triton.rows import ELEMENTS, rows
+from ringattn_core import discovery, finite, ring_attention, rounding
+from ringattn_core.protocol import OwnRows
+from ringattn_triton import hopper
+from ringattn_triton import rows as module
+from ringattn_triton.block import TritonKernel
+from ringattn_triton.operands import LOG2_E
+from ringattn_triton.plugin import BACKEND
+from ringattn_triton.rows import ELEMENTS, look, rows
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -71,3 +78,140 @@ def test_a_vmapped_axis_has_rows_too(axes: tuple[int | None, ...]) -> None:
     arrays = given(jnp.float32)
     made = [x if axis is None else jnp.stack([x, x], axis) for x, axis in zip(arrays, axes, strict=True)]
     same(jax.vmap(rows, axes)(*made), jax.vmap(finite.rows, axes)(*made))
+
+
+def fit_rows(dtype: Any) -> OwnRows:
+    """The rows of `given` with nothing in them that is no number, some of which see nothing."""
+    draw = np.random.default_rng(2)
+    q, dout, out = (jnp.asarray(draw.normal(size=(2, 37, 3, size)), dtype) for size in (40, 24, 24))
+    lse, dlse = (jnp.asarray(draw.normal(size=(2, 3, 37)), jnp.float32) for _ in range(2))
+    return OwnRows(q, dout, out, None, lse.at[:, :, 9:11].set(-INFINITY), dlse)
+
+
+UNFIT: dict[str, dict[str, tuple[tuple[int, ...], float]]] = {
+    "nothing": {},
+    "first query": {"q": ((0, 0, 0, 0), NAN), "lse": ((0, 0, 0), NAN)},
+    "last query": {"q": ((1, 36, 2, 39), INFINITY), "lse": ((1, 2, 36), NAN)},
+    "query that sees nothing": {"q": ((1, 10, 2, 39), -INFINITY)},
+    "cotangent": {"dout": ((1, 36, 2, 23), INFINITY)},
+    "cotangent of what sees nothing": {"dout": ((0, 9, 1, 3), NAN)},
+    "large cotangent of what sees nothing": {"dout": ((0, 9, 1, 3), 1e38)},
+    "output": {"out": ((0, 3, 0, 0), NAN)},
+    "lse": {"lse": ((1, 2, 5), INFINITY)},
+    "cotangent of the lse": {"dlse": ((1, 2, 5), -INFINITY)},
+}
+
+
+@pytest.mark.parametrize("bad", UNFIT)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_look_finds_rows_that_are_not_fit_wherever_they_are_and_mends_them_then(
+    bad: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", 3)
+    own = fit_rows(dtype)
+    own = own._replace(**{name: getattr(own, name).at[at].set(x) for name, (at, x) in UNFIT[bad].items()})
+    given, found = look(own, jnp.zeros(hopper.COUNTS, jnp.int32))
+    assert found.tolist() == [0] * hopper.ROWS_AT.value + [int(bad != "nothing")]
+    assert own.dlse is not None and given.q is own.q and given.dout is own.dout
+    seen = ~jnp.isneginf(own.lse)
+    want = finite.rows(own.q, own.dout, own.out, own.rest, own.lse, own.dlse, seen)
+    np.testing.assert_allclose(given.lse, np.where(seen, want.lse * LOG2_E, 0.0), 1e-6)
+    np.testing.assert_allclose(given.delta, want.delta, 1e-5, 1e-5)
+    if bad != "nothing":
+        assert given.mended is not None
+        for got, expected in zip(given.mended, (want.q, want.dout), strict=True):
+            np.testing.assert_array_equal(got.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+def test_a_look_takes_an_output_in_two_parts_and_no_cotangent_of_the_lse() -> None:
+    own = fit_rows(jnp.bfloat16)
+    exact = jnp.asarray(np.random.default_rng(1).normal(size=own.out.shape), jnp.float32)
+    own = own._replace(out=exact.astype(jnp.bfloat16), rest=rounding.rest(exact), dlse=None)
+    given, found = look(own, jnp.zeros(hopper.COUNTS, jnp.int32))
+    nothing = jnp.zeros_like(own.lse)
+    want = finite.rows(own.q, own.dout, exact, None, own.lse, nothing, ~jnp.isneginf(own.lse))
+    np.testing.assert_allclose(given.delta, want.delta, 1e-4, 1e-4)
+    assert not found.any()
+
+
+class Copying(TritonKernel):
+    """The kernel that has its rows made fit beforehand."""
+
+    counts = 0
+
+
+ROWS = {
+    "nothing": None,
+    "query": ("q", (0, 20, 1, 3), NAN),
+    "query of padding": ("q", (0, 46, 0, 5), INFINITY),
+    "cotangent": ("dout", (1, 30, 0, 2), NAN),
+    "cotangent of padding": ("dout", (1, 1, 1, 2), -INFINITY),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "soft cap and slopes": {"logits_soft_cap": 9.0, "alibi_slopes": jnp.array([0.2, 0.01]), "causal": True},
+    "dropout": {"dropout_prob": 0.2, "dropout_seed": 3},
+    "bias": {"bias": 0.1 * np.arange(48, dtype=np.float32)[None, None, None] * np.ones((1, 2, 48, 1), np.float32)},
+}
+
+
+def gradients(backend: str, q: Any, k: Any, v: Any, dout: Any, many: bool = False, **options: Any) -> tuple[set, list]:
+    """What is launched, and the gradients of documents with padding behind, or before."""
+    ids = jnp.asarray(np.stack([np.arange(48) // 16, np.arange(48) // 16]).astype(np.int32))
+    ids = ids.at[0, 44:].set(-1).at[1, :3].set(-1)
+    bias = options.pop("bias", None)
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return ring_attention(
+            q, k, v, None, bias, q_segment_ids=ids, kv_segment_ids=ids, backend=backend, **options
+        )  # fmt: skip
+
+    def back(dout: Any, *arrays: Any) -> Any:
+        given = arrays if bias is None else (*arrays, jnp.asarray(bias))
+        return jax.vjp(lambda *given: attend(*given, *[None] * (4 - len(given))), *given)[1](dout)
+
+    program = jax.jit(jax.vmap(back) if many else back)
+    arrays = [jnp.stack([x, 2 * x]) for x in (dout, q, k, v)] if many else (dout, q, k, v)
+    names = {call.name for call, _ in launches(program.trace(*arrays).jaxpr.jaxpr)}
+    return names, [np.asarray(x, np.float32) for x in program(*arrays)]
+
+
+@pytest.mark.parametrize("bad", ROWS)
+@pytest.mark.parametrize(("option", "head_dim"), [*((name, 72) for name in OPTIONS), ("causal", 24)], ids=str)
+def test_gradients_are_those_of_rows_that_are_made_fit_beforehand(option: str, head_dim: int, bad: str) -> None:
+    draw = np.random.default_rng(5)
+    shape = (2, 48, 2, head_dim)
+    arrays = {name: jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for name in ("q", "k", "v", "dout")}
+    what = ROWS[bad]
+    if what is not None:
+        arrays[what[0]] = arrays[what[0]].at[what[1]].set(what[2])
+    names, got = gradients("triton", **arrays, **OPTIONS[option])
+    with discovery.registered(dataclasses.replace(BACKEND, name="copying"), Copying()):
+        others, want = gradients("copying", **arrays, **OPTIONS[option])
+    assert "ringattn_judging" in names and "ringattn_judging" not in others
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    if option == "causal":
+        plain = gradients("xla", **arrays, **OPTIONS[option])[1]
+        for x, y in zip(got, plain, strict=True):
+            np.testing.assert_array_equal(np.isnan(x), np.isnan(y))
+            np.testing.assert_allclose(x, y, 3e-2, 3e-2)
+    assert np.isnan(got[0]).any() == (bad in ("query", "cotangent"))
+
+
+@pytest.mark.parametrize("bad", [None, "query of padding"])
+def test_of_many_examples_the_rows_are_made_fit_beforehand(bad: str | None) -> None:
+    draw = np.random.default_rng(6)
+    q, k, v, dout = (jnp.asarray(draw.normal(size=(2, 48, 2, 24)), jnp.float32) for _ in range(4))
+    q = q if bad is None else q.at[ROWS[bad][1]].set(NAN)
+    got, want = (gradients(backend, q, k, v, dout, many=True, causal=True)[1] for backend in ("triton", "xla"))
+    for x, y in zip(got, want, strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_allclose(x, y, 1e-4, 1e-4)
+
+
+def test_with_sinks_core_asks_for_more_and_has_the_rows_made_fit() -> None:
+    q = jnp.ones((1, 16, 2, 72))
+    gradient = jax.grad(lambda q, sinks: ring_attention(q, q, q, sinks, backend="triton").sum(), (0, 1))
+    names = [call.name for call, _ in launches(jax.make_jaxpr(gradient)(q, jnp.zeros(2)).jaxpr)]
+    assert "ringattn_rows" in names and "ringattn_judging" not in names

@@ -16,12 +16,30 @@ API_VERSIONS: Final = range(1, 2)
 """The numbers of the backend API that this core speaks."""
 
 
+class OwnRows(NamedTuple):
+    """The queries as they came, and what comes with them on the way back, of which `finite.rows` makes what is fit.
+
+    `lse` is -inf where a row sees nothing. Nothing depends on it where there is no `dlse`.
+    """
+
+    q: Float[Array, "B T N H"]
+    dout: Float[Array, "B T N Hv"]
+    out: Float[Array, "B T N Hv"]
+    rest: Float[Array, "B T N Hv"] | None
+    lse: Float32[Array, "B N T"]
+    dlse: Float32[Array, "B N T"] | None
+
+
 class Own(NamedTuple):
-    """K and V as they came, with whatever is in them, and what the kernel found when it looked at them: zeros first."""
+    """K and V as they came, with whatever is in them, and what the kernel found when it looked at them: zeros first.
+
+    On the way back the rows too, unless there are sinks, whose gradient is made of fit ones.
+    """
 
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K Hv"]
     found: Int32[Array, " counts"]
+    rows: OwnRows | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +56,9 @@ class Block:
     *after* the products then keeps NaN out of the rows that may not see it.
 
     On a ring of one rank a kernel that has `counts` has K and V in `own` too. It need not read `kv` then, and what
-    nobody reads is not made. Nobody asks for the gradient of a bias that is `bias_fixed`: it may be `None`.
+    nobody reads is not made. On the way back it may read `own.rows`, if there are any, for `q`, `dout`, `lse` and
+    `delta`, and sees to what is no number in those. Nobody asks for the gradient of a bias that is `bias_fixed`: it may
+    be `None`.
     """
 
     q: Float[Array, "B T N H"]
@@ -193,7 +213,8 @@ class BlockKernel(Protocol):
     the dtype that `partial.out` has, with `rest` where `partial` has one, and where `dq` of `backward` is `None` there
     is nothing to continue, and each gradient has the dtype of its input. One that finishes may have a number of
     `counts` too: K and V then come as they are in `block.own`, with as many zeros in `own.found`, and need not be
-    packed. What `forward` returns as `found`, of the same shape, is what `own.found` holds in `backward`.
+    packed. What `forward` returns as `found`, of the same shape, is what `own.found` holds in `backward`, where
+    without sinks `own.rows` is what `rows` is given.
     """
 
     def forward(self, block: Block, partial: Partial) -> Partial:

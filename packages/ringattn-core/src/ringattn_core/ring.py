@@ -14,7 +14,7 @@ from . import axes, batching, finite, parcels, rounding, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, lse_with_sinks, with_sinks
-from .protocol import Own, Partial
+from .protocol import Own, OwnRows, Partial
 from .varying import align, axes_of
 from .ways import Sum, Way, gradient, joined, of_half, parts, split, with_half
 
@@ -108,6 +108,10 @@ def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: tuple[Any, Any
     if sinks is not None:
         share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
         dsinks = -jnp.einsum("bnt,bnts->ns", rows.whole, share, precision="highest")
+    elif own is not None:
+        # What is not read of this, or of `rows`, is not made: zeros neither.
+        given_dlse = None if _nothing(cotangents[1]) else dlse
+        own = own._replace(rows=OwnRows(inputs.q, dout, out, rest, lse, given_dlse))
     numbers, given = dataclasses.replace(inputs, q=rows.q), (rows.dout, rows.lse, rows.delta)
     if _finishes(ring):
         sums = _alone(ring, numbers, fixed, bias_fixed, own, *given)
@@ -126,10 +130,14 @@ attend.defvjp(_differentiated, _backward, symbolic_zeros=True)
 
 def _whole(ring: Ring, cotangent: Any, inputs: Differentiable) -> jax.Array:
     """A cotangent as an array: where nothing depends on a result JAX gives only the shape of one."""
-    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    if not _nothing(cotangent):
         return cotangent
     like: Any = cotangent
     return _aligned(ring, jnp.zeros(like.shape, like.dtype), inputs)
+
+
+def _nothing(cotangent: Any) -> bool:
+    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _finishes(ring: Ring) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
-from ringattn_core.protocol import Block, Gradients
+from ringattn_core.protocol import Block, Gradients, Own
 from ringattn_core.varying import align, axes_of
 
 from . import bias_gradient, operands, schedules, tables
@@ -17,6 +17,7 @@ from .kernels.backward_keys import backward_keys
 from .kernels.backward_queries import backward_queries
 from .launch import launch
 from .operands import Facts, Operands
+from .rows import Given, look
 from .schedules import Schedule, Target
 
 _PACKED: Final = 64
@@ -40,13 +41,11 @@ def backward(
     devices measured that is faster than one kernel that adds to `dq` atomically.
     """
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
-    if block.q.shape[-1] <= _PACKED:
-        block = dataclasses.replace(block, own=None)
+    rows, own = _rows(block, dout, lse, delta)
+    block = dataclasses.replace(block, q=rows.q, own=None if block.q.shape[-1] <= _PACKED else own)
     given = operands.of(block, fast=target.kind == "cuda").mended(block.own, poison=False)
+    given = given.replaced(found=None if own is None else own.found)
     schedules.refuse_large_heads(given.facts)
-    # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
-    finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)
-    rows = [dout.astype(block.q.dtype), finite, delta]
     final, turned = dq is None, given.turned()
     itemsize, params = block.q.dtype.itemsize, block.rule.bwd_params
     by_keys = schedules.backward_keys(turned.facts, itemsize, params, target)
@@ -60,8 +59,21 @@ def backward(
     return Gradients(dq, dk, dv, dbias, dslopes)
 
 
+def _rows(
+    block: Block, dout: Float[Array, "B T N Hv"], lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"]
+) -> tuple[Given, Own | None]:
+    """The rows as kernels read them, and what there is as it came, with what a look at the rows found."""
+    own = block.own
+    if own is not None and own.rows is not None:
+        given, found = look(own.rows, own.found)
+        return given, own._replace(found=found)
+    # A row that sees nothing has only scores of -inf: they weigh nothing beside any lse that is a number.
+    finite = jnp.where(lse == -jnp.inf, 0.0, lse * operands.LOG2_E)
+    return Given(block.q, dout.astype(block.q.dtype), finite, delta), own
+
+
 def _of_keys(
-    block: Block, given: Operands, rows: list[jax.Array], kept: jax.Array | None, schedule: Schedule, final: bool
+    block: Block, given: Operands, rows: Given, kept: jax.Array | None, schedule: Schedule, final: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys and values. `kept` are the bits of what survives dropout, where it need not be drawn."""
     if kept is not None:
@@ -69,11 +81,12 @@ def _of_keys(
     table = tables.table(given, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     dk, dv = launch(
         backward_keys,
-        [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows, kept],
+        [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows.operands, kept],
         [jax.ShapeDtypeStruct(x.shape, x.dtype if final else jnp.float32) for x in (block.k, block.v)],
         grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
         name="ringattn_backward_keys",
         V=table.visits,
+        MENDED=rows.mended is not None,
         **_constants(given.facts, schedule),
     )
     return dk, dv
@@ -102,7 +115,7 @@ def _with_bits(facts: Facts, bits: Any) -> Facts:
 def _of_queries(
     block: Block,
     given: Operands,
-    rows: list[jax.Array],
+    rows: Given,
     before: jax.Array | None,
     schedule: Schedule,
     bits: jax.ShapeDtypeStruct | None,
@@ -121,12 +134,12 @@ def _of_queries(
     facts = given.facts if bits is None else _with_bits(given.facts, bits)
     outputs = [
         jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if before is None else jnp.float32),
-        jax.ShapeDtypeStruct((1,) if block.slopes is None else rows[1].shape, jnp.float32),
+        jax.ShapeDtypeStruct((1,) if block.slopes is None else rows.lse.shape, jnp.float32),
         jax.ShapeDtypeStruct(shape, block.q.dtype),
         bits or jax.ShapeDtypeStruct((1,), jnp.uint8),
     ]
 
-    inputs = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows]
+    inputs = [*given.tiled(schedule.kv_tile), table.bounds, table.tiles, *rows.operands]
 
     def of_strip(first: jax.Array | None, before_it: jax.Array | None) -> tuple[jax.Array, ...]:
         arrays = [*inputs, first, before_it]
@@ -143,6 +156,7 @@ def _of_queries(
             HELD=schedule.held,
             KEPT=first is not None,
             BITS_KEPT=bits is not None,
+            MENDED=rows.mended is not None,
             **_constants(facts, schedule),
         )
 

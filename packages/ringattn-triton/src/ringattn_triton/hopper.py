@@ -20,7 +20,7 @@ from .schedules import Target
 
 PLACES: Final = 132
 """How many programs run at a time: one on each multiprocessor of the largest Hopper. Others find nothing left to do."""
-COUNTS: Final = 4
+COUNTS: Final = 5
 """How many counters the programs of a launch share; all begin at zero. What they count, by place:"""
 FOUND_AT: Final = tl.constexpr(0)
 """Where K and V hold what is no number, as for every kernel that looks."""
@@ -28,6 +28,8 @@ SHARES_AT: Final = tl.constexpr(1)
 """The shares of K and V that are taken to look at."""
 TURNS_AT: Final = tl.constexpr(2)
 """The turns that are taken, and behind them those of a second launch."""
+ROWS_AT: Final = tl.constexpr(4)
+"""The tiles of queries with a row that the kernel of dk and dv may not read as it came."""
 CONSUMED: Final = tl.constexpr(64)
 """How many queries a consumer has: as many rows as the product of a warpgroup."""
 _TRITON_CEILING: Final = (3, 10)

@@ -11,6 +11,7 @@ import triton.language as tl
 from .derivatives import derivatives, row_facts, unbent
 from .dropout import weights_by_keys, weights_from_bits
 from .packing import sources
+from .rows import fit
 from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 
@@ -19,11 +20,14 @@ from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
 def backward_keys(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, DOUT, LSE, DELTA, KEPT_BITS, DK, DV,
+    TABLE, TILES, DOUT, LSE, DELTA, MENDED_Q, MENDED_DOUT, KEPT_BITS, DK, DV,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, MENDED: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of keys of each key head; first those which most see under a causal mask."""
+    """One program for each tile of keys of each key head; first those which most see under a causal mask.
+
+    `MENDED` says that there are queries and cotangents to read if those that came are not fit.
+    """
     own, batch, kv_head = owned(tl.program_id(0), V, F.kv_heads)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
@@ -46,6 +50,7 @@ def backward_keys(
     v_pointers = all_v + first_key + (at + value_dims)
     v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED)
 
+    all_q, all_dout = fit(Q, DOUT, MENDED_Q, MENDED_DOUT, FOUND, MENDED)
     rows = tl.arange(0, Q_TILE)[:, None]
     dk = tl.zeros([KV_TILE, DIM], tl.float32)
     dv = tl.zeros([KV_TILE, VALUE_DIM], tl.float32)
@@ -53,8 +58,8 @@ def backward_keys(
         head_number = kv_head * F.group + member
         head = of_head(P, batch, head_number, F)
         first = wide_batch * F.q_length * F.heads + head_number
-        q_pointers = Q + first * F.head_dim + (rows * (F.heads * F.head_dim) + dims)
-        dout_pointers = DOUT + first * F.value_dim + (rows * (F.heads * F.value_dim) + value_dims)
+        q_pointers = all_q + first * F.head_dim + (rows * (F.heads * F.head_dim) + dims)
+        dout_pointers = all_dout + first * F.value_dim + (rows * (F.heads * F.value_dim) + value_dims)
         row_at = (wide_batch * F.heads + head_number) * F.q_length
         kept_pointers = 0
         if F.dropout and not F.drawn:

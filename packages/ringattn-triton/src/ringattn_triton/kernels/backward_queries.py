@@ -9,6 +9,7 @@ from .bias_sums import keep_tile
 from .derivatives import derivatives, row_facts, unbent
 from .dropout import keep_bits, weights
 from .packing import sources
+from .rows import fit
 from .scores import Inputs, bent, biases, distance, in_columns, of_head, of_keys, of_queries
 from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
@@ -17,16 +18,17 @@ from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 def backward_queries(
     Q, KV, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
-    TABLE, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE, DQ, DSLOPES, DS, KEPT_BITS,
+    TABLE, TILES, DOUT, LSE, DELTA, MENDED_Q, MENDED_DOUT, FIRST, DQ_BEFORE, DQ, DSLOPES, DS, KEPT_BITS,
     F: tl.constexpr, V: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, KEPT: tl.constexpr,
-    BITS_KEPT: tl.constexpr,
+    BITS_KEPT: tl.constexpr, MENDED: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; `DSLOPES` is `[B, N, T]`, or unused where there are none.
 
     `FRESH` says that there is no gradient before, and nothing of it is read. If `KEPT` the tiles are those of a strip
     alone, from the one on that `FIRST` holds, and `DS` is given the derivatives by their scores: `S` is
     `bias_gradient.Strips`. If `BITS_KEPT`, `KEPT_BITS` is given what survives dropout.
+    `MENDED` says that there are queries and cotangents to read if those that came are not fit.
     """
     first_own = 0
     if KEPT:
@@ -55,11 +57,12 @@ def backward_queries(
     wide_batch = batch.to(tl.int64)
     first = wide_batch * F.q_length * F.heads + head_number
     q_at = first * F.head_dim + moved(rows, F.heads * F.head_dim, F.wide) + dims
-    q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    all_q, all_dout = fit(Q, DOUT, MENDED_Q, MENDED_DOUT, FOUND, MENDED)
+    q = vectors(all_q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
     if HELD:
         q = held(q, DIM)
     dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
-    dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
+    dout = vectors(all_dout + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
     lse, delta = row_facts(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
 
