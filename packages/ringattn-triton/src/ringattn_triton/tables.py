@@ -81,9 +81,9 @@ def of_bitmap(
     The last column of a `ragged` table is not seen whole, whatever the bitmap says.
     """
     coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
+    # Turned as it is made, which costs nothing: a kernel that reads lines across memory waits for each number.
+    coded = jnp.swapaxes(coded, 1, 2) if by_keys else coded
     groups, rows, columns = coded.shape
-    if by_keys:
-        rows, columns = columns, rows
     lines = groups * rows
     chunk = min(power_of_two(columns), ELEMENTS)
     together = min(ELEMENTS // chunk, power_of_two(lines))
@@ -99,10 +99,8 @@ def of_bitmap(
         stages=1,
         name="ringattn_table",
         LINES=lines,
-        ROWS=rows,
         COLUMNS=columns,
         WHOLE=columns - ragged,
-        BY_KEYS=by_keys,
         LISTED=listed,
         RUN=run,
         TOGETHER=together,

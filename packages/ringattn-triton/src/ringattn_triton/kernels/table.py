@@ -9,20 +9,18 @@ import triton.language as tl
 @triton.jit
 def table(
     SEEN, BOUNDS, TILES,
-    LINES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, BY_KEYS: tl.constexpr,
-    LISTED: tl.constexpr, RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`BOUNDS` and `TILES` of `tables.Table`, for so many of all `LINES`, the rows of every group, `TOGETHER`.
 
-    `SEEN [g, rows, columns]`, or `[g, columns, rows]` where `BY_KEYS`, is 0 for a tile that is not seen, 1 for one to
-    mask and 2 for one seen whole, which only the first `WHOLE` columns have. Of runs that are as long as each other
-    the last one counts.
+    `SEEN [g, rows, columns]` is 0 for a tile that is not seen, 1 for one to mask and 2 for one seen whole, which only
+    the first `WHOLE` columns have. Of runs that are as long as each other the last one counts.
     """
     line = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     inside = (line < LINES)[:, None]
-    STEP: tl.constexpr = ROWS if BY_KEYS else 1
     wide = line.to(tl.int64)
-    rows = SEEN + (wide // ROWS * (ROWS * COLUMNS) + wide % ROWS * (1 if BY_KEYS else COLUMNS))[:, None]
+    rows = SEEN + (wide * COLUMNS)[:, None]
 
     lo = tl.full([TOGETHER], COLUMNS, tl.int32)
     hi = tl.zeros([TOGETHER], tl.int32)
@@ -31,7 +29,7 @@ def table(
     gap = tl.full([TOGETHER], -1, tl.int32)
     end = tl.zeros([TOGETHER], tl.int32)
     for start in range(0, COLUMNS, CHUNK):
-        number, some, whole = _of_chunk(rows, inside, start, COLUMNS, STEP, WHOLE, CHUNK)
+        number, some, whole = _of_chunk(rows, inside, start, COLUMNS, WHOLE, CHUNK)
         if RUN:
             lo = tl.minimum(lo, tl.min(tl.where(some, number, COLUMNS), 1))
             hi = tl.maximum(hi, tl.max(tl.where(some, number + 1, 0), 1))
@@ -65,7 +63,7 @@ def table(
         masked_before = tl.zeros([TOGETHER], tl.int32)
         whole_before = masked
         for start in range(0, COLUMNS, CHUNK):
-            number, some, whole = _of_chunk(rows, inside, start, COLUMNS, STEP, WHOLE, CHUNK)
+            number, some, whole = _of_chunk(rows, inside, start, COLUMNS, WHOLE, CHUNK)
             if RUN:
                 whole = (full_lo[:, None] <= number) & (number < full_hi[:, None])
             masked_here = (some & ~whole).to(tl.int32)
@@ -81,10 +79,10 @@ def table(
 
 
 @triton.jit
-def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
+def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
     """The numbers of some columns, which of them each row sees at all, and which it sees whole."""
     number = start + tl.arange(0, CHUNK)[None, :]
-    seen = tl.load(rows + number.to(tl.int64) * STEP, mask=inside & (number < COLUMNS), other=0)
+    seen = tl.load(rows + number, mask=inside & (number < COLUMNS), other=0)
     return number, seen > 0, (seen > 1) & (number < WHOLE)
 
 
