@@ -278,6 +278,32 @@ def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
             assert least <= np.abs(x - exact[name]).max() <= most, (precision, name)
 
 
+@pytest.mark.parametrize("option", ["causal", "segments"])
+def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = with_option(option, 40, 52, dim=24, dtype=jnp.bfloat16, tiles=(16, 16))
+    block = dataclasses.replace(block, kv=block.kv.at[0, 0, 30].multiply(1e-5))
+    given = given_to(block)
+    want = backward(KERNEL, block, *given)
+    monkeypatch.setattr(schedules, "_may_hold_keys", lambda *_: True)
+    jax.clear_caches()
+    for name, x in backward(KERNEL, block, *given).items():
+        np.testing.assert_array_equal(x, want[name], name)
+
+
+@pytest.mark.parametrize(("capability", "fields", "held"), [
+    (90, {"segments": True}, True), (90, {}, False), (90, {"segments": True, "dropout": 0.1}, False),
+    (100, {"segments": True}, False),
+])  # fmt: skip
+def test_documents_on_hopper_have_two_small_programs_on_a_multiprocessor(
+    capability: int, fields: dict[str, Any], held: bool
+) -> None:
+    ids = np.zeros((1, 512), np.int32)
+    fields = {**fields, "q_segments": ids, "kv_segments": ids} if fields.pop("segments", False) else fields
+    facts = operands.of(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, causal=True, **fields)).facts
+    found = schedules.backward_keys(facts, 2, BwdParams(), Target("cuda", capability))
+    assert found == (Schedule(32, 64, 4, 3, held=True) if held else Schedule(64, 128, 8, 3))
+
+
 @pytest.mark.parametrize(("dim", "value_dim", "named"), [(257, 8, "query"), (8, 300, "value")])
 def test_heads_beyond_256_are_refused_with_the_way_out(dim: int, value_dim: int, named: str) -> None:
     block = make_block(1, 4, 4, dim=dim, value_dim=value_dim)

@@ -86,6 +86,7 @@ def _of_keys(
         grid=(table.visits.rows * block.kv.shape[-4] * block.kv.shape[-2],),
         name="ringattn_backward_keys",
         V=table.visits,
+        HELD=schedule.held,
         MENDED=rows.mended is not None,
         **_constants(given.facts, schedule),
     )

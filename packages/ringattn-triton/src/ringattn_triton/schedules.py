@@ -49,7 +49,7 @@ def target() -> Target:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How one kernel runs; `held` says that its queries stay in registers while keys pass by (`tiles.held`)."""
+    """How one kernel runs; `held` says that its queries, or keys, stay in registers while others pass by."""
 
     q_tile: int
     kv_tile: int
@@ -102,9 +102,10 @@ def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) ->
 
 def backward_keys(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
     """The schedule of the kernel of dk and dv, with what the caller fixed of it."""
-    return _backward(
+    schedule = _backward(
         _backward_keys_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
     )
+    return dataclasses.replace(schedule, held=schedule.q_tile <= 32 and _may_hold_keys(facts, itemsize, target))
 
 
 def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -120,6 +121,9 @@ def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Targ
             return Schedule(32, 64, 8, 2)
         if facts.bias and (facts.dropout or facts.bias_key == 1):
             return Schedule(32, 128, 8, 2) if facts.dropout else Schedule(32, 64, 4, 3)
+        if _may_hold_keys(facts, itemsize, target):
+            # Two programs share a multiprocessor, and short documents are many beginnings and ends.
+            return Schedule(32, 64, 4, 3)
         return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
 
@@ -173,6 +177,12 @@ def _wide_products(target: Target) -> bool:
 def _may_hold(facts: Facts, itemsize: int, target: Target) -> bool:
     """Whether products take their left side from registers as well, and there are registers for it."""
     return target == Target("cuda", 90) and itemsize < 4 and _largest_dim(facts) <= 128
+
+
+def _may_hold_keys(facts: Facts, itemsize: int, target: Target) -> bool:
+    """Whether the kernel of dk and dv may hold keys in registers: where it has segments, and little else to hold."""
+    light = facts.plain and not (facts.capped or facts.dropout or facts.masks or facts.dense)
+    return facts.segments and light and _largest_dim(facts) > 64 and _may_hold(facts, itemsize, target)
 
 
 def _shortened(schedule: Schedule, facts: Facts) -> Schedule:

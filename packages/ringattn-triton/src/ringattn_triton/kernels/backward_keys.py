@@ -13,7 +13,7 @@ from .dropout import weights_by_keys, weights_from_bits
 from .packing import sources
 from .rows import fit
 from .scores import Inputs, bent, biases, in_columns, of_head, of_keys, of_queries
-from .tiles import full_tile, masked_tile, moved, owned, vectors, visit
+from .tiles import full_tile, held, masked_tile, moved, owned, vectors, visit
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def backward_keys(
     MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX, OWN_K, OWN_V, FOUND,
     TABLE, TILES, DOUT, LSE, DELTA, MENDED_Q, MENDED_DOUT, KEPT_BITS, DK, DV,
     F: tl.constexpr, V: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, MENDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, MENDED: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of keys of each key head; first those which most see under a causal mask.
 
@@ -47,6 +47,8 @@ def backward_keys(
     first_key = wide_batch * F.kv_batch + kv_head * F.kv_head
     at = moved(columns, F.kv_token, F.wide)
     k = vectors(all_k + first_key + (at + dims), columns, dims, F.kv_length, F.head_dim, KV_RAGGED, DIM_RAGGED)
+    if HELD:
+        k = held(k, DIM)
     v_pointers = all_v + first_key + (at + value_dims)
     v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED)
 
