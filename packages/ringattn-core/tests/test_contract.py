@@ -2,6 +2,7 @@
 """A kernel that breaks the block protocol is told what it returned and what was asked for."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -160,6 +161,28 @@ def test_a_kernel_that_looks_at_keys_and_values_has_them_as_they_came_but_not_of
             assert own is not None and own.k.shape == own.v.shape == x.shape and own.found.shape == (3,)
         assert not any(owned(lambda x: jax.grad(loss)(x, x, x, mesh=mesh, axis_name="sp")))
         assert owned(lambda x: jax.vmap(jax.grad(loss))(x[None], x[None], x[None]))[-1] is None
+
+
+def test_on_the_way_back_it_has_the_rows_as_they_came_unless_there_are_sinks():
+    kernel, x = Finishing(), jnp.linspace(-1, 1, 64).reshape(1, 8, 2, 4)
+
+    def rows(loss: Any) -> Any:
+        """What came with K and V; forward, where JAX traces that anew, nothing does."""
+        kernel.own.clear()
+        jax.eval_shape(jax.grad(loss), x)
+        assert all(own.rows is None for own in kernel.own[:-1])
+        return kernel.own[-1].rows
+
+    with discovery.registered(EVERYTHING, kernel):
+        attend = functools.partial(ring_attention, backend="odd")
+        alone = rows(lambda q: attend(q, x, x).sum())
+        assert alone.q.shape == alone.dout.shape == alone.out.shape == x.shape
+        assert alone.rest is None and alone.lse.shape == (1, 2, 8) and alone.dlse is None
+        half = rows(lambda q: attend(*[y.astype(jnp.bfloat16) for y in (q, x, x)]).astype(jnp.float32).sum())
+        assert half.out.dtype == half.rest.dtype == half.dout.dtype == jnp.bfloat16
+        both = rows(lambda q: sum(y.sum() for y in attend(q, x, x, return_lse=True)))
+        assert both.dlse.shape == (1, 2, 8)
+        assert rows(lambda q: attend(q, x, x, jnp.zeros(2)).sum()) is None
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
