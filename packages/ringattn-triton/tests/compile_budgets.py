@@ -17,10 +17,12 @@ _CONTINUED: Final = "where it continues what other keys have left, a turn begins
 
 _LOOKING: Final = "Triton 3.9 has it look at many numbers at once, with fewer registers than that takes"
 
+_TRUTHS: Final = "there are eight registers for truths, and this asks more than that of its rows"
+
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
     ("bfloat16", 128, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
-    ("bfloat16", 64, "ringattn_backward_keys"): {100: (24, _LIKE_HOPPER)},
+    ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (40, _ON_HOPPER)},
     ("bfloat16", 64, "ringattn_hopper_forward"): {90: (296, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward"): {90: (16, _CONTINUED)},
@@ -38,10 +40,13 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     },
     ("float32", 64, "ringattn_backward_keys"): {
         80: (40, _THREE_PRODUCTS),
+        86: (8, _THREE_PRODUCTS),
+        89: (8, _THREE_PRODUCTS),
         90: (96, _THREE_PRODUCTS),
         100: (104, _THREE_PRODUCTS),
         120: (32, _THREE_PRODUCTS),
     },
+    ("float32", 64, "ringattn_judging"): dict.fromkeys(CUDA, (8, _TRUTHS)),
     ("float32", 64, "ringattn_backward_queries"): {90: (48, _THREE_PRODUCTS), 100: (56, _THREE_PRODUCTS)},
 }
 """Bytes of stack a thread by (dtype, head size, kernel), then by target, and why: the most of Triton 3.6 and 3.9.

@@ -280,7 +280,7 @@ def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
 
 @pytest.mark.parametrize("option", ["causal", "segments"])
 def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = with_option(option, 40, 52, dim=24, dtype=jnp.bfloat16, tiles=(16, 16))
+    block = with_option(option, 40, 52, dim=24, dtype=jnp.bfloat16, tiles=(32, 64))
     block = dataclasses.replace(block, kv=block.kv.at[0, 0, 30].multiply(1e-5))
     given = given_to(block)
     want = backward(KERNEL, block, *given)
@@ -302,6 +302,14 @@ def test_documents_on_hopper_have_two_small_programs_on_a_multiprocessor(
     facts = operands.of(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, causal=True, **fields)).facts
     found = schedules.backward_keys(facts, 2, BwdParams(), Target("cuda", capability))
     assert found == (Schedule(32, 64, 4, 3, held=True) if held else Schedule(64, 128, 8, 3))
+
+
+@pytest.mark.parametrize("asked", [{"kv_blocksize": 128}, {"q_blocksize": 64}, {"num_warps": 8}], ids=str)
+def test_who_asks_for_tiles_of_documents_has_the_others_of_a_large_program(asked: dict[str, int]) -> None:
+    ids = np.zeros((1, 512), np.int32)
+    block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, q_segments=ids, kv_segments=ids)
+    found = schedules.backward_keys(operands.of(block).facts, 2, BwdParams(**asked), Target("cuda", 90))
+    assert found == Schedule(64, 128, 8, 3)
 
 
 @pytest.mark.parametrize(("dim", "value_dim", "named"), [(257, 8, "query"), (8, 300, "value")])

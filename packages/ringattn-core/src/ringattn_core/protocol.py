@@ -113,6 +113,7 @@ class Block:
             q=f(self.q, 1),
             q_positions=f(self.q_positions, 1),
             q_index=f(self.q_index, 1),
+            own=None if self.own is None else self.own._replace(rows=None),
             **{name: f(getattr(self, name), axis) for name, axis in optional},
         )
 

@@ -164,7 +164,9 @@ def _alone(
     delta: jax.Array,
 ) -> Sums:
     """The gradients on a ring of one rank, as its kernel `finishes` them."""
-    k, v = (_after(ring, x, [dout]) for x in (inputs.k, inputs.v))
+    # Not after the rows that are made fit, where a kernel may do without: they would be made for that.
+    token = dout if own is None or own.rows is None else own.rows.dout
+    k, v = (_after(ring, x, [token]) for x in (inputs.k, inputs.v))
     kv = _packed(ring, k, v, poison=False)
     visited = dataclasses.replace(block(ring, inputs, kv, fixed, 0, bias_fixed), own=own)
     found = batching.backward(ring.kernel)(visited, dout, lse, delta, None)

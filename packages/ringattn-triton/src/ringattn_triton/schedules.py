@@ -62,6 +62,10 @@ _INTERPRETED: Final = Schedule(32, 32, 4, 2)
 """Small enough for several tiles in short tests, large enough for NumPy to have something to do at once."""
 
 
+_DOCUMENTS: Final = Schedule(32, 64, 4, 3, held=True)
+"""For dk and dv: two programs share a multiprocessor, and short documents are many beginnings and ends."""
+
+
 def forward(facts: Facts, itemsize: int, params: FwdParams, target: Target) -> Schedule:
     """The schedule of the forward kernel, with what the caller fixed of it."""
     default = _forward_by_family(facts, itemsize, _largest_dim(facts), target)
@@ -102,10 +106,15 @@ def _forward_by_family(facts: Facts, itemsize: int, dim: int, target: Target) ->
 
 def backward_keys(facts: Facts, itemsize: int, params: BwdParams, target: Target) -> Schedule:
     """The schedule of the kernel of dk and dv, with what the caller fixed of it."""
-    schedule = _backward(
-        _backward_keys_by_family(facts, itemsize, _largest_dim(facts), target), facts, itemsize, params, target
-    )
-    return dataclasses.replace(schedule, held=schedule.q_tile <= 32 and _may_hold_keys(facts, itemsize, target))
+    default = _backward_keys_by_family(facts, itemsize, _largest_dim(facts), target)
+    small = _may_hold_keys(facts, itemsize, target)
+    fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
+    if small and fixed == (None, None, None):
+        default = _DOCUMENTS
+    schedule = _backward(default, facts, itemsize, params, target)
+    tiles = (schedule.q_tile, schedule.kv_tile, schedule.warps)
+    held = small and tiles == (_DOCUMENTS.q_tile, _DOCUMENTS.kv_tile, _DOCUMENTS.warps)
+    return dataclasses.replace(schedule, held=held)
 
 
 def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -121,9 +130,6 @@ def _backward_keys_by_family(facts: Facts, itemsize: int, dim: int, target: Targ
             return Schedule(32, 64, 8, 2)
         if facts.bias and (facts.dropout or facts.bias_key == 1):
             return Schedule(32, 128, 8, 2) if facts.dropout else Schedule(32, 64, 4, 3)
-        if _may_hold_keys(facts, itemsize, target):
-            # Two programs share a multiprocessor, and short documents are many beginnings and ends.
-            return Schedule(32, 64, 4, 3)
         return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
     return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
 
