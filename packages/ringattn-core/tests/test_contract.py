@@ -185,6 +185,19 @@ def test_on_the_way_back_it_has_the_rows_as_they_came_unless_there_are_sinks():
         assert rows(lambda q: attend(q, x, x, jnp.zeros(2)).sum()) is None
 
 
+def test_a_block_with_other_queries_has_no_rows_as_they_came():
+    class Growing(Finishing):
+        def backward(self, block: Any, *arrays: Any) -> Gradients:
+            self.own.append(block.padded_to(block.q_length + 8, block.kv_length).own)
+            return super().backward(block, *arrays)
+
+    kernel, x = Growing(), jnp.ones((1, 8, 2, 4))
+    with discovery.registered(EVERYTHING, kernel):
+        jax.eval_shape(jax.grad(lambda q: ring_attention(q, x, x, backend="odd").sum()), x)
+    grown, given = kernel.own[-2:]
+    assert given.rows is not None and grown.rows is None and grown.k is given.k
+
+
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_what_a_kernel_finds_forward_it_has_backward(transform: Any):
     class Telling(Finishing):
