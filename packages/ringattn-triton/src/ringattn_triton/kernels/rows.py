@@ -26,22 +26,15 @@ def rows(
     lse = tl.load(LSE + at, mask=inside, other=0.0)
     seen = tl.load(SEEN + at, mask=inside, other=0) != 0
 
-    values = tl.arange(0, VALUES)[None, :]
-    of_value = row[:, None] * VALUE_DIM + values
-    there = inside[:, None] & (values < VALUE_DIM)
-    dout = tl.load(DOUT + of_value, mask=there, other=0.0)
-    out = tl.load(OUT + of_value, mask=there, other=0.0).to(tl.float32)
-    if SPLIT:
-        out += tl.load(REST + of_value, mask=there, other=0.0).to(tl.float32)
+    of_value, there = _elements(row, inside, VALUE_DIM, VALUES)
+    dout, out = _cotangents_and_outputs(DOUT, OUT, REST, of_value, there, SPLIT)
     whole, usable, bad = _judged(dout, out, lse, tl.load(DLSE + at, mask=inside, other=0.0), seen)
     tl.store(DOUT_TO + of_value, tl.where(usable[:, None], dout, 0.0).to(DOUT_TO.dtype.element_ty), mask=there)
     tl.store(LSE_TO + at, tl.where(bad, float("nan"), lse), mask=inside)
     tl.store(DELTA + at, tl.where(usable, whole, 0.0), mask=inside)
     tl.store(WHOLE + at, whole, mask=inside)
 
-    dims = tl.arange(0, DIM)[None, :]
-    of_query = row[:, None] * HEAD_DIM + dims
-    there = inside[:, None] & (dims < HEAD_DIM)
+    of_query, there = _elements(row, inside, HEAD_DIM, DIM)
     tl.store(Q_TO + of_query, _numbers(tl.load(Q + of_query, mask=there, other=0.0)), mask=there)
 
 
@@ -63,21 +56,15 @@ def judging(
     seen = lse != -float("inf")
     dlse = tl.load(DLSE + at, mask=inside, other=0.0) if SHIFTED else tl.zeros_like(lse)
 
-    values = tl.arange(0, VALUES)[None, :]
-    of_value = row[:, None] * VALUE_DIM + values
-    there = inside[:, None] & (values < VALUE_DIM)
-    dout = tl.load(DOUT + of_value, mask=there, other=0.0)
-    out = tl.load(OUT + of_value, mask=there, other=0.0).to(tl.float32)
-    if SPLIT:
-        out += tl.load(REST + of_value, mask=there, other=0.0).to(tl.float32)
+    of_value, there = _elements(row, inside, VALUE_DIM, VALUES)
+    dout, out = _cotangents_and_outputs(DOUT, OUT, REST, of_value, there, SPLIT)
     whole, usable, bad = _judged(dout, out, lse, dlse, seen)
     tl.store(LSE_TO + at, tl.where(bad, float("nan"), tl.where(seen, lse * LOG2_E, 0.0)), mask=inside)
     tl.store(DELTA + at, tl.where(usable, whole, 0.0), mask=inside)
     if tl.max(tl.where(usable, 0, 1), 0) != 0:
         # Queries that are no numbers make the lse of a row that sees anything none: only others need be looked at.
-        dims = tl.arange(0, DIM)[None, :]
-        unseen = (inside & (seen == 0))[:, None] & (dims < HEAD_DIM)
-        q = tl.load(Q + (row[:, None] * HEAD_DIM + dims), mask=unseen, other=0.0)
+        of_query, unseen = _elements(row, inside & (seen == 0), HEAD_DIM, DIM)
+        q = tl.load(Q + of_query, mask=unseen, other=0.0)
         strange = tl.max(tl.where(tl.abs(q.to(tl.float32)) < float("inf"), 0, 1), 1)
         # Nor is a cotangent of what sees nothing read as it is: values may be so large that their product is infinite.
         loud = tl.max(tl.where(dout == 0.0, 0, 1), 1)
@@ -93,21 +80,17 @@ def mending_if_bad(
 ):  # fmt: skip
     """The `q` and `dout` of `rows` by a few programs, if `judging` found any to mend; else these hold anything."""
     if tl.load(FOUND + ROWS_AT) != 0:
-        values = tl.arange(0, VALUES)[None, :]
-        dims = tl.arange(0, DIM)[None, :]
         for number in range(tl.program_id(0), tl.cdiv(COUNT, ROWS), tl.num_programs(0)):
             row = number.to(tl.int64) * ROWS + tl.arange(0, ROWS)
             inside = row < COUNT
             at = _by_head(row, HEADS, LENGTH)
             lse = tl.load(MENDED_LSE + at, mask=inside, other=0.0)
             usable = (lse == lse) & (tl.load(LSE + at, mask=inside, other=0.0) != -float("inf"))
-            of_value = row[:, None] * VALUE_DIM + values
-            there = inside[:, None] & (values < VALUE_DIM)
+            of_value, there = _elements(row, inside, VALUE_DIM, VALUES)
             dout = tl.load(DOUT + of_value, mask=there, other=0.0)
             tl.store(DOUT_TO + of_value, tl.where(usable[:, None], dout, 0.0).to(dout.dtype), mask=there)
-            of_query = row[:, None] * HEAD_DIM + dims
-            of_dim = inside[:, None] & (dims < HEAD_DIM)
-            tl.store(Q_TO + of_query, _numbers(tl.load(Q + of_query, mask=of_dim, other=0.0)), mask=of_dim)
+            of_query, there = _elements(row, inside, HEAD_DIM, DIM)
+            tl.store(Q_TO + of_query, _numbers(tl.load(Q + of_query, mask=there, other=0.0)), mask=there)
 
 
 @triton.jit
@@ -118,6 +101,23 @@ def fit(Q, DOUT, MENDED_Q, MENDED_DOUT, FOUND, MENDED: tl.constexpr):
         return tl.where(bad, MENDED_Q, Q), tl.where(bad, MENDED_DOUT, DOUT)
     else:
         return Q, DOUT
+
+
+@triton.jit
+def _elements(row, inside, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Where the numbers of rows of `SIZE` are, and which of the `PADDED` ones there are."""
+    number = tl.arange(0, PADDED)[None, :]
+    return row[:, None] * SIZE + number, inside[:, None] & (number < SIZE)
+
+
+@triton.jit
+def _cotangents_and_outputs(DOUT, OUT, REST, at, there, SPLIT: tl.constexpr):
+    """Cotangents as they are, and outputs with what rounding took from them if they are `SPLIT`."""
+    dout = tl.load(DOUT + at, mask=there, other=0.0)
+    out = tl.load(OUT + at, mask=there, other=0.0).to(tl.float32)
+    if SPLIT:
+        out += tl.load(REST + at, mask=there, other=0.0).to(tl.float32)
+    return dout, out
 
 
 @triton.jit
