@@ -17,7 +17,7 @@ _CONTINUED: Final = "where it continues what other keys have left, a turn begins
 
 _LOOKING: Final = "Triton 3.9 has it look at many numbers at once, with fewer registers than that takes"
 
-_TRUTHS: Final = "there are eight registers for truths, and this asks more than that of its rows"
+_SET_ASIDE: Final = "the compiler sets aside a byte of stack that nothing reads or writes: no register is spilled"
 
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
@@ -46,7 +46,7 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
         100: (104, _THREE_PRODUCTS),
         120: (32, _THREE_PRODUCTS),
     },
-    ("float32", 64, "ringattn_judging"): dict.fromkeys(CUDA, (8, _TRUTHS)),
+    ("float32", 64, "ringattn_judging"): dict.fromkeys(CUDA, (8, _SET_ASIDE)),
     ("float32", 64, "ringattn_backward_queries"): {90: (48, _THREE_PRODUCTS), 100: (56, _THREE_PRODUCTS)},
 }
 """Bytes of stack a thread by (dtype, head size, kernel), then by target, and why: the most of Triton 3.6 and 3.9.
