@@ -74,8 +74,8 @@ class Dense:
         s, slope = scores(block)
         p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
         dp = product("btnh,bsnh->bnts", dout, of_heads(block.v, block))
-        ds = jnp.where(jnp.isneginf(s), 0.0, p * (keep(block) * dp - delta[..., None]))
-        dz = block.rule.scale * ds * slope
+        raw = p * (keep(block) * dp - delta[..., None])
+        ds, dz = self.where_seen(raw, s), self.where_seen(block.rule.scale * raw * slope, s)
         return Gradients(
             dq=dq + product("bnts,bsnh->btnh", dz, of_heads(block.k, block)),
             dk=self.grouped(product("bnts,btnh->bsnh", dz, block.q), block),
@@ -85,6 +85,10 @@ class Dense:
             if block.slopes is None
             else -summed_to(ds * distance(block), (*block.slopes.shape, 1, 1))[..., 0, 0],
         )
+
+    def where_seen(self, x: jax.Array, s: jax.Array) -> jax.Array:
+        """Zero for every pair that does not see each other, whatever its products are."""
+        return jnp.where(jnp.isneginf(s), 0.0, x)
 
     def grouped(self, x: jax.Array, block: Block) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)

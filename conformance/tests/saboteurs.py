@@ -103,6 +103,13 @@ class NanInEmptyRows(Dense):
         return Partial(jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out), found.lse)
 
 
+class PaddingWeighed(Dense):
+    """What padding adds to gradients is multiplied by 0, and not left out."""
+
+    def where_seen(self, x: jax.Array, s: jax.Array) -> jax.Array:
+        return x
+
+
 class WindowOffByOne(Dense):
     """The left end of a window is exclusive."""
 
@@ -246,6 +253,7 @@ _SEEN: Final = "test_masks::test_the_keys_that_a_query_sees[{}-%s]"
 _LSE: Final = "test_lse::test_it_is_the_natural_logarithm_of_the_whole_denominator[{}-%s]"
 _RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
 _NAN: Final = "test_numerics::test_what_is_not_finite_comes_out_where_it_is_seen_and_nowhere_else[{}-%s]"
+_PADDING: Final = "test_numerics::test_what_padding_holds_harms_nobody[{}-%s]"
 _BITS: Final = "test_dropout::test_the_bits_are_those_of_the_specification[{}-%s]"
 _HALF_BITS: Final = "test_dropout::test_they_are_the_same_in_half_precision[{}-4-striped]"
 _PLAIN: Final = _point("plain-ring4-contiguous")
@@ -264,6 +272,9 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     ),
     "mean-over-the-group": Sabotage(MeanOfGroup(), (_BLOCK % "gqa-causal-segments",), _PLAIN),
     "nan-in-empty-rows": Sabotage(NanInEmptyRows(), (_primal("segments-unseen-rank"),), _PLAIN),
+    "padding-weighed": Sabotage(
+        PaddingWeighed(), (_PADDING % "huge-plain", _PADDING % "huge-capped"), _PADDING % "no-numbers-plain"
+    ),
     "window-off-by-one": Sabotage(WindowOffByOne(), (_SEEN % "window", _point("window-ring2-striped")), _PLAIN),
     "positions-restart": Sabotage(PositionsRestart(), (_SEEN % "causal",), _PLAIN),
     "dropout-by-local-index": Sabotage(LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),

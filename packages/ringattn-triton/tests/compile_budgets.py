@@ -23,7 +23,7 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
     ("bfloat16", 128, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
-    ("bfloat16", 64, "ringattn_backward_queries"): {90: (40, _ON_HOPPER)},
+    ("bfloat16", 64, "ringattn_backward_queries"): {90: (48, _ON_HOPPER)},
     ("bfloat16", 64, "ringattn_hopper_forward"): {90: (296, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward"): {90: (16, _CONTINUED)},
     ("bfloat16", 128, "ringattn_hopper_forward with a soft cap"): {90: (96, _AT_THE_END)},
@@ -40,14 +40,18 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     },
     ("float32", 64, "ringattn_backward_keys"): {
         80: (40, _THREE_PRODUCTS),
-        86: (8, _THREE_PRODUCTS),
-        89: (8, _THREE_PRODUCTS),
-        90: (96, _THREE_PRODUCTS),
+        86: (24, _THREE_PRODUCTS),
+        89: (24, _THREE_PRODUCTS),
+        90: (112, _THREE_PRODUCTS),
         100: (104, _THREE_PRODUCTS),
-        120: (32, _THREE_PRODUCTS),
+        120: (48, _THREE_PRODUCTS),
     },
     ("float32", 64, "ringattn_judging"): dict.fromkeys(CUDA, (8, _SET_ASIDE)),
-    ("float32", 64, "ringattn_backward_queries"): {90: (48, _THREE_PRODUCTS), 100: (56, _THREE_PRODUCTS)},
+    ("float32", 64, "ringattn_backward_queries"): {
+        90: (48, _THREE_PRODUCTS),
+        100: (56, _THREE_PRODUCTS),
+        120: (8, _THREE_PRODUCTS),
+    },
 }
 """Bytes of stack a thread by (dtype, head size, kernel), then by target, and why: the most of Triton 3.6 and 3.9.
 

@@ -23,6 +23,8 @@ ROUNDED = Case(
 RMS_GROWTH = 1.1
 POISONED = Case("poisoned", causal=True, window=(11, 0), segments=packed, heads=4, kv_heads=2)
 POISONS = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
+GARBAGE = {"no-numbers": (np.nan, np.inf, np.nan, 0.0), "huge": (3e38, 3e38, 3e38, -3e38)}
+"""What padding holds in q, k, v and the cotangent."""
 SPOT = (1, 20, 1, 3)
 """Batch row, token, head and component of the one bad number."""
 
@@ -127,19 +129,22 @@ def _misplaced(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answe
 
 
 @tiers.core
-def test_a_poisoned_token_of_padding_harms_nobody(ringattn_backend: str):
-    """All that lies in padding may be garbage: nobody sees it, and it sees nobody."""
-    case = Case("garbage", segments=_half_padding, sinks="head", bias="NT")
+@pytest.mark.parametrize("soft_cap", [None, 5.0], ids=["plain", "capped"])
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_what_padding_holds_harms_nobody(ringattn_backend: str, garbage: str, soft_cap: float | None):
+    """Numbers or not: nobody sees it, and it sees nobody."""
+    case = Case("garbage", segments=_padding_among_tokens, sinks="head", bias="NT", soft_cap=soft_cap)
     placed = place(case, Placement(2), ringattn_backend)
-    garbage = {name: np.array(getattr(placed.inputs.problem, name)) for name in ("q", "k", "v")}
-    for x, value in zip(garbage.values(), (np.nan, np.inf, np.nan), strict=True):
-        x[:, case.q_length // 2 :] = value
-    problem = dataclasses.replace(placed.inputs.problem, **garbage)
-    spoilt = dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
+    spoilt = {name: np.array(getattr(placed.inputs.problem, name)) for name in ("q", "k", "v")}
+    dout = np.array(placed.inputs.dout)
+    for x, value in zip((*spoilt.values(), dout), GARBAGE[garbage], strict=True):
+        x[:, _is_padding(case.q_length)] = value
+    problem = dataclasses.replace(placed.inputs.problem, **spoilt)
+    inputs = dataclasses.replace(placed.inputs, problem=problem, dout=dout)
     with owed(ringattn_backend, case.needs | NEEDS) as right:
-        got = run(spoilt)
+        got = run(dataclasses.replace(placed, inputs=inputs))
         if right:
-            tolerances.check(got, answer_of(case, 2), case, placed.inputs, "with garbage in the padding")
+            tolerances.check(got, answer_of(case, 2), case, placed.inputs, f"with {garbage} in the padding")
 
 
 def test_a_query_from_which_the_bias_hides_all_keys_harms_nobody(ringattn_backend: str):
@@ -159,9 +164,15 @@ def test_a_query_from_which_the_bias_hides_all_keys_harms_nobody(ringattn_backen
             tolerances.check(got, answer, case, inputs, "with a query that the bias hides all keys from")
 
 
-def _half_padding(batch: int, rows: int, columns: int) -> Any:
-    ids = np.where(np.arange(rows) < rows // 2, 0, -1)[None].repeat(batch, 0).astype(np.int32)
+def _padding_among_tokens(batch: int, rows: int, columns: int) -> Any:
+    ids = np.where(_is_padding(rows), -1, 0)[None].repeat(batch, 0).astype(np.int32)
     return ids, ids
+
+
+def _is_padding(rows: int) -> np.ndarray:
+    """Whole tiles of it at the end, and some in every tile before."""
+    number = np.arange(rows)
+    return (number % 3 == 1) | (number >= 3 * rows // 4)
 
 
 @tiers.core

@@ -78,7 +78,7 @@ def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any) -> dict[str, Any]:
         by_distance = (from_scores(ds, tile, by_keys=True) * distance(tile)).sum((2, 3))
         added["dslopes"] = _summed(-by_distance, tile.slopes)
     if rule.soft_cap is not None:
-        ds = ds * (1.0 - jnp.square(s / rule.soft_cap))
+        ds = jnp.where(seen, ds * (1.0 - jnp.square(s / rule.soft_cap)), 0.0)
     dropped, ds = dropped.astype(dtype), (ds * rule.scale).astype(dtype)
     added["dv"] = jnp.swapaxes(outer(dropped, dout, tile), 1, 2)
     added["dk"] = jnp.swapaxes(outer(ds, q, tile), 1, 2)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .scores import Part, bent, hidden, kept, outer, scored, to_column, wide
+from .scores import HIDDEN, Part, bent, kept, outer, scored, selected, to_column, visible, wide
 
 LSE, DELTA = 0, 1
 """The rows of `state`, that come with each query: the final lse in units of log2, and delta."""
@@ -41,10 +41,13 @@ def derivatives(part: Part, state: Any, masked: bool) -> Derivatives:
     product, dp = ((outer(k, q, facts), outer(v, dout, facts)) if part.by_keys else
                    (outer(q, k, facts), outer(dout, v, facts)))  # fmt: skip
     bend = bent(part, product)
-    # Hidden after the difference: the lse of a row that saw something not finite is NaN.
-    p = jnp.exp2(hidden(part, scored(part, bend) - row(LSE), masked))
+    # Selected last, everywhere: the lse of a row that saw something not finite is NaN, and what a pair holds that does
+    # not see each other may be so large that its products are infinite.
+    seen = visible(part) if masked else None
+    p = jnp.exp2(selected(seen, scored(part, bend) - row(LSE), HIDDEN))
     weights = kept(part, facts.keep_weight) if facts.dropout else None
     ds = p * ((dp if weights is None else dp * weights) - row(DELTA))
+    dproduct = ds * (1.0 - bend * bend) if facts.capped else ds
     return Derivatives(
-        p=p if weights is None else p * weights, ds=ds, dproduct=ds * (1.0 - bend * bend) if facts.capped else ds
+        p=p if weights is None else p * weights, ds=selected(seen, ds, 0.0), dproduct=selected(seen, dproduct, 0.0)
     )

@@ -9,7 +9,23 @@ from jax.experimental import pallas as pl
 from ..launch import Step
 from ..operands import Facts
 from ..tables import FIRST, IDLE, LAST, MASKED
-from .scores import LANES, START, Part, bent, folded, hidden, keep_columns, kept, outer, scored, to_column, to_row, wide
+from .scores import (
+    HIDDEN,
+    LANES,
+    START,
+    Part,
+    bent,
+    folded,
+    keep_columns,
+    kept,
+    outer,
+    scored,
+    selected,
+    to_column,
+    to_row,
+    visible,
+    wide,
+)
 
 
 def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts, part: int, fresh: bool) -> None:
@@ -57,7 +73,7 @@ def _visit(part: Part, acc: Any, m: Any, total: Any, masked: bool) -> None:
     k, v = part.inputs["k"][part.lanes, :], part.inputs["v"][part.lanes, :]
     q = part.inputs["q"][...]
     product = outer(q, k, facts)
-    s = hidden(part, scored(part, bent(part, product)), masked)
+    s = selected(visible(part) if masked else None, scored(part, bent(part, product)), HIDDEN)
     before = m[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
     p = jnp.exp2(s - wide(after, part.width))

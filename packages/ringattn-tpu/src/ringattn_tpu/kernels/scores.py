@@ -158,10 +158,9 @@ def _bits(part: Part) -> jax.Array:
     return ((jax.lax.shift_right_logical(words[:, None, :], row) & 1) != 0).reshape(part.height, part.width)
 
 
-def hidden(part: Part, s: jax.Array, masked: bool) -> jax.Array:
-    """The scores, `HIDDEN` where a pair is not visible."""
-    seen = visible(part) if masked else None
-    return s if seen is None else jnp.where(seen, s, HIDDEN)
+def selected(seen: jax.Array | None, x: jax.Array, other: float) -> jax.Array:
+    """`x`, and `other` where a pair does not see each other; `seen` is `visible`."""
+    return x if seen is None else jnp.where(seen, x, other)
 
 
 def kept(part: Part, weight: float) -> jax.Array:

@@ -8,7 +8,7 @@ Scores are held with keys as rows, so that both results are products with the sc
 import triton
 import triton.language as tl
 
-from .derivatives import derivatives, row_facts, unbent
+from .derivatives import derivatives, row_facts
 from .dropout import weights_by_keys, weights_from_bits
 from .packing import sources
 from .rows import fit
@@ -126,7 +126,7 @@ def _added(
     )
     dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
     lse, delta = row_facts(LSE, DELTA, rows, rows, F, Q_RAGGED, True)
-    dropped, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, False)
+    dropped, _, dproduct = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, False)
     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
-    dk = tl.dot(unbent(ds, bend, F).to(q.dtype), q, dk, input_precision=F.precision)
+    dk = tl.dot(dproduct.to(q.dtype), q, dk, input_precision=F.precision)
     return dk, dv

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .bias_sums import keep_tile
-from .derivatives import derivatives, row_facts, unbent
+from .derivatives import derivatives, row_facts
 from .dropout import keep_bits, weights
 from .packing import sources
 from .rows import fit
@@ -132,10 +132,10 @@ def _added(
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
     if BITS_KEPT:
         keep_bits(bits_at + moved(tile, KV_TILE // 32 * F.kept_line, F.wide_scores), keep, dp, F, Q_TILE, KV_TILE)
-    _, ds = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, KV_RAGGED)
+    _, ds, dproduct = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False, KV_RAGGED)
     if F.slopes:
         dslope -= tl.sum(ds * distance(queries, keys), 1)
     if KEPT:
         keep_tile(kept_at + moved(tile, Q_TILE * KV_TILE, F.wide_scores), ds, in_columns(F, KV_TILE, False), F)
-    dq = tl.dot(unbent(ds, bend, F).to(k.dtype), k, dq, input_precision=F.precision)
+    dq = tl.dot(dproduct.to(k.dtype), k, dq, input_precision=F.precision)
     return dq, dslope

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false
-"""What one tile is in every backward kernel: its probabilities from the final lse, and the derivative by its scores."""
+"""What one tile is in every backward kernel: its probabilities from the final lse, and the derivatives by scores."""
 
 import triton
 import triton.language as tl
@@ -26,24 +26,25 @@ def derivatives(
     bend, dp, lse, delta, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
     Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities after dropout, and the derivative by the scores with all that is added to them.
+    """The probabilities after dropout, the derivative by the scores with all that is added to them, and that by the
+    products, but for the scale.
 
     `bias` is `scores.biases` and `keep` is `dropout.weights`, or anything without dropout. Where a pair does not see
-    each other both are zero: `dp` and `delta` are finite, and what is NaN is selected away.
+    each other all are zero, selected last: whatever such a pair holds, `bend`, `dp` and their products may be infinite
+    or NaN there.
     """
     p = tl.exp2(scored(bend, bias, queries, keys, head, F) * F.fold - lse)
-    if MASKED:
-        p = tl.where(visible(queries, keys, head, F, Q_RAGGED, KV_RAGGED, True), p, 0.0)
+    dropped = p
     if F.dropout:
-        return p * keep, p * (dp * keep - delta)
-    else:
-        return p, p * (dp - delta)
-
-
-@triton.jit
-def unbent(ds, bend, F: tl.constexpr):
-    """The derivative by the products, but for the scale: through the soft cap where there is one."""
+        dropped = p * keep
+        dp = dp * keep
+    ds = p * (dp - delta)
+    dproduct = ds
     if F.capped:
-        return ds * (1.0 - bend * bend)
-    else:
-        return ds
+        dproduct = ds * (1.0 - bend * bend)
+    if MASKED:
+        seen = visible(queries, keys, head, F, Q_RAGGED, KV_RAGGED, True)
+        dropped = tl.where(seen, dropped, 0.0)
+        ds = tl.where(seen, ds, 0.0)
+        dproduct = tl.where(seen, dproduct, 0.0)
+    return dropped, ds, dproduct
