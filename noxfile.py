@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks there are, and in which environment each one runs."""
 
-import functools
 import os
 import shutil
 import subprocess
@@ -73,7 +72,6 @@ def hurried(session: nox.Session) -> dict[str, str]:
     return CPU | {"XLA_FLAGS": " ".join((*UNOPTIMISED, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
 
 
-@functools.cache
 def runs(python: str) -> bool:
     """Whether a command is a Python that starts: a version manager's shim may be there and refuse."""
     try:
@@ -82,18 +80,25 @@ def runs(python: str) -> bool:
         return False
 
 
-def reveal(version: str) -> None:
-    """Puts an interpreter that pyenv holds, but does not show, on the PATH; the first one that runs stays first."""
+def reveal(version: str) -> bool:
+    """Whether an interpreter is here. One that pyenv holds, but does not show, is put on the PATH: the first one that
+    runs stays first.
+    """
     name = f"python{version}"
-    if version == "{}.{}".format(*sys.version_info) or runs(name) or not shutil.which("pyenv"):
-        return
+    if version == "{}.{}".format(*sys.version_info) or runs(name):
+        return True
+    if not shutil.which("pyenv"):
+        return False
     prefix = subprocess.run(["pyenv", "prefix", version], capture_output=True, text=True).stdout.strip()
     if prefix and runs(str(Path(prefix, "bin", name))):
         os.environ["PATH"] = os.pathsep.join([str(Path(prefix, "bin")), os.environ["PATH"]])
+    return runs(name)
 
 
 for _version in sorted({python for python, *_ in SUPPORTED}):
     reveal(_version)
+# What strangers' wheels are tried with: an interpreter that no other session has, if it is here.
+NEWEST = "3.13" if reveal("3.13") else None
 
 
 @nox.session
@@ -161,7 +166,7 @@ def conformance(session: nox.Session, backend: str) -> None:
         session.run("pytest", str(own_tests), "-n", "2", env=quick)
 
 
-@nox.session(requires=["build"])
+@nox.session(requires=["build"], python=NEWEST)
 def thirdparty(session: nox.Session) -> None:
     """Strangers' wheels beside ours, certified from an empty folder by the command that a stranger has."""
     wheels = Path(session.create_tmp())

@@ -26,7 +26,8 @@ def backward_bias(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts:
     def over(masked: bool) -> None:
         for start in range(0, inputs["k"].shape[0], part):
             one = Part(facts, step, inputs, columns, False, start, part)
-            ds = derivatives(one, state, masked).ds
+            found = derivatives(one, state, masked)
+            ds = found.of_seen(found.ds)
             outputs["dbias"][:, one.lanes] += ds if facts.bias_rows else ds.sum(0, keepdims=True)
 
     pl.when(~step.has(MASKED))(lambda: over(False))

@@ -35,9 +35,9 @@ def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts
     def over(masked: bool) -> None:
         for start in range(0, q_tile, part):
             one = Part(facts, step, inputs, columns, True, start, part)
-            found = derivatives(one, None, masked)
+            found = derivatives(one, None, masked, by_weight=True)
             q, dout, k = inputs["q"][one.lanes, :], inputs["dout"][one.lanes, :], inputs["k"][...]
-            dproduct = found.dproduct.astype(q.dtype)
+            dproduct = found.of_weighed(found.dproduct.astype(q.dtype))
             dv[...] += jnp.dot(
                 found.p.astype(dout.dtype), dout, precision=facts.precision, preferred_element_type=jnp.float32
             )

@@ -32,9 +32,8 @@ def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts:
             dv[...] += jnp.dot(
                 found.p.astype(dout.dtype), dout, precision=facts.precision, preferred_element_type=jnp.float32
             )
-            dk[...] += jnp.dot(
-                found.dproduct.astype(q.dtype), q, precision=facts.precision, preferred_element_type=jnp.float32
-            )
+            dproduct = found.of_seen(found.dproduct).astype(q.dtype)
+            dk[...] += jnp.dot(dproduct, q, precision=facts.precision, preferred_element_type=jnp.float32)
 
     for masked in (False, True):
         wanted = MASKED if masked else 0

@@ -37,11 +37,10 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, fac
             one = Part(facts, step, inputs, columns, False, start, part)
             found = derivatives(one, state, masked)
             k = inputs["k"][one.lanes, :]
-            acc[...] += jnp.dot(
-                found.dproduct.astype(k.dtype), k, precision=facts.precision, preferred_element_type=jnp.float32
-            )
+            dproduct = found.of_seen(found.dproduct).astype(k.dtype)
+            acc[...] += jnp.dot(dproduct, k, precision=facts.precision, preferred_element_type=jnp.float32)
             if facts.slopes:
-                outputs["dslopes"][...] -= _in_one_register(found.ds * distance(one))
+                outputs["dslopes"][...] -= _in_one_register(found.of_seen(found.ds) * distance(one))
 
     pl.when(~step.has(MASKED))(lambda: over(False))
     pl.when(step.has(MASKED))(lambda: over(True))

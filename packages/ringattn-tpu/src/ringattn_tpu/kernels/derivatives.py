@@ -13,11 +13,28 @@ LSE, DELTA = 0, 1
 
 
 class Derivatives(NamedTuple):
-    """`p` as it met the values, `ds` the gradient of each score, `dproduct` that of each product over the scale."""
+    """The `weight` of each pair, and `p`, what met the values; `ds` the gradient of each score, `dproduct` that of each
+    product over the scale.
 
+    Weights are zero where a pair does not see each other. What such a pair holds may be so large that its products are
+    infinite: its gradients count for nothing only after `of_seen` or `of_weighed`.
+    """
+
+    weight: jax.Array
     p: jax.Array
     ds: jax.Array
     dproduct: jax.Array
+    seen: jax.Array | None
+
+    def of_seen(self, x: jax.Array) -> jax.Array:
+        """Zero where a pair does not see each other."""
+        return selected(self.seen, x, 0.0)
+
+    def of_weighed(self, x: jax.Array) -> jax.Array:
+        """The same, told by the weight in the dtype of `x`, which takes less memory than what is visible."""
+        if self.seen is None:
+            return x
+        return jnp.where(self.weight.astype(x.dtype) == 0.0, jnp.zeros((), x.dtype), x)
 
 
 def keep_state(inputs: Any, state: Any) -> None:
@@ -26,8 +43,11 @@ def keep_state(inputs: Any, state: Any) -> None:
         state[row] = to_column(inputs["state"][row : row + 1, :])
 
 
-def derivatives(part: Part, state: Any, masked: bool) -> Derivatives:
-    """Of a part; `state` holds the queries' columns, where the queries are a kernel's own side."""
+def derivatives(part: Part, state: Any, masked: bool, by_weight: bool = False) -> Derivatives:
+    """Of a part; `state` holds the queries' columns, where the queries are a kernel's own side.
+
+    `by_weight` has scores hidden before the exponential and not after it: shorter where `of_weighed` follows.
+    """
     inputs, facts = part.inputs, part.facts
 
     def row(number: int) -> jax.Array:
@@ -41,13 +61,17 @@ def derivatives(part: Part, state: Any, masked: bool) -> Derivatives:
     product, dp = ((outer(k, q, facts), outer(v, dout, facts)) if part.by_keys else
                    (outer(q, k, facts), outer(dout, v, facts)))  # fmt: skip
     bend = bent(part, product)
-    # Selected last, everywhere: the lse of a row that saw something not finite is NaN, and what a pair holds that does
-    # not see each other may be so large that its products are infinite.
     seen = visible(part) if masked else None
-    p = jnp.exp2(selected(seen, scored(part, bend) - row(LSE), HIDDEN))
+    # Selected after the difference: the lse of a row that saw something not finite is NaN.
+    exponent = scored(part, bend) - row(LSE)
+    raw = jnp.exp2(selected(seen, exponent, HIDDEN) if by_weight else exponent)
+    weight = raw if by_weight else selected(seen, raw, 0.0)
     weights = kept(part, facts.keep_weight) if facts.dropout else None
-    ds = p * ((dp if weights is None else dp * weights) - row(DELTA))
-    dproduct = ds * (1.0 - bend * bend) if facts.capped else ds
+    ds = raw * ((dp if weights is None else dp * weights) - row(DELTA))
     return Derivatives(
-        p=p if weights is None else p * weights, ds=selected(seen, ds, 0.0), dproduct=selected(seen, dproduct, 0.0)
+        weight=weight,
+        p=weight if weights is None else weight * weights,
+        ds=ds,
+        dproduct=ds * (1.0 - bend * bend) if facts.capped else ds,
+        seen=seen,
     )
