@@ -148,7 +148,7 @@ def test_what_padding_holds_harms_nobody(ringattn_backend: str, garbage: str, so
 
 
 def test_a_query_from_which_the_bias_hides_all_keys_harms_nobody(ringattn_backend: str):
-    """Whatever it holds: it sees nothing, as if a mask hid all keys."""
+    """What is no number in it, and what it holds besides: it sees nothing, as if a mask hid all keys."""
     case = Case("hidden", bias="BNT", heads=4, kv_heads=2)
     placed = place(case, Placement(2), ringattn_backend)
     bias, q = np.array(placed.inputs.problem.bias), np.array(placed.inputs.problem.q)
@@ -156,6 +156,7 @@ def test_a_query_from_which_the_bias_hides_all_keys_harms_nobody(ringattn_backen
     hidden = _changed(placed, bias=bias)
     q[:, 5] = np.nan
     q[:, 5, ::2] = np.inf
+    q[:, 5, :, 1::2] = 3e38
     with owed(ringattn_backend, case.needs | NEEDS) as right:
         got = run(_changed(hidden, q=q))
         if right:
@@ -204,6 +205,17 @@ def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: st
                 tolerances.allowed("out", "float32", answer.out, 0.0),
             )
             tolerances.fail_if([fault] if fault else [], "rows beside one of huge scores")
+
+
+def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
+    """In more than one tile, with grouped heads: what counts them may have become wider than what is counted."""
+    case = Case("wide", q_length=400, kv_length=400, head_dim=8, value_dim=8, heads=4, kv_heads=1, causal=True)
+    with jax.enable_x64(True):
+        placed = place(case, Placement(2), ringattn_backend)
+        with owed(ringattn_backend, case.needs | NEEDS) as right:
+            got = run(placed)
+            if right:
+                tolerances.check(got, answer_of(case, 2), case, placed.inputs, "with 64 bits enabled")
 
 
 @tiers.core

@@ -73,7 +73,8 @@ def rows(
 ) -> Rows:
     """Rows that see nothing have no cotangent, and bad rows are NaN in `lse` only: all else of them is finite.
 
-    Of `q` it is enough that what is no number is zero: every row with any of that gets NaN from its `lse`.
+    Of `q` nothing is left where a row sees nothing. Else it is enough that what is no number is zero: every row with
+    any of that gets NaN from its `lse`.
     """
     dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
     # Not an einsum: XLA on a GPU makes as many products of vectors of that as there are rows.
@@ -81,5 +82,5 @@ def rows(
     bad = seen & ~(jnp.isfinite(whole) & jnp.isfinite(lse))
     usable = seen & ~bad
     dout = jnp.where(jnp.swapaxes(usable, 1, 2)[..., None], dout, 0)
-    numbers = jnp.where(jnp.isfinite(q), q, 0)
+    numbers = jnp.where(jnp.isfinite(q) & jnp.swapaxes(seen, 1, 2)[..., None], q, 0)
     return Rows(numbers, dout, jnp.where(bad, jnp.nan, lse), jnp.where(usable, whole, 0.0), whole)

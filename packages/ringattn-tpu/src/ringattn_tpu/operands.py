@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
 from ringattn_core import dropout
@@ -187,7 +188,7 @@ def inputs(given: Operands, by_keys: bool) -> dict[str, Operand]:
         return at.own if by_keys else at.visiting
 
     def kv_head(at: At) -> Any:
-        return at.head if by_keys or group == 1 else jax.lax.div(at.head, group)
+        return at.head if by_keys or group == 1 else jax.lax.div(at.head, np.int32(group))
 
     def q_head(at: At) -> Any:
         return at.head * group + at.member if by_keys and group > 1 else at.head

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.protocol import Block
 from ringattn_core.rule import Rule
@@ -164,6 +165,6 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
     for axis, length in zip(axes, x.shape, strict=True):
         whole, at, many = of.get(axis, (None, 0, length))
         full = whole is None or length != whole or many == whole
-        starts.append(0 if full else at)
+        starts.append(np.int32(0) if full else at)
         sizes.append(length if full else many)
     return starts, tuple(sizes)

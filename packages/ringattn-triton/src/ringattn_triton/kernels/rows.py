@@ -35,7 +35,8 @@ def rows(
     tl.store(WHOLE + at, whole, mask=inside)
 
     of_query, there = _elements(row, inside, HEAD_DIM, DIM)
-    tl.store(Q_TO + of_query, _numbers(tl.load(Q + of_query, mask=there, other=0.0)), mask=there)
+    q = _numbers(tl.load(Q + of_query, mask=there, other=0.0))
+    tl.store(Q_TO + of_query, tl.where(seen[:, None], q, 0.0).to(q.dtype), mask=there)
 
 
 @triton.jit
@@ -85,12 +86,14 @@ def mending_if_bad(
             inside = row < COUNT
             at = _by_head(row, HEADS, LENGTH)
             lse = tl.load(MENDED_LSE + at, mask=inside, other=0.0)
-            usable = (lse == lse) & (tl.load(LSE + at, mask=inside, other=0.0) != -float("inf"))
+            seen = tl.load(LSE + at, mask=inside, other=0.0) != -float("inf")
+            usable = seen & (lse == lse)
             of_value, there = _elements(row, inside, VALUE_DIM, VALUES)
             dout = tl.load(DOUT + of_value, mask=there, other=0.0)
             tl.store(DOUT_TO + of_value, tl.where(usable[:, None], dout, 0.0).to(dout.dtype), mask=there)
             of_query, there = _elements(row, inside, HEAD_DIM, DIM)
-            tl.store(Q_TO + of_query, _numbers(tl.load(Q + of_query, mask=there, other=0.0)), mask=there)
+            q = _numbers(tl.load(Q + of_query, mask=there, other=0.0))
+            tl.store(Q_TO + of_query, tl.where(seen[:, None], q, 0.0).to(q.dtype), mask=there)
 
 
 @triton.jit
