@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ringattn_core.errors import InputError
 from ringattn_core.masks import (
     And,
     Causal,
@@ -306,3 +307,27 @@ class TestIdentity:
     def test_a_dense_mask_says_its_shape_and_does_not_print_itself(self) -> None:
         assert Numpy(DENSE[:3]).shape == (3, LENGTH)
         assert repr(Numpy(DENSE)) == f"Numpy(held=array({LENGTH}, {LENGTH}))"
+
+
+NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "chunk of nothing": (lambda: Chunked(0), "Chunked(size=...): got 0"),
+    "chunk beyond int32": (lambda: Chunked(2**31), "Chunked(size=...): got 2147483648"),
+    "half an offset": (lambda: Causal(1.5), "Causal(offset=...): got 1.5"),  # pyright: ignore[reportArgumentType]
+    "window beyond int32": (lambda: Local(3, 2**31), "Local(right=...): got 2147483648"),
+    "negative prefix": (lambda: Prefix(-1), "Prefix(length=...): got -1"),
+    "documents of fractions": (lambda: Document(IDS / 2), "Document(q_ids=...): got float64 of shape (24,)"),
+    "documents of two axes": (lambda: Document(IDS, IDS[None]), "Document(kv_ids=...): got int64 of shape (1, 24)"),
+    "documents beyond int32": (lambda: Document(IDS + 2**31), "It needs one integer below 2^31 for each token"),
+    "traced documents": (lambda: jax.jit(lambda ids: Document(ids) and ids)(IDS), "Document(q_ids=...): is traced"),
+    "a traced array": (lambda: jax.jit(lambda x: Numpy(x) and x)(DENSE), "Numpy: is traced"),
+    "an array of one axis": (lambda: Numpy(DENSE[0]), "Numpy: got an array of shape (24,)"),
+    "a truth value": (lambda: Causal() & True, "mask: got bool"),  # pyright: ignore[reportOperatorIssue]
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_masks_that_make_no_sense_are_refused(name: str) -> None:
+    make, message = NONSENSE[name]
+    with pytest.raises(InputError) as error:
+        make()
+    assert message in str(error.value)

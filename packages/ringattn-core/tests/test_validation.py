@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.errors import InputError, MeshError
-from ringattn_core.masks import Numpy
+from ringattn_core.masks import Causal, Document, Full, Numpy, Predicate
 from ringattn_core.validation import validated
 
 B, T, N, K, H = 2, 8, 4, 2, 8
@@ -64,6 +64,8 @@ OPTIONS = {
     "soft cap of zero": (dict(logits_soft_cap=0.0), "logits_soft_cap: got 0.0"),
     "negative soft cap": (dict(logits_soft_cap=-3), "logits_soft_cap: got -3"),
     "infinite soft cap": (dict(logits_soft_cap=float("inf")), "logits_soft_cap: got inf"),
+    "soft cap beyond float32": (dict(logits_soft_cap=1e39), "logits_soft_cap: got 1e+39"),
+    "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
     "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
@@ -72,9 +74,19 @@ OPTIONS = {
     "two ways by word": (dict(two_way="both"), "two_way: got 'both'. It must be True or False"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
+    "a list of layouts": (dict(layout=["zigzag"]), "layout: got ['zigzag']"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
     "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
+    "segment ids beyond int32": (
+        dict(q_segment_ids=np.full((B, T), 2**32 + 5)),
+        "q_segment_ids: holds 4294967301 to 4294967301. It needs integers that fit int32",
+    ),
+    "segment ids that would wrap": (
+        dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
+        "q_segment_ids: holds 2147483649",
+    ),
+    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: list is no array"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
     "short positions": (dict(q_positions=np.arange(3)), "q_positions: has shape (3,)"),
     "slopes for key heads": (dict(alibi_slopes=ones(K)), "alibi_slopes: has shape (2,)"),
@@ -84,6 +96,18 @@ OPTIONS = {
     "mask builder that is no function": (dict(mask_builder=Numpy(np.ones((T, T)))), "mask_builder: got Numpy"),
     "mask builder of nothing": (dict(mask_builder=lambda *_: None), "mask_builder: returned NoneType"),
     "mask of another shape": (dict(mask_builder=lambda *_: np.ones((T, 3), bool)), "returned a mask of shape (8, 3)"),
+    "documents of another length": (
+        dict(mask_builder=lambda *_: Causal() & Document(np.zeros(5, int))),
+        "returned a mask of shape (5, 5). The global lengths are (8, 8)",
+    ),
+    "mask of another shape inside": (
+        dict(mask_builder=lambda *_: Full() | ~Numpy(np.ones((T, 3)))),
+        "returned a mask of shape (8, 3)",
+    ),
+    "predicate of numbers": (
+        dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))),
+        "returned float32. It needs booleans",
+    ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
         "q_segment_ids: is given twice",
@@ -196,3 +220,9 @@ def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
     )
     assert (got == wanted).all()
     assert jnp.isfinite(ring_attention(q, k, v, chunk_size=huge)).all()
+
+
+@pytest.mark.parametrize("axis", [0, [1], ("sp", "sp")])
+def test_axes_that_are_no_different_names_are_refused(axis: Any):
+    with pytest.raises(MeshError, match=r"are no names of axes\. Pass a name, or several different ones"):
+        ring_attention(*arrays(), axis_name=axis)

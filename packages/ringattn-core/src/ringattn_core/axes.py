@@ -16,7 +16,10 @@ def names(axis: AxisName) -> tuple[str, ...]:
     """No axis, one axis or several, as a tuple."""
     if axis is None:
         return ()
-    return (axis,) if isinstance(axis, str) else tuple(axis)
+    found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    if not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
+        raise MeshError(f"{axis!r} are no names of axes. Pass a name, or several different ones")
+    return found
 
 
 def size(argument: str, axis: tuple[str, ...]) -> int:

@@ -15,9 +15,9 @@ LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 ALIASES: Final = {"dual_chunk_swap": "zigzag"}
 
 
-def canonical(layout: str) -> str:
+def canonical(layout: Any) -> str:
     """The one name of a layout."""
-    name = ALIASES.get(layout, layout)
+    name = ALIASES.get(layout, layout) if isinstance(layout, str) else None
     if name not in LAYOUTS:
         known = ", ".join(repr(n) for n in (*LAYOUTS, *ALIASES))
         raise InputError("layout", f"got {layout!r}", f"Known layouts: {known}")

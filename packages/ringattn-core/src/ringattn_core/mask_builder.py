@@ -38,17 +38,18 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
 
 def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
     if isinstance(result, Mask):
-        held = getattr(result, "shape", shape)
+        held = result.shapes()
+    elif hasattr(result, "shape") and hasattr(result, "__getitem__"):
+        held = (tuple(result.shape),)
     else:
-        held = getattr(result, "shape", None)
-        if held is None or not hasattr(result, "__getitem__"):
-            raise InputError(
-                "mask_builder",
-                f"returned {type(result).__name__}",
-                "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool",
-            )
-    if tuple(held) != shape:
-        raise InputError("mask_builder", f"returned a mask of shape {tuple(held)}", f"The global lengths are {shape}")
+        raise InputError(
+            "mask_builder",
+            f"returned {type(result).__name__}",
+            "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool",
+        )
+    for one in held:
+        if one != shape:
+            raise InputError("mask_builder", f"returned a mask of shape {one}", f"The global lengths are {shape}")
     if isinstance(result, Mask):
         return result
     dense = np.asarray(result[slice(0, shape[0]), slice(0, shape[1])])

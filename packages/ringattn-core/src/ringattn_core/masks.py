@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
+
+from .errors import InputError
 
 
 class Coordinates(NamedTuple):
@@ -65,14 +68,31 @@ class Mask:
         some, every = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
         return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
 
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of how many queries and keys every array in it knows: as many as there are."""
+        return ()
+
     def __and__(self, other: "Mask") -> "Mask":
-        return And(self, other)
+        return And(self, _mask(other))
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, other)
+        return Or(self, _mask(other))
 
     def __invert__(self) -> "Mask":
         return Not(self)
+
+
+def _mask(x: Any) -> Mask:
+    if not isinstance(x, Mask):
+        raise InputError("mask", f"got {type(x).__name__}", "Combine masks with masks: masks.Numpy holds an array")
+    return x
+
+
+def _whole_number(mask: Mask, name: str, least: int) -> None:
+    x = getattr(mask, name)
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)) or not least <= x < 2**31:
+        what = f"{type(mask).__name__}({name}=...)"
+        raise InputError(what, f"got {x!r}", f"It needs an integer of at least {least} and below 2^31")
 
 
 def _rows(x: Any) -> Any:
@@ -92,6 +112,9 @@ class And(Mask):
     def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.a.bounded and self.b.bounded
 
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.a.shapes(), *self.b.shapes())
+
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return self.a.visible(q, kv) & self.b.visible(q, kv)
 
@@ -109,6 +132,9 @@ class Or(Mask):
     def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.a.bounded and self.b.bounded
 
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (*self.a.shapes(), *self.b.shapes())
+
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return self.a.visible(q, kv) | self.b.visible(q, kv)
 
@@ -124,6 +150,9 @@ class Not(Mask):
     @property
     def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.a.bounded
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.a.shapes()
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return ~self.a.visible(q, kv)
@@ -152,6 +181,9 @@ class Causal(Mask):
 
     offset: int = 0
 
+    def __post_init__(self) -> None:
+        _whole_number(self, "offset", -(2**31))
+
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return kv.positions - q.positions <= self.offset
 
@@ -166,6 +198,11 @@ class Local(Mask):
 
     left: int | None = None
     right: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            if getattr(self, name) is not None:
+                _whole_number(self, name, -(2**31))
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         seen = Full().visible(q, kv)
@@ -192,6 +229,9 @@ class Chunked(Mask):
 
     size: int
 
+    def __post_init__(self) -> None:
+        _whole_number(self, "size", 1)
+
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return (q.positions // self.size == kv.positions // self.size) & (kv.positions <= q.positions)
 
@@ -206,6 +246,9 @@ class Prefix(Mask):
     """The first `length` positions, for every query. `Prefix(n) | Causal()` is a prefix language model."""
 
     length: int
+
+    def __post_init__(self) -> None:
+        _whole_number(self, "length", 0)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return (kv.positions < self.length) & (q.positions == q.positions)
@@ -236,6 +279,23 @@ class _Held:
         return f"array{self.array.shape}"
 
 
+def _host(what: str, x: Any) -> np.ndarray:
+    if isinstance(x, jax.core.Tracer):
+        raise InputError(what, "is traced", "A mask shapes the program: pass NumPy, or segment ids for what varies")
+    return np.array(x)
+
+
+def _ids(name: str, x: Any) -> np.ndarray:
+    ids = _host(f"Document({name}=...)", x)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or np.any((ids < -(2**31)) | (ids >= 2**31)):
+        raise InputError(
+            f"Document({name}=...)",
+            f"got {ids.dtype} of shape {ids.shape}",
+            "It needs one integer below 2^31 for each token; for those of each batch row there is q_segment_ids",
+        )
+    return ids.astype(np.int32)
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Document(Mask):
     """Pairs of one document, by the id of each token of the whole sequence; a negative id is padding."""
@@ -244,9 +304,12 @@ class Document(Mask):
     kv_ids: _Held
 
     def __init__(self, q_ids: Any, kv_ids: Any = None):
-        q_held = _Held(np.array(q_ids, np.int32))
+        q_held = _Held(_ids("q_ids", q_ids))
         object.__setattr__(self, "q_ids", q_held)
-        object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(np.array(kv_ids, np.int32)))
+        object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(_ids("kv_ids", kv_ids)))
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.q_ids.array.size, self.kv_ids.array.size),)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         q_ids, kv_ids = self._ids(q, kv)
@@ -267,11 +330,17 @@ class Numpy(Mask):
     bounded = False
 
     def __init__(self, array: Any):
-        object.__setattr__(self, "held", _Held(np.array(array, bool)))
+        held = _host("Numpy", array)
+        if held.ndim != 2:
+            raise InputError("Numpy", f"got an array of shape {held.shape}", "It needs (queries, keys)")
+        object.__setattr__(self, "held", _Held(held.astype(bool)))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.held.array.shape
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.shape,)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Bool[Array, "..."]:
         rows, columns = self.shape
@@ -290,7 +359,9 @@ class Predicate(Mask):
         return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        seen = jnp.asarray(self.seen(q.positions, kv.positions), bool)
+        seen = jnp.asarray(self.seen(q.positions, kv.positions))
+        if seen.dtype != jnp.bool_:
+            raise InputError(repr(self), f"returned {seen.dtype}", "It needs booleans, true where a query sees a key")
         return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, q.positions.shape, kv.positions.shape))
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a call makes sense: the only place that checks shapes, dtypes and options."""
 
-import math
 import numbers
 from typing import Any
 
@@ -18,6 +17,7 @@ from .errors import InputError
 
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_POSITION = 2**30
+LARGEST = float(np.finfo(np.float32).max)
 PRECISIONS = ("default", "high", "highest")
 
 
@@ -113,7 +113,7 @@ def validated(
 def _array(argument: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
             argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
         ) from error
@@ -202,6 +202,13 @@ def _integers(argument: str, x: Any) -> jax.Array:
     ids = _array(argument, x)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {ids.dtype}", "It needs integers")
+    # JAX may have cut those of a NumPy array already.
+    given = x if isinstance(x, np.ndarray) else ids
+    here = isinstance(given, np.ndarray) or (not isinstance(given, jax.core.Tracer) and given.is_fully_addressable)
+    if here and not np.can_cast(given.dtype, np.int32):
+        given = np.asarray(given)
+        if given.size and (given.min() < -(2**31) or given.max() >= 2**31):
+            raise InputError(argument, f"holds {given.min()} to {given.max()}", "It needs integers that fit int32")
     return ids.astype(jnp.int32)
 
 
@@ -334,8 +341,8 @@ def _number(argument: str, x: Any, wanted: str, accepts: Any = lambda x: True) -
     if x is None:
         return None
     x = _static(argument, x)
-    if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x) or not accepts(x):
-        raise InputError(argument, f"got {x!r}", f"It must be {wanted}")
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not abs(x) <= LARGEST or not accepts(x):
+        raise InputError(argument, f"got {x!r}", f"It must be {wanted}, as float32 has them")
     return float(x)
 
 
