@@ -108,6 +108,10 @@ OPTIONS = {
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))),
         "returned float32. It needs booleans",
     ),
+    "predicate of another shape": (
+        dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))),
+        "returned shape (3, 5). It needs what broadcasts with that of the pairs",
+    ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
         "q_segment_ids: is given twice",
@@ -226,3 +230,8 @@ def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
 def test_axes_that_are_no_different_names_are_refused(axis: Any):
     with pytest.raises(MeshError, match=r"are no names of axes\. Pass a name, or several different ones"):
         ring_attention(*arrays(), axis_name=axis)
+
+
+def test_a_mesh_that_is_none_is_refused():
+    with pytest.raises(MeshError, match=r"mesh is int\. Pass a jax\.sharding\.Mesh"):
+        ring_attention(*arrays(), axis_name="sp", mesh=3)  # pyright: ignore[reportArgumentType]

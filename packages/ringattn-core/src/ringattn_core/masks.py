@@ -362,7 +362,13 @@ class Predicate(Mask):
         seen = jnp.asarray(self.seen(q.positions, kv.positions))
         if seen.dtype != jnp.bool_:
             raise InputError(repr(self), f"returned {seen.dtype}", "It needs booleans, true where a query sees a key")
-        return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, q.positions.shape, kv.positions.shape))
+        pairs = jnp.broadcast_shapes(q.positions.shape, kv.positions.shape)
+        try:
+            return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, pairs))
+        except ValueError as error:
+            raise InputError(
+                repr(self), f"returned shape {seen.shape}", f"It needs what broadcasts with that of the pairs, {pairs}"
+            ) from error
 
 
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:

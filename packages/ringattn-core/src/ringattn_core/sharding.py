@@ -9,7 +9,7 @@ from typing import Any, Final
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import axes
@@ -127,6 +127,8 @@ _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec
 
 
 def _roles(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
     known = tuple(mesh.axis_names)
     listed = ", ".join(map(repr, known))
     sequence = call.axis_name or ()
