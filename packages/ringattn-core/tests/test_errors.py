@@ -118,6 +118,7 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         TypeError,
         "str.backward returned dbias = None. Return float32[1, 2]",
     ),
+    (errors.DerivativeError("it was differentiated twice"), NotImplementedError, "it was differentiated twice"),
 ]
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import parcels, ring, ring_attention, tie
 from ringattn_core.discovery import registered
+from ringattn_core.errors import DerivativeError
 from sends_apart import APART, SendsApart
 
 N, K, H = 4, 2, 8
@@ -253,3 +254,30 @@ def test_gradients_of_replicated_inputs_mean_what_the_documentation_says(check_v
         )
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
+
+
+def _weighed(weight: Any, x: Any) -> Any:
+    return (weight * ring_attention(x, x, x, causal=True)).sum()
+
+
+TWICE: dict[str, Callable[[jax.Array], Any]] = {
+    "reverse over reverse": jax.grad(lambda x: (jax.grad(_weighed, 1)(1.0, x) ** 2).sum()),
+    "forward over reverse": jax.hessian(lambda x: _weighed(1.0, x)),
+    "by the cotangent alone": lambda x: jax.grad(lambda w: (jax.grad(_weighed, 1)(w, x) ** 2).sum())(1.0),
+    "compiled": jax.jit(jax.grad(lambda x: (jax.grad(_weighed, 1)(1.0, x) ** 2).sum())),
+}
+
+
+@pytest.mark.parametrize("how", TWICE)
+def test_a_second_derivative_is_refused_and_not_wrong(how: str):
+    with pytest.raises(DerivativeError, match=r"differentiated once more, and there is no rule"):
+        TWICE[how](arrays(8)[1])
+
+
+def test_a_gradient_of_what_is_held_fixed_may_be_part_of_a_loss():
+    x = arrays(8)[1]
+
+    def loss(x: Any) -> Any:
+        return _weighed(1.0, x) + jax.grad(_weighed, 1)(1.0, jax.lax.stop_gradient(x)).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(x), jax.grad(_weighed, 1)(1.0, x))

@@ -27,6 +27,10 @@ class MeshError(RingAttnError, ValueError):
     """A mesh or an axis name that does not fit the call."""
 
 
+class DerivativeError(RingAttnError, NotImplementedError):
+    """A derivative that there is no rule for."""
+
+
 class UnsupportedFeatureError(RingAttnError, NotImplementedError):
     """A backend was asked for something that it does not declare as supported."""
 

@@ -14,6 +14,7 @@ from . import axes, batching, finite, parcels, rounding, tie
 from .blocks import Differentiable, Fixed, Ring, block, gathered, source
 from .layout import put_columns
 from .merge import empty, lse_with_sinks, with_sinks
+from .once import once
 from .protocol import Own, OwnRows, Partial
 from .varying import align, axes_of
 from .ways import Sum, Way, gradient, joined, of_half, parts, split, with_half
@@ -92,14 +93,14 @@ def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[Any, ...]]:
     """
     inputs, fixed = jax.tree.map(lambda x: x.value, given)
     bias_fixed = inputs.bias is not None and not given[0].bias.perturbed
-    result, kept = _forward(ring, inputs, fixed)
+    result, kept = _forward(ring, once(inputs), fixed)
     return result, (jnp.zeros(int(bias_fixed), jnp.int8), *kept)
 
 
 def _backward(ring: Ring, residuals: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[Differentiable, None]:
     told, inputs, fixed, out, rest, keys_lse, own = residuals
     bias_fixed = told.size == 1
-    dout, dlse = (_whole(ring, x, inputs) for x in cotangents)
+    dout, dlse = once([_whole(ring, x, inputs) for x in cotangents])
     sinks = _sinks(inputs)
     lse = keys_lse if sinks is None else lse_with_sinks(keys_lse, sinks)[0]
     seen = ~jnp.isneginf(keys_lse)
