@@ -317,10 +317,11 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "negative prefix": (lambda: Prefix(-1), "Prefix(length=...): got -1"),
     "documents of fractions": (lambda: Document(IDS / 2), "Document(q_ids=...): got float64 of shape (24,)"),
     "documents of two axes": (lambda: Document(IDS, IDS[None]), "Document(kv_ids=...): got int64 of shape (1, 24)"),
-    "documents beyond int32": (lambda: Document(IDS + 2**31), "It needs one integer below 2^31 for each token"),
+    "documents beyond int32": (lambda: Document(IDS + 2**31), "Document(q_ids=...): reaches from 2147483647"),
     "traced documents": (lambda: jax.jit(lambda ids: Document(ids) and ids)(IDS), "Document(q_ids=...): is traced"),
     "a traced array": (lambda: jax.jit(lambda x: Numpy(x) and x)(DENSE), "Numpy: is traced"),
-    "an array of one axis": (lambda: Numpy(DENSE[0]), "Numpy: got an array of shape (24,)"),
+    "an array of one axis": (lambda: Numpy(DENSE[0]), "Numpy: got bool of shape (24,)"),
+    "an array to be added": (lambda: Numpy(np.where(DENSE, 0.0, -np.inf)), "Numpy: got float64 of shape (24, 24)"),
     "a truth value": (lambda: Causal() & True, "mask: got bool"),  # pyright: ignore[reportOperatorIssue]
 }
 
@@ -331,3 +332,12 @@ def test_masks_that_make_no_sense_are_refused(name: str) -> None:
     with pytest.raises(InputError) as error:
         make()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("offset", [2**31 - 1, 2**31 - 32, -(2**31), -(2**30)])
+def test_tiles_of_the_farthest_offsets_are_what_is_visible(offset: int) -> None:
+    mask, where = Causal(offset), Coordinates(np.arange(64, dtype=np.int32), np.arange(64, dtype=np.int32))
+    tiles = Coordinates(*(x.reshape(1, -1, 16) for x in where))
+    some, every = mask.tiles(tiles, tiles)
+    visible = np.asarray(mask.visible(where.rows(), where.columns()))
+    assert (np.asarray(some) == visible.any()).all() and (np.asarray(every) == visible.all()).all()

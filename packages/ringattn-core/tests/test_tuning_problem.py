@@ -103,7 +103,7 @@ class TestWhatItHas:
             pass
 
         mask = Opaque(Held())
-        documents = of(mask_builder=lambda *_: Document(np.zeros(T)))
+        documents = of(mask_builder=lambda *_: Document(np.zeros(T, int)))
         assert documents.masks == ("Document(q_ids=array(16,), kv_ids=array(16,))",)
         (found,) = of(mask_builder=lambda *_: mask).masks
         assert found.startswith("Opaque(held=<")

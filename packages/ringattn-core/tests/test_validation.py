@@ -65,6 +65,7 @@ OPTIONS = {
     "negative soft cap": (dict(logits_soft_cap=-3), "logits_soft_cap: got -3"),
     "infinite soft cap": (dict(logits_soft_cap=float("inf")), "logits_soft_cap: got inf"),
     "soft cap beyond float32": (dict(logits_soft_cap=1e39), "logits_soft_cap: got 1e+39"),
+    "soft cap below float32": (dict(logits_soft_cap=1e-39), "logits_soft_cap: got 1e-39"),
     "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
     "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
@@ -80,11 +81,15 @@ OPTIONS = {
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
     "segment ids beyond int32": (
         dict(q_segment_ids=np.full((B, T), 2**32 + 5)),
-        "q_segment_ids: holds 4294967301 to 4294967301. It needs integers that fit int32",
+        "q_segment_ids: reaches from 4294967301 to 4294967301. Pass values that fit int32",
     ),
     "segment ids that would wrap": (
         dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
-        "q_segment_ids: holds 2147483649",
+        "q_segment_ids: reaches from 2147483649",
+    ),
+    "rows of segment ids beyond int32": (
+        dict(q_segment_ids=[np.array([2**32 + 5] * T)] * B),
+        "q_segment_ids: reaches from 4294967301",
     ),
     "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: list is no array"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
@@ -93,7 +98,7 @@ OPTIONS = {
     "mask of numbers": (dict(attention_mask=ones(1, 1, T, T)), "attention_mask: has dtype float32"),
     "mask of two axes": (dict(attention_mask=np.ones((T, T), bool)), "attention_mask: has shape (8, 8)"),
     "mask of one row": (dict(attention_mask=np.ones((1, 1, 1, T), bool)), "attention_mask: has shape (1, 1, 1, 8)"),
-    "mask builder that is no function": (dict(mask_builder=Numpy(np.ones((T, T)))), "mask_builder: got Numpy"),
+    "mask builder that is no function": (dict(mask_builder=Numpy(np.ones((T, T), bool))), "mask_builder: got Numpy"),
     "mask builder of nothing": (dict(mask_builder=lambda *_: None), "mask_builder: returned NoneType"),
     "mask of another shape": (dict(mask_builder=lambda *_: np.ones((T, 3), bool)), "returned a mask of shape (8, 3)"),
     "documents of another length": (
@@ -101,7 +106,7 @@ OPTIONS = {
         "returned a mask of shape (5, 5). The global lengths are (8, 8)",
     ),
     "mask of another shape inside": (
-        dict(mask_builder=lambda *_: Full() | ~Numpy(np.ones((T, 3)))),
+        dict(mask_builder=lambda *_: Full() | ~Numpy(np.ones((T, 3), bool))),
         "returned a mask of shape (8, 3)",
     ),
     "predicate of numbers": (

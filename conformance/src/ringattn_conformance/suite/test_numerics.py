@@ -25,7 +25,14 @@ POISONED = Case("poisoned", causal=True, window=(11, 0), segments=packed, heads=
 POISONS = {"nan": np.nan, "inf": np.inf, "minus-inf": -np.inf}
 GARBAGE = {"no-numbers": (np.nan, np.inf, np.nan, 0.0), "huge": (3e38, 3e38, 3e38, -3e38)}
 """What padding holds in q, k, v and the cotangent."""
-BESIDE_PADDING: dict[str, dict[str, Any]] = {"plain": {}, "capped": {"soft_cap": 5.0}, "sloped": {"slopes": True}}
+MORE: dict[str, Any] = {"sinks": "head", "bias": "NT"}
+BESIDE_PADDING: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "plain": MORE,
+    "capped": {"soft_cap": 5.0, **MORE},
+    "sloped": {"slopes": True, **MORE},
+    "bfloat16": {"dtype": "bfloat16", **MORE},
+}
 SPOT = (1, 20, 1, 3)
 """Batch row, token, head and component of the one bad number."""
 
@@ -134,7 +141,7 @@ def _misplaced(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answe
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_what_padding_holds_harms_nobody(ringattn_backend: str, garbage: str, beside: str):
     """Numbers or not: nobody sees it, and it sees nobody."""
-    case = Case("garbage", segments=_padding_among_tokens, sinks="head", bias="NT", **BESIDE_PADDING[beside])
+    case = Case("garbage", segments=_padding_among_tokens, **BESIDE_PADDING[beside])
     placed = place(case, Placement(2), ringattn_backend)
     spoilt = {name: np.array(getattr(placed.inputs.problem, name)) for name in ("q", "k", "v")}
     dout = np.array(placed.inputs.dout)

@@ -21,6 +21,11 @@ def ring_attention(*, query, key, value, **options: Any):
 
     ranks, rank = (jax.lax.psum(1, axis), jax.lax.axis_index(axis)) if axis else (1, 0)
     q_index, index = (indices(options["layout"], ranks, rank, x.shape[1])[None] for x in (query, key))
+    if options["q_segment_ids"] is not None:  # JAX's own derivatives multiply what padding holds by zero
+        query, key, value = (
+            jnp.where((options[ids] >= 0)[..., None, None], x, 0)
+            for x, ids in ((query, "q_segment_ids"), (key, "kv_segment_ids"), (value, "kv_segment_ids"))
+        )
     k, v = (jnp.repeat(all_ranks(x.astype(jnp.float32)), group, axis=2) for x in (key, value))
     s = product("btnh,bsnh->bnts", query.astype(jnp.float32), k) * options["softmax_scale"]
     s = jnp.where(visible(options, q_index, all_ranks(index), all_ranks(options["kv_segment_ids"])), s, -jnp.inf)

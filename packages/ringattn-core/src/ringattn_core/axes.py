@@ -2,7 +2,7 @@
 """What an axis name means where the call is made: its size, its coordinate, and whether it is bound at all."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 from jaxtyping import Array, Int32
@@ -16,7 +16,7 @@ def names(axis: AxisName) -> tuple[str, ...]:
     """No axis, one axis or several, as a tuple."""
     if axis is None:
         return ()
-    found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else (axis,)
     if not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
         raise MeshError(f"{axis!r} are no names of axes. Pass a name, or several different ones")
     return found

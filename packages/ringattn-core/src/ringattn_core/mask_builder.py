@@ -48,8 +48,10 @@ def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
             "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool",
         )
     for one in held:
-        if one != shape:
-            raise InputError("mask_builder", f"returned a mask of shape {one}", f"The global lengths are {shape}")
+        if tuple(one) != shape:
+            raise InputError(
+                "mask_builder", f"returned a mask of shape {tuple(one)}", f"The global lengths are {shape}"
+            )
     if isinstance(result, Mask):
         return result
     dense = np.asarray(result[slice(0, shape[0]), slice(0, shape[1])])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int32
 
 from .errors import InputError
+from .integers import fitting
 
 Axes = str | tuple[str, ...] | None
 
@@ -155,9 +156,7 @@ def _integers(argument: str, value: Any, ranks: tuple[int, ...]) -> Int32[Array,
     if array.ndim not in ranks:
         shapes = " or ".join(("[T]", "[B, T]")[rank - 1] for rank in ranks)
         raise InputError(argument, f"has shape {array.shape}", f"Pass {shapes}")
-    limits = np.iinfo(np.int32)
-    if isinstance(array, np.ndarray) and array.size and (array.min() < limits.min or array.max() > limits.max):
-        raise InputError(argument, f"reaches from {array.min()} to {array.max()}", "Pass values that fit int32")
+    fitting(argument, array)
     return jnp.asarray(array, jnp.int32)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from .errors import InputError
+from .integers import fitting
 
 
 class Coordinates(NamedTuple):
@@ -70,7 +71,8 @@ class Mask:
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of how many queries and keys every array in it knows: as many as there are."""
-        return ()
+        shape = getattr(self, "shape", None)
+        return () if shape is None else (tuple(shape),)
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(self, _mask(other))
@@ -188,8 +190,9 @@ class Causal(Mask):
         return kv.positions - q.positions <= self.offset
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        i, j = q.positions + self.offset, kv.positions
-        return _columns(j.min(-1)) <= _rows(i.max(-1)), _columns(j.max(-1)) <= _rows(i.min(-1))
+        i, j = q.positions, kv.positions
+        some = _columns(j.min(-1)) - _rows(i.max(-1)) <= self.offset
+        return some, _columns(j.max(-1)) - _rows(i.min(-1)) <= self.offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,15 +288,17 @@ def _host(what: str, x: Any) -> np.ndarray:
     return np.array(x)
 
 
-def _ids(name: str, x: Any) -> np.ndarray:
-    ids = _host(f"Document({name}=...)", x)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or np.any((ids < -(2**31)) | (ids >= 2**31)):
+def _document_ids(name: str, x: Any) -> np.ndarray:
+    argument = f"Document({name}=...)"
+    ids = _host(argument, x)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise InputError(
-            f"Document({name}=...)",
+            argument,
             f"got {ids.dtype} of shape {ids.shape}",
-            "It needs one integer below 2^31 for each token; for those of each batch row there is q_segment_ids",
+            "It needs one integer for each token; for those of each batch row there is q_segment_ids",
         )
-    return ids.astype(np.int32)
+    fitting(argument, ids)
+    return ids.astype(np.int32, copy=False)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -304,9 +309,9 @@ class Document(Mask):
     kv_ids: _Held
 
     def __init__(self, q_ids: Any, kv_ids: Any = None):
-        q_held = _Held(_ids("q_ids", q_ids))
+        q_held = _Held(_document_ids("q_ids", q_ids))
         object.__setattr__(self, "q_ids", q_held)
-        object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(_ids("kv_ids", kv_ids)))
+        object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(_document_ids("kv_ids", kv_ids)))
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.q_ids.array.size, self.kv_ids.array.size),)
@@ -331,16 +336,15 @@ class Numpy(Mask):
 
     def __init__(self, array: Any):
         held = _host("Numpy", array)
-        if held.ndim != 2:
-            raise InputError("Numpy", f"got an array of shape {held.shape}", "It needs (queries, keys)")
-        object.__setattr__(self, "held", _Held(held.astype(bool)))
+        if held.ndim != 2 or np.issubdtype(held.dtype, np.inexact):
+            raise InputError(
+                "Numpy", f"got {held.dtype} of shape {held.shape}", "It needs booleans for (queries, keys); add a bias"
+            )
+        object.__setattr__(self, "held", _Held(held.astype(bool, copy=False)))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.held.array.shape
-
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.shape,)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Bool[Array, "..."]:
         rows, columns = self.shape

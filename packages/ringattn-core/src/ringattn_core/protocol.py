@@ -53,7 +53,8 @@ class Block:
 
     Core promises that queries are finite, that values are finite, and that keys are, but that one which came with
     anything but finite numbers, or whose value did, holds a NaN in `forward`: a kernel that selects by `visible`
-    *after* the products then keeps NaN out of the rows that may not see it.
+    *after* the products then keeps NaN out of the rows that may not see it. So it is with derivatives by scores: finite
+    numbers may be so large that their products are not.
 
     On a ring of one rank a kernel that has `counts` has K and V in `own` too. It need not read `kv` then, and what
     nobody reads is not made. On the way back it may read `own.rows`, if there are any, for `q`, `dout`, `lse` and

@@ -14,10 +14,11 @@ from . import layout as layouts
 from .call import Call
 from .config import BwdParams, FwdParams
 from .errors import InputError
+from .integers import fitting
 
 DTYPES = ("float32", "float16", "bfloat16")
 MOST_POSITION = 2**30
-LARGEST = float(np.finfo(np.float32).max)
+LARGEST, LEAST_NORMAL = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
 PRECISIONS = ("default", "high", "highest")
 
 
@@ -87,10 +88,12 @@ def validated(
         sliding_window=_window(sliding_window),
         chunk_size=_chunk(chunk_size),
         causal=_flag("causal", causal),
-        logits_soft_cap=_number("logits_soft_cap", logits_soft_cap, "a finite number above 0", lambda c: c > 0),
+        logits_soft_cap=_number(
+            "logits_soft_cap", logits_soft_cap, "a normal float32 above 0", lambda c: c >= LEAST_NORMAL
+        ),
         softmax_scale=dim**-0.5
         if softmax_scale is None
-        else _number("softmax_scale", softmax_scale, "a finite number"),
+        else _number("softmax_scale", softmax_scale, "a finite float32"),
         axis_name=ring or None,
         fwd_params=FwdParams.of(fwd_params),
         bwd_params=BwdParams.of(bwd_params),
@@ -202,13 +205,11 @@ def _integers(argument: str, x: Any) -> jax.Array:
     ids = _array(argument, x)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {ids.dtype}", "It needs integers")
-    # JAX may have cut those of a NumPy array already.
-    given = x if isinstance(x, np.ndarray) else ids
-    here = isinstance(given, np.ndarray) or (not isinstance(given, jax.core.Tracer) and given.is_fully_addressable)
-    if here and not np.can_cast(given.dtype, np.int32):
-        given = np.asarray(given)
-        if given.size and (given.min() < -(2**31) or given.max() >= 2**31):
-            raise InputError(argument, f"holds {given.min()} to {given.max()}", "It needs integers that fit int32")
+    try:
+        given = x if isinstance(x, jax.Array) else np.asarray(x)  # JAX cuts what has 64 bits here
+    except jax.errors.TracerArrayConversionError:
+        given = ids
+    fitting(argument, given)
     return ids.astype(jnp.int32)
 
 
@@ -341,8 +342,9 @@ def _number(argument: str, x: Any, wanted: str, accepts: Any = lambda x: True) -
     if x is None:
         return None
     x = _static(argument, x)
-    if isinstance(x, bool) or not isinstance(x, (int, float)) or not abs(x) <= LARGEST or not accepts(x):
-        raise InputError(argument, f"got {x!r}", f"It must be {wanted}, as float32 has them")
+    size: Any = abs(x) if isinstance(x, numbers.Real) else None
+    if isinstance(x, bool) or size is None or not size <= LARGEST or not accepts(x):
+        raise InputError(argument, f"got {x!r}", f"It must be {wanted}")
     return float(x)
 
 
