@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.errors import InputError, MeshError
-from ringattn_core.masks import Causal, Document, Full, Numpy, Predicate
+from ringattn_core.masks import Causal, Document, Full, Mask, Numpy, Predicate
 from ringattn_core.validation import validated
 
 B, T, N, K, H = 2, 8, 4, 2, 8
@@ -22,6 +22,10 @@ def arrays(length: int = T, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Ar
 
 def ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.ones(shape, dtype)
+
+
+class Strange(Mask):
+    shape = (3, T)
 
 
 OPERANDS = {
@@ -117,6 +121,14 @@ OPTIONS = {
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))),
         "returned shape (3, 5). It needs what broadcasts with that of the pairs",
     ),
+    "a stranger's mask of another shape": (
+        dict(mask_builder=lambda *_: ~Strange()),
+        "returned a mask of shape (3, 8)",
+    ),
+    "mask_info whose ids would wrap": (
+        lambda: dict(mask_info=MaskInfo.from_segments(jnp.full((B, T), 2**31 + 1, jnp.uint32))),
+        "reaches from 2147483649",
+    ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
         "q_segment_ids: is given twice",
@@ -130,7 +142,7 @@ OPTIONS = {
 def test_options_that_make_no_sense_are_refused(name: str):
     options, message = OPTIONS[name]
     with pytest.raises(InputError) as error:
-        ring_attention(*arrays(), **options)
+        ring_attention(*arrays(), **(options() if callable(options) else options))
     assert message in str(error.value)
 
 

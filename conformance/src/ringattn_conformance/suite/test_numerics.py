@@ -216,8 +216,10 @@ def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: st
 
 
 def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
-    """In more than one tile, with grouped heads: what counts them may have become wider than what is counted."""
-    case = Case("wide", q_length=400, kv_length=400, head_dim=8, value_dim=8, heads=4, kv_heads=1, causal=True)
+    """In more than one tile, with shared heads and bias: what counts them may be wider than what is counted."""
+    case = Case(
+        "wide", q_length=400, kv_length=400, head_dim=8, value_dim=8, heads=4, kv_heads=1, bias="T", causal=True
+    )
     with jax.enable_x64(True):
         placed = place(case, Placement(2), ringattn_backend)
         with owed(ringattn_backend, case.needs | NEEDS) as right:

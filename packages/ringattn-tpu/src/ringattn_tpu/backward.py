@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from ringattn_core.padding import padded
 from ringattn_core.protocol import Block, Gradients
@@ -189,8 +190,8 @@ class _Whole:
         members = shared_heads * (1 if of_batch else self.batch)
 
         def real(at: At) -> At:
-            batch = at.batch if of_batch else jax.lax.div(at.member, shared_heads)
-            head = at.head if of_head else jax.lax.rem(at.member, shared_heads)
+            batch = at.batch if of_batch else jax.lax.div(at.member, np.int32(shared_heads))
+            head = at.head if of_head else jax.lax.rem(at.member, np.int32(shared_heads))
             q, kv = (at.own, at.visiting) if facts.bias_rows else (at.visiting, at.own)
             return At(batch, head, 0, q, kv)
 
