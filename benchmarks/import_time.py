@@ -19,7 +19,7 @@ end = time.perf_counter()
 ringattn_core.ring_attention
 used = time.perf_counter()
 backends = {"ringattn_xla", "ringattn_triton", "ringattn_tpu"}.intersection(sys.modules)
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
 before = time.perf_counter()
 found = discovery.registrations()
 after = time.perf_counter()

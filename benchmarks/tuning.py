@@ -12,12 +12,12 @@ from typing import Any
 import jax
 from interleaved import Claim, medians, report
 from programs import ours, with_gradients
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import choice, forget
 from ringattn_core.tuning.problem import of_call
 from ringattn_core.tuning.trial import trial
-from ringattn_core.validation import validated
 from ringattn_xla.tiling import near_equal
 
 SIZES = (64, 128, 256, 512, 1024)

@@ -120,7 +120,7 @@ def test_every_benchmark_is_on_its_page():
 
 
 def test_the_variables_that_are_read_are_those_that_the_documents_name():
-    from ringattn_core.selection import VARIABLES
+    from ringattn_core.backends.selection import VARIABLES
 
     named = {name for page in LINKING for name in re.findall(r"\bRINGATTN_[A-Z_]*[A-Z]\b", page.read_text())}
     assert named == set(VARIABLES)

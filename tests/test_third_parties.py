@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from ringattn_conformance.expectations import read
 from ringattn_core import ring_attention
-from ringattn_core.discovery import registered
+from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import UnsupportedFeatureError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from ringattn_core import Block, Gradients, Partial, Rule
-from ringattn_core.dropout import kept
-from ringattn_core.layout import indices
-from ringattn_core.mask_builder import build
-from ringattn_core.merge import merge
-from ringattn_core.visibility import visible
+from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.merge import merge
+from ringattn_core.contract.visibility import visible
+from ringattn_core.masks.builder import build
+from ringattn_core.placement.layout import indices
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

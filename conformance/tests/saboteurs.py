@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from reference_kernels import Dense, Gathered, Gathering
 from ringattn_core import Backend, Block, Feature, Gradients, Partial, Support
-from ringattn_core.discovery import registered
+from ringattn_core.backends.discovery import registered
 
 
 class CausalLostUnderGrad(Dense):

@@ -5,7 +5,7 @@ import pytest
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import CASES
 from ringattn_conformance.lattice import ESSENTIAL, LAYOUTS, RINGS, Point, one_place, points
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 ELSEWHERE = {
     Feature.GRADIENTS, Feature.ZIGZAG, Feature.STRIPED, Feature.TWO_WAY, Feature.PRECISION, Feature.FUSED_BACKWARD,

@@ -7,7 +7,7 @@ import pytest
 from reference_kernels import Dense
 from ringattn_conformance.outcomes import owed, supports
 from ringattn_core import Backend, Feature, Support
-from ringattn_core.discovery import registered
+from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import UnsupportedFeatureError
 
 

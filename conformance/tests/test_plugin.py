@@ -13,7 +13,7 @@ CONFTEST = """
 import contextlib
 import jax
 from ringattn_core import Backend, Feature, Support
-from ringattn_core.discovery import registered
+from ringattn_core.backends.discovery import registered
 
 backend = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
 until_the_end = contextlib.ExitStack()

@@ -5,9 +5,9 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from ringattn_core.mask_builder import build
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
+from ringattn_core.masks.builder import build
 
 from .cases import Case, Inputs
 from .ranks import static_options

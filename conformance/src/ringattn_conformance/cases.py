@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from . import ingredients
 from .ingredients import Builder, Ids, Positions

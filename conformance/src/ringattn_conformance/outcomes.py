@@ -5,9 +5,9 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import pytest
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
-from ringattn_core.features import Feature
 
 from . import notes
 

@@ -137,7 +137,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def backends(config: pytest.Config) -> list[str]:
     """The names given, or every installed backend that can run here."""
-    from ringattn_core import discovery
+    from ringattn_core.backends import discovery
     from ringattn_core.errors import RingAttnError
 
     named = config.getoption("ringattn_backends")
@@ -161,7 +161,7 @@ def backends(config: pytest.Config) -> list[str]:
 def described(name: str) -> str:
     """A backend by name, distribution and version, and where it runs."""
     import jax
-    from ringattn_core import discovery
+    from ringattn_core.backends import discovery
 
     found = discovery.registrations()[name]
     devices = jax.devices()

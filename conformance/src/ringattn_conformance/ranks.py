@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from . import notes, oracle
 from .cases import OPERANDS, Case, Inputs

@@ -69,8 +69,8 @@ def document(
 
 
 def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, str]) -> BackendReport:
-    from ringattn_core import discovery
-    from ringattn_core.features import Feature
+    from ringattn_core.backends import discovery
+    from ringattn_core.contract.features import Feature
 
     registration = discovery.registrations()[name]
     descriptor = registration.descriptor()

@@ -19,10 +19,14 @@ import jaxtyping
 import pytest
 
 # Shapes and dtypes of the annotations are checked at run time, in the modules that compute.
-COMPUTING = ("dropout", "finite", "layout", "merge", "parcels", "ring", "tie", "tiles", "visibility")
+COMPUTING = (
+    *(f"contract.{name}" for name in ("dropout", "merge", "nonfinite", "ordering", "packing", "tiles", "visibility")),
+    "placement.layout",
+    "ring.custom_vjp",
+)
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")
 
-from ringattn_core import discovery  # noqa: E402
+from ringattn_core.backends import discovery  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 sys.path.insert(0, str(Path(__file__).parent))

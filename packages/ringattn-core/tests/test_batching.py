@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention
-from ringattn_core.merge import empty, merge
+from ringattn_core import Backend, Feature, Gradients, Partial, Support, ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.contract.merge import empty, merge
 
 V, B, T, N, H = 3, 2, 6, 2, 4
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
 from ringattn_core.cli import compiling, explaining, tracing
 from ringattn_core.cli.explanation import Explanation
 from ringattn_core.cli.request import AXIS, Request
-from ringattn_core.features import Feature, Support
-from ringattn_core.layout import order
-from ringattn_core.protocol import Backend, Block, Gradients, Partial
-from ringattn_core.tiles import tiles
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend, Block, Gradients, Partial
+from ringattn_core.contract.tiles import tiles
+from ringattn_core.placement.layout import order
 from sends_apart import APART, SendsApart
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}

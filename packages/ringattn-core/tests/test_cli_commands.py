@@ -18,11 +18,11 @@ import pytest
 from jax.sharding import Mesh
 from ringattn_core import errors, ring_attention
 from ringattn_core.cli.main import main
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 PLUGIN = """
-    from ringattn_core.features import Feature, Support
-    from ringattn_core.protocol import Backend
+    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.protocol import Backend
     FEATURES = {{**dict.fromkeys(Feature, Support.FULL), Feature.BIAS: Support.PLANNED}}
     del FEATURES[Feature.DROPOUT]
     BACKEND = Backend("{name}", 1, {platforms}, FEATURES, {door}="{name}_block:{door}", priority=7, probe={probe!r})

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import pytest
-from ringattn_core import doctor
+from ringattn_core.backends import doctor
 from ringattn_core.cli.main import main
 
 PLUGIN = """
-    from ringattn_core.features import Feature, Support
-    from ringattn_core.protocol import Backend
+    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.protocol import Backend
     KERNEL, PROBE = "{name}_block:{kernel}", {probe!r}
     BACKEND = Backend("{name}", {api}, {platforms}, {{}}, kernel=KERNEL, priority={priority}, probe=PROBE)
 """

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
 from ringattn_core.cli import explaining, svg, table
 from ringattn_core.cli.explanation import MASKED, SKIPPED, WHOLE, Explanation
 from ringattn_core.cli.main import main
@@ -23,8 +23,8 @@ from ringattn_core.cli.report import report
 from ringattn_core.cli.request import Request
 from ringattn_core.cli.scene import COLOURS, Words, rectangles, scene
 from ringattn_core.cli.screen import Screen
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import Backend
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend
 
 STATES = arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Gradients, Partial, Support, discovery, ring_attention, rounding
+from ringattn_core import Backend, Feature, Gradients, Partial, Support, ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.contract import rounding
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import pytest
 import ringattn_core
-from ringattn_core import device_order, ring_mesh
+from ringattn_core import ring_mesh
 from ringattn_core.errors import MeshError
+from ringattn_core.placement import device_order
 
 PLANES = list(itertools.product(range(1, 7), repeat=2))
 SOLIDS = list(itertools.product(range(1, 5), repeat=3))

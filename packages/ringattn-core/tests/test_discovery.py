@@ -6,7 +6,10 @@ import types
 from typing import Any
 
 import pytest
-from ringattn_core import discovery, errors
+from ringattn_core import errors
+from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import (
     BackendLoadError,
     BackendNotFoundError,
@@ -14,12 +17,10 @@ from ringattn_core.errors import (
     DuplicateBackendError,
     InputError,
 )
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import Backend
 
 PLUGIN = """
-    from ringattn_core.features import Feature, Support
-    from ringattn_core.protocol import Backend
+    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.protocol import Backend
     BACKEND = Backend("{name}", {api}, ("cpu",), {{Feature.CAUSAL: Support.FULL}}, {where}, probe={probe!r})
 """
 KERNEL = """

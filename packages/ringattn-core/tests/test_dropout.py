@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.dropout import kept, philox, threshold
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
+from ringattn_core.contract.dropout import kept, philox, threshold
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
 
 
 def by_64_bits(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndarray:

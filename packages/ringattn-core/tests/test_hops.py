@@ -6,11 +6,11 @@ import itertools
 import numpy as np
 import pytest
 from ringattn_core import masks
-from ringattn_core.hops import Plan, plan
-from ringattn_core.layout import LAYOUTS, order
+from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.visibility import of_positions
 from ringattn_core.masks import Coordinates
-from ringattn_core.rule import Rule
-from ringattn_core.visibility import of_positions
+from ringattn_core.placement.layout import LAYOUTS, order
+from ringattn_core.ring.hops import Plan, plan
 
 RULES = {
     "full": Rule(1.0),

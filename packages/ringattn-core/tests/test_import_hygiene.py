@@ -52,7 +52,7 @@ def test_importing_core_initialises_no_jax_backend() -> None:
 
 
 def test_looking_for_backends_imports_no_kernel_and_initialises_nothing() -> None:
-    got = after("from ringattn_core import discovery; discovery.registrations()")
+    got = after("from ringattn_core.backends import discovery; discovery.registrations()")
     heavy = brought_in(got["modules"]) - {"ringattn_xla", "ringattn_triton", "ringattn_tpu", "ringattn_conformance"}
     assert heavy == set()
     assert not any(name.startswith("ringattn_") and "kernel" in name for name in got["modules"])
@@ -71,7 +71,7 @@ def test_a_public_name_loads_at_its_first_use() -> None:
 
 def test_every_public_name_is_there_and_listed_and_others_are_not() -> None:
     import ringattn_core
-    from ringattn_core import public
+    from ringattn_core.call import public
 
     names = {name for name in vars(public) if not name.startswith("_")}
     assert "ring_attention" in names <= set(dir(ringattn_core))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import layout as layouts
 from ringattn_core.errors import InputError
+from ringattn_core.placement import layout as layouts
 
 NAMES = pytest.mark.parametrize("layout", layouts.LAYOUTS)
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core.errors import InputError
-from ringattn_core.mask_info import MaskInfo
+from ringattn_core.masks.info import MaskInfo
 
 
 def given(info: MaskInfo) -> set[str]:

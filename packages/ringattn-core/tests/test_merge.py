@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import contract
-from ringattn_core.merge import combined, merge, merging, with_sinks
-from ringattn_core.protocol import Block, Partial
+from ringattn_core.contract import checks
+from ringattn_core.contract.merge import combined, merge, merging, with_sinks
+from ringattn_core.contract.protocol import Block, Partial
 
 B, T, N, H = 2, 3, 2, 4
 INF = np.float32(np.inf)
@@ -174,4 +174,4 @@ def test_what_a_kernel_returns_is_not_known_to_be_the_identity() -> None:
             return partial
 
     given = dataclasses.replace(identity(), empty=True)
-    assert not contract.forward(Idle(), object.__new__(Block), given).empty
+    assert not checks.forward(Idle(), object.__new__(Block), given).empty

@@ -12,9 +12,11 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ringattn_core import parcels, ring, ring_attention, tie
-from ringattn_core.discovery import registered
+from ringattn_core import ring_attention
+from ringattn_core.backends.discovery import registered
+from ringattn_core.contract import ordering, packing
 from ringattn_core.errors import DerivativeError
+from ringattn_core.ring import custom_vjp
 from sends_apart import APART, SendsApart
 
 N, K, H = 4, 2, 8
@@ -53,7 +55,7 @@ def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(
 ):
     operands = arrays(32, dtype)
     unrolled = differentiated(8, **options)(*operands)
-    monkeypatch.setattr(ring, "UNROLLED", 1)
+    monkeypatch.setattr(custom_vjp, "UNROLLED", 1)
     jax.clear_caches()
     jaxpr = str(jax.make_jaxpr(differentiated(8, **options))(*operands))
     looped = differentiated(8, **options)(*operands)
@@ -68,12 +70,12 @@ def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(
 @pytest.mark.parametrize("dims", [(4, 4), (4, 6)])
 def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple[int, int]):
     k, v = (jax.random.normal(jax.random.key(n), (2, 3, 1, d), dtype) for n, d in enumerate(dims))
-    kv = parcels.pack(k, v)
+    kv = packing.pack(k, v)
     gradients = jax.random.normal(jax.random.key(9), kv.shape) * jnp.float32(1e-30)
-    wire, sums = parcels.split(parcels.join(parcels.to_wire(kv), gradients))
-    got = parcels.from_wire(wire, dtype)
+    wire, sums = packing.split(packing.join(packing.to_wire(kv), gradients))
+    got = packing.from_wire(wire, dtype)
     assert (got == kv).all() and (sums == gradients).all()
-    assert all((a == b).all() for a, b in zip(parcels.unpack(got, dims[0]), (k, v), strict=True))
+    assert all((a == b).all() for a, b in zip(packing.unpack(got, dims[0]), (k, v), strict=True))
 
 
 def compiled(ranks: int, length: int, gradient: bool) -> Any:
@@ -192,15 +194,15 @@ def test_the_tie_orders_two_computations_on_cpu(dtype: str):
         entry = program[program.index("ENTRY") :]
         return len(re.findall(re.escape(re.findall(r"(%\S+) = \S+ parameter\(1\)", entry)[0]) + r"\b", entry)) > 1
 
-    assert (jax.jit(tie.tie)(x, token) == x).all()
-    assert reads_the_token(tie.tie)
+    assert (jax.jit(ordering.tie)(x, token) == x).all()
+    assert reads_the_token(ordering.tie)
     assert not reads_the_token(lambda x, token: jax.lax.optimization_barrier((x, token))[0])
 
 
 @pytest.mark.parametrize("bits", [0x7FC00001, 0xFF800000, 0x80000000, 0x00000001])
 def test_the_tie_hands_on_every_float_as_it_is(bits: int):
     x = jax.lax.bitcast_convert_type(jnp.full(3, bits, jnp.uint32), jnp.float32)
-    tied = jax.jit(tie.tie)(x, jnp.ones(2))
+    tied = jax.jit(ordering.tie)(x, jnp.ones(2))
     assert (jax.lax.bitcast_convert_type(tied, jnp.uint32) == jnp.uint32(bits)).all()
 
 
@@ -220,7 +222,7 @@ def test_float32_is_exact_whatever_precision_jax_is_set_to():
 
 def test_zeros_after_a_token_are_zero_whatever_the_token():
     for token in (jnp.full(3, jnp.nan), jnp.full(3, -jnp.inf), jnp.full(3, 1.5, jnp.bfloat16), jnp.arange(1, 3)):
-        assert (jax.jit(lambda t: tie.zeros((2, 2), t))(token) == 0).all()
+        assert (jax.jit(lambda t: ordering.zeros((2, 2), t))(token) == 0).all()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

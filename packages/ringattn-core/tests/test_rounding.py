@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import rounding
+from ringattn_core.contract import rounding
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ringattn_core import discovery, selection
+from ringattn_core.backends import discovery, selection
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import (
     AmbiguousBackendError,
     BackendLoadError,
@@ -19,8 +21,6 @@ from ringattn_core.errors import (
     RingAttnError,
     UnsupportedFeatureError,
 )
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import Backend
 
 CAUSAL, BIAS, SINKS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS}), frozenset({Feature.SINKS})
 ALL = dict.fromkeys(Feature, Support.FULL)

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Support, call, discovery, per_shard, ring_attention
+from ringattn_core import Backend, Feature, Support, per_shard, ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
+from ringattn_core.contract import call
+from ringattn_core.contract.signature import PARAMETERS, mismatch
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
-from ringattn_core.signature import PARAMETERS, mismatch
-from ringattn_core.validation import validated
 
 EJKERNEL = (
     "query, key, value, q_segment_ids, kv_segment_ids, softmax_aux, bias, mask_builder, sliding_window, chunk_size, "

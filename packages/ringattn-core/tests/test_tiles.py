@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.layout import LAYOUTS, indices
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.tiles import tiles, visible_ranges
+from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
-from ringattn_core.tiles import tiles, visible_ranges
-from ringattn_core.visibility import visible
+from ringattn_core.placement.layout import LAYOUTS, indices
 
 RANKS, LENGTH, BATCH, HEADS = 3, 24, 2, 2
 DRAW = np.random.default_rng(11)

@@ -14,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from ringattn_core import discovery, ring_attention
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import InputError, TuningError
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import Backend
 from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import Backend
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend
 from ringattn_xla.block import KERNEL as XLA
 
 class Recording:
@@ -158,8 +159,8 @@ class TestAnOverlay:
         backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
         registration = discovery.Registration("whole", backend, "d", "1", None, whole)
         discovery._implementations[registration] = whole
-        from ringattn_core.dispatch import answer
-        from ringattn_core.validation import validated
+        from ringattn_core.call.dispatch import answer
+        from ringattn_core.call.validation import validated
 
         with overlay(OVER):
             answer(registration, validated(X, X, X))
@@ -349,7 +350,7 @@ def test_what_one_process_tunes_another_uses(mine: Any, tmp_path: Path, monkeypa
     ran(mine)
     script = """
 import json, jax, ringattn_core
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
 discovery.GROUP = "ringattn.backends.of.a.test"
 x = jax.numpy.zeros((1, 8, 2, 4))
 ringattn_core.ring_attention(x, x, x, backend="mine")
@@ -366,8 +367,8 @@ print(json.dumps([rule.fwd_params.q_blocksize for rule in discovery.get("mine").
 def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
+    from ringattn_core.call.validation import validated
     from ringattn_core.tuning.problem import of_call
-    from ringattn_core.validation import validated
 
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     registration = discovery.get("mine")

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import discovery
-from ringattn_core.blocks import Ring
+from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.masks import Causal, Document, Predicate, Prefix
+from ringattn_core.ring.blocks import Ring
 from ringattn_core.tuning import Problem, trial
 from ringattn_core.tuning.problem import built_masks, machine, of_call
-from ringattn_core.validation import validated
 
 T, S, N, K, H, HV = 16, 16, 4, 2, 8, 8
 Q = jnp.ones((2, T, N, H))
@@ -136,7 +136,7 @@ class TestWhatIsMeasured:
         call = validated(**_named({"ranks": ranks, **options}))
         real, made = Seen(), Seen()
         if ranks == 1:
-            from ringattn_core import engine
+            from ringattn_core.ring import engine
 
             jax.eval_shape(lambda: engine.run(real, call))  # pyright: ignore[reportArgumentType]
         else:
@@ -189,7 +189,7 @@ def _named(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ringed(kernel: Any, call: Any, ranks: int) -> Any:
-    from ringattn_core import engine
+    from ringattn_core.ring import engine
 
     def one(_: Any) -> Any:
         return engine.run(kernel, dataclasses.replace(call, axis_name=("ring",)))
@@ -222,7 +222,7 @@ class Seen:
         return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
-        from ringattn_core.protocol import Gradients
+        from ringattn_core.contract.protocol import Gradients
 
         self.params.append(("backward", block.rule.bwd_params))
         bias = None if block.bias is None else jnp.zeros(block.bias.shape)

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import discovery, ring_attention
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import Backend, Gradients, Partial
 from ringattn_core.errors import TuningError
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import Backend, Gradients, Partial
 from ringattn_core.tuning import Problem, tuner
 from ringattn_core.tuning.problem import machine
 from ringattn_core.tuning.progress import Progress

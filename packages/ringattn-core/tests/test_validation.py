@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
+from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError, MeshError
 from ringattn_core.masks import Causal, Document, Full, Mask, Numpy, Predicate
-from ringattn_core.validation import validated
 
 B, T, N, K, H = 2, 8, 4, 2, 8
 

@@ -6,9 +6,9 @@ import sys
 import types
 
 import pytest
-from ringattn_core import discovery
-from ringattn_core.features import Feature, Support
-from ringattn_core.selection import candidates
+from ringattn_core.backends import discovery
+from ringattn_core.backends.selection import candidates
+from ringattn_core.contract.features import Feature, Support
 from ringattn_tpu import availability
 from ringattn_tpu.plugin import BACKEND
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
-from ringattn_core.protocol import Block, Partial
 from ringattn_tpu import block_sizes, tables
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.block_sizes import Sizes

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.protocol import Block
-from ringattn_core.tiles import tiles
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import tiles
 from ringattn_tpu import block_sizes, tables
 from ringattn_tpu.tables import FIRST, GROUPED, IDLE, LAST, MASKED, OPENS, Numbering, Steps
 from tpu_blocks import OPTIONS, make_block, seen_pairs, with_option

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Numpy, Predicate
-from ringattn_core.protocol import Block
 from ringattn_tpu import words
 from tpu_blocks import dense_mask, make_block, seen_pairs
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Numpy, Prefix
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
-from ringattn_core.visibility import visible
 
 _OF_RULE = {field.name for field in dataclasses.fields(Rule)}
 

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_mesh
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Local
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Partial
-from ringattn_core.rule import Rule
 from ringattn_tpu.block import KERNEL
 
 CHIPS: Final = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.protocol import Partial
+from ringattn_core.contract.protocol import Partial
 from ringattn_tpu import tables
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Causal, Numpy, Prefix
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 

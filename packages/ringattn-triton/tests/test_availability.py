@@ -9,9 +9,9 @@ import types
 import pytest
 import ringattn_core
 import triton
-from ringattn_core import discovery
-from ringattn_core.features import Feature, Support
-from ringattn_core.selection import candidates
+from ringattn_core.backends import discovery
+from ringattn_core.backends.selection import candidates
+from ringattn_core.contract.features import Feature, Support
 from ringattn_triton import availability, compiled
 from ringattn_triton.plugin import BACKEND
 
@@ -102,7 +102,7 @@ def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
     reasons = {registration.name: reason for registration, reason in candidates(frozenset(), "cpu")}
     assert "it serves cuda, rocm, gpu, not cpu" in reasons["triton"]
     assert "triton" in {registration.name for registration, _ in candidates(frozenset(), "cpu")}
-    assert ringattn_core.discovery.get("triton").why_unavailable() is None
+    assert ringattn_core.backends.discovery.get("triton").why_unavailable() is None
 
 
 def test_the_descriptor_imports_neither_triton_nor_jax():

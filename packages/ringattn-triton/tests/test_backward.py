@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from given_blocks import OPTIONS, bias, make_block, mask_in_tiles, near, with_option
-from ringattn_core import finite
 from ringattn_core.config import BwdParams
+from ringattn_core.contract import nonfinite
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Gradients, Own
 from ringattn_core.errors import InputError
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Gradients, Own
 from ringattn_triton import operands, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.packing import look
@@ -167,7 +167,7 @@ def test_keys_and_values_are_read_as_they_came_unless_one_is_no_number(bad: bool
     k, v = block.k, block.v
     if bad:
         k, v = k.at[1, 35, 0, 3].set(jnp.nan), v.at[0, 2].set(jnp.inf)
-    packed = finite.keys_and_values(k, v, poison=False)
+    packed = nonfinite.keys_and_values(k, v, poison=False)
     given = given_to(dataclasses.replace(block, kv=packed))
     want = backward(KERNEL, dataclasses.replace(block, kv=packed), *given)
     elsewhere, own = jnp.full_like(packed, 3.0), look(Own(k, v, jnp.zeros(1, jnp.int32)))

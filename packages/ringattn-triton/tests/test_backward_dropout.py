@@ -13,8 +13,8 @@ import ringattn_xla.block
 from compile_reports import launches
 from given_blocks import KEY_INDICES, bias, make_block, near, with_option
 from ringattn_core.config import BwdParams
-from ringattn_core.dropout import kept
-from ringattn_core.protocol import Block
+from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.protocol import Block
 from ringattn_triton import schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.schedules import Target

@@ -11,7 +11,7 @@ import pytest
 from compile_reports import launches
 from given_blocks import bias, forbidding, ids, make_block, near, with_option
 from jax.extend.core import Literal
-from ringattn_core.protocol import Block
+from ringattn_core.contract.protocol import Block
 from ringattn_triton import bias_gradient, operands
 from ringattn_triton.block import KERNEL
 from test_backward import backward, check, given_to

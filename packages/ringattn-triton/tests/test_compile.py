@@ -9,10 +9,10 @@ import pytest
 from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
 from ringattn_core.config import FwdParams
+from ringattn_core.contract.protocol import Block, Own, OwnRows, Partial
+from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.tiles import Tiles
 from ringattn_core.masks import Local
-from ringattn_core.protocol import Block, Own, OwnRows, Partial
-from ringattn_core.rule import Rule
-from ringattn_core.tiles import Tiles
 from ringattn_triton import hopper, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.launch import compiling_for

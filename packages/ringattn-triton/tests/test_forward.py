@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from given_blocks import KEY_INDICES, OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
-from ringattn_core import rounding
 from ringattn_core.config import FwdParams
-from ringattn_core.dropout import kept
+from ringattn_core.contract import rounding
+from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Partial
 from ringattn_triton import operands, schedules
 from ringattn_triton.block import KERNEL
 from ringattn_triton.forward import forward

@@ -12,10 +12,11 @@ import pytest
 import ringattn_xla.block
 from compile_reports import launches
 from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, forbidding, make_block, mask_in_tiles, near, with_option
-from ringattn_core import ring_attention, rounding
+from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Partial
+from ringattn_core.contract import rounding
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_triton import hopper, operands
 from ringattn_triton.forward import forward
 from ringattn_triton.launch import compiling_for

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from compile_reports import launches
 from given_blocks import bias, make_block, with_option
-from ringattn_core import discovery, finite, ring_attention
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, Own, Partial
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.contract import nonfinite
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Own, Partial
 from ringattn_triton import hopper, operands
 from ringattn_triton.block import TritonKernel
 from ringattn_triton.forward import forward
@@ -89,7 +91,7 @@ def test_keys_and_values_are_read_where_they_are_unless_one_is_no_number(
         k = k.at[1, 5, 1, dim - 1].set(-INFINITY).at[0, 299, 0, 0].set(NAN)
     elif bad == "values":
         v = v.at[0, 7, 0, 0].set(NAN).at[1, 3, 1, 5].set(INFINITY)
-    packed = dataclasses.replace(block, kv=finite.keys_and_values(k, v, poison=True))
+    packed = dataclasses.replace(block, kv=nonfinite.keys_and_values(k, v, poison=True))
     want = computed(packed, empty(block), BESIDE[:2])
     got = computed(alone(block, k, v), empty(block), BESIDE)
     assert np.isnan(want.lse).any() == (bad is not None) and np.isfinite(want.lse).any()
@@ -107,7 +109,7 @@ def test_where_a_kernel_has_no_room_or_something_to_continue_the_look_comes_befo
     else:
         partial = dataclasses.replace(partial, empty=False)
     k, v = block.k, block.v.at[1, 3, 1, 5].set(INFINITY if bad else 1)
-    packed = dataclasses.replace(block, kv=finite.keys_and_values(k, v, poison=True))
+    packed = dataclasses.replace(block, kv=nonfinite.keys_and_values(k, v, poison=True))
     want = computed(packed, partial, BEFORE[2:])
     assert np.isnan(want.lse).any() == bad
     got = computed(alone(block, k, v), partial, BEFORE)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import finite
-from ringattn_core.protocol import Own
+from ringattn_core.contract import nonfinite
+from ringattn_core.contract.protocol import Own
 from ringattn_triton import packing
 from ringattn_triton.packing import TILE, if_bad, keys_and_values, look
 
@@ -32,7 +32,7 @@ def same(got: jax.Array, want: jax.Array) -> None:
 @pytest.mark.parametrize("poison", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_keys_and_values_are_packed_as_core_packs_them(dtype: Any, poison: bool) -> None:
-    same(keys_and_values(*pair(dtype), poison), finite.keys_and_values(*pair(dtype), poison))
+    same(keys_and_values(*pair(dtype), poison), nonfinite.keys_and_values(*pair(dtype), poison))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -49,7 +49,7 @@ def test_a_look_finds_what_is_no_number_anywhere_and_packs_then(
     own = look(Own(k, v, NOUGHT))
     assert own.found.tolist() == [1, 0]
     for poison in (True, False):
-        same(if_bad(own, poison), finite.keys_and_values(k, v, poison))
+        same(if_bad(own, poison), nonfinite.keys_and_values(k, v, poison))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -59,12 +59,12 @@ def test_a_look_at_numbers_finds_nothing_however_large(dtype: Any) -> None:
 
 
 def test_values_of_another_size_are_packed_by_core() -> None:
-    same(keys_and_values(*pair(jnp.bfloat16, 8), True), finite.keys_and_values(*pair(jnp.bfloat16, 8), True))
+    same(keys_and_values(*pair(jnp.bfloat16, 8), True), nonfinite.keys_and_values(*pair(jnp.bfloat16, 8), True))
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1)], ids=str)
 def test_a_vmapped_axis_is_packed_too(axes: tuple[int | None, int | None]) -> None:
     given = zip(pair(jnp.float32), axes, strict=True)
     k, v = (x if axis is None else jnp.stack([x, 2 * x], axis) for x, axis in given)
-    both = keys_and_values, finite.keys_and_values
+    both = keys_and_values, nonfinite.keys_and_values
     same(*(jax.vmap(functools.partial(f, poison=True), axes)(k, v) for f in both))

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_reports import launches, needed
-from ringattn_core import discovery, finite, ring_attention, rounding
-from ringattn_core.protocol import OwnRows
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.contract import nonfinite, rounding
+from ringattn_core.contract.protocol import OwnRows
 from ringattn_triton import hopper
 from ringattn_triton import rows as module
 from ringattn_triton.block import TritonKernel
@@ -36,7 +38,7 @@ def given(dtype: Any, head_dim: int = 40, value_dim: int = 24, length: int = 37)
     return [q, dout, out, None, lse, dlse.at[1, 0, 7].set(INFINITY), seen]
 
 
-def same(got: finite.Rows, want: finite.Rows) -> None:
+def same(got: nonfinite.Rows, want: nonfinite.Rows) -> None:
     for name in ("q", "dout", "lse"):
         mine, theirs = getattr(got, name), getattr(want, name)
         assert mine.dtype == theirs.dtype, name
@@ -50,7 +52,7 @@ def same(got: finite.Rows, want: finite.Rows) -> None:
 def test_rows_are_those_of_core(dtype: Any, dims: tuple[int, int]) -> None:
     arrays = given(dtype, *dims)
     got = rows(*arrays)
-    same(got, finite.rows(*arrays))
+    same(got, nonfinite.rows(*arrays))
     lost = np.isnan(got.lse)
     assert {(0, 2, 3), (1, 0, 4), (1, 2, 5), (0, 1, 6), (1, 0, 7)} == set(zip(*np.nonzero(lost), strict=True))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (got.q, got.dout, got.delta))
@@ -59,11 +61,11 @@ def test_rows_are_those_of_core(dtype: Any, dims: tuple[int, int]) -> None:
 def test_an_output_in_float32_is_not_rounded_nor_is_one_in_two_parts() -> None:
     q, dout, out, rest, *others = given(jnp.bfloat16)
     exact = jnp.asarray(np.random.default_rng(1).normal(size=out.shape), jnp.float32)
-    want = finite.rows(q, dout, exact, rest, *others)
+    want = nonfinite.rows(q, dout, exact, rest, *others)
     same(rows(q, dout, exact, rest, *others), want)
     in_two = exact.astype(jnp.bfloat16), rounding.rest(exact)
     got = rows(q, dout, *in_two, *others)
-    same(got, finite.rows(q, dout, *in_two, *others))
+    same(got, nonfinite.rows(q, dout, *in_two, *others))
     np.testing.assert_allclose(got.delta, want.delta, 1e-4, 1e-4)
 
 
@@ -77,7 +79,7 @@ def test_a_backward_pass_has_its_rows_from_the_kernel() -> None:
 def test_a_vmapped_axis_has_rows_too(axes: tuple[int | None, ...]) -> None:
     arrays = given(jnp.float32)
     made = [x if axis is None else jnp.stack([x, x], axis) for x, axis in zip(arrays, axes, strict=True)]
-    same(jax.vmap(rows, axes)(*made), jax.vmap(finite.rows, axes)(*made))
+    same(jax.vmap(rows, axes)(*made), jax.vmap(nonfinite.rows, axes)(*made))
 
 
 def fit_rows(dtype: Any) -> OwnRows:
@@ -114,7 +116,7 @@ def test_a_look_finds_rows_that_are_not_fit_wherever_they_are_and_mends_them_the
     assert found.tolist() == [0] * hopper.ROWS_AT.value + [int(bad != "nothing")]
     assert own.dlse is not None and given.q is own.q and given.dout is own.dout
     seen = ~jnp.isneginf(own.lse)
-    want = finite.rows(own.q, own.dout, own.out, own.rest, own.lse, own.dlse, seen)
+    want = nonfinite.rows(own.q, own.dout, own.out, own.rest, own.lse, own.dlse, seen)
     np.testing.assert_allclose(given.lse, np.where(seen, want.lse * LOG2_E, 0.0), 1e-6)
     np.testing.assert_allclose(given.delta, want.delta, 1e-5, 1e-5)
     if bad != "nothing":
@@ -129,7 +131,7 @@ def test_a_look_takes_an_output_in_two_parts_and_no_cotangent_of_the_lse() -> No
     own = own._replace(out=exact.astype(jnp.bfloat16), rest=rounding.rest(exact), dlse=None)
     given, found = look(own, jnp.zeros(hopper.COUNTS, jnp.int32))
     nothing = jnp.zeros_like(own.lse)
-    want = finite.rows(own.q, own.dout, exact, None, own.lse, nothing, ~jnp.isneginf(own.lse))
+    want = nonfinite.rows(own.q, own.dout, exact, None, own.lse, nothing, ~jnp.isneginf(own.lse))
     np.testing.assert_allclose(given.delta, want.delta, 1e-4, 1e-4)
     assert not found.any()
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from given_blocks import OPTIONS, dense_mask, make_block, with_option
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import Tiles
+from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Predicate
-from ringattn_core.protocol import Block
-from ringattn_core.tiles import Tiles
-from ringattn_core.visibility import visible
 from ringattn_triton import operands, words
 from ringattn_triton.tables import ELEMENTS, Table, of_bitmap, table
 

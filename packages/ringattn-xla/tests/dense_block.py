@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core.config import BwdParams, FwdParams
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
 
 Arrays = dict[str, np.ndarray]
 

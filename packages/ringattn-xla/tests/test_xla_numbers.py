@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_block import make_block
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Numpy
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block
 from ringattn_xla.block import KERNEL
 
 FORWARD = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}

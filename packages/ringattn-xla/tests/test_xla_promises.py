@@ -14,9 +14,9 @@ import pytest
 from dense_block import make_block
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core.config import BwdParams, FwdParams
-from ringattn_core.features import Feature
-from ringattn_core.merge import empty
-from ringattn_core.protocol import Block, BlockKernel, Gradients, Partial
+from ringattn_core.contract.features import Feature
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
 from ringattn_xla.block import KERNEL
 from ringattn_xla.plugin import BACKEND
 from ringattn_xla.tiling import choose, near_equal

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import discovery
-from ringattn_core.features import Feature
-from ringattn_core.merge import empty
-from ringattn_core.protocol import BlockKernel
+from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import BlockKernel
 
 from ringattn_conformance import notes, oracle, tiers, tolerances
 from ringattn_conformance.blocks import blocks_of, sinkless

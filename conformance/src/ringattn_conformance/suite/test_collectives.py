@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import pytest
-from ringattn_core import discovery, hops, parcels
-from ringattn_core.features import Feature
+from ringattn_core.backends import discovery
+from ringattn_core.contract import packing
+from ringattn_core.contract.features import Feature
+from ringattn_core.ring import hops
 
 from ringattn_conformance import tiers
 from ringattn_conformance.blocks import rule_of
@@ -64,7 +66,7 @@ def _bytes(dtype: str, dims: str) -> int:
 def _planned(placed: Placed) -> hops.Plan:
     rows, columns = placed.case.lengths(placed.placement.ring)
     rule, ring = rule_of(placed.case, rows, columns), placed.placement.ring
-    joint = parcels.joint(discovery.get(placed.backend).implementation())
+    joint = packing.joint(discovery.get(placed.backend).implementation())
     lengths = rows // ring, columns // ring
     return hops.plan(rule, placed.placement.layout, ring, *lengths, placed.placement.two_way, joint)
 

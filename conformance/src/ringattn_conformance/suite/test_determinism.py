@@ -4,7 +4,7 @@
 import jax
 import numpy as np
 import pytest
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
 from ringattn_conformance.cases import NAMED

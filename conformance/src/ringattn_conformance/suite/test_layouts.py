@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core import from_layout, ring_attention, to_layout
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import OPERANDS, Case

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers
 from ringattn_conformance.cases import ALONE, Case

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import DTYPES, Case, Inputs

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from importlib import metadata
 
-from ringattn_core import discovery, signature
-from ringattn_core.features import Feature, Support
-from ringattn_core.protocol import API_VERSIONS, BlockKernel
+from ringattn_core.backends import discovery
+from ringattn_core.contract import signature
+from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.protocol import API_VERSIONS, BlockKernel
 
 from ringattn_conformance import tiers
 

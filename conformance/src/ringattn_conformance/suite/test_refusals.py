@@ -5,9 +5,9 @@ import dataclasses
 
 import jax
 import pytest
-from ringattn_core import discovery
+from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature, Support
 from ringattn_core.errors import UnsupportedFeatureError
-from ringattn_core.features import Feature, Support
 
 from ringattn_conformance import notes, tiers
 from ringattn_conformance.cases import CASES, Case

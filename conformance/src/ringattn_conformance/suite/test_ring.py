@@ -4,7 +4,7 @@
 import dataclasses
 
 import pytest
-from ringattn_core.features import Feature
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers, tolerances
 from ringattn_conformance.cases import ALONE, NAMED, Case

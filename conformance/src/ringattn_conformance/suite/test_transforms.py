@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from ringattn_core import discovery, ring_attention
-from ringattn_core.features import Feature
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import NAMED, OPERANDS, Case

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.layout import indices
 from ringattn_core.masks import Causal, Chunked, Coordinates, Local
+from ringattn_core.placement.layout import indices
 
 product = functools.partial(jnp.einsum, precision="highest")
 

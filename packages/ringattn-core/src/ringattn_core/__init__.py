@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .public import *  # noqa: F403  (pyright follows it)
+    from .call.public import *  # noqa: F403  (pyright follows it)
 
 
 def __getattr__(name: str) -> Any:
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     """
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f".{name}", __name__)
-    public = importlib.import_module(".public", __name__)
+    public = importlib.import_module(".call.public", __name__)
     if name.startswith("_") or name not in vars(public):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = vars(public)[name]
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    public = importlib.import_module(".public", __name__)
+    public = importlib.import_module(".call.public", __name__)
     return sorted({*globals(), *(name for name in vars(public) if not name.startswith("_"))})

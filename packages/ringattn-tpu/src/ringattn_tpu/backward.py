@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.padding import padded
-from ringattn_core.protocol import Block, Gradients
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes, operands, tables
 from .block_sizes import LANES

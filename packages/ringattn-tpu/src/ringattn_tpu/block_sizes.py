@@ -5,10 +5,10 @@ import dataclasses
 from typing import Any, Final
 
 import jax.numpy as jnp
-from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core import BwdParams, FwdParams
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.visibility import span
 from ringattn_core.errors import InputError
-from ringattn_core.protocol import Block
-from ringattn_core.visibility import span
 
 from . import tables
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.padding import padded
-from ringattn_core.protocol import Block, Partial
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes, operands, tables
 from .block_sizes import LANES

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract.varying import align, axes_of
 
 from .lowering import over_no_mesh
 from .tables import Numbering, Steps

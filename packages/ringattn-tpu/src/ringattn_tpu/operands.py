@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32
-from ringattn_core import dropout
-from ringattn_core.protocol import Block
+from ringattn_core.contract import dropout
+from ringattn_core.contract.protocol import Block
 
 from . import words
 from .block_sizes import Sizes

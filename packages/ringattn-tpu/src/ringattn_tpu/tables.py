@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
-from ringattn_core.protocol import Block
-from ringattn_core.tiles import tiles
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import tiles
 
 FIRST: Final = 1
 """The step is the first of its own tile: what the kernel keeps for it begins here."""

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Shaped
-from ringattn_core import tie as core
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract import ordering as core
+from ringattn_core.contract.varying import align, axes_of
 
 from .lowering import over_no_mesh
 

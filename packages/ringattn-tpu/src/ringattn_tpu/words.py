@@ -11,8 +11,8 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
-from ringattn_core.protocol import Block
-from ringattn_core.visibility import visible
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.visibility import visible
 
 _SUBLANES: Final = 8
 PAIRS_AT_ONCE: Final = 2**26

@@ -9,8 +9,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
-from ringattn_core.protocol import Block, Gradients, Own
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract.protocol import Block, Gradients, Own
+from ringattn_core.contract.varying import align, axes_of
 
 from . import bias_gradient, operands, schedules, tables
 from .kernels.backward_keys import backward_keys

@@ -12,8 +12,8 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int8, Int32
-from ringattn_core import tie
-from ringattn_core.protocol import Block
+from ringattn_core.contract import ordering
+from ringattn_core.contract.protocol import Block
 
 from .kernels.bias_sums import bias_sums
 from .launch import launch
@@ -67,7 +67,7 @@ def strips(block: Block, rows: int, columns: int, kept: bool) -> Strips:
 def first(tile: int, token: jax.Array | None) -> Int32[Array, " 1"]:
     """The number of the first tile of a strip, not before the token: so only one strip at a time is kept."""
     number = jnp.full((1,), tile, jnp.int32)
-    return number if token is None else tie.tie(number, token)
+    return number if token is None else ordering.tie(number, token)
 
 
 def summed(

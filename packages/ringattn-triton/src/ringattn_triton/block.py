@@ -4,7 +4,7 @@
 from typing import Final
 
 from jaxtyping import Array, Float, Float32
-from ringattn_core.protocol import Block, Gradients, Partial
+from ringattn_core.contract.protocol import Block, Gradients, Partial
 
 from . import candidates, hopper, packing, schedules
 from .backward import backward

@@ -4,7 +4,7 @@
 from typing import Final
 
 import jax.numpy as jnp
-from ringattn_core.config import RingAttentionConfig
+from ringattn_core import RingAttentionConfig
 from ringattn_core.tuning import Problem
 
 from .operands import padded_dim

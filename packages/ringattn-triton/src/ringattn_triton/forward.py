@@ -5,8 +5,8 @@ import dataclasses
 import functools
 
 import jax
-from ringattn_core.protocol import Block, Partial
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.varying import align, axes_of
 
 from . import hopper, operands, packing, schedules, tables
 from .kernels.forward import forward as forward_kernel

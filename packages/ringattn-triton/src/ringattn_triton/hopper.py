@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from ringattn_core.config import FwdParams
-from ringattn_core.protocol import Block, Own, Partial
+from ringattn_core import FwdParams
+from ringattn_core.contract.protocol import Block, Own, Partial
 
 from . import compiled, tables
 from .availability import TRITON_FLOOR

@@ -18,7 +18,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from ringattn_core.varying import align, axes_of
+from ringattn_core.contract.varying import align, axes_of
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TRITON_INTERPRET"
 

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
-from ringattn_core import dropout
-from ringattn_core.protocol import Block, Own, Partial
+from ringattn_core.contract import dropout
+from ringattn_core.contract.protocol import Block, Own, Partial
 
 from . import packing, words
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How keys and values are packed for the kernels: `ringattn_core.finite.keys_and_values` in one pass over memory."""
+"""Packs keys and values for the kernels: `contract.nonfinite.keys_and_values` of core in one pass over memory."""
 
 import functools
 from typing import Any, Final
@@ -7,9 +7,9 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from ringattn_core import finite
-from ringattn_core.parcels import Packed
-from ringattn_core.protocol import Own
+from ringattn_core.contract import nonfinite
+from ringattn_core.contract.packing import Packed
+from ringattn_core.contract.protocol import Own
 
 from .kernels.packing import looking, packing, packing_if_bad
 from .launch import launch
@@ -24,7 +24,7 @@ _AT_ONCE: Final = 1024
 def keys_and_values(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"], poison: bool) -> Packed:
     """K and V packed and finite, but that a key with anything bad in it holds a NaN if `poison`."""
     if k.shape != v.shape:
-        return finite.keys_and_values(k, v, poison)
+        return nonfinite.keys_and_values(k, v, poison)
     return _packed(poison)(k, v)
 
 
@@ -85,7 +85,9 @@ def _packed(poison: bool) -> Any:
 
     @packed.def_vmap
     def _(size: int, batched: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, bool]:
-        whole = jax.vmap(functools.partial(finite.keys_and_values, poison=poison), [0 if b else None for b in batched])
+        whole = jax.vmap(
+            functools.partial(nonfinite.keys_and_values, poison=poison), [0 if b else None for b in batched]
+        )
         return whole(k, v), True
 
     return packed

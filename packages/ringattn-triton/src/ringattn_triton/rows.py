@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of the backward pass are made fit for kernels: `ringattn_core.finite.rows` in one pass over memory.
+"""Cleans the rows of the backward pass for kernels: `contract.nonfinite.rows` of core in one pass over memory.
 
 Or in half of one: a look finds out whether kernels may read queries and cotangents as they came.
 """
@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
-from ringattn_core import finite
-from ringattn_core.protocol import OwnRows
+from ringattn_core.contract import nonfinite
+from ringattn_core.contract.protocol import OwnRows
 
 from .kernels.rows import judging, mending_if_bad
 from .kernels.rows import rows as kernel
@@ -79,9 +79,9 @@ def rows(
     lse: Float32[Array, "B N T"],
     dlse: Float32[Array, "B N T"],
     seen: Bool[Array, "B N T"],
-) -> finite.Rows:
+) -> nonfinite.Rows:
     """Rows that see nothing have no cotangent, and bad rows are NaN in `lse` only: all else of them is finite."""
-    return finite.Rows(*_rows(q, dout, out, rest, lse, dlse, seen))
+    return nonfinite.Rows(*_rows(q, dout, out, rest, lse, dlse, seen))
 
 
 @jax.custom_batching.custom_vmap
@@ -120,5 +120,5 @@ def _constants(q: jax.Array, out: jax.Array) -> tuple[dict[str, Any], int]:
 
 @_rows.def_vmap
 def _(size: int, batched: Any, *arrays: Any) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-    found = jax.vmap(finite.rows, [0 if b else None for b in batched])(*arrays)
+    found = jax.vmap(nonfinite.rows, [0 if b else None for b in batched])(*arrays)
     return tuple(found), (True,) * len(found)

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Final, Literal
 
 import jax
-from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core import BwdParams, FwdParams
 from ringattn_core.errors import InputError
 
 from . import launch

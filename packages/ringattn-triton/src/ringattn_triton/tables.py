@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, UInt32
-from ringattn_core.protocol import Block
-from ringattn_core.tiles import Tiles, tiles
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import Tiles, tiles
 
 from .kernels.table import table as table_kernel
 from .launch import launch

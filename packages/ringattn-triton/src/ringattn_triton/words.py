@@ -6,8 +6,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt32
+from ringattn_core.contract.protocol import Block
 from ringattn_core.masks import Coordinates, Mask
-from ringattn_core.protocol import Block
 
 BITS: Final = 32
 PAIRS_AT_ONCE: Final = 2**28

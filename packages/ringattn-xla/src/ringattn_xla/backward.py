@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
-from ringattn_core import tie
-from ringattn_core.dropout import kept
-from ringattn_core.padding import padded
-from ringattn_core.protocol import Block, Gradients
-from ringattn_core.varying import align, axes_of
-from ringattn_core.visibility import visible
+from ringattn_core.contract import ordering
+from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.varying import align, axes_of
+from ringattn_core.contract.visibility import visible
 
 from .scores import biased, capped, distance, from_scores, inner, like_scores, outer, row_values, rows
 from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
@@ -36,9 +36,9 @@ def backward(
     delta = row_values(padded(delta, block.q_length, 2), block)
     lse = row_values(padded(jnp.where(jnp.isneginf(lse), 0.0, lse), block.q_length, 2, jnp.inf), block)
     total = {"dq": jnp.swapaxes(rows(padded(dq, block.q_length, 1), block), 2, 3)}
-    total |= {"dk": tie.zeros(block.k.shape, dq), "dv": tie.zeros(block.v.shape, dq)}
-    total |= {} if block.bias is None or block.bias_fixed else {"dbias": tie.zeros(block.bias.shape, dq)}
-    total |= {} if block.slopes is None else {"dslopes": tie.zeros(block.slopes.shape, dq)}
+    total |= {"dk": ordering.zeros(block.k.shape, dq), "dv": ordering.zeros(block.v.shape, dq)}
+    total |= {} if block.bias is None or block.bias_fixed else {"dbias": ordering.zeros(block.bias.shape, dq)}
+    total |= {} if block.slopes is None else {"dslopes": ordering.zeros(block.slopes.shape, dq)}
     total = align(total, axes)
 
     def step(start: Cut, size: Cut, total: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Final
 
 import jax
 from jaxtyping import Array, Float, Float32
-from ringattn_core.protocol import Block, Gradients, Partial
+from ringattn_core.contract.protocol import Block, Gradients, Partial
 
 from . import backward, candidates, forward
 

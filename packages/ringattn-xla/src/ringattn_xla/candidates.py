@@ -3,7 +3,7 @@
 
 from typing import Final
 
-from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import Problem
 
 from .tiling import longest, near_equal

@@ -4,11 +4,11 @@
 from typing import Any
 
 import jax.numpy as jnp
-from ringattn_core.dropout import kept
-from ringattn_core.padding import padded
-from ringattn_core.protocol import Block, Partial
-from ringattn_core.varying import align, axes_of
-from ringattn_core.visibility import visible
+from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.varying import align, axes_of
+from ringattn_core.contract.visibility import visible
 
 from .scores import biased, capped, from_row_values, like_scores, outer, row_values, rows, unrows
 from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
-from ringattn_core.protocol import Block
+from ringattn_core.contract.protocol import Block
 
 Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 

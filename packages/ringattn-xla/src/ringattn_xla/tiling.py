@@ -8,12 +8,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ringattn_core.config import BwdParams, FwdParams
-from ringattn_core.protocol import Block
-from ringattn_core.rule import Rule
-from ringattn_core.tiles import tiles
+from ringattn_core import BwdParams, FwdParams
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.tiles import tiles
+from ringattn_core.contract.visibility import span
 from ringattn_core.tuning import Problem
-from ringattn_core.visibility import span
 
 Carry = TypeVar("Carry")
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from ..attention import ring_attention
+from ..call.attention import ring_attention
 from ..errors import InputError
 from .options import AttentionSettings, RingArrays, known, told_as
 from .seeds import seed

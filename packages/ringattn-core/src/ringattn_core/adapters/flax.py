@@ -11,7 +11,7 @@ from typing import Any, Final, Unpack
 import jax
 import jax.numpy as jnp
 
-from ..attention import ring_attention
+from ..call.attention import ring_attention
 from ..errors import InputError
 from .options import AttentionOptions, known, told_as
 from .padding import hidden, of_keys, spread, whole

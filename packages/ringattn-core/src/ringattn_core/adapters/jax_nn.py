@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..attention import ring_attention
+from ..call.attention import ring_attention
 from ..errors import InputError
 from .options import RingOptions, known, told_as
 from .padding import hidden, of_keys, spread, whole

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from .. import axes
-from ..layout import canonical, columns, to_layout
+from ..placement import axes
+from ..placement.layout import canonical, columns, to_layout
 
 
 def hidden(

@@ -23,7 +23,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..doctor import diagnose
+    from ..backends.doctor import diagnose
 
     # What the library would warn of is among the faults.
     logging.getLogger("ringattn").addHandler(logging.NullHandler())

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         from .compiling import provide_devices
 
         provide_devices(arguments.ring)
-    from ..devices import platform_of
+    from ..placement.platforms import platform_of
     from .explaining import explain
 
     found = explain(

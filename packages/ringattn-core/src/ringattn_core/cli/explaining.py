@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from .. import selection
-from ..discovery import Registration
+from ..backends import selection
+from ..backends.discovery import Registration
+from ..contract.features import Feature
 from ..errors import BackendNotFoundError, InputError, RingAttnError
-from ..features import Feature
-from ..hops import Plan, Send
+from ..ring.hops import Plan, Send
 from . import compiling, memory, tracing
 from .explanation import MASKED, WHOLE, Candidate, Explanation, Hop, Message
 from .request import Request

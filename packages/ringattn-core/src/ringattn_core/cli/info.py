@@ -23,10 +23,10 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from .. import discovery
-    from ..doctor import backend_of
+    from ..backends import discovery
+    from ..backends.doctor import backend_of
+    from ..contract.features import Feature
     from ..errors import BackendNotFoundError
-    from ..features import Feature
 
     registered = discovery.registrations()
     if arguments.name not in registered:

@@ -22,8 +22,8 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..doctor import backends
-    from ..features import Feature
+    from ..backends.doctor import backends
+    from ..contract.features import Feature
 
     found = backends()
     if arguments.json:

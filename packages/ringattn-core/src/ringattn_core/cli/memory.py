@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from .. import parcels
-from ..blocks import Differentiable, block
-from ..features import Feature
-from ..hops import Plan
-from ..merge import empty
+from ..contract import packing
+from ..contract.features import Feature
+from ..contract.merge import empty
+from ..ring.blocks import Differentiable, block
+from ..ring.hops import Plan
 from .explanation import Held
 from .tracing import Shard
 
@@ -55,11 +55,11 @@ def _sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
 
 
 def _packed(inputs: Differentiable) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(parcels.pack, inputs.k, inputs.v)
+    return jax.eval_shape(packing.pack, inputs.k, inputs.v)
 
 
 def _partial(shard: Shard) -> Any:
-    kv = parcels.pack(shard.inputs.k, shard.inputs.v)
+    kv = packing.pack(shard.inputs.k, shard.inputs.v)
     return empty(block(shard.ring, shard.inputs, kv, shard.fixed, 0))
 
 

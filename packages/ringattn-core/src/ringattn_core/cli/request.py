@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from .. import layout as layouts
 from .. import masks
-from ..attention import ring_attention
+from ..call.attention import ring_attention
+from ..call.validation import DTYPES
 from ..errors import InputError
-from ..mask_info import MaskInfo
-from ..validation import DTYPES
+from ..masks.info import MaskInfo
+from ..placement import layout as layouts
 
 AXIS: Final = "ring"
 Shape = tuple[int, ...]

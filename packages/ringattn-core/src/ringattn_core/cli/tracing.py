@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import engine, parcels, sharding
-from ..blocks import Differentiable, Fixed, Ring, block, gathered
-from ..features import Feature
-from ..tiles import tiles
-from ..validation import validated
+from ..call import sharding
+from ..call.validation import validated
+from ..contract import packing
+from ..contract.features import Feature
+from ..contract.tiles import tiles
+from ..ring import engine
+from ..ring.blocks import Differentiable, Fixed, Ring, block, gathered
 from .request import AXIS, Request
 
 _TILE: Final = 128
@@ -55,7 +57,7 @@ def visited(request: Request, shard: Shard, offsets: Sequence[int], q_tile: int,
 
     def of_rank(shard: Shard) -> jax.Array:
         ring, inputs, fixed = shard.ring, shard.inputs, gathered(shard.ring, shard.fixed)
-        kv = parcels.pack(inputs.k, inputs.v)
+        kv = packing.pack(inputs.k, inputs.v)
 
         def of_hop(offset: jax.Array) -> jax.Array:
             found = tiles(block(ring, inputs, kv, fixed, offset).padded_to(*lengths), q_tile, kv_tile)

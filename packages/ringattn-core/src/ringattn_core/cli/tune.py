@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from ..backends.discovery import Registration
     from ..config import BwdParams, FwdParams
-    from ..discovery import Registration
     from ..tuning.problem import Problem
     from ..tuning.tuner import Timed
 
@@ -87,12 +87,12 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
     import jax
     import jax.numpy as jnp
 
-    from ..devices import platform_of
+    from ..backends.selection import select
+    from ..call.validation import DTYPES, validated
     from ..errors import InputError
-    from ..layout import canonical, pieces
-    from ..selection import select
+    from ..placement.layout import canonical, pieces
+    from ..placement.platforms import platform_of
     from ..tuning.problem import of_call
-    from ..validation import DTYPES, validated
 
     batch, tokens, heads, dim = arguments.query
     keys, key_heads, *value_dim = arguments.kv or (tokens, heads)

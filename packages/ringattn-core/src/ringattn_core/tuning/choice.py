@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..axes import size
-from ..call import Call
+from ..backends.discovery import Registration, get, on_clear
 from ..config import RingAttentionConfig
-from ..discovery import Registration, get, on_clear
+from ..contract.call import Call
 from ..errors import TuningError
-from ..mask_builder import Built
+from ..masks.builder import Built
+from ..placement.axes import size
 from .overlay import OPEN, overlaid
 from .policy import Policy, current
 from .problem import Problem, built_masks, of_call, tunable

@@ -14,12 +14,12 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
 
-from ..axes import size
-from ..call import Call
+from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
-from ..devices import device_of, platform_of
-from ..discovery import Registration
-from ..mask_builder import Built, build
+from ..contract.call import Call
+from ..masks.builder import Built, build
+from ..placement.axes import size
+from ..placement.platforms import device_of, platform_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,17 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from ..blocks import Differentiable, Fixed, Ring, block
 from ..config import BwdParams, FwdParams
-from ..contract import backward, forward
-from ..hops import Plan, plan
-from ..layout import indices
-from ..mask_builder import Built
-from ..merge import empty
-from ..parcels import pack
-from ..protocol import BlockKernel, Partial
-from ..rule import Rule
-from ..ways import parts, split
+from ..contract.checks import backward, forward
+from ..contract.merge import empty
+from ..contract.packing import pack
+from ..contract.protocol import BlockKernel, Partial
+from ..contract.rule import Rule
+from ..masks.builder import Built
+from ..placement.layout import indices
+from ..ring.blocks import Differentiable, Fixed, Ring, block
+from ..ring.directions import parts, split
+from ..ring.hops import Plan, plan
 from .problem import Problem
 
 HOPS: Final = 4

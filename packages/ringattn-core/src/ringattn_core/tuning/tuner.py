@@ -11,10 +11,10 @@ from typing import Any, Final, TypeVar
 
 import jax
 
+from ..backends.discovery import Registration
 from ..config import BwdParams, FwdParams, RingAttentionConfig
-from ..discovery import Registration
 from ..errors import TuningError
-from ..mask_builder import Built
+from ..masks.builder import Built
 from .problem import Problem, machine, tunable
 from .progress import Progress
 from .trial import release, trial

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.dropout import philox
+from ringattn_core.contract.dropout import philox
 
 from ..launch import Step
 from ..operands import LOG2_E, Facts

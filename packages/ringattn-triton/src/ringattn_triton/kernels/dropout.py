@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Which probabilities of a tile are dropped, as `ringattn_core.dropout.kept` says, and what the others weigh."""
+"""Which probabilities of a tile are dropped, as `ringattn_core.contract.dropout` says, and what the others weigh."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false
-"""How the rows of the backward pass are made fit for kernels: `ringattn_core.finite.rows`.
+"""How the rows of the backward pass are made fit for kernels: `ringattn_core.contract.nonfinite.rows`.
 
 In one pass over memory. Or in half of one, where `lse` and `delta` are made and the rest is looked at: as a rule it is
 fit as it is.

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed here, what works, and what to do about what does not."""
+
+import dataclasses
+import os
+import platform
+from importlib import metadata
+from typing import Any, Final
+
+import jax
+
+from ..contract.features import Feature
+from ..errors import RingAttnError
+from ..placement.platforms import platform_of
+from . import discovery, selection
+from .discovery import Registration
+
+_LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton", "jax-triton")
+_VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """A registration as plain data; `reason` says why it cannot run in this process, and is `None` where it can."""
+
+    name: str
+    distribution: str
+    version: str
+    platforms: tuple[str, ...]
+    priority: int | None
+    api: int | None
+    door: str | None
+    implementation: str | None
+    probe: str | None
+    reason: str | None
+    features: dict[str, str]
+
+    @property
+    def supported(self) -> int:
+        return sum(word == "supported" for word in self.features.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "available": self.reason is None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """This process as ringattn sees it. It is `healthy` where some backend works on the platform of its devices.
+
+    `default` answers calls that name no backend. Each fault says what is wrong, and what to do.
+    """
+
+    versions: dict[str, str]
+    environment: dict[str, str]
+    platform: str | None
+    devices: tuple[str, ...]
+    backends: tuple[BackendReport, ...]
+    working: tuple[str, ...]
+    default: str | None
+    faults: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return bool(self.working)
+
+    def to_dict(self) -> dict[str, Any]:
+        found = dataclasses.asdict(self) | {"healthy": self.healthy}
+        return found | {"backends": [backend.to_dict() for backend in self.backends]}
+
+
+def backends() -> tuple[BackendReport, ...]:
+    """Every registration; no kernel is loaded."""
+    return tuple(backend_of(registration) for registration in discovery.registrations().values())
+
+
+def backend_of(registration: Registration, load: bool = False) -> BackendReport:
+    """One registration. With `load` a kernel that cannot be imported is a reason, too."""
+    descriptor = registration.backend
+    reason = registration.why_unavailable()
+    if load and reason is None:
+        try:
+            registration.implementation()
+        except RingAttnError as error:
+            reason = str(error)
+    features: dict[str, str] = {}
+    if descriptor is not None:
+        features = {feature.name: descriptor.answer(feature) for feature in Feature}
+    return BackendReport(
+        name=registration.name,
+        distribution=registration.distribution,
+        version=registration.version,
+        platforms=descriptor.platforms if descriptor else (),
+        priority=descriptor.priority if descriptor else None,
+        api=descriptor.api if descriptor else None,
+        door=None if descriptor is None else "kernel" if descriptor.kernel else "ring",
+        implementation=(descriptor.kernel or descriptor.ring) if descriptor else None,
+        probe=descriptor.probe if descriptor else None,
+        reason=reason,
+        features=features,
+    )
+
+
+def diagnose() -> Diagnosis:
+    """Looks at everything: it initialises JAX, probes every backend, and loads the kernels of those that could run."""
+    faults, devices, where = _devices()
+    faults += [f"{sentence}. Correct its name, or unset it" for sentence in selection.unknown_variables()]
+    working, default = [], None
+    for name, registration in discovery.registrations().items():
+        if where is None or not selection.serves(registration.backend, where):
+            continue
+        try:
+            working.append(selection.select(name, frozenset(), where).name)
+        except RingAttnError as error:
+            faults.append(error.one_line())
+    if where is not None:
+        try:
+            default = selection.select(None, frozenset(), where).name
+        except RingAttnError as error:
+            faults.append(error.one_line())
+    return Diagnosis(
+        versions=_versions(),
+        environment=_environment(),
+        platform=where,
+        devices=devices,
+        backends=backends(),
+        working=tuple(working),
+        default=default,
+        faults=tuple(faults),
+    )
+
+
+def _devices() -> tuple[list[str], tuple[str, ...], str | None]:
+    """What is wrong with the devices, which there are, and their platform."""
+    try:
+        devices, where = jax.devices(), platform_of(None, ())
+    except RuntimeError as error:
+        told = " ".join(str(error).split()).rstrip(".")
+        return [f"JAX finds no device: {told}. Unset JAX_PLATFORMS, or install the JAX of your device"], (), None
+    kinds = [device.device_kind for device in devices]
+    faults = [
+        f"{plugin} is installed, but JAX runs on cpu. Check that the driver sees the device, or set JAX_PLATFORMS=cpu"
+        for plugin in _plugins()
+        if where == "cpu" and "JAX_PLATFORMS" not in os.environ
+    ]
+    return faults, tuple(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)), where
+
+
+def _plugins() -> list[str]:
+    """The distributions that bring JAX a device."""
+    return sorted({point.dist.name for point in metadata.entry_points(group="jax_plugins") if point.dist})
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in dict.fromkeys((*_LIBRARIES, *_plugins())):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _environment() -> dict[str, str]:
+    ours = {name for name in os.environ if name.startswith("RINGATTN_")}
+    return {name: os.environ[name] for name in sorted({*ours, *_VARIABLES}) if name in os.environ}

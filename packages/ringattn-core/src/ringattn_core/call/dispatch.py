@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a validated call reaches the backend chosen for it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..backends.discovery import Registration
+from ..backends.selection import refusal, select
+from ..contract.call import Call
+from ..contract.features import Feature
+from ..placement.platforms import platform_of
+from ..ring import engine
+from ..tuning.choice import settled
+from .validation import validated
+
+
+def answer(registration: Registration, call: Call) -> Any:
+    """The backend's result for one shard; its gradient raises where the backend has none."""
+    backend, implementation = registration.descriptor(), registration.implementation()
+    call = settled(registration, call)
+    if backend.kernel is None:
+        result = implementation(**call.options())
+    else:
+        out, lse = engine.run(implementation, call)
+        result = (out, lse) if call.return_lse else out
+    return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
+
+
+def per_shard(name: str) -> Callable[..., Any]:
+    """The function of `signature.RingAttention` that a backend's own module offers under its name."""
+
+    @functools.wraps(validated, assigned=(), updated=())
+    def ring_attention(*args: Any, **kwargs: Any) -> Any:
+        call = validated(*args, **kwargs)
+        return answer(select(name, call.needs(), platform_of(None, (call.query,))), call)
+
+    ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
+    ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
+    return ring_attention
+
+
+def _without_gradient(registration: Registration, result: Any) -> Any:
+    @jax.custom_vjp
+    def identity(x: Any) -> Any:
+        return x
+
+    def refuse(_: None, __: Any) -> Any:
+        raise refusal(registration, frozenset({Feature.GRADIENTS}))
+
+    identity.defvjp(lambda x: (x, None), refuse)
+    return identity(result)

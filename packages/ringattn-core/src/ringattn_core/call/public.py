@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `ringattn_core` offers by name; `ringattn_core` itself loads this at the first use of any name."""
+
+from .. import errors as errors
+from .. import masks as masks
+from ..backends.selection import use_backend as use_backend
+from ..config import BwdParams as BwdParams
+from ..config import FwdParams as FwdParams
+from ..config import RingAttentionConfig as RingAttentionConfig
+from ..contract.features import Feature as Feature
+from ..contract.features import Support as Support
+from ..contract.merge import merging as merging
+from ..contract.protocol import Backend as Backend
+from ..contract.protocol import Block as Block
+from ..contract.protocol import BlockKernel as BlockKernel
+from ..contract.protocol import Gradients as Gradients
+from ..contract.protocol import Partial as Partial
+from ..contract.protocol import RingKernel as RingKernel
+from ..contract.rule import Rule as Rule
+from ..contract.visibility import visible as visible
+from ..masks.info import MaskInfo as MaskInfo
+from ..placement.layout import from_layout as from_layout
+from ..placement.layout import to_layout as to_layout
+from ..placement.mesh import ring_mesh as ring_mesh
+from .attention import ring_attention as ring_attention
+from .dispatch import per_shard as per_shard

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles see each other: what a kernel may skip, and where it need not mask."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from ..masks import Coordinates, same_segment
+from .protocol import Block
+from .visibility import of_positions
+
+
+class Tiles(NamedTuple):
+    """`some` is false only where no pair of two tiles is visible, `full` true only where every pair is, to every head.
+
+    `g` is 1 where nothing depends on the batch, else `B`. Both err on the side of work: a tile that is not `some`
+    may be skipped, one that is `full` needs no mask, and `full` implies `some`.
+    """
+
+    some: Bool[Array, "g nq nk"]
+    full: Bool[Array, "g nq nk"]
+
+
+def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
+    """The bitmap of a block whose lengths divide by the tiles (`Block.padded_to` sees to that).
+
+    Exact for a causal mask, and for a window or chunks over consecutive positions. Several conditions are ANDed, each
+    by its own bounds. Masks that have no bounds are evaluated, a row of tiles at a time.
+    """
+    rule = block.rule
+    padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
+    q = Coordinates(_by_tile(block.q_positions, q_tile), _by_tile(block.q_index, q_tile))
+    kv = Coordinates(*(_unpadded(_by_tile(x, kv_tile), padding) for x in (block.kv_positions, block.kv_index)))
+    parts = [mask.tiles(q, kv) for mask in of_positions(rule)]
+    if block.q_segments is not None and block.kv_segments is not None:
+        kv_ids = _unpadded(_by_tile(block.kv_segments, kv_tile), padding)
+        parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
+    if rule.masks:
+        of_heads = [mask.tiles(q, kv) for mask in rule.masks]
+        parts.append((_any([some for some, _ in of_heads]), _all([full for _, full in of_heads])))
+    if block.mask is not None:
+        parts.append(_of_dense(block.mask, q_tile, kv_tile))
+    if padding is not None:
+        parts.append((~padding.all(-1)[:, None, :], ~padding.any(-1)[:, None, :]))
+    count = (block.q_length // q_tile, block.kv_length // kv_tile)
+    if not parts:
+        every = jnp.ones((1, *count), bool)
+        return Tiles(every, every)
+    some, full = _all([some for some, _ in parts]), _all([full for _, full in parts])
+    shape = (max(some.shape[0], full.shape[0]), *count)
+    return Tiles(jnp.broadcast_to(some, shape), jnp.broadcast_to(full, shape))
+
+
+def visible_ranges(block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Int32[Array, "g n 4"]:
+    """For each query tile `(lo, hi, full_lo, full_hi)`: the hull of the key tiles it sees, and a run it sees whole.
+
+    No visible tile lies outside `[lo, hi)`; every tile of `[full_lo, full_hi)`, the longest such run, is `full`. An
+    empty hull is `(0, 0)`, an empty run `(lo, lo)`. `by_keys` gives the transposed table, of query tiles for key tiles.
+    """
+    some, full = (x.swapaxes(1, 2) if by_keys else x for x in tiles(block, q_tile, kv_tile))
+    number = jnp.arange(some.shape[-1], dtype=jnp.int32)
+    any_seen = some.any(-1)
+    lo = jnp.where(any_seen, jnp.where(some, number, some.shape[-1]).min(-1), 0)
+    hi = jnp.where(some, number + 1, 0).max(-1)
+    last_gap = jax.lax.cummax(jnp.where(full, -1, number), axis=full.ndim - 1)
+    run = number - last_gap
+    longest = run.max(-1)
+    end = jnp.where(run == longest[..., None], number + 1, 0).max(-1)
+    full_hi = jnp.where(longest > 0, end, lo)
+    return jnp.stack([lo, hi, full_hi - longest, full_hi], -1).astype(jnp.int32)
+
+
+def _by_tile(x: jax.Array, tile: int) -> jax.Array:
+    return x.reshape(x.shape[0], -1, tile)
+
+
+def _unpadded(x: jax.Array, padding: jax.Array | None) -> jax.Array:
+    """Padding keys look like the first key of their tile, so that they do not widen its bounds."""
+    return x if padding is None else jnp.where(padding, x[..., :1], x)
+
+
+def _of_dense(mask: jax.Array, q_tile: int, kv_tile: int) -> tuple[jax.Array, jax.Array]:
+    batch, heads, rows, columns = mask.shape
+    grid = mask.reshape(batch, heads, rows // q_tile, q_tile, columns // kv_tile, kv_tile)
+    return grid.any((1, 3, 5)), grid.all((1, 3, 5))
+
+
+def _any(parts: list[jax.Array]) -> jax.Array:
+    union = parts[0]
+    for part in parts[1:]:
+        union = union | part
+    return union
+
+
+def _all(parts: list[jax.Array]) -> jax.Array:
+    common = parts[0]
+    for part in parts[1:]:
+        common = common & part
+    return common

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys each query of a block sees: the call's options, ids and masks together."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from ..masks import Causal, Chunked, Coordinates, Local, Mask
+from .protocol import Block
+from .rule import Rule
+
+
+def of_positions(rule: Rule) -> list[Mask]:
+    """The masks that every head obeys, as masks of the algebra."""
+    masks: list[Mask] = []
+    if rule.causal:
+        masks.append(Causal())
+    if rule.window is not None:
+        masks.append(Local(*rule.window))
+    if rule.chunk is not None:
+        masks.append(Chunked(rule.chunk))
+    return masks
+
+
+def visible(block: Block) -> Bool[Array, "b n t s"] | None:
+    """Whether each query of the block sees each key, broadcastable to `[B, N, T, S]`; `None` where all do."""
+    rule = block.rule
+    q = Coordinates(block.q_positions, block.q_index).rows()
+    kv = Coordinates(block.kv_positions, block.kv_index).columns()
+    parts = [mask.visible(q, kv)[:, None] for mask in of_positions(rule)]
+    if block.q_segments is not None and block.kv_segments is not None:
+        ids, kv_ids = block.q_segments[:, None, :, None], block.kv_segments[:, None, None, :]
+        parts.append((ids == kv_ids) & (ids >= 0))
+    if rule.masks:
+        parts.append(_of_heads(block, q, kv))
+    if block.mask is not None:
+        parts.append(block.mask)
+    if block.padded:
+        parts.append((kv.index >= 0)[:, None])
+    if not parts:
+        return None
+    seen = parts[0]
+    for part in parts[1:]:
+        seen = seen & part
+    return seen
+
+
+def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:
+    rule = block.rule
+    if len(rule.masks) == 1:
+        return rule.masks[0].visible(q, kv)[:, None]
+    chosen = jnp.asarray(rule.mask_of_head)[block.head_index][None, :, None, None]
+    seen = jnp.asarray(False)
+    for number, mask in enumerate(rule.masks):
+        seen = seen | ((chosen == number) & mask.visible(q, kv)[:, None])
+    return seen
+
+
+def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
+    """How many keys a query can see at most, as far as window and chunk say."""
+    spans = [2**30] if chunk is None else [chunk]
+    if window is not None:
+        left, right = window
+        right = 0 if causal else right
+        spans += [] if left is None or right is None else [left + right + 1]
+    return min(spans)

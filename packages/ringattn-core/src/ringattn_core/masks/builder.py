@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mask each head obeys: what a `mask_builder` returns, as masks of the algebra."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from .kinds import Mask, Numpy
+
+Builder = Callable[[int, int, int, int, int], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The distinct masks, and which of them each global head obeys. Is itself a `mask_builder`."""
+
+    masks: tuple[Mask, ...]
+    of_head: tuple[int, ...]
+
+    def __call__(self, q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> Mask:
+        return self.masks[self.of_head[head_idx]]
+
+
+def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads: int) -> Built:
+    """Asks the builder once for each global head; lengths and heads are global."""
+    if isinstance(builder, Built):
+        return builder
+    numbers: dict[Mask, int] = {}
+    of_head = []
+    for head in range(heads):
+        mask = _as_mask(builder(q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
+        of_head.append(numbers.setdefault(mask, len(numbers)))
+    return Built(tuple(numbers), tuple(of_head))
+
+
+def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
+    if isinstance(result, Mask):
+        held = result.shapes()
+    elif hasattr(result, "shape") and hasattr(result, "__getitem__"):
+        held = (tuple(result.shape),)
+    else:
+        raise InputError(
+            "mask_builder",
+            f"returned {type(result).__name__}",
+            "Return a mask of ringattn_core.masks, or anything with .shape and [rows, cols] -> bool",
+        )
+    for one in held:
+        if tuple(one) != shape:
+            raise InputError(
+                "mask_builder", f"returned a mask of shape {tuple(one)}", f"The global lengths are {shape}"
+            )
+    if isinstance(result, Mask):
+        return result
+    dense = np.asarray(result[slice(0, shape[0]), slice(0, shape[1])])
+    if dense.shape != shape:
+        raise InputError("mask_builder", f"its mask[rows, cols] has shape {dense.shape}", f"It needs {shape}")
+    return Numpy(dense)

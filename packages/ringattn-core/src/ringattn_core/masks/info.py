@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller knows about visibility, in one pytree: ids, positions, a dense mask, and how they shard."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int32
+
+from ..errors import InputError
+from .int32 import fitting
+
+Axes = str | tuple[str, ...] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MaskInfo:
+    """Whatever is given forbids; what is `None` forbids nothing.
+
+    Every form is kept as it was given: a dense mask is never turned into ids, nor ids into a mask.
+    `dataclasses.replace` adds one form to another; they are ANDed.
+    """
+
+    q_segment_ids: Int32[Array, "B T"] | None = None
+    kv_segment_ids: Int32[Array, "B S"] | None = None
+    q_positions: Int32[Array, "*b T"] | None = None
+    kv_positions: Int32[Array, "*b S"] | None = None
+    attention_mask: Bool[Array | np.ndarray, "b n T S"] | None = None
+
+    @classmethod
+    def from_segments(cls, q: Any, kv: Any = None) -> Self:
+        """Tokens see their own segment; a negative id is padding. One array serves both sides."""
+        q_ids = _integers("q_segment_ids", q, ranks=(2,))
+        return cls(q_ids, q_ids if kv is None else _integers("kv_segment_ids", kv, ranks=(2,)))
+
+    @classmethod
+    def from_lengths(
+        cls, q_lengths: Any, kv_lengths: Any = None, q_max: int | None = None, kv_max: int | None = None
+    ) -> Self:
+        """Row `b` has so many tokens and then padding, up to `q_max` and `kv_max`, or else to the longest row.
+
+        The keys are those of the queries where only the queries are given.
+        """
+        q_ids = _ids_of_lengths("q_lengths", q_lengths, "q_max", q_max)
+        if kv_lengths is None and kv_max is None:
+            return cls(q_ids, q_ids)
+        given = ("kv_lengths", kv_lengths) if kv_lengths is not None else ("q_lengths", q_lengths)
+        kv_ids = _ids_of_lengths(*given, "kv_max", kv_max)
+        if kv_ids.shape[0] != q_ids.shape[0]:
+            raise InputError(
+                "kv_lengths",
+                f"has {kv_ids.shape[0]} rows where q_lengths has {q_ids.shape[0]}",
+                "Give one length a row",
+            )
+        return cls(q_ids, kv_ids)
+
+    @classmethod
+    def from_documents(cls, lengths: Any, total: int | None = None, restart_positions: bool = False) -> Self:
+        """Documents packed one after another, then padding up to `total`, or to the longest row.
+
+        `lengths` holds those of one row, or a sequence of them for each row. Ids count the documents from 0.
+        With `restart_positions` every document starts at position 0 again.
+        """
+        rows = _rows_of_documents(lengths)
+        total = max((int(row.sum()) for row in rows), default=0) if total is None else total
+        ids = np.full((len(rows), total), -1, np.int32)
+        positions = np.zeros((len(rows), total), np.int32)
+        for number, row in enumerate(rows):
+            used = int(row.sum())
+            if used > total:
+                raise InputError(
+                    "lengths", f"row {number} sums to {used}, more than {total=}", "Raise total or cut the row"
+                )
+            ids[number, :used] = np.repeat(np.arange(row.size), row)
+            positions[number, :used] = np.arange(used) - np.repeat(np.cumsum(row) - row, row)
+            positions[number, used:] = np.arange(total - used)
+        on_device = jnp.asarray(ids)
+        where = jnp.asarray(positions) if restart_positions else None
+        return cls(on_device, on_device, where, where)
+
+    @classmethod
+    def from_mask(cls, mask: Any) -> Self:
+        """A dense mask, true where visible: `[B|1, N|1, T, S]`; `[T, S]` and `[B, T, S]` get the missing axes.
+
+        Rows are sharded like the queries and in layout order, columns are whole and in natural order.
+        """
+        dense = _array("attention_mask", mask)
+        if dense.dtype != jnp.bool_:
+            raise InputError(
+                "attention_mask",
+                f"has dtype {dense.dtype}",
+                "Pass booleans, true where visible; scores to add go in bias=",
+            )
+        if dense.ndim not in (2, 3, 4):
+            raise InputError(
+                "attention_mask", f"has shape {dense.shape}", "Pass [T, S], [B, T, S] or [B or 1, N or 1, T, S]"
+            )
+        if dense.ndim == 2:
+            dense = dense[None]
+        return cls(attention_mask=dense if dense.ndim == 4 else dense[:, None])
+
+    @classmethod
+    def from_positions(cls, q: Any, kv: Any = None) -> Self:
+        """Positions of the caller's own, `[T]` or `[B, T]`, in any order. One array serves both sides."""
+        q_positions = _integers("q_positions", q, ranks=(1, 2))
+        kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2))
+        return cls(q_positions=q_positions, kv_positions=kv_positions)
+
+    def specs(self, batch_axes: Axes, sequence_axis: Axes, head_axes: Axes = None) -> "MaskInfo":
+        """The `PartitionSpec` of each array that is there: batch, heads and sequence over these mesh axes.
+
+        Axes of length 1 of the dense mask, and its columns, stay whole.
+        """
+
+        def tokens(x: jax.Array | None) -> Any:
+            return None if x is None else PartitionSpec(*(batch_axes, sequence_axis)[2 - x.ndim :])
+
+        mask = self.attention_mask
+        dense: Any = None
+        if mask is not None:
+            batch, heads = (
+                axes if size > 1 else None for axes, size in zip((batch_axes, head_axes), mask.shape, strict=False)
+            )
+            dense = PartitionSpec(batch, heads, sequence_axis, None)
+        return MaskInfo(
+            tokens(self.q_segment_ids),
+            tokens(self.kv_segment_ids),
+            tokens(self.q_positions),
+            tokens(self.kv_positions),
+            dense,
+        )
+
+
+def _array(argument: str, value: Any) -> Any:
+    """What `jnp.asarray` accepts, still on the host where it was."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise InputError(
+            argument, f"is not an array: {error}", "Pass an array, or nested lists of equal lengths"
+        ) from None
+
+
+def _integers(argument: str, value: Any, ranks: tuple[int, ...]) -> Int32[Array, "..."]:
+    array = _array(argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InputError(argument, f"has dtype {array.dtype}", "Pass int32")
+    if array.ndim not in ranks:
+        shapes = " or ".join(("[T]", "[B, T]")[rank - 1] for rank in ranks)
+        raise InputError(argument, f"has shape {array.shape}", f"Pass {shapes}")
+    fitting(argument, array)
+    return jnp.asarray(array, jnp.int32)
+
+
+def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None) -> Int32[Array, "B T"]:
+    array = _array(argument, lengths)
+    if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise InputError(argument, f"has shape {array.shape} and dtype {array.dtype}", "Pass one integer for each row")
+    if not isinstance(array, jax.core.Tracer):
+        known = np.asarray(array)
+        if known.size and known.min() < 0:
+            raise InputError(argument, f"holds {known.min()}", "Pass lengths of 0 or more")
+        largest = int(known.max(initial=0))
+        if longest is not None and largest > longest:
+            raise InputError(argument, f"holds {largest}, more than {limit}={longest}", f"Raise {limit} or cut the row")
+        longest = largest if longest is None else longest
+    if longest is None:
+        raise InputError(
+            limit, f"is not given and {argument} is traced", "Pass the padded length, which must be static"
+        )
+    real = jnp.arange(longest)[None] < jnp.asarray(array)[:, None]
+    return jnp.where(real, 0, -1).astype(jnp.int32)
+
+
+def _rows_of_documents(lengths: Any) -> list[np.ndarray]:
+    if isinstance(lengths, jax.core.Tracer):
+        raise InputError("lengths", "is traced", "Pass host integers, or ids to MaskInfo.from_segments")
+    nested = isinstance(lengths, Sequence) and any(np.ndim(row) for row in lengths)
+    rows = [np.asarray(row) for row in (lengths if nested or np.ndim(lengths) == 2 else [lengths])]
+    for row in rows:
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)) or (row.size and row.min() < 0):
+            raise InputError("lengths", f"got {lengths!r}", "Pass the lengths of the documents, integers of 0 or more")
+    return [row.astype(np.int64) for row in rows]

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an axis name means where the call is made: its size, its coordinate, and whether it is bound at all."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+from jaxtyping import Array, Int32
+
+from ..errors import MeshError
+
+AxisName = str | Sequence[str] | None
+
+
+def names(axis: AxisName) -> tuple[str, ...]:
+    """No axis, one axis or several, as a tuple."""
+    if axis is None:
+        return ()
+    found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    if not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
+        raise MeshError(f"{axis!r} are no names of axes. Pass a name, or several different ones")
+    return found
+
+
+def size(argument: str, axis: tuple[str, ...]) -> int:
+    """The number of ranks along the product of the axes; they must be bound by a `shard_map` or a `vmap`."""
+    return math.prod(_size_of(argument, name) for name in axis)
+
+
+def _size_of(argument: str, name: str) -> int:
+    try:
+        return jax.lax.axis_size(name)
+    except NameError:
+        known = jax.sharding.get_abstract_mesh().manual_axes
+        if known:
+            raise MeshError(
+                f"{argument}={name!r} is not an axis of the surrounding shard_map, whose axes are "
+                f"{', '.join(map(repr, known))}. Pass one of them"
+            ) from None
+        raise MeshError(
+            f"{argument}={name!r} is bound by no shard_map around this call. Call ring_attention inside "
+            f"jax.shard_map over a mesh with that axis, or pass mesh= and let ring_attention do it"
+        ) from None
+
+
+def bound(axis: tuple[str, ...]) -> bool:
+    """Whether the names are known here. Those of a `vmap` are not on the way back, though collectives are mapped."""
+    try:
+        for name in axis:
+            jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
+
+
+def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
+    """Which rank this is along the product of the axes, the first name slowest."""
+    return jax.lax.axis_index(axis) if axis else 0

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order a ring visits the devices of a grid, so that every hop of it is short, the closing one too."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from ..errors import MeshError
+
+Cell = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a device is: in a slice whose chips form a grid, and on one of the cores of its chip."""
+
+    slice: int
+    chip: Cell
+    core: int = 0
+
+
+def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
+    """Rings of `ranks` devices each, as indices into `places`; every device is in one of them.
+
+    A hop leads to another core of the chip or to the next chip, or to the one after that where the box of a ring has
+    no closed round trip. A ring lies within a slice, in the smallest box that makes its hops short, and consecutive
+    rings in neighbouring boxes; only a ring of whole slices has other hops, as many as it has slices.
+    """
+    slices: dict[int, dict[Cell, int]] = {}
+    for index, place in enumerate(places):
+        slices.setdefault(place.slice, {})[(*place.chip, place.core)] = index
+    grids = [_from_origin(number, slices[number], places) for number in sorted(slices)]
+    if all(len(grid) % ranks == 0 for grid in grids):
+        return [ring for grid in grids for ring in _tiled(grid, ranks)]
+    size = len(grids[0])
+    if ranks % size or len(places) % ranks or any(len(grid) != size for grid in grids):
+        raise MeshError(
+            f"a ring of {ranks} devices is neither a part of every slice nor made of whole slices of one size: the "
+            f"slices have {', '.join(str(len(grid)) for grid in grids)} devices. Pass a ring size that divides each"
+        )
+    chained = [index for grid in grids for index in _tiled(grid, size)[0]]
+    return [chained[start : start + ranks] for start in range(0, len(chained), ranks)]
+
+
+def round_trip(box: Cell) -> list[Cell]:
+    """Every cell of a box of chips and, last, cores: each hop is one step, or at most two where `closes` says no.
+
+    The cores of a chip follow one another, so that no link carries two hops, unless only a way out over one core of
+    each chip and back over the other is closed.
+    """
+    *chips, cores = box
+    if _closes(chips):
+        return [(*chip, core) for chip in _loop(chips) for core in range(cores)]
+    return _loop(box)
+
+
+def closes(box: Cell) -> bool:
+    """Whether the box of chips and cores has a round trip in which every hop is one step."""
+    return _closes(box[:-1]) or _closes(box)
+
+
+def _closes(sizes: Sequence[int]) -> bool:
+    """A grid has a closed path through all cells exactly if it is no line, and the number of cells is even."""
+    cells = math.prod(sizes)
+    return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)
+
+
+def _loop(sizes: Sequence[int]) -> list[Cell]:
+    cells = math.prod(sizes)
+    if cells <= 2 or not _closes(sizes):
+        path = _path(sizes)
+        return path[::2] + path[1::2][::-1]
+    # A path through all axes but one and that axis span a grid of two axes, whose neighbours are neighbours.
+    last = max(axis for axis, size in enumerate(sizes) if size > 1)
+    rows, across = _path([*sizes[:last], *sizes[last + 1 :]]), range(sizes[last])
+    if len(rows) % 2:
+        return [(*rows[j][:last], i, *rows[j][last:]) for i, j in _closed(len(across), len(rows))]
+    return [(*rows[i][:last], j, *rows[i][last:]) for i, j in _closed(len(rows), len(across))]
+
+
+def _closed(even: int, other: int) -> list[tuple[int, int]]:
+    """Down the first column of a grid, and back up through the others, row by row, from side to side."""
+    down = [(i, 0) for i in range(even)]
+    sides = itertools.cycle((range(1, other), range(other - 1, 0, -1)))
+    return down + [(i, j) for i, side in zip(reversed(range(even)), sides, strict=False) for j in side]
+
+
+def _path(sizes: Sequence[int]) -> list[Cell]:
+    """Every cell once, each one step from the one before."""
+    if not sizes:
+        return [()]
+    sides = itertools.cycle((range(sizes[-1]), range(sizes[-1] - 1, -1, -1)))
+    return [(*cell, i) for cell, side in zip(_path(sizes[:-1]), sides, strict=False) for i in side]
+
+
+def _from_origin(number: int, cells: dict[Cell, int], places: Sequence[Place]) -> dict[Cell, int]:
+    """The cells of a slice, counted from its corner; they must fill the box that they span."""
+    least = [min(axis) for axis in zip(*cells, strict=True)]
+    box = _box(cells)
+    if math.prod(box) != sum(place.slice == number for place in places) or len(cells) != math.prod(box):
+        raise MeshError(
+            f"the devices of slice {number} do not fill the {_written(box)} grid that they span. Pass devices that "
+            f"do, or order them yourself: jax.sharding.Mesh(devices, axis_names)"
+        )
+    return {tuple(c - low for c, low in zip(cell, least, strict=True)): index for cell, index in cells.items()}
+
+
+def _box(cells: dict[Cell, int]) -> Cell:
+    return tuple(max(axis) - min(axis) + 1 for axis in zip(*cells, strict=True))
+
+
+def _tiled(grid: dict[Cell, int], ranks: int) -> list[list[int]]:
+    """The rings of one slice: boxes of equal shape, each visited in the same order."""
+    box = _box(grid)
+    tile = _tile(box, ranks)
+    corners = round_trip(tuple(size // side for size, side in zip(box, tile, strict=True)))
+    trip = round_trip(tile)
+    return [
+        [grid[tuple(c * side + i for c, side, i in zip(corner, tile, cell, strict=True))] for cell in trip]
+        for corner in corners
+    ]
+
+
+def _tile(box: Cell, ranks: int) -> Cell:
+    """The box of `ranks` devices that tiles the grid: of those with the shortest hops, whole chips first, then the
+    most compact one. There is one for every divisor: what a side cannot take of it, the others can."""
+    sides = [[n for n in range(1, size + 1) if size % n == 0] for size in box]
+    fitting = [tile for tile in itertools.product(*sides) if math.prod(tile) == ranks]
+    return min(fitting, key=lambda tile: (not closes(tile), -tile[-1], sum(tile[:-1]), tile))
+
+
+def _written(box: Cell) -> str:
+    """Chips along each axis, and how many cores where there are several."""
+    *chips, cores = box
+    return "x".join(map(str, chips)) + (f" (times {cores} cores)" if cores > 1 else "")

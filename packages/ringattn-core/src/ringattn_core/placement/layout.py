@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tokens live: which token of the whole sequence each rank holds, and in which order."""
+
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from ..errors import InputError
+
+Layout = Literal["contiguous", "zigzag", "dual_chunk_swap", "striped"]
+LAYOUTS: Final = ("contiguous", "zigzag", "striped")
+ALIASES: Final = {"dual_chunk_swap": "zigzag"}
+
+
+def canonical(layout: Any) -> str:
+    """The one name of a layout."""
+    name = ALIASES.get(layout, layout) if isinstance(layout, str) else None
+    if name not in LAYOUTS:
+        known = ", ".join(repr(n) for n in (*LAYOUTS, *ALIASES))
+        raise InputError("layout", f"got {layout!r}", f"Known layouts: {known}")
+    return name
+
+
+def pieces(layout: str) -> int:
+    """How many runs of equal length a shard must divide into."""
+    return 2 if layout == "zigzag" else 1
+
+
+def indices(layout: str, ranks: int, rank: Any, length: int) -> Int32[Array, " length"]:
+    """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
+
+    `rank` may be traced. Over all ranks they are a permutation of `range(ranks * length)`.
+    """
+    step = jnp.arange(length, dtype=jnp.int32)
+    if layout == "contiguous":
+        return rank * length + step
+    if layout == "striped":
+        return step * ranks + rank
+    half = length // 2
+    return jnp.where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
+
+
+def order(layout: str, ranks: int, length: int) -> np.ndarray:
+    """The global index of each token of the sequence as laid out, for a whole sequence of `length`."""
+    layout = canonical(layout)
+    natural = np.arange(length, dtype=np.int32)
+    if layout == "contiguous":
+        return natural
+    if layout == "striped":
+        return natural.reshape(-1, ranks).T.reshape(-1)
+    chunks = natural.reshape(2 * ranks, -1)
+    return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
+
+
+def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
+    """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
+
+    `from_layout` is the inverse.
+    """
+    return _reorder(x, layout, ring_size, axis, inverse=False)
+
+
+def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
+    """Reorders an axis back to natural order; the inverse of `to_layout`."""
+    return _reorder(x, layout, ring_size, axis, inverse=True)
+
+
+def _reorder(x: Any, layout: str, ring_size: int, axis: int, inverse: bool) -> Any:
+    layout = canonical(layout)
+    x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
+    if ring_size < 1:
+        raise InputError("ring_size", f"got {ring_size}", "Pass the number of ranks, 1 or more")
+    if not -x.ndim <= axis < x.ndim:
+        raise InputError("axis", f"got {axis} for an array of {x.ndim} axes", "Pass the axis that is the sequence")
+    if layout == "contiguous":
+        return x
+    length, parts = x.shape[axis], ring_size * pieces(layout)
+    if length % parts:
+        following = -(-length // parts) * parts
+        raise InputError(
+            "x",
+            f"axis {axis} has length {length}, which {layout!r} on {ring_size} ranks cannot split into {parts}",
+            f"Pad it to {following}",
+        )
+    index = order(layout, ring_size, length)
+    index = np.argsort(index, kind="stable") if inverse else index
+    return np.take(x, index, axis) if isinstance(x, np.ndarray) else jnp.take(x, index, axis)
+
+
+def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:
+    """The part of the last axis, in natural order over the whole sequence, that `rank` holds; in its order."""
+    length = x.shape[-1] // ranks
+    if layout == "contiguous":
+        return jax.lax.dynamic_slice_in_dim(x, rank * length, length, -1)
+    if layout == "striped":
+        grid = x.reshape(*x.shape[:-1], length, ranks)
+        return jax.lax.dynamic_index_in_dim(grid, rank, x.ndim, keepdims=False)
+    half = length // 2
+    first = jax.lax.dynamic_slice_in_dim(x, rank * half, half, -1)
+    second = jax.lax.dynamic_slice_in_dim(x, (2 * ranks - 1 - rank) * half, half, -1)
+    return jnp.concatenate([first, second], -1)
+
+
+def put_columns(whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:
+    """`whole` with `columns(whole, ...)` replaced by `part`."""
+    length = part.shape[-1]
+    if layout == "contiguous":
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, rank * length, -1)
+    if layout == "striped":
+        grid = whole.reshape(*whole.shape[:-1], length, ranks)
+        return jax.lax.dynamic_update_index_in_dim(grid, part, rank, whole.ndim).reshape(whole.shape)
+    half = length // 2
+    whole = jax.lax.dynamic_update_slice_in_dim(whole, part[..., :half], rank * half, -1)
+    return jax.lax.dynamic_update_slice_in_dim(whole, part[..., half:], (2 * ranks - 1 - rank) * half, -1)

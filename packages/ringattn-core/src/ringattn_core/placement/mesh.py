@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device stands where in a mesh for rings: neighbours on the ring are neighbours on the wire."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..errors import MeshError
+from .device_order import Place, rings
+
+
+def ring_mesh(
+    devices: Sequence[Any] | None = None, axis_name: str = "sp", axis_sizes: Mapping[str, int] | None = None
+) -> Mesh:
+    """A mesh whose axis `axis_name` is a ring of short hops; by default of all devices, and its only axis.
+
+    On TPUs every hop of the ring, the closing one too, is one link of the grid, or at most two where the devices form
+    a line or are odd in number. With `axis_sizes`, such as `{"data": 8, "sp": 8}`, each ring is a compact box of the
+    grid, and the other axes count the boxes. Devices without coordinates (CPU, GPU) keep their order: each ring is a
+    run of them.
+    """
+    found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
+    sizes = {axis_name: len(found)} if axis_sizes is None else dict(axis_sizes)
+    if axis_name not in sizes:
+        raise MeshError(f"axis_name={axis_name!r} is not in axis_sizes={sizes}. Say there how long the ring is")
+    if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(found):
+        raise MeshError(
+            f"axis_sizes={sizes} do not make {len(found)}, the number of devices. Pass sizes whose product is that, "
+            f"or as many devices"
+        )
+    ranks = sizes[axis_name]
+    places = [_place(device) for device in found]
+    known = [place for place in places if place is not None]
+    if len(known) == len(found):
+        found = [found[index] for ring in rings(known, ranks) for index in ring]
+    others = [size for name, size in sizes.items() if name != axis_name]
+    grid = np.array(found, dtype=object).reshape(*others, ranks)
+    return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
+
+
+def _place(device: Any) -> Place | None:
+    """Where a TPU says it is; its slice where there are several, its core where a chip has several."""
+    coordinates = getattr(device, "coords", None)
+    if coordinates is None:
+        return None
+    slice_index, core = (getattr(device, name, None) or 0 for name in ("slice_index", "core_on_chip"))
+    return Place(slice_index, tuple(coordinates), core)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vmapped axes become part of the batch, so that no kernel needs a batching rule."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..contract import checks
+from ..contract.protocol import Block, BlockKernel, Gradients, Partial
+
+_PER_EXAMPLE = ("q", "batch_index", "q_segments", "kv_segments", "seed")
+_BROADCAST = ("q_positions", "kv_positions", "q_index", "kv_index", "bias", "mask", "slopes")
+
+
+def forward(kernel: BlockKernel) -> Callable[[Block, Partial], Partial]:
+    """`kernel.forward`, with vmapped axes folded into the batch."""
+    call = jax.custom_batching.custom_vmap(functools.partial(checks.forward, kernel))
+
+    @call.def_vmap
+    def rule(size: int, batched: Any, block: Block, partial: Partial) -> tuple[Partial, Partial]:
+        block_batched, partial_batched = batched
+        if block_batched.head_index:
+            return _one_by_one(call, size, batched, block, partial)
+        folded = _fold_block(size, block_batched, block, expand=())
+        given = [_fold(size, b, x) for b, x in zip(_leaves(partial_batched), _leaves(partial), strict=True)]
+        result = call(folded, jax.tree.unflatten(jax.tree.structure(partial), given))
+        result = jax.tree.map(lambda x: _unfold(size, x), result)
+        if block.own is not None:
+            # The kernel had nothing to look at: the way back has not either, and does not read this.
+            found = block.own.found
+            found = found if block_batched.own.found else jnp.stack([found] * size)
+            result = dataclasses.replace(result, found=found)
+        return _all_batched(result)
+
+    return call
+
+
+def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
+    """`kernel.backward`, with vmapped axes folded into the batch."""
+    call = jax.custom_batching.custom_vmap(functools.partial(checks.backward, kernel))
+
+    @call.def_vmap
+    def rule(size: int, batched: Any, block: Block, *arrays: jax.Array) -> tuple[Gradients, Gradients]:
+        block_batched, *arrays_batched = batched
+        if block_batched.head_index:
+            return _one_by_one(call, size, batched, block, *arrays)
+        folded = _fold_block(size, block_batched, block, expand=("bias", "slopes"))
+        final = arrays[-1] is None
+        if final and folded.bias is not None and not block.bias_fixed and _shared(block, block_batched, "bias"):
+            # Its gradient has its dtype, and is summed here: that of float32 is not rounded before.
+            folded = dataclasses.replace(folded, bias=folded.bias.astype(jnp.float32))
+        result = call(folded, *(_fold(size, b, x) for b, x in zip(arrays_batched, arrays, strict=True)))
+        result = jax.tree.map(lambda x: _unfold(size, x), result)
+        return _all_batched(_reduce_like(result, block, block_batched, final))
+
+    return call
+
+
+def _fold_block(size: int, batched: Any, block: Block, expand: tuple[str, ...]) -> Block:
+    """Every array per example of the vmapped axis times the batch; those with batch 1 stay so unless in `expand`."""
+    examples = block.q.shape[1 if batched.q else 0]
+    changes: dict[str, Any] = {name: _fold(size, getattr(batched, name), getattr(block, name)) for name in _PER_EXAMPLE}
+    for name in _BROADCAST:
+        x, is_batched = getattr(block, name), getattr(batched, name)
+        if x is None or (x.shape[0] == 1 and not is_batched and name not in expand):
+            continue
+        axis = 1 if is_batched else 0
+        x = jnp.broadcast_to(x, (*x.shape[:axis], examples, *x.shape[axis + 1 :]))
+        changes[name] = _fold(size, is_batched, x)
+    packed_axis = block.kv.ndim - batched.kv - 4
+    kv = jnp.moveaxis(block.kv, packed_axis + 1, 1) if batched.kv else jnp.moveaxis(block.kv, packed_axis, 0)
+    changes["kv"] = jnp.moveaxis(_fold(size, batched.kv, kv), 0, packed_axis)
+    return dataclasses.replace(block, own=None, **changes)
+
+
+def _fold(size: int, batched: bool, x: jax.Array | None) -> Any:
+    if x is None:
+        return None
+    x = x if batched else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _unfold(size: int, x: jax.Array) -> jax.Array:
+    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+
+def _reduce_like(result: Gradients, block: Block, batched: Any, final: bool) -> Gradients:
+    """Each example's gradient of an input that its batch shares is summed over that batch; in its dtype if `final`."""
+    changes = {}
+    for name in ("bias", "slopes"):
+        if _shared(block, batched, name) and getattr(result, f"d{name}") is not None:
+            gradient = getattr(result, f"d{name}").sum(1, keepdims=True)
+            changes[f"d{name}"] = gradient.astype(getattr(block, name).dtype) if final else gradient
+    return dataclasses.replace(result, **changes)
+
+
+def _shared(block: Block, batched: Any, name: str) -> bool:
+    """Whether all rows of an example's batch have the same bias, or slopes."""
+    x = getattr(block, name)
+    return x is not None and x.shape[1 if getattr(batched, name) else 0] == 1
+
+
+def _one_by_one(call: Callable[..., Any], size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
+    """Examples in sequence, where what differs between them is shared by a whole batch."""
+    flags, leaves = jax.tree.leaves(batched), jax.tree.leaves(args)
+    treedef = jax.tree.structure(args)
+
+    def one(number: jax.Array) -> Any:
+        picked = [
+            jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False) if flag else x
+            for flag, x in zip(flags, leaves, strict=True)
+        ]
+        return call(*jax.tree.unflatten(treedef, picked))
+
+    return _all_batched(jax.lax.map(one, jnp.arange(size)))
+
+
+def _all_batched(result: Any) -> tuple[Any, Any]:
+    return result, jax.tree.map(lambda _: True, result)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree)
