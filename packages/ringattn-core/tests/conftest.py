@@ -22,7 +22,7 @@ import pytest
 COMPUTING = (
     *(f"contract.{name}" for name in ("dropout", "merge", "nonfinite", "ordering", "packing", "tiles", "visibility")),
     "placement.layout",
-    "ring.custom_vjp",
+    *(f"ring.{name}" for name in ("backward", "custom_vjp", "forward", "sends")),
 )
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int32
 
 from ..errors import MeshError
@@ -56,3 +57,16 @@ def bound(axis: tuple[str, ...]) -> bool:
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
     """Which rank this is along the product of the axes, the first name slowest."""
     return jax.lax.axis_index(axis) if axis else 0
+
+
+def permutation(axis: tuple[str, ...], ranks: int, shift: int) -> list[tuple[int, int]]:
+    """The pairs (from, to) by which `ppermute` moves every rank's array `shift` ranks on, in the order of `coordinate`.
+
+    `coordinate` counts in the order of the names given; `ppermute` counts in the order of the mesh.
+    """
+    mesh_order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axis]
+    number = range(ranks)
+    if len(axis) > 1 and set(mesh_order) == set(axis):
+        grid = np.arange(ranks).reshape([jax.lax.axis_size(name) for name in mesh_order])
+        number = grid.transpose([mesh_order.index(name) for name in axis]).reshape(-1).tolist()
+    return [(number[rank], number[(rank + shift) % ranks]) for rank in range(ranks)]

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from ..contract.rule import Rule
 from ..contract.visibility import of_positions
 from ..masks import Coordinates, Mask
 from ..placement.layout import order
+
+UNROLLED: Final = 8
+"""Hops up to which the ring is unrolled: XLA overlaps an unrolled ring best; beyond, a scan keeps programs small."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How shards travel round the ring, and what each send waits for."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..contract import nonfinite, ordering, packing
+from ..contract.varying import align, axes_of
+from ..placement import axes
+from .blocks import Differentiable, Fixed, Ring
+from .directions import Way
+
+Wires = tuple[packing.Wire, ...]
+"""One packed array for every direction round the ring."""
+
+
+def permuted(ring: Ring, ways: Sequence[Way], wires: Wires, shift: int) -> Wires:
+    """The arrays that arrive when every rank sends those of each direction `shift` ranks along it."""
+    return tuple(_permuted(ring, x, way.come(shift)) for way, x in zip(ways, wires, strict=True))
+
+
+def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
+    pairs = axes.permutation(ring.axis, ring.plan.ranks, shift)
+    send = functools.partial(jax.lax.ppermute, axis_name=ring.axis, perm=pairs)
+    if x.dtype in (jnp.float32, jnp.uint16):
+        return send(x)
+
+    def as_integers(x: jax.Array) -> jax.Array:
+        return packing.from_wire(send(packing.to_wire(x)), x.dtype)
+
+    if not axes.bound(ring.axis):  # a branch may not name the axis then
+        return as_integers(x)
+    return jax.lax.platform_dependent(x, tpu=send, default=as_integers)
+
+
+def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
+    """`x`, ordered after every token: nothing that reads the result starts before all of them are computed."""
+    return functools.reduce(ordering.of(ring.kernel), tokens, x)
+
+
+def after_hop(fixed: Fixed, token: jax.Array) -> Fixed:
+    """`fixed`, ordered after `token`, so that a kernel's tables for one hop are not computed for all hops at once."""
+    return dataclasses.replace(fixed, rank=ordering.number(fixed.rank, token))
+
+
+def packed(ring: Ring, k: jax.Array, v: jax.Array, poison: bool) -> packing.Packed:
+    """K and V as one array without non-finite values; with `poison` a key that held one becomes NaN."""
+    return getattr(ring.kernel, "keys_and_values", nonfinite.keys_and_values)(k, v, poison)
+
+
+def wire(ring: Ring, kv: packing.Packed) -> packing.Wire:
+    """K,V as the engine carries it; it stays in the kernel's dtype where it never joins a parcel.
+
+    The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
+    """
+    return packing.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
+
+
+def aligned(tree: Any, inputs: Differentiable) -> Any:
+    """Fresh accumulators, varying over the mesh axes that the inputs vary over."""
+    return align(tree, axes_of(inputs))
