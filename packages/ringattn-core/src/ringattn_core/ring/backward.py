@@ -235,7 +235,7 @@ class _Pass:
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
         """The sums with the gradients of one hop; every hop has its own columns of the bias."""
         bias, slopes = sums["bias"], sums["slopes"]
-        if bias is not None:
+        if bias is not None and found.dbias is not None:
             bias = put_columns(bias, found.dbias, self.ring.layout, self.ring.plan.ranks, origin)
         if slopes is not None and found.dslopes is not None:
             slopes = slopes + found.dslopes.reshape(slopes.shape)

@@ -32,8 +32,8 @@ def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[Any, ...]]:
 
 
 def _cotangents(ring: Ring, residuals: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[Differentiable, None]:
-    bias_fixed, *rest = residuals
-    return backward(ring, bias_fixed.size == 1, *rest, *cotangents), None
+    bias_fixed, inputs, fixed, out, rest, keys_lse, own = residuals
+    return backward(ring, bias_fixed.size == 1, inputs, fixed, out, rest, keys_lse, own, *cotangents), None
 
 
 attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
