@@ -12,6 +12,6 @@ from .kinds import Mask as Mask
 from .kinds import Not as Not
 from .kinds import Numpy as Numpy
 from .kinds import Or as Or
-from .kinds import Predicate as Predicate
 from .kinds import Prefix as Prefix
 from .kinds import same_segment as same_segment
+from .predicate import Predicate as Predicate

@@ -2,12 +2,14 @@
 """Which mask each head obeys: what a `mask_builder` returns, as masks of the algebra."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax.core
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, RingAttnError
 from .kinds import Mask, Numpy
 
 Builder = Callable[[int, int, int, int, int], Any]
@@ -28,15 +30,56 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
     """Asks the builder once for each global head; lengths and heads are global."""
     if isinstance(builder, Built):
         return builder
+    _takes_five(builder)
     numbers: dict[Mask, int] = {}
     of_head = []
     for head in range(heads):
-        mask = _as_mask(builder(q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
+        mask = _as_mask(_asked(builder, q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
         of_head.append(numbers.setdefault(mask, len(numbers)))
     return Built(tuple(numbers), tuple(of_head))
 
 
+def _takes_five(builder: Builder) -> None:
+    try:
+        signature = inspect.signature(builder)
+    except (TypeError, ValueError):  # Some builtins have none.
+        return
+    try:
+        signature.bind(*range(5))
+    except TypeError as error:
+        raise InputError(
+            "mask_builder",
+            f"cannot be called with five arguments: it takes {signature}",
+            "It needs (q_len, kv_len, num_heads, head_idx, num_reps)",
+        ) from error
+
+
+def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: int, num_reps: int) -> Any:
+    try:
+        return builder(q_length, kv_length, heads, head, num_reps)
+    except RingAttnError:
+        raise
+    except Exception as error:
+        called = f"({q_length}, {kv_length}, {heads}, {head}, {num_reps})"
+        raise InputError(
+            "mask_builder",
+            f"raised {type(error).__name__} when called with {called}: {error}",
+            "Mend the function so that it returns a mask for every head",
+        ) from error
+
+
+def _not_traced(array: Any) -> Any:
+    if isinstance(array, jax.core.Tracer):
+        raise InputError(
+            "mask_builder",
+            f"returned a traced array of shape {array.shape}",
+            "Make it with NumPy, as jax.numpy traces inside jit, or pass it as attention_mask",
+        )
+    return array
+
+
 def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
+    _not_traced(result)
     if isinstance(result, Mask):
         held = result.shapes()
     elif hasattr(result, "shape") and hasattr(result, "__getitem__"):
@@ -54,7 +97,7 @@ def _as_mask(result: Any, shape: tuple[int, int]) -> Mask:
             )
     if isinstance(result, Mask):
         return result
-    dense = np.asarray(result[slice(0, shape[0]), slice(0, shape[1])])
+    dense = np.asarray(_not_traced(result[slice(0, shape[0]), slice(0, shape[1])]))
     if dense.shape != shape:
         raise InputError("mask_builder", f"its mask[rows, cols] has shape {dense.shape}", f"It needs {shape}")
     return Numpy(dense)

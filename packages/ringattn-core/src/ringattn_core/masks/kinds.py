@@ -3,7 +3,6 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +44,7 @@ class Mask:
     """
 
     bounded: bool = True
+    __array_ufunc__ = None  # NumPy arrays on the left leave the operators to the mask.
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")
@@ -80,8 +80,21 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return Or(self, _mask(other))
 
+    def __rand__(self, other: Any) -> "Mask":
+        return And(_mask(other), self)
+
+    def __ror__(self, other: Any) -> "Mask":
+        return Or(_mask(other), self)
+
     def __invert__(self) -> "Mask":
         return Not(self)
+
+    def __bool__(self) -> bool:
+        raise InputError(
+            "mask",
+            f"{type(self).__name__} has no truth value, so `and`, `or`, `not` and `if` cannot use it",
+            "Combine masks with `&`, `|` and `~`, and ask with `is None` whether there is one",
+        )
 
 
 def _mask(x: Any) -> Mask:
@@ -205,7 +218,7 @@ class Local(Mask):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             if getattr(self, name) is not None:
-                _whole_number(self, name, -(2**31))
+                _whole_number(self, name, 0)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         seen = Full().visible(q, kv)
@@ -350,29 +363,6 @@ class Numpy(Mask):
         rows, columns = self.shape
         index = jnp.clip(q.index, 0, rows - 1), jnp.clip(kv.index, 0, columns - 1)
         return jnp.asarray(self.held.array)[index]
-
-
-@dataclasses.dataclass(frozen=True)
-class Predicate(Mask):
-    """Where `seen(q_positions, kv_positions)` is true: any function of `jax.numpy` that broadcasts."""
-
-    seen: Callable[[Any, Any], Any]
-    bounded = False
-
-    def __repr__(self) -> str:
-        return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
-
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        seen = jnp.asarray(self.seen(q.positions, kv.positions))
-        if seen.dtype != jnp.bool_:
-            raise InputError(repr(self), f"returned {seen.dtype}", "It needs booleans, true where a query sees a key")
-        pairs = jnp.broadcast_shapes(q.positions.shape, kv.positions.shape)
-        try:
-            return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, pairs))
-        except ValueError as error:
-            raise InputError(
-                repr(self), f"returned shape {seen.shape}", f"It needs what broadcasts with that of the pairs, {pairs}"
-            ) from error
 
 
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:

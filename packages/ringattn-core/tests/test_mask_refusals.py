@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What masks and mask builders refuse, and what they say then."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core.errors import InputError
+from ringattn_core.masks import Causal, Coordinates, Full, Local, Mask, Predicate
+from ringattn_core.masks.builder import build
+
+T = 4
+HOST, DEVICE = np.ones((T, T), bool), jnp.ones((T, T), bool)
+
+
+def traced(seen: Callable[[Any, Any], Any]) -> Any:
+    where = Coordinates(jnp.arange(T), jnp.arange(T))
+    return jax.jit(lambda: Predicate(seen).visible(*jax.lax.optimization_barrier((where.rows(), where.columns()))))()
+
+
+def built(builder: Any) -> Any:
+    return build(builder, T, T, 2, 1)
+
+
+def fails(*_: int) -> Mask:
+    raise KeyError("no such head")
+
+
+AND = "Combine masks with `&`, `|` and `~`"
+ARRAY = "masks.Numpy holds an array"
+JNP = "Use `&`, `|`, `~` and functions of jax.numpy in it"
+REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "and": (lambda: Causal() and Full(), "mask: Causal has no truth value", AND),
+    "or": (lambda: (Causal() & Full()) or Full(), "mask: And has no truth value", AND),
+    "not": (lambda: not Causal(), "mask: Causal has no truth value", AND),
+    "if": (lambda: 1 if Causal() else 2, "mask: Causal has no truth value", AND),
+    "negative left": (lambda: Local(-1), "Local(left=...): got -1", "at least 0"),
+    "negative right": (lambda: Local(1, -2), "Local(right=...): got -2", "at least 0"),
+    "a number": (lambda: Predicate(3), "Predicate: got 3", "It needs a function"),  # pyright: ignore[reportArgumentType]
+    "NumPy and": (lambda: HOST & Causal(), "mask: got ndarray", ARRAY),
+    "NumPy or": (lambda: HOST | Causal(), "mask: got ndarray", ARRAY),
+    "JAX and": (lambda: DEVICE & Causal(), "mask: got ArrayImpl", ARRAY),
+    "JAX or": (lambda: DEVICE | Causal(), "mask: got ArrayImpl", ARRAY),
+    "a truth value": (lambda: True & Causal(), "mask: got bool", ARRAY),
+    "arity": (lambda: built(lambda q, kv: Causal()), "it takes (q, kv)", "(q_len, kv_len, num_heads, head_idx"),
+    "raises": (lambda: built(fails), "mask_builder: raised KeyError when called with (4, 4, 2, 0, 2)", "Mend"),
+    "own error": (lambda: built(lambda *_: Local(-1)), "Local(left=...): got -1", "at least 0"),
+    "traced": (
+        lambda: jax.jit(lambda x: built(lambda *_: x) and x)(HOST),
+        "mask_builder: returned a traced array of shape (4, 4)",
+        "Make it with NumPy",
+    ),
+    "predicate and": (lambda: traced(lambda i, j: i >= j and j >= 0), "takes the truth value of an array", JNP),
+    "predicate if": (lambda: traced(lambda i, j: i if i > j else j), "takes the truth value of an array", JNP),
+    "predicate NumPy": (lambda: traced(lambda i, j: np.asarray(i) >= j), "to a NumPy function", "jax.numpy"),
+    "predicate on the host": (
+        lambda: Predicate(lambda i, j: 0 <= i <= j).visible(*[Coordinates(np.arange(T), np.arange(T))] * 2),
+        "takes the truth value of an array",
+        JNP,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why_and_what_to_do(name: str) -> None:
+    make, fact, remedy = REFUSED[name]
+    with pytest.raises(InputError) as error:
+        make()
+    assert fact in str(error.value) and remedy in str(error.value)
+
+
+def test_what_a_builder_raised_stays_the_cause() -> None:
+    with pytest.raises(InputError) as error:
+        built(fails)
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_other_errors_of_a_predicate_are_its_own() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        traced(lambda i, j: int("x"))
