@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 """Attention's backward pass in one Gluon kernel for Hopper: dk and dv in registers, dq added up in memory.
 
 A program owns 128 keys. Its two groups of four warps hold 64 keys each, and S and dP are computed transposed
