@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -30,9 +31,18 @@ SUPPORTED = (
     ("3.12", "0.11.2", ("triton-3-9",)),
     ("3.11", "0.10.0", ()),
 )
-# Tests of arithmetic and of our own code alone, which one version of JAX is enough for; and those that lean on it most.
-ANYWHERE = ("cli", "tuning", "interpreter", "tables", "words", "tiles", "candidates", "device_order")
-AT_THE_FLOOR = ("ring", "sharding", "batching", "masks", "merge", "layout", "selection", "import_hygiene")
+# The tests of core that a new version of JAX breaks first. `nox -s tests` runs all tests on the first version above and
+# these on the second; `nox -s exhaustive` runs all tests on all versions.
+LEAN_ON_JAX = (
+    "ring",
+    "ring_of_several_axes",
+    "sharding",
+    "batching",
+    "masks",
+    "layout",
+    "import_hygiene",
+    "adapters_jax_nn",
+)
 CPU = {"JAX_PLATFORMS": "cpu"}
 # XLA's optimiser for CPUs takes more than half of the time of tests that are not about what it makes of a program.
 # What users run on a CPU, and what libtpu compiles, which reads these flags too, is tested without them.
@@ -43,6 +53,7 @@ UNOPTIMISED = (
 )
 ONLY_BEFORE_JAX_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 COMPILED_BY_LIBTPU = "packages/ringattn-tpu"
+UNOPTIMISED_TESTS = ("packages", f"--ignore={COMPILED_BY_LIBTPU}")
 # Without a GPU or TPU the suite runs the kernels in their interpreter, and no ring of eight by turns. That of Pallas is
 # slow: what only a kernel can get wrong is tried in every case, the rest as far as the core tier goes.
 INTERPRETED = ("triton", "tpu")
@@ -109,29 +120,52 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("python,jax,compilers", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED])
+@nox.parametrize("python,jax,compilers", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED[:2]])
 def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
-    """The tests of each package and of the repository, on every supported JAX; of kernels where it has compilers."""
+    """Every test on the oldest JAX that has a compiler; on the newest, those that a new JAX breaks first."""
+    install_for_tests(session, jax, compilers)
+    core, xla = (f"{path}/tests" for path in EVERYWHERE)
+    parts: tuple[tuple[str, ...], ...] = (("tests", COMPILED_BY_LIBTPU), UNOPTIMISED_TESTS)
+    if jax != SUPPORTED[0][1]:
+        parts = ((*(f"{core}/test_{name}.py" for name in LEAN_ON_JAX), xla),)
+    test(session, *((session.posargs,) if session.posargs else parts))
+
+
+@nox.session(default=False)
+@nox.parametrize("python,jax,compilers", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED[1:]])
+def every_test(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
+    """All tests of the packages on one of the other supported versions of JAX."""
+    install_for_tests(session, jax, compilers)
+    test(session, UNOPTIMISED_TESTS if compilers else EVERYWHERE)
+
+
+@nox.session(default=False)
+def exhaustive(session: nox.Session) -> None:
+    """All that CI leaves out, three hours or so: all tests on every JAX, and the suite's full tier on every backend."""
+    session.notify("tests")
+    for _, jax, _ in SUPPORTED[1:]:
+        session.notify(f"every_test(jax-{jax})")
+    for backend in BACKENDS:
+        session.notify(f"conformance({backend})", ["--ringattn-tier", "full", "--ringattn-largest-ring", "8"])
+
+
+def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
+    """JAX, the packages and what their tests need. Without compilers, only the packages that run on any machine."""
     if not compilers:
         session.install(f"jax=={jax}", *group("test"), *EVERYWHERE, str(ROOT / "conformance"))
-    else:
-        pins = [requirement for name in compilers for requirement in group(name)]
-        session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)
-        # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
-        session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
+        return
+    pins = [requirement for name in compilers for requirement in group(name)]
+    session.install(f"jax=={jax}", *group("test"), *pins, *PACKAGES)
+    # A few megabytes that let a machine without a GPU lower programs for one; what they depend on is the GPU's.
+    session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
+
+
+def test(session: nox.Session, *parts: Sequence[str]) -> None:
+    """pytest on each part; what libtpu compiles, and what users name, with XLA's optimiser."""
     quick = hurried(session)
-    if session.posargs:
-        parts = [(session.posargs, CPU)]
-    elif not compilers:
-        core, xla = (f"{path}/tests" for path in EVERYWHERE)
-        parts = [((*(f"{core}/test_{name}.py" for name in AT_THE_FLOOR), xla), quick)]
-    elif jax == SUPPORTED[0][1]:
-        parts = [(("tests", COMPILED_BY_LIBTPU), CPU), (("packages", f"--ignore={COMPILED_BY_LIBTPU}"), quick)]
-    else:
-        # What does not depend on JAX's version is tested beside the first.
-        parts = [(("packages", *(f"--ignore-glob=*test_{name}*.py" for name in ANYWHERE)), quick)]
-    for part, environment in parts:
-        session.run("pytest", "-n", "2", *part, env=environment)
+    for part in parts:
+        optimised = session.posargs or COMPILED_BY_LIBTPU in part
+        session.run("pytest", "-n", "2", *part, env=CPU if optimised else quick)
 
 
 @nox.session

@@ -59,14 +59,17 @@ def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
     return jax.lax.axis_index(axis) if axis else 0
 
 
-def permutation(axis: tuple[str, ...], ranks: int, shift: int) -> list[tuple[int, int]]:
-    """The pairs (from, to) by which `ppermute` moves every rank's array `shift` ranks on, in the order of `coordinate`.
+def shifted(x: Array, axis: tuple[str, ...], ranks: int, shift: int) -> Array:
+    """What this rank receives when every rank sends `x` to the rank `shift` further on, in the order of `coordinate`.
 
-    `coordinate` counts in the order of the names given; `ppermute` counts in the order of the mesh.
+    `coordinate` counts in the order of the names given. `ppermute` counts in the order of the mesh, whatever the order
+    of its names, and newer versions of JAX refuse names in another order.
     """
-    mesh_order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axis]
+    mesh_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axis)
     number = range(ranks)
     if len(axis) > 1 and set(mesh_order) == set(axis):
         grid = np.arange(ranks).reshape([jax.lax.axis_size(name) for name in mesh_order])
         number = grid.transpose([mesh_order.index(name) for name in axis]).reshape(-1).tolist()
-    return [(number[rank], number[(rank + shift) % ranks]) for rank in range(ranks)]
+        axis = mesh_order
+    pairs = [(number[rank], number[(rank + shift) % ranks]) for rank in range(ranks)]
+    return jax.lax.ppermute(x, axis_name=axis, perm=pairs)

@@ -25,8 +25,7 @@ def permuted(ring: Ring, ways: Sequence[Way], wires: Wires, shift: int) -> Wires
 
 
 def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
-    pairs = axes.permutation(ring.axis, ring.plan.ranks, shift)
-    send = functools.partial(jax.lax.ppermute, axis_name=ring.axis, perm=pairs)
+    send = functools.partial(axes.shifted, axis=ring.axis, ranks=ring.plan.ranks, shift=shift)
     if x.dtype in (jnp.float32, jnp.uint16):
         return send(x)
 
