@@ -15,8 +15,10 @@ from ringattn_core.backends import discovery
 from ringattn_core.cli import analysis, memory, shards
 from ringattn_core.cli.abstract_call import AXIS, AbstractCall
 from ringattn_core.cli.analysis import CallAnalysis
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend, Block, Gradients, Partial
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.placement.layout import order
 from sends_apart import APART, SendsApart
@@ -130,13 +132,13 @@ class Recorder:
         self.sizes = sizes
         self.noted: list[tuple[int, int, np.ndarray]] = []
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         lengths = (-(-n // size) * size for n, size in zip((block.q_length, block.kv_length), self.sizes, strict=True))
         some, full = tiles(block.padded_to(*lengths), *self.sizes)
         jax.debug.callback(
             self._note, block.q_index[0, 0], block.kv_index[0, 0], some.astype(jnp.uint8) + full.astype(jnp.uint8)
         )
-        return partial
+        return empty(block) if partial is None else partial
 
     def backward(self, block: Block, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
         raise AssertionError("nobody asks for gradients")

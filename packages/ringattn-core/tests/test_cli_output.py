@@ -64,7 +64,10 @@ def test_without_the_extra_a_command_says_the_same_words(command, monkeypatch, c
         assert main(command) == 0
     plain = capsys.readouterr().out.split()
     assert set(plain) - set(rich) <= set(f"The picture of the tiles needs rich. {output.INSTALL}".split())
-    assert {word for word in rich if word.strip(".+#")} - set(plain) <= set(" ".join(WORDS.values()).split()) | {"hop", "rank"}
+    assert {word for word in rich if word.strip(".+#")} - set(plain) <= set(" ".join(WORDS.values()).split()) | {
+        "hop",
+        "rank",
+    }
 
 
 def test_without_the_extra_explain_names_the_install_in_one_line(bare, capsys) -> None:

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from matplotlib.colors import to_rgb
+from rich.console import Console
 from ringattn_core.backends import discovery
 from ringattn_core.cli import picture, report
 from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, analyse
 from ringattn_core.cli.main import main
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
-from rich.console import Console
 
 STATES = arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])
@@ -81,7 +81,7 @@ def test_the_image_has_the_tiles_of_every_rank_and_hop(found: CallAnalysis, tmp_
         for number in range(len(found.hops)):
             pixels = image[rank * panel : (rank + 1) * panel, number * panel : (number + 1) * panel]
             opaque = np.flatnonzero(pixels[panel // 2, :, 3])
-            assert 0 < opaque[0] and opaque[-1] < panel - 1, "there is no gap between panels"
+            assert opaque[0] > 0 and opaque[-1] < panel - 1, "there is no gap between panels"
             drawn = pixels[opaque[0] : opaque[-1] + 1, opaque[0] : opaque[-1] + 1, :3]
             size = len(drawn) // 4
             for row, column in np.ndindex(4, 4):
@@ -126,7 +126,9 @@ def _lettered(cells: np.ndarray) -> list[str]:
 
 def test_on_a_terminal_the_tiles_are_blocks_of_colour_unless_no_colour_is_wanted(found: CallAnalysis) -> None:
     def shown(**environment: str) -> str:
-        console = Console(force_terminal=True, width=100, file=io.StringIO(), _environ={"TERM": "xterm-256color"} | environment)
+        console = Console(
+            force_terminal=True, width=100, file=io.StringIO(), _environ={"TERM": "xterm-256color"} | environment
+        )
         with console.capture() as captured:
             console.print(picture.TerminalPicture(found))
         return captured.get()

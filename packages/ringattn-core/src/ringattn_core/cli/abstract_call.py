@@ -80,9 +80,7 @@ class AbstractCall:
         dtypes = dict.fromkeys(shapes, checked_dtype(self.dtype)) | dict.fromkeys(
             ("softmax_aux", "alibi_slopes"), "float32"
         )
-        return {
-            name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items() if shape is not None
-        }
+        return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items() if shape is not None}
 
     def integers(self) -> dict[str, np.ndarray]:
         """Segment ids and positions in the order of the layout. These are real arrays: they decide what is visible."""

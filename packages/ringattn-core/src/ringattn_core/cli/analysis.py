@@ -201,7 +201,7 @@ def _tile(asked: tuple[int, int] | None, shard: Shard) -> tuple[int, int]:
 
 def _signs(plan: Plan, offset: int) -> tuple[int, ...]:
     """The directions from which keys of this distance come; a rank's own keys count once."""
-    return plan.turns if offset else (1,)
+    return plan.signs if offset else (1,)
 
 
 def _counts(states: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -61,7 +61,7 @@ def held(shard: Shard) -> tuple[HeldArrays, ...]:
         HeldArrays("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
         HeldArrays("backward", "dq, float32", 4 * inputs.q.size),
         HeldArrays("backward", "dbias, float32", 0 if inputs.bias is None else 4 * inputs.bias.size),
-        HeldArrays("backward", "output, lse, delta kept, float32", 4 * out + 2 * lse),
+        HeldArrays("backward", "output, lse, delta kept", out * itemsize + 2 * lse),
     ]
     return tuple(entry for entry in found if entry.bytes)
 

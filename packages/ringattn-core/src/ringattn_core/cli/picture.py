@@ -16,7 +16,11 @@ from .report import balance, contents, described, rank, title, totals
 COLOURS: Final = {SKIPPED: "#e9edf1", MASKED: "#86b6e4", WHOLE: "#1c5a9e"}
 MUTED: Final = "#5b6570"
 _LETTERS: Final = {SKIPPED: ".", MASKED: "+", WHOLE: "#"}
-_STYLES: Final = {SKIPPED: "color(238) on color(238)", MASKED: "color(75) on color(75)", WHOLE: "color(26) on color(26)"}
+_STYLES: Final = {
+    SKIPPED: "color(238) on color(238)",
+    MASKED: "color(75) on color(75)",
+    WHOLE: "color(26) on color(26)",
+}
 """On a terminal with colours a letter is a coloured block; without colours it is read."""
 _ROWS: Final = 8
 _LINES: Final = 44

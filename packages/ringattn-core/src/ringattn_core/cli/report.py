@@ -187,7 +187,5 @@ def _share(part: float, whole: float) -> str:
 
 def _runs(numbers: Sequence[int]) -> str:
     """Sorted integers in short: `2 to 6, 9`."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
