@@ -14,6 +14,7 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.merge import empty
 from ringattn_core.masks import Causal, Document, Predicate, Prefix
 from ringattn_core.ring.blocks import Ring
 from ringattn_core.tuning import Problem, trial
@@ -205,7 +206,7 @@ class Seen:
 
     def forward(self, block: Any, partial: Any) -> Any:
         shapes = {
-            field.name: None if x is None else (jnp.shape(x), jnp.asarray(x).dtype)
+            field.name: jax.tree.map(lambda x: (jnp.shape(x), jnp.asarray(x).dtype), x)
             for field in dataclasses.fields(block)
             if field.name not in ("rule", "padded")
             for x in [getattr(block, field.name)]
@@ -216,6 +217,7 @@ class Seen:
             jax.debug.callback(
                 lambda q, kv: self.hops.append((q, kv)), block.q_positions, block.kv_positions, ordered=True
             )
+        partial = empty(block) if partial is None else partial
         return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
@@ -224,6 +226,7 @@ class Seen:
         self.params.append(("backward", block.rule.bwd_params))
         bias = None if block.bias is None else jnp.zeros(block.bias.shape)
         slopes = None if block.slopes is None else jnp.zeros(block.slopes.shape)
+        dq = jnp.zeros(block.q.shape) if dq is None else dq
         return Gradients(dq, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape), bias, slopes)
 
 

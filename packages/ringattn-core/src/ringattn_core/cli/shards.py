@@ -58,7 +58,7 @@ def shard(call: AbstractCall, kernel: Any = None) -> Shard:
 
 
 def tile_states(call: AbstractCall, shard: Shard, offsets: Sequence[int], tile: tuple[int, int]) -> np.ndarray:
-    """0 where a tile is skipped, 1 where it is masked, 2 where it is all visible: `[ranks, offsets, q tiles, kv tiles]`.
+    """0 where a tile is skipped, 1 where it is masked, 2 where it is whole: `[ranks, offsets, q tiles, kv tiles]`.
 
     Computed for the first row of the batch; a tile counts as visible if any head sees it.
     """
