@@ -15,8 +15,9 @@ from ringattn_core.backends import discovery
 from ringattn_core.cli import compiling, explaining, tracing
 from ringattn_core.cli.explanation import Explanation
 from ringattn_core.cli.request import AXIS, Request
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend, Block, Gradients, Partial
+from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.placement.layout import order
 from sends_apart import APART, SendsApart

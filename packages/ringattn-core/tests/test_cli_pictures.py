@@ -23,8 +23,8 @@ from ringattn_core.cli.report import report
 from ringattn_core.cli.request import Request
 from ringattn_core.cli.scene import COLOURS, Words, rectangles, scene
 from ringattn_core.cli.screen import Screen
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 
 STATES = arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from ringattn_core import errors
+from ringattn_core.contract.backend import API_VERSIONS, Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import API_VERSIONS, Backend
 
 EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
     (

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, Final
 
-from ..contract.protocol import API_VERSIONS, Backend, BlockKernel
+from ..contract.backend import API_VERSIONS, Backend
+from ..contract.protocol import BlockKernel
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,

@@ -97,7 +97,7 @@ def _tile(asked: tuple[int, int] | None, shard: Shard) -> tuple[int, int]:
 
 def _turns(plan: Plan, offset: int) -> tuple[int, ...]:
     """The ways on which keys come over this distance: a rank's own are the same on both."""
-    return plan.turns if offset else (1,)
+    return plan.signs if offset else (1,)
 
 
 def _counts(states: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,10 +4,11 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..contract import packing
 from ..contract.features import Feature
-from ..contract.merge import empty
+from ..contract.protocol import Partial
 from ..ring.blocks import Differentiable, block
 from ..ring.hops import Plan
 from .explanation import Held
@@ -26,7 +27,7 @@ def held(shard: Shard) -> tuple[Held, ...]:
     partial = jax.eval_shape(_partial, shard)
     keys, gradients = size * itemsize, 4 * size
     sent = _sent_at_once(plan, size, itemsize)
-    out, dq, dbias = _bytes(partial.out), 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
+    dq, dbias = 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
     fixed, lse = shard.fixed, _bytes(partial.lse)
     ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
@@ -41,7 +42,7 @@ def held(shard: Shard) -> tuple[Held, ...]:
         Held("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
         Held("backward", "dq, float32", dq),
         Held("backward", "dbias, float32", dbias),
-        Held("backward", "output, lse, delta kept, float32", out + 2 * lse),
+        Held("backward", "output, lse, delta kept", partial.out.size * itemsize + 2 * lse),
     ]
     return tuple(entry for entry in found if entry.bytes)
 
@@ -59,8 +60,10 @@ def _packed(inputs: Differentiable) -> jax.ShapeDtypeStruct:
 
 
 def _partial(shard: Shard) -> Any:
-    kv = packing.pack(shard.inputs.k, shard.inputs.v)
-    return empty(block(shard.ring, shard.inputs, kv, shard.fixed, 0))
+    alone = block(shard.ring, shard.inputs, (shard.inputs.k, shard.inputs.v), shard.fixed, 0)
+    batch, length, heads = alone.q.shape[:3]
+    out, lse = (batch, length, heads, alone.value_dim), (batch, heads, length)
+    return Partial(jnp.zeros(out, jnp.float32), jnp.zeros(lse, jnp.float32))
 
 
 def _bytes(tree: Any) -> int:

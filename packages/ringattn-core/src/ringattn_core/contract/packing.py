@@ -13,7 +13,10 @@ Wire = Float[Array, "..."] | UInt16[Array, "..."]
 
 def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
     """K and V as one array; `unpack` is the inverse."""
-    return jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], -1)
+    if k.shape != v.shape:
+        return jnp.concatenate([k, v], -1)
+    # A selection: XLA on a GPU writes it at nearly twice the rate of a concatenation.
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, (2, *[1] * k.ndim), 0) == 0, k[None], v[None])
 
 
 def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:

@@ -21,17 +21,17 @@ UNROLLED: Final = 8
 class Send:
     """One permute: every rank sends `shift` ranks onward; `keys` is a packed K,V, `gradients` its float32 dk,dv.
 
-    Where there are several `ways` round, each send carries the heads that go one of them.
+    Each of several `directions` round the ring has a send of its own, with its share of the heads.
     """
 
     shift: int
     keys: bool
     gradients: bool
-    ways: int = 1
+    directions: int = 1
 
     def bytes(self, elements: int, itemsize: int) -> int:
         """How much one rank sends, where a shard's packed K,V has so many elements of this size."""
-        return elements // self.ways * (itemsize * self.keys + 4 * self.gradients)
+        return elements // self.directions * (itemsize * self.keys + 4 * self.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Plan:
     """Whether keys and the gradients that follow them travel as one array, where they go equally far."""
 
     @property
-    def turns(self) -> tuple[int, ...]:
-        """In which direction the keys go: onward (1), or half of them back (-1)."""
+    def signs(self) -> tuple[int, ...]:
+        """The sign of each direction that keys travel in: onward (1) and, with `two_way`, back (-1)."""
         return (1, -1) if self.two_way else (1,)
 
     @property
@@ -78,7 +78,7 @@ class Plan:
 
     def halves(self, kv_heads: int) -> bool:
         """Whether the backward works on half of the heads of the own shard first, to hide the first send too."""
-        return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.turns)) == 0
+        return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.signs)) == 0
 
     def parcel(self, onward: int | None, behind: int | None) -> tuple[Send, ...]:
         """What is sent during one hop of the backward: keys `onward`, the gradients of the hop before after them."""
@@ -89,9 +89,11 @@ class Plan:
         return keys + gradients
 
     def _each_way(self, sends: Iterable[Send]) -> tuple[Send, ...]:
-        ways = len(self.turns)
+        directions = len(self.signs)
         return tuple(
-            dataclasses.replace(send, shift=turn * send.shift, ways=ways) for send in sends for turn in self.turns
+            dataclasses.replace(send, shift=sign * send.shift, directions=directions)
+            for send in sends
+            for sign in self.signs
         )
 
 

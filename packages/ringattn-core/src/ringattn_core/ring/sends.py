@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..contract import nonfinite, ordering, packing
+from ..contract import ordering, packing
 from ..contract.varying import align, axes_of
 from ..placement import axes
 from .blocks import Differentiable, Fixed, Ring
-from .directions import Way
+from .directions import Direction
 
 Wires = tuple[packing.Wire, ...]
 """One packed array for every direction round the ring."""
 
 
-def permuted(ring: Ring, ways: Sequence[Way], wires: Wires, shift: int) -> Wires:
+def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int) -> Wires:
     """The arrays that arrive when every rank sends those of each direction `shift` ranks along it."""
-    return tuple(_permuted(ring, x, way.come(shift)) for way, x in zip(ways, wires, strict=True))
+    return tuple(_permuted(ring, x, each.signed(shift)) for each, x in zip(directions, wires, strict=True))
 
 
 def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
@@ -45,11 +45,6 @@ def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
 def after_hop(fixed: Fixed, token: jax.Array) -> Fixed:
     """`fixed`, ordered after `token`, so that a kernel's tables for one hop are not computed for all hops at once."""
     return dataclasses.replace(fixed, rank=ordering.number(fixed.rank, token))
-
-
-def packed(ring: Ring, k: jax.Array, v: jax.Array, poison: bool) -> packing.Packed:
-    """K and V as one array without non-finite values; with `poison` a key that held one becomes NaN."""
-    return getattr(ring.kernel, "keys_and_values", nonfinite.keys_and_values)(k, v, poison)
 
 
 def wire(ring: Ring, kv: packing.Packed) -> packing.Wire:
