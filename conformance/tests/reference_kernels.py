@@ -33,7 +33,7 @@ def distance(block: Block) -> jax.Array:
 def scores(block: Block) -> tuple[jax.Array, jax.Array]:
     """Every score, -inf where forbidden, and the derivative of the soft cap."""
     s = block.rule.scale * product("btnh,bsnh->bnts", block.q, of_heads(block.k, block))
-    slope = jnp.ones(())
+    slope = jnp.ones((), jnp.float32)
     if block.rule.soft_cap is not None:
         bent = jnp.tanh(s / block.rule.soft_cap)
         s, slope = block.rule.soft_cap * bent, 1 - bent**2
@@ -46,7 +46,7 @@ def scores(block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def keep(block: Block) -> jax.Array:
-    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones(())
+    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones((), jnp.float32)
 
 
 def softmax(s: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:

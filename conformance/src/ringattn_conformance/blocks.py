@@ -16,7 +16,6 @@ from ringattn_core.masks.builder import build
 from .cases import Case, Inputs
 from .ranks import static_options
 
-
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
 
 
