@@ -4,11 +4,17 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from . import notes
 from .schema import BackendReport, FeatureReport, Report
 
 LISTED: Final = 20
 """Test ids that are listed of each kind; the report has them all."""
+WIDTH: Final = 1000
+"""Wide enough that no test id is wrapped."""
 HEADINGS: Final = ("feature", "declared", "passed", "failed", "expected to fail", "refused", "nearest to its tolerance")
 OUTCOMES: Final = {
     "passed": "passed",
@@ -54,11 +60,15 @@ def verdict(backend: BackendReport) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need to be; the first row is underlined."""
-    rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [found[0], "  ".join("-" * width for width in widths), *found[1:]]
+    """The lines of a table; the first row is its head."""
+    head, *body = rows
+    made = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for row in body:
+        made.add_row(*row)
+    console = Console(width=WIDTH, markup=False, highlight=False, emoji=False, no_color=True)
+    with console.capture() as captured:
+        console.print(made)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def listed(what: str, tests: Iterable[str]) -> list[str]:
