@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
@@ -45,27 +46,19 @@ def title(found: CallAnalysis) -> str:
 
 
 def described(found: CallAnalysis) -> str:
-    """The masks and options."""
+    """The masks and options that are not the default, and the tokens of a rank."""
     call, (queries, keys) = found.request, found.lengths
-    window = call.sliding_window and "window {}, {}".format(*("-" if n is None else n for n in call.sliding_window))
-    given = (
-        call.causal and "causal",
-        call.prefix and f"causal but for the first {call.prefix}",
-        call.mask_builder and f"mask of {call.mask_builder}",
-        window,
-        call.chunk_size and f"chunks of {call.chunk_size}",
-        call.documents and f"{len(call.documents)} document" + "s" * (len(call.documents) > 1),
-        call.documents and call.restart_positions and "positions restart",
-        call.sinks and f"sinks of {call.sinks}",
-        call.bias and f"bias {'x'.join(map(str, call.bias))}",
-        call.alibi and "ALiBi",
-        call.dropout_prob and f"dropout {call.dropout_prob}",
-        call.two_way and "both ways round",
-        call.logits_soft_cap and f"soft cap {call.logits_soft_cap}",
-    )
+    options = [(field.name.replace("_", " "), getattr(call, field.name), field.default) for field in fields(call)[6:]]
+    given = [
+        name if value is True else f"{name} {_plain(value)}" for name, value, default in options if value != default
+    ]
     padded = (queries * call.ring, keys * call.ring) != (call.query[1], call.key[1])
     holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
-    return f"{', '.join(filter(None, given)) or 'no mask'}; {holds}"
+    return f"{', '.join(given) or 'no mask'}; {holds}"
+
+
+def _plain(value: Any) -> str:
+    return ",".join("-" if x is None else str(x) for x in value) if isinstance(value, tuple) else str(value)
 
 
 def _backends(found: CallAnalysis) -> Iterator[Any]:

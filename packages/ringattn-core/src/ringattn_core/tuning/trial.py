@@ -20,7 +20,7 @@ from ..placement.layout import indices
 from ..ring.backward import Rows
 from ..ring.blocks import Differentiable, Fixed, Ring, block
 from ..ring.directions import parts, split
-from ..ring.hops import Plan, plan
+from ..ring.hops import plan
 from .problem import Problem
 
 HOPS: Final = 4
@@ -38,9 +38,7 @@ class Trial:
     that it continues.
     """
 
-    kernel: BlockKernel
-    problem: Problem
-    rule: Rule
+    ring: Ring
     inputs: Differentiable
     fixed: Fixed
     dout: jax.Array
@@ -48,7 +46,7 @@ class Trial:
 
     def forward(self, params: FwdParams) -> Callable[[], Partial]:
         """The forward pass over all hops with these parameters."""
-        ring = self._ring(dataclasses.replace(self.rule, fwd_params=params))
+        ring = dataclasses.replace(self.ring, rule=dataclasses.replace(self.ring.rule, fwd_params=params))
 
         def run() -> Partial:
             partial = None
@@ -61,7 +59,7 @@ class Trial:
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """The backward pass over all hops with these parameters; `whole` is the result of `forward`."""
-        ring = self._ring(dataclasses.replace(self.rule, bwd_params=params))
+        ring = dataclasses.replace(self.ring, rule=dataclasses.replace(self.ring.rule, bwd_params=params))
         rows = _rows(whole, self.dout)
 
         def run() -> Any:
@@ -72,9 +70,6 @@ class Trial:
             return dq, found
 
         return run
-
-    def _ring(self, rule: Rule) -> Ring:
-        return Ring(self.kernel, rule, _plan(rule, self.problem), self.problem.layout, ())
 
 
 def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Built | None = None) -> Trial:
@@ -93,19 +88,16 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Buil
             precision=problem.precision,
             fused_backward=problem.fused_backward,
         )
-        hops = _plan(rule, problem)
+        lengths = problem.q_length, problem.kv_length
+        hops = plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
         inputs, fixed, dout = _inputs(problem)
         direction, *_ = split(hops.signs, inputs, fixed)
         dout, *_ = parts(dout, 2, len(hops.signs))
         offsets = tuple(jnp.asarray(direction.signed(offset), jnp.int32) for offset in hops.offsets[:HOPS])
-        made = Trial(kernel, problem, rule, direction.inputs, direction.fixed, dout, offsets)
+        ring = Ring(kernel, rule, hops, problem.layout, ())
+        made = Trial(ring, direction.inputs, direction.fixed, dout, offsets)
     jax.block_until_ready((made.inputs, made.fixed, made.dout, made.offsets))
     return made
-
-
-def _plan(rule: Rule, problem: Problem) -> Plan:
-    lengths = problem.q_length, problem.kv_length
-    return plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
 
 
 def _inputs(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
