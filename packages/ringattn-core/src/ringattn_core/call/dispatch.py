@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a validated call reaches the backend chosen for it."""
 
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +11,12 @@ from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
+from ..contract.signature import PARAMETERS
+from ..errors import DerivativeError
 from ..placement.platforms import platform_of
 from ..ring import engine
 from ..tuning.choice import settled
+from .options import needs
 from .validation import validated
 
 
@@ -24,20 +27,32 @@ def answer(registration: Registration, call: Call) -> Any:
     if backend.kernel is None:
         result = implementation(**call.options())
     else:
-        out, lse = engine.run(implementation, call)
+        out, lse = _run(implementation, call)
         result = (out, lse) if call.return_lse else out
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
+
+
+def _run(kernel: Any, call: Call) -> tuple[jax.Array, jax.Array]:
+    try:
+        return engine.run(kernel, call)
+    except TypeError as error:
+        if "forward-mode differentiation" not in str(error):
+            raise
+        raise DerivativeError(
+            "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
+            "derivatives in reverse mode (grad, vjp, jacrev)"
+        ) from error
 
 
 def per_shard(name: str) -> Callable[..., Any]:
     """The function of `signature.RingAttention` that a backend's own module offers under its name."""
 
-    @functools.wraps(validated, assigned=(), updated=())
     def ring_attention(*args: Any, **kwargs: Any) -> Any:
         call = validated(*args, **kwargs)
-        return answer(select(name, call.needs(), platform_of(None, (call.query,))), call)
+        return answer(select(name, needs(call), platform_of(None, (call.query,))), call)
 
     ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
+    ring_attention.__signature__ = inspect.Signature(PARAMETERS)  # pyright: ignore[reportFunctionMemberAccess]
     ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
     return ring_attention
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..call import sharding
+from ..call import options, sharding
 from ..call.validation import validated
 from ..contract import packing
 from ..contract.features import Feature
@@ -83,7 +83,7 @@ def _every_rank(request: Request, kernel: Any, work: Any, integers: dict[str, An
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in request.floating().items()}
     mesh = request.mesh
     call, roles = sharding.prepared(validated(**zeros, **integers, **request.options(), ranks=1), mesh)
-    needs, specs = call.needs(), roles.specs(call)
+    needs, specs = options.needs(call), sharding.specs(call, roles)
     arrays, split = {}, {}
     for name, spec in specs.items():
         x = getattr(call, name)
@@ -91,10 +91,10 @@ def _every_rank(request: Request, kernel: Any, work: Any, integers: dict[str, An
         arrays[name], split[name] = x, axis
         if axis is not None:
             arrays[name] = x.reshape(*x.shape[:axis], request.ring, -1, *x.shape[axis + 1 :])
-    options = dataclasses.replace(call, **dict.fromkeys(sharding.ARRAYS))
+    rest = dataclasses.replace(call, **dict.fromkeys(options.ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
-        ring, inputs, fixed = engine.prepared(kernel, dataclasses.replace(options, **local))
+        ring, inputs, fixed = engine.prepared(kernel, dataclasses.replace(rest, **local))
         return work(Shard(inputs, fixed, ring, needs, tuple(specs.items())))
 
     return jax.vmap(of_rank, (split,), axis_name=AXIS, axis_size=request.ring)(arrays)

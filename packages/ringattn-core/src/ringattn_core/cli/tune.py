@@ -88,6 +88,7 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
     import jax.numpy as jnp
 
     from ..backends.selection import select
+    from ..call.options import needs
     from ..call.validation import DTYPES, validated
     from ..errors import InputError
     from ..placement.layout import canonical, pieces
@@ -129,7 +130,7 @@ def _asked(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
             fused_backward=arguments.fused_backward,
             two_way=arguments.two_way,
         )
-        registration = select(arguments.backend, call.needs(), platform_of(None, ()))
+        registration = select(arguments.backend, needs(call), platform_of(None, ()))
         found.append((registration, of_call(registration, call, None, ring)))
 
     shapes = (batch, tokens, heads, dim), (batch, keys, key_heads, dim), (batch, keys, key_heads, *(value_dim or [dim]))

@@ -9,9 +9,9 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, Final, Protocol, runtime_checkable
 
+import importlib_metadata
 import jax
 
 from ..backends.discovery import Registration
@@ -142,7 +142,7 @@ def machine(kind: str) -> str:
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
     """Whatever may make another program of the same call."""
-    core = metadata.version("ringattn-core")
+    core = importlib_metadata.version("ringattn-core")
     return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
 
 
