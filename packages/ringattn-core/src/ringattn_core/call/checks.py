@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float
 
 from ..errors import InputError
 from ..masks.builder import Built, build
-from ..masks.int32 import fitting
+from ..masks.int32 import POSITION, SEED, fitting
 from ..placement import arrays, axes
 
-MOST_POSITION: Final = 2**30
+MOST_POSITION: Final = POSITION[1] + 1
 LARGEST, LEAST_NORMAL = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
 PRECISIONS: Final = ("default", "high", "highest")
 
@@ -82,13 +82,13 @@ def _as_given(x: Any, found: jax.Array) -> Any:
 
 
 def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """A check for positions, which are smaller than 2^30: then the difference of two fits int32."""
+    """A check for positions, which are smaller than 2^30."""
 
     def check(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
         if x is None:
             return None
         found = array(argument, x, wanted, sizes)
-        fitting(argument, _as_given(x, found), 1 - MOST_POSITION, MOST_POSITION - 1, "Pass positions below 2^30")
+        fitting(argument, _as_given(x, found), POSITION)
         return found
 
     return check
@@ -197,12 +197,13 @@ def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
     """The 32 bits of a seed."""
     if x is None:
         return None
-    found = as_array(argument, np.asarray(x) if type(x) is int else x)
+    whole = isinstance(x, int) and not isinstance(x, bool)
+    found = as_array(argument, 0 if whole else x)
     if found.ndim or not jnp.issubdtype(found.dtype, jnp.integer):
         raise InputError(argument, f"has shape {found.shape} and dtype {found.dtype}", "It needs one integer")
-    given = _as_given(x, found)
-    fitting(argument, given, -(2**31), 2**32 - 1, "Pass an integer of 32 bits")
-    return (found if isinstance(given, jax.Array) else jnp.asarray(np.uint32(int(given) % 2**32))).astype(jnp.uint32)
+    given = np.asarray(x, object) if whole else _as_given(x, found)
+    fitting(argument, given, SEED)
+    return jnp.asarray(found if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
 
 
 def flag(argument: str, x: Any, _: Sizes) -> bool:

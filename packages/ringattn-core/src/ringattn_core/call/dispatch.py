@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a validated call reaches the backend chosen for it."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +21,21 @@ from .options import needs
 from .validation import validated
 
 
+@contextlib.contextmanager
+def reverse_mode_only() -> Iterator[None]:
+    """Says in our words that JAX finds no forward-mode rule; a program that is jitted before gives JAX's own error."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise DerivativeError(
+            "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
+            "derivatives in reverse mode (grad, vjp, jacrev)"
+        ) from error
+
+
+@reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard; its gradient raises where the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
@@ -27,21 +43,9 @@ def answer(registration: Registration, call: Call) -> Any:
     if backend.kernel is None:
         result = implementation(**call.options())
     else:
-        out, lse = _run(implementation, call)
+        out, lse = engine.run(implementation, call)
         result = (out, lse) if call.return_lse else out
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
-
-
-def _run(kernel: Any, call: Call) -> tuple[jax.Array, jax.Array]:
-    try:
-        return engine.run(kernel, call)
-    except TypeError as error:
-        if "forward-mode differentiation" not in str(error):
-            raise
-        raise DerivativeError(
-            "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
-            "derivatives in reverse mode (grad, vjp, jacrev)"
-        ) from error
 
 
 def per_shard(name: str) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from ..placement.layout import pieces
 from ..placement.platforms import platform_of
 from ..tuning.choice import settled_over
 from .checks import halves_go_both_ways
-from .dispatch import answer
+from .dispatch import answer, reverse_mode_only
 from .options import ARRAYS, needs
 
 BATCH_AXES: Final = ("dp", "fsdp", "data")
@@ -35,6 +35,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
     return {name: roles.spec(ARRAYS[name], x.shape) for name, x in given.items()}
 
 
+@reverse_mode_only()
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
     """The call on global arrays: padded where the ring does not divide it, sharded, answered and cut."""
     length = call.query.shape[1]

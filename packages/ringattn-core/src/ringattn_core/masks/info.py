@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int32
 
 from ..errors import InputError
-from .int32 import fitting
+from .int32 import INT32, POSITION, Limits, fitting, size
 
 Axes = str | tuple[str, ...] | None
 
@@ -68,7 +68,7 @@ class MaskInfo:
         With `restart_positions` every document starts at position 0 again.
         """
         rows = _rows_of_documents(lengths)
-        total = max((int(row.sum()) for row in rows), default=0) if total is None else total
+        total = max((int(row.sum()) for row in rows), default=0) if total is None else size("total", total)
         ids = np.full((len(rows), total), -1, np.int32)
         positions = np.zeros((len(rows), total), np.int32)
         for number, row in enumerate(rows):
@@ -108,8 +108,8 @@ class MaskInfo:
     @classmethod
     def from_positions(cls, q: Any, kv: Any = None) -> Self:
         """Positions of the caller's own, `[T]` or `[B, T]`, in any order. One array serves both sides."""
-        q_positions = _integers("q_positions", q, ranks=(1, 2))
-        kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2))
+        q_positions = _integers("q_positions", q, ranks=(1, 2), limits=POSITION)
+        kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2), limits=POSITION)
         return cls(q_positions=q_positions, kv_positions=kv_positions)
 
     def specs(self, batch_axes: Axes, sequence_axis: Axes, head_axes: Axes = None) -> "MaskInfo":
@@ -149,19 +149,20 @@ def _array(argument: str, value: Any) -> Any:
         ) from None
 
 
-def _integers(argument: str, value: Any, ranks: tuple[int, ...]) -> Int32[Array, "..."]:
+def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits = INT32) -> Int32[Array, "..."]:
     array = _array(argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {array.dtype}", "Pass int32")
     if array.ndim not in ranks:
         shapes = " or ".join(("[T]", "[B, T]")[rank - 1] for rank in ranks)
         raise InputError(argument, f"has shape {array.shape}", f"Pass {shapes}")
-    fitting(argument, array)
+    fitting(argument, array, limits)
     return jnp.asarray(array, jnp.int32)
 
 
 def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None) -> Int32[Array, "B T"]:
     array = _array(argument, lengths)
+    longest = None if longest is None else size(limit, longest)
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has shape {array.shape} and dtype {array.dtype}", "Pass one integer for each row")
     if not isinstance(array, jax.core.Tracer):
