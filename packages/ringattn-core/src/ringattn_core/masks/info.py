@@ -3,19 +3,18 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from ..errors import InputError
+from ..placement import arrays, axes
+from ..placement.axes import AxisName
 from .int32 import INT32, POSITION, Limits, fitting, size
-
-Axes = str | tuple[str, ...] | None
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +26,11 @@ class MaskInfo:
     `dataclasses.replace` adds one form to another; they are ANDed.
     """
 
-    q_segment_ids: Int32[Array, "B T"] | None = None
-    kv_segment_ids: Int32[Array, "B S"] | None = None
-    q_positions: Int32[Array, "*b T"] | None = None
-    kv_positions: Int32[Array, "*b S"] | None = None
-    attention_mask: Bool[Array | np.ndarray, "b n T S"] | None = None
+    q_segment_ids: arrays.QueryIds | None = None
+    kv_segment_ids: arrays.KeyIds | None = None
+    q_positions: arrays.QueryPositions | None = None
+    kv_positions: arrays.KeyPositions | None = None
+    attention_mask: arrays.DenseMask | np.ndarray | None = None
 
     @classmethod
     def from_segments(cls, q: Any, kv: Any = None) -> Self:
@@ -112,29 +111,19 @@ class MaskInfo:
         kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2), limits=POSITION)
         return cls(q_positions=q_positions, kv_positions=kv_positions)
 
-    def specs(self, batch_axes: Axes, sequence_axis: Axes, head_axes: Axes = None) -> "MaskInfo":
+    def specs(self, batch_axes: AxisName, sequence_axis: AxisName, head_axes: AxisName = None) -> "MaskInfo":
         """The `PartitionSpec` of each array that is there: batch, heads and sequence over these mesh axes.
 
         Axes of length 1 of the dense mask, and its columns, stay whole.
         """
 
-        def tokens(x: jax.Array | None) -> Any:
-            return None if x is None else PartitionSpec(*(batch_axes, sequence_axis)[2 - x.ndim :])
-
-        mask = self.attention_mask
-        dense: Any = None
-        if mask is not None:
-            batch, heads = (
-                axes if size > 1 else None for axes, size in zip((batch_axes, head_axes), mask.shape, strict=False)
-            )
-            dense = PartitionSpec(batch, heads, sequence_axis, None)
-        return MaskInfo(
-            tokens(self.q_segment_ids),
-            tokens(self.kv_segment_ids),
-            tokens(self.q_positions),
-            tokens(self.kv_positions),
-            dense,
-        )
+        roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
+        specs: dict[str, Any] = {
+            name: roles.spec(get_args(MaskInfo.__annotations__[name])[0], x.shape)
+            for name, x in vars(self).items()
+            if x is not None
+        }
+        return MaskInfo(**specs)
 
 
 def _array(argument: str, value: Any) -> Any:
