@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from ringattn_core.backends import discovery, selection
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import (
     AmbiguousBackendError,
     BackendLoadError,

@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import InputError, TuningError
 from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
+from ringattn_core.contract.backend import Backend
 from ringattn_xla.block import KERNEL as XLA
 
 class Recording:

@@ -16,8 +16,9 @@ import pytest
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend, Gradients, Partial
+from ringattn_core.contract.protocol import Gradients, Partial
 from ringattn_core.errors import TuningError
 from ringattn_core.tuning import Problem, tuner
 from ringattn_core.tuning.problem import machine

@@ -3,8 +3,8 @@
 
 from typing import Final
 
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 
 BACKEND: Final = Backend(
     name="xla",

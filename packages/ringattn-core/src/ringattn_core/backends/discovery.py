@@ -10,7 +10,8 @@ from typing import Any, Final
 
 import importlib_metadata
 
-from ..contract.protocol import API_VERSIONS, Backend, BlockKernel
+from ..contract.backend import API_VERSIONS, Backend
+from ..contract.protocol import BlockKernel
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,

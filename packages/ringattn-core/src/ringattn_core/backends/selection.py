@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ..contract.backend import Backend
 from ..contract.features import Feature
-from ..contract.protocol import Backend
 from ..errors import (
     AmbiguousBackendError,
     BackendLoadError,

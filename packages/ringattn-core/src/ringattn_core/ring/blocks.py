@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from ..contract.packing import Packed
 from ..contract.protocol import Block, BlockKernel
 from ..contract.rule import Rule
 from ..placement.layout import columns, indices
@@ -74,11 +73,11 @@ def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
     return (fixed.rank - offset) % ring.plan.ranks
 
 
-def block(ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: Any, bias_fixed: bool = False) -> Block:
-    """This rank's queries against the keys that have come `offset` ranks onward; `fixed` is gathered."""
+def block(ring: Ring, inputs: Differentiable, kv: Any, fixed: Fixed, offset: Any) -> Block:
+    """This rank's queries against the keys `kv` that have come `offset` ranks onward; `fixed` is gathered."""
     origin, ranks = source(ring, fixed, offset), ring.plan.ranks
     batch, q_length = inputs.q.shape[:2]
-    kv_length = kv.shape[-3]
+    kv_length = jax.tree.leaves(kv)[0].shape[-3]
     q_index = indices(ring.layout, ranks, fixed.rank, q_length)[None]
     kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
 
@@ -104,5 +103,4 @@ def block(ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: 
         slopes=None if inputs.slopes is None else inputs.slopes[None].astype(jnp.float32),
         seed=None if fixed.seed is None else jnp.broadcast_to(fixed.seed, (batch,)),
         rule=ring.rule,
-        bias_fixed=bias_fixed,
     )

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
 from ..contract.checks import backward, forward
-from ..contract.merge import empty
 from ..contract.packing import pack
 from ..contract.protocol import BlockKernel, Partial
 from ..contract.rule import Rule
 from ..masks.builder import Built
 from ..placement.layout import indices
+from ..ring.backward import Rows
 from ..ring.blocks import Differentiable, Fixed, Ring, block
 from ..ring.directions import parts, split
 from ..ring.hops import Plan, plan
@@ -95,10 +95,10 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Buil
         )
         hops = _plan(rule, problem)
         inputs, fixed, dout = _made_up(problem)
-        way, *_ = split(hops.turns, inputs, fixed)
-        dout, *_ = parts(dout, 2, len(hops.turns))
-        offsets = tuple(jnp.asarray(way.come(offset), jnp.int32) for offset in hops.offsets[:HOPS])
-        made = Trial(kernel, problem, rule, way.inputs, way.fixed, dout, offsets)
+        direction, *_ = split(hops.signs, inputs, fixed)
+        dout, *_ = parts(dout, 2, len(hops.signs))
+        offsets = tuple(jnp.asarray(direction.signed(offset), jnp.int32) for offset in hops.offsets[:HOPS])
+        made = Trial(kernel, problem, rule, direction.inputs, direction.fixed, dout, offsets)
     jax.block_until_ready((made.inputs, made.fixed, made.dout, made.offsets))
     return made
 
@@ -143,23 +143,23 @@ def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, partial: Partial | None) -> Any:
     visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
-    return forward(ring.kernel, visited, empty(visited) if partial is None else partial)
+    return forward(ring.kernel, visited, partial)
 
 
 @jax.jit
-def _rows(whole: Partial, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the backward of every hop gets: `dout` where any key was visible, `lse` and `delta`."""
-    dout = jnp.where(jnp.swapaxes(jnp.isneginf(whole.lse), 1, 2)[..., None], 0, dout)
-    return dout, whole.lse, jnp.swapaxes((dout.astype(jnp.float32) * whole.out).sum(-1), 1, 2)
+def _rows(whole: Partial, dout: jax.Array) -> Rows:
+    """What the backward pass of every hop reads of the queries."""
+    products = dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
+    return Rows(dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2), whole.shift)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
 def _backward_hop(
-    ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Any, dq: jax.Array | None
+    ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Rows, dq: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
-    zeros = jnp.zeros(inputs.q.shape, jnp.float32)
-    found = backward(ring.kernel, visited, *rows, zeros if dq is None else dq)
+    visited = dataclasses.replace(visited, shift=rows.shift)
+    found = backward(ring.kernel, visited, rows.dout, rows.lse, rows.delta, dq)
     return found.dq, (found.dk, found.dv, found.dbias, found.dslopes)
 
 
