@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Float
-from ringattn_core import Feature, per_shard, ring_attention
+from ringattn_core import Block, Feature, per_shard, ring_attention
 from ringattn_core.call import options
 from ringattn_core.call.validation import validated
 from ringattn_core.contract.call import Call
@@ -123,8 +123,13 @@ def test_the_letters_say_how_an_array_is_split(array: Any, shape: tuple[int, ...
 
 
 def test_the_letters_say_which_axis_is_which() -> None:
-    assert [letters.axis(letters.Bias, letter) for letter in ("N", "T", "S")] == [1, 2, None]
     assert letters.letters(letters.QueryPositions, 1) == ("T",)
+    assert letters.axes_with(Differentiable, "N", "n", "K") == {
+        "q": 2, "k": 2, "v": 2, "sinks": 0, "bias": 1, "slopes": 0
+    }  # fmt: skip
+    assert letters.axes_with(Block, "T", "t")["mask"] == letters.axes_with(Block, "T", "t")["bias"] == 2
+    assert "kv" not in letters.axes_with(Block, "S")
+    assert set(letters.axes_with(Block, "b")) & {"q", "seed", "shift"} == set()
 
 
 @pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])

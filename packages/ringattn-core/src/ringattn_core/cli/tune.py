@@ -103,7 +103,7 @@ def _problem(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
             **{name: getattr(arguments, name) for name in _OPTIONS},
         )
         registration = select(arguments.backend, needs(call), platform_of(None, ()))
-        found.append((registration, of_call(registration, call, None, ring)))
+        found.append((registration, of_call(registration, call, ring)))
 
     found: list[tuple[Registration, Problem]] = []
     jax.eval_shape(trace, *local)

@@ -6,8 +6,9 @@ The letters are those of `docs/notation.md`. A small `b`, `n` or `t` is an axis 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -35,10 +36,21 @@ def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
     return found if rank is None else found[len(found) - rank :]
 
 
-def axis(array: Any, letter: str) -> int | None:
-    """Which axis of an array has this letter, small or capital; `None` where none has."""
-    found = [name.upper() for name in letters(array)]
-    return found.index(letter) if letter in found else None
+@functools.cache
+def axes_with(kind: type, *wanted: str) -> dict[str, int]:
+    """Which axis of each array in a dataclass has one of these letters, as the types of its fields say.
+
+    A letter means itself alone, so `"B"` leaves out an axis `b`. Fields that may hold arrays of several kinds are left
+    out.
+    """
+    found: dict[str, int] = {}
+    for field in dataclasses.fields(kind):
+        types = [held for held in (field.type, *get_args(field.type)) if hasattr(held, "dim_str")]
+        names = letters(types[0]) if len(types) == 1 else ()
+        for number, name in enumerate(names):
+            if name in wanted:
+                found[field.name] = number
+    return found
 
 
 def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
