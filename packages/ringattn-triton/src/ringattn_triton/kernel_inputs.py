@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, UInt32
+from jaxtyping import Array, Int32
 from ringattn_core.contract import dropout
 from ringattn_core.contract.protocol import Block
 
@@ -171,7 +171,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         "slopes": slopes,
         "mask_words": mask_words,
         "mask_of_head": mask_of_head,
-        "dropout_keys": _dropout_keys(block) if rule.dropout else None,
+        "dropout_keys": dropout.keys(block) if rule.dropout else None,
     }
     if isinstance(block.kv, tuple) or block.kv.ndim == 5:
         v_start = 0 if isinstance(block.kv, tuple) else batch * kv_length * kv_heads * value_dim
@@ -220,7 +220,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         padded=block.padded,
         dropout=bool(rule.dropout),
         threshold=threshold,
-        keep_weight=1.0 / (1.0 - threshold / 2**16),
+        keep_weight=1.0 / (1.0 - threshold / dropout.LEVELS),
         bias=bias is not None,
         bias_batch=_stride(bias, 0),
         bias_head=_stride(bias, 1),
@@ -236,13 +236,6 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         mask_query=-(-kv_length // mask_bits.BITS),
     )
     return KernelInputs(tuple(arrays.get(name) for name in INPUTS), constants)
-
-
-def _dropout_keys(block: Block) -> UInt32[Array, "B N"]:
-    """The key of Philox for each batch row and head."""
-    head, batch = (x.astype(jnp.uint32) for x in (block.head_index, block.batch_index))
-    assert block.seed is not None
-    return dropout.philox((head[None], batch[:, None], 0, 0), (block.seed[:, None], 0))[0]
 
 
 def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b tiles"]:

@@ -13,8 +13,8 @@ from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Predicate
-from ringattn_triton import operands, words
-from ringattn_triton.tables import ELEMENTS, Table, of_bitmap, table
+from ringattn_triton import kernel_inputs, mask_bits
+from ringattn_triton.visited_tiles import ELEMENTS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
 """Whether a table lists tiles, and whether it has a run."""
@@ -22,14 +22,14 @@ KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": 
 
 def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
     """The tiles that a program masks, and those that it does not, as kernels read the table."""
-    bounds = [int(x) for x in found.bounds[group if found.visits.grouped else 0, row]]
-    if not found.visits.listed:
+    bounds = [int(x) for x in found.bounds[group if found.shape.grouped else 0, row]]
+    if not found.shape.listed:
         lo, hi, full_lo, full_hi = bounds
         return [*range(lo, full_lo), *range(full_hi, hi)], [*range(full_lo, full_hi)]
     assert found.tiles is not None
     masked, every = bounds[:2]
-    listed = [int(x) for x in found.tiles[group if found.visits.grouped else 0, row]]
-    return listed[:masked], [*range(*bounds[2:])] if found.visits.run else listed[masked:every]
+    listed = [int(x) for x in found.tiles[group if found.shape.grouped else 0, row]]
+    return listed[:masked], [*range(*bounds[2:])] if found.shape.run else listed[masked:every]
 
 
 def said(some: np.ndarray, full: np.ndarray, listed: bool, run: bool) -> tuple[list[int], list[int]]:
@@ -81,7 +81,7 @@ def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_w
     full: Any = whole.reshape(2, 3, 16, -1, kv_tile).all((2, 4))
     if by_keys:
         some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
-    found = table(operands.of(block), block, 16, kv_tile, by_keys)
+    found = table(kernel_inputs.of_block(block), block, 16, kv_tile, by_keys)
     for group, row in np.ndindex(*some.shape[:2]):
         masked, unmasked = visited(found, group, row)
         assert len({*masked, *unmasked}) == len(masked) + len(unmasked), "a tile is visited twice"
@@ -110,7 +110,7 @@ def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int)
 
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:
     block = make_block(1, 64, 64, causal=True)
-    found = table(operands.of(block), block, 16, 16)
+    found = table(kernel_inputs.of_block(block), block, 16, 16)
     assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
 
 
@@ -119,10 +119,10 @@ def test_documents_are_listed_so_that_none_visits_another() -> None:
     order = np.random.default_rng(0).permutation(64)
     block = make_block(1, 64, 64, q_segments=ids, kv_segments=ids[:, order])
     found, expected = (
-        table(operands.of(block), block, 16, 16),
+        table(kernel_inputs.of_block(block), block, 16, 16),
         seen_pairs(block)[0, 0].reshape(4, 16, 4, 16).any((1, 3)),
     )
-    assert found.visits.listed and not found.visits.grouped
+    assert found.shape.listed and not found.shape.grouped
     for row in range(4):
         assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))
 
@@ -132,19 +132,19 @@ def test_words_hold_the_truth_of_every_pair(keys: int) -> None:
     block = make_block(
         2, 9, keys, heads=4, kv_heads=2, mask=dense_mask(2, 4, 9, keys), **OPTIONS["masks of heads"](9, keys)
     )
-    packed, of_head = words.of_rule(block)
+    packed, of_head = mask_bits.of_rule(block)
     assert packed.shape == (1, 2, 9, -(-keys // 32)) and packed.dtype == jnp.uint32
     np.testing.assert_array_equal(of_head, [1, 0, 0, 1])
     for number in range(2):
         np.testing.assert_array_equal(_unpacked(packed[0, number], keys), dense_mask(2, 9, keys)[number])
-    np.testing.assert_array_equal(_unpacked(words.of_dense(block), keys), block.mask)
+    np.testing.assert_array_equal(_unpacked(mask_bits.of_dense(block), keys), block.mask)
 
 
 def test_a_predicate_need_not_look_at_its_arguments() -> None:
     block = make_block(
         1, 9, 40, masks=(Predicate(lambda q, kv: True), Predicate(lambda q, kv: kv < 5)), mask_of_head=(0, 1)
     )
-    packed, _ = words.of_rule(block)
+    packed, _ = mask_bits.of_rule(block)
     np.testing.assert_array_equal(
         _unpacked(packed[0], 40), np.stack([np.ones((9, 40), bool), np.tile(np.arange(40) < 5, (9, 1))])
     )
@@ -153,9 +153,9 @@ def test_a_predicate_need_not_look_at_its_arguments() -> None:
 @pytest.mark.parametrize("option", ["mask of the algebra", "masks of heads"])
 def test_words_are_made_without_a_truth_value_for_each_pair(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = with_option(option, 500, 512)
-    whole, _ = words.of_rule(block)
-    monkeypatch.setattr(words, "PAIRS_AT_ONCE", 2**12)
-    made = jax.jit(words.of_rule).lower(block).compile()
+    whole, _ = mask_bits.of_rule(block)
+    monkeypatch.setattr(mask_bits, "PAIRS_AT_ONCE", 2**12)
+    made = jax.jit(mask_bits.of_rule).lower(block).compile()
     np.testing.assert_array_equal(made(block)[0], whole)
     held: Any = made.memory_analysis()
     assert held.temp_size_in_bytes < 500 * 512 / 2

@@ -9,9 +9,11 @@ from given_blocks import make_block
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.errors import InputError
 from ringattn_core.tuning import Problem
-from ringattn_triton import operands, schedules
-from ringattn_triton.candidates import candidate_configs
-from ringattn_triton.schedules import Schedule, Target
+from ringattn_triton import kernel_inputs
+from ringattn_triton.portable import schedules
+from ringattn_triton.tuning_candidates import candidate_configs
+from ringattn_triton.launch.target import Target
+from ringattn_triton.portable.schedules import Schedule
 
 HOPPER = Target("cuda", 90)
 
@@ -25,7 +27,7 @@ def problem(dtype: str = "bfloat16", length: int = 4096, platform: str = "cuda")
 
 def facts_and_size(dtype: str) -> tuple[Any, int]:
     block = make_block(batch=1, q_length=512, kv_length=512, dim=128, dtype=jnp.dtype(dtype))
-    return operands.of(block, fast=True).facts, jnp.dtype(dtype).itemsize
+    return kernel_inputs.of_block(block, fast=True).constants, jnp.dtype(dtype).itemsize
 
 
 def asked(params: FwdParams | BwdParams, prefix: str = "") -> tuple[int, ...]:
