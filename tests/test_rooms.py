@@ -17,7 +17,8 @@ ROOMS = (
     ("ring",),
     ("backends",),
     ("contract",),
-    ("masks", "placement"),
+    ("masks",),
+    ("placement",),
 )
 OUTSIDE_A_ROOM = {"__init__.py", "__main__.py", "config.py", "errors.py", "py.typed"}
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..call import sharding
+from ..call import options, sharding
 from ..call.validation import validated
 from ..contract import packing
 from ..contract.call import Call
@@ -95,14 +95,14 @@ def default_tile(shard: Shard) -> tuple[int, int]:
 
 def _shard(kernel: Any, local: Call, specs: Specs) -> Shard:
     ring, inputs, fixed = engine.prepared(kernel, local)
-    return Shard(inputs, fixed, ring, local.needs(), specs)
+    return Shard(inputs, fixed, ring, options.needs(local), specs)
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers: dict[str, Any]) -> Any:
     """`work` on the call of each rank, stacked: `vmap` stands for the ranks, as `shard_map` would on devices."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating().items()}
     whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options(), ranks=1), call.mesh)
-    specs = tuple(roles.specs(whole).items())
+    specs = tuple(sharding.specs(whole, roles).items())
     arrays, split = {}, {}
     for name, spec in specs:
         x = getattr(whole, name)
@@ -110,9 +110,9 @@ def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers
         arrays[name], split[name] = x, axis
         if axis is not None:
             arrays[name] = x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
-    options = dataclasses.replace(whole, **dict.fromkeys(sharding.ARRAYS))
+    rest = dataclasses.replace(whole, **dict.fromkeys(options.ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
-        return work(dataclasses.replace(options, **local), specs)
+        return work(dataclasses.replace(rest, **local), specs)
 
     return jax.vmap(of_rank, (split,), axis_name=AXIS, axis_size=call.ring)(arrays)

@@ -31,19 +31,19 @@ def add(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..backends.selection import select
+    from ..call.options import needs
     from ..contract.call import Call
     from ..placement.platforms import platform_of
     from ..tuning import cache, choice
-    from ..tuning.problem import built_masks, of_call
+    from ..tuning.problem import of_call
     from .abstract_call import AbstractCall
     from .shards import trace
 
     call, asked = AbstractCall.of(arguments), []
 
     def on_one_rank(local: Call, _: Any) -> None:
-        registration = select(arguments.backend, local.needs(), platform_of(None, ()))
-        built = built_masks(local, call.ring)
-        asked.append((registration, built, of_call(registration, local, built, call.ring)))
+        registration = select(arguments.backend, needs(local), platform_of(None, ()))
+        asked.append((registration, local.mask_builder, of_call(registration, local, call.ring)))
 
     trace(call, on_one_rank)
     registration, built, problem = asked[0]
