@@ -106,6 +106,7 @@ def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray
     return rows, keys
 
 
+@tiers.mark(tiers.CORE, "k-nan")
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str, operand: str, poison: str):
