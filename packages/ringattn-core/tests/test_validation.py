@@ -73,6 +73,7 @@ OPTIONS = {
     "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
     "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
+    "dropout below its resolution": (dict(dropout_prob=1e-5, dropout_seed=0), "dropout_prob: got 1e-05"),
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),

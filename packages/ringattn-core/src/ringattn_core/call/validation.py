@@ -75,7 +75,7 @@ def validated(
     q_positions = _one_of("q_positions", q_positions, "q_position_ids", q_position_ids)
     kv_positions = _one_of("kv_positions", kv_positions, "kv_position_ids", kv_position_ids)
     positions = _positions(q_positions, kv_positions, q, k)
-    dropout = _number("dropout_prob", dropout_prob, "in [0, 1)", lambda p: 0 <= p < 1) or 0.0
+    dropout = _number("dropout_prob", dropout_prob, "0 or in [2**-16, 1)", lambda p: p == 0 or 2**-16 <= p < 1) or 0.0
     return Call(
         query=q,
         key=k,
