@@ -115,7 +115,7 @@ def undeclared(modules: Iterable[str]) -> list[str]:
 def iterations_over_features(text: str) -> list[int]:
     """The lines that use `Feature` as a whole, and not as `Feature.NAME`: nothing but going through all of it does."""
     tree = ast.parse(text)
-    named = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not node.attr[0] == "_"}
+    named = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr[0] != "_"}
     whole = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute) and id(node) not in named]
     return [node.lineno for node in whole if ast.unparse(node).split(".")[-1] == "Feature"]
 

@@ -27,7 +27,7 @@ def _tests_of(backend: str) -> list[str]:
 
 @cache
 def verdicts() -> dict[str, str]:
-    """What the suite says of every backend, test by test: one process, because starting JAX takes longer than a test."""
+    """The verdict on every test of every backend. One process runs them: starting JAX takes longer than a test."""
     tests = [test for backend in BACKENDS for test in _tests_of(backend)]
     command = [sys.executable, "-m", "pytest", "-p", "saboteurs", "-s", "-q", "--tb=line", "-c", os.devnull]
     command += [argument for backend in BACKENDS for argument in ("--ringattn-backend", backend)]
