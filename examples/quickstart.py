@@ -60,7 +60,9 @@ def make_sequence(tokens: int) -> PackedSequence:
     def normal(heads: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal((1, tokens, heads, HEAD_SIZE), np.float32))
 
-    return PackedSequence(normal(HEADS), normal(KEY_HEADS), normal(KEY_HEADS), normal(HEADS), jnp.asarray(segments[None]))
+    return PackedSequence(
+        normal(HEADS), normal(KEY_HEADS), normal(KEY_HEADS), normal(HEADS), jnp.asarray(segments[None])
+    )
 
 
 def gradients(mesh: Mesh | None, layout: str) -> Callable[..., tuple[Any, ...]]:

@@ -72,7 +72,8 @@ def test_a_line_that_is_not_printed_is_found():
 
 
 def test_a_drawing_of_another_call_is_found():
-    found = [content(ROOT / "docs" / name) for name in ("explain.svg", "choosing-zigzag.svg", "choosing-contiguous.svg")]
+    names = ("explain.svg", "choosing-zigzag.svg", "choosing-contiguous.svg")
+    found = [content(ROOT / "docs" / name) for name in names]
     assert len({str(words) for words, _ in found}) == len({images[0] for _, images in found}) == 3
 
 

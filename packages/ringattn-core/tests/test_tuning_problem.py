@@ -210,7 +210,7 @@ class Seen:
             for field in dataclasses.fields(block)
             if field.name != "rule" and not isinstance(getattr(block, field.name), bool)
         }
-        self.blocks.append((shapes, block.rule))
+        self.blocks.append((shapes | {"final": block.final}, block.rule))
         self.params.append(("forward", block.rule.fwd_params))
         if self.concrete:
             jax.debug.callback(

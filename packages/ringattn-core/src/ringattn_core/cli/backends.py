@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .output import Table, Title, show
+from .output import TextTable, Title, show
 
 
 def add_list(subparsers: Any) -> None:
@@ -57,9 +57,9 @@ def run_list(arguments: argparse.Namespace) -> int:
         for backend in found
     ]
     reasons = [(f"{backend.name}:", backend.reason) for backend in found if backend.reason is not None]
-    show(Table(("name", "distribution", "platforms", "priority", "features", "here"), rows, right="   r"))
+    show(TextTable(("name", "distribution", "platforms", "priority", "features", "here"), rows, right="   r"))
     if reasons:
-        show("", Table((), reasons))
+        show("", TextTable((), reasons))
     return 0
 
 
@@ -91,9 +91,9 @@ def run_info(arguments: argparse.Namespace) -> int:
         ("here", backend.reason or "available"),
     ]
     rows = [(name, word, Feature[name].value) for name, word in backend.features.items()]
-    show(Table((), facts))
+    show(TextTable((), facts))
     if rows:
-        show("", Table(("feature", "support", "what it is"), rows))
+        show("", TextTable(("feature", "support", "what it is"), rows))
     return status
 
 
@@ -123,5 +123,5 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     }
     for title, rows in sections.items():
         # The empty first column indents the others.
-        show(Title(title), *([Table((), [("", *row) for row in rows])] if rows else []))
+        show(Title(title), *([TextTable((), [("", *row) for row in rows])] if rows else []))
     return int(not found.healthy)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .analysis import CallAnalysis, Message
 from .memory import XlaMemory
-from .output import Table, Title, amount, show
+from .output import TextTable, Title, amount, show
 
 COLUMNS = 9
 """The most hops that are columns of the table of tiles; more are rows."""
@@ -73,7 +73,7 @@ def _backends(found: CallAnalysis) -> Iterator[Any]:
         )
         for each in found.candidates
     ]
-    yield Table(("", "name", "distribution", "priority", "answer"), rows, right="   r")
+    yield TextTable(("", "name", "distribution", "priority", "answer"), rows, right="   r")
     if found.refusal:
         yield f"none: {found.refusal}"
     if found.own_ring:
@@ -108,17 +108,17 @@ def totals(found: CallAnalysis) -> str:
     return f"Each rank sends {amount(forward)} in the forward pass and {amount(backward)} in the backward pass."
 
 
-def _counts_by_rank(found: CallAnalysis) -> Table:
+def _counts_by_rank(found: CallAnalysis) -> TextTable:
     """A row for each rank, a column for each hop."""
     head = ["tiles", *(f"hop {hop.number}" for hop in found.hops), "sum"]
     rows = [["keys of", *(rank(-hop.offset) for hop in found.hops), ""]]
     for number, total in enumerate(found.of_ranks):
         rows.append([f"rank {number}", *(str(hop.tiles[number]) for hop in found.hops), str(total)])
     rows.append(["busiest", *(str(max(hop.tiles)) for hop in found.hops), str(found.slowest)])
-    return Table(head, rows, right=" " + "r" * (len(head) - 1))
+    return TextTable(head, rows, right=" " + "r" * (len(head) - 1))
 
 
-def _counts_by_hop(found: CallAnalysis) -> Table:
+def _counts_by_hop(found: CallAnalysis) -> TextTable:
     """A row for each run of hops with equal counts."""
 
     def spread(hop: Any) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _counts_by_hop(found: CallAnalysis) -> Table:
 
     rows = [(_runs(sorted({hop.number for hop in run})), *counts) for counts, run in groupby(found.hops, spread)]
     rows.append(("all", str(min(found.of_ranks)), f"{sum(found.of_ranks) / found.ranks:.1f}", str(found.slowest)))
-    return Table(("hop", "least busy rank", "mean", "busiest rank"), rows, right="rrrr")
+    return TextTable(("hop", "least busy rank", "mean", "busiest rank"), rows, right="rrrr")
 
 
 def _sent(found: CallAnalysis) -> Iterator[Any]:
@@ -137,7 +137,7 @@ def _sent(found: CallAnalysis) -> Iterator[Any]:
         for message, times in Counter(messages).items()
     ]
     if rows:
-        yield Table(("", "times", "what", "where", "bytes each"), rows, right=" r  r")
+        yield TextTable(("", "times", "what", "where", "bytes each"), rows, right=" r  r")
     yield totals(found)
     if found.gathered:
         yield f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
@@ -161,7 +161,7 @@ def _memory(found: CallAnalysis) -> Iterator[Any]:
         if phase != "call":
             total = sum(entry.bytes for entry in entries)
             rows.append((phase, "together: the engine at its busiest hop", amount(total)))
-    yield Table(("", "arrays", "bytes"), rows, right="  r")
+    yield TextTable(("", "arrays", "bytes"), rows, right="  r")
     counted = "Each array is counted once, without the workspace of the kernel and without what XLA copies or shares."
     yield f"{counted} {_of_xla(found.compiled)}"
 

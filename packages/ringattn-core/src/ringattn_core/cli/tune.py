@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import call_arguments
-from .output import Table, Title, show
+from .output import TextTable, Title, show
 
 if TYPE_CHECKING:
     from ..config import BwdParams, FwdParams
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def candidates(timed: "Sequence[Timed]", chosen: "FwdParams | BwdParams") -> Table:
+def candidates(timed: "Sequence[Timed]", chosen: "FwdParams | BwdParams") -> TextTable:
     """The candidates, those that stayed longest first, then the fastest; the first of `timed` is the default."""
     from ..tuning.tuner import shown
 
@@ -72,4 +72,4 @@ def candidates(timed: "Sequence[Timed]", chosen: "FwdParams | BwdParams") -> Tab
             continue
         ratio = "" if default is None else f"{candidate.seconds / default:.2f}"
         rows.append([*row, f"{1e3 * candidate.seconds:.3f}", ratio, str(candidate.rounds), ""])
-    return Table(("", "parameters", "ms", "of the default", "rounds", ""), rows, right="  rrr")
+    return TextTable(("", "parameters", "ms", "of the default", "rounds", ""), rows, right="  rrr")
