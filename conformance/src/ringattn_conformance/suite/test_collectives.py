@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import pytest
 from ringattn_core.backends import discovery
-from ringattn_core.contract import packing
 from ringattn_core.contract.features import Feature
 from ringattn_core.ring import hops
+from ringattn_core.ring.parcels import joint
 
 from ringattn_conformance import tiers
 from ringattn_conformance.blocks import rule_of
@@ -66,9 +66,9 @@ def _bytes(dtype: str, dims: str) -> int:
 def _planned(placed: Placed) -> hops.Plan:
     rows, columns = placed.case.lengths(placed.placement.ring)
     rule, ring = rule_of(placed.case, rows, columns), placed.placement.ring
-    joint = packing.joint(discovery.get(placed.backend).implementation())
+    together = joint(discovery.get(placed.backend).implementation())
     lengths = rows // ring, columns // ring
-    return hops.plan(rule, placed.placement.layout, ring, *lengths, placed.placement.two_way, joint)
+    return hops.plan(rule, placed.placement.layout, ring, *lengths, placed.placement.two_way, together)
 
 
 def _bytes_of(sends: tuple[hops.Send, ...], placed: Placed) -> Counter[tuple[int, int]]:

@@ -62,8 +62,9 @@ class BackendNotFoundError(RingAttnError, LookupError):
             guess = f" (did you mean {close[0]!r}?)" if close and close[0] != name else ""
             message = f"no ring-attention backend {name!r}{guess}. Installed: {', '.join(installed) or 'none'}."
             # Only our own names: a command that installs whatever was mistyped is no remedy.
+            missing = [f"ringattn-{own}" for own in _OWN if own not in installed]
             if not close:
-                message += f" Of ringattn's own ({', '.join(_OWN)}), to add one: pip install ringattn-xla"
+                message += f" To add one of ringattn's own: pip install {' or '.join(missing)}" if missing else ""
             elif close[0] not in installed:
                 message += f" To add it: pip install ringattn-{close[0]}"
         super().__init__(message)

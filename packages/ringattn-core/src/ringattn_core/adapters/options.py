@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter hands on as they are, and what the others are called there."""
+"""Which options of `ring_attention` an adapter takes under their own names, and what it calls the others."""
 
 import contextlib
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -13,7 +14,7 @@ from ..errors import InputError
 
 
 class RingArrays(TypedDict, total=False):
-    """Inputs of one call that other libraries have no name for."""
+    """Arrays that belong to one call and that other libraries have no name for."""
 
     q_segment_ids: Int[Array, "B T"] | None
     kv_segment_ids: Int[Array, "B S"] | None
@@ -24,7 +25,7 @@ class RingArrays(TypedDict, total=False):
 
 
 class RingSettings(TypedDict, total=False):
-    """What shapes the program, and other libraries have no name for."""
+    """Options that are no arrays and that other libraries have no name for."""
 
     axis_name: str | Sequence[str] | None
     batch_axis_name: str | Sequence[str] | None
@@ -43,11 +44,11 @@ class RingSettings(TypedDict, total=False):
 
 
 class RingOptions(RingArrays, RingSettings, total=False):
-    """Both, for a function that has its own names for the rest."""
+    """Both kinds, for a function that has its own names for the rest."""
 
 
 class AttentionSettings(RingSettings, total=False):
-    """What shapes the program, by the names of `ring_attention`."""
+    """All options that are no arrays, by the names of `ring_attention`."""
 
     causal: bool
     sliding_window: int | tuple[int | None, int | None] | None
@@ -56,23 +57,28 @@ class AttentionSettings(RingSettings, total=False):
 
 
 class AttentionOptions(RingArrays, AttentionSettings, total=False):
-    """Everything but what the calling library passes itself: bias, mask and dropout."""
+    """Every option that the calling library does not pass itself; it passes bias, mask and dropout."""
 
 
-def known(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """The options given, all of which the TypedDict names; `renamed` is what the adapter calls some of the others."""
+def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) -> dict[str, Any]:
+    """The options given; refuses a name that the TypedDict `kind` lacks.
+
+    `renamed` gives the adapter's name for options of `ring_attention` that it calls otherwise.
+    """
     names = kind.__annotations__
     for name in given:
         if name in renamed:
             raise InputError(name, "has another name here", f"Pass {renamed[name]}")
         if name not in names:
-            raise InputError(name, "is no option of this adapter", f"Options: {', '.join(sorted(names))}")
+            close = difflib.get_close_matches(name, sorted({*names, *renamed.values()}), n=1)
+            guess = f" (did you mean {close[0]}?)" if close else ""
+            raise InputError(name, f"is no option of this adapter{guess}", f"Options: {', '.join(sorted(names))}")
     return dict(given)
 
 
 @contextlib.contextmanager
-def told_as(renamed: Mapping[str, str]) -> Iterator[None]:
-    """An error about an argument of core also says what the adapter calls it."""
+def told_in_words_of(renamed: Mapping[str, str]) -> Iterator[None]:
+    """Adds to an error about an argument of `ring_attention` what the adapter calls that argument."""
     try:
         yield
     except InputError as error:

@@ -12,7 +12,7 @@ from ..contract import ordering, packing
 from ..contract.protocol import Gradients
 from ..placement.layout import put_columns
 from ..placement.padding import cleaned
-from . import batching, hops
+from . import batching, hops, parcels
 from .blocks import Differentiable, Ring, block, source
 from .directions import Direction, Sum, gradient, joined, of_half, parts, split, with_half
 from .forward import Residuals, sinks_of
@@ -186,8 +186,8 @@ class _Pass:
 
     def _send_parcel(self, wires: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
         """Sends keys and the gradients behind them as one array."""
-        parcels = tuple(packing.join(x, late) for x, late in zip(wires, behind, strict=True))
-        arrivals = map(packing.split, permuted(self.ring, self.directions, parcels, shift))
+        leaving = tuple(parcels.join(x, late) for x, late in zip(wires, behind, strict=True))
+        arrivals = map(parcels.split, permuted(self.ring, self.directions, leaving, shift))
         following, arrived = zip(*arrivals, strict=True)
         return following, arrived
 
@@ -214,12 +214,12 @@ class _Pass:
         return wires, following, arrived
 
     def _visit(
-        self, direction: Direction, rows: Rows, x: packing.Wire, sums: Sum, offset: Any
+        self, direction: Direction, rows: Rows, x: parcels.Wire, sums: Sum, offset: Any
     ) -> tuple[jax.Array, Sum]:
         """The key gradients of one block, packed, and the sums with its other gradients."""
         offset = direction.signed(offset)
         fixed = after_hop(direction.fixed, sums["q"])
-        visited = block(self.ring, direction.inputs, packing.from_wire(x, self.dtype), fixed, offset)
+        visited = block(self.ring, direction.inputs, parcels.from_wire(x, self.dtype), fixed, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums["q"])
         origin = source(self.ring, direction.fixed, offset)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..contract.call import Call
-from ..contract.packing import joint
 from ..contract.protocol import BlockKernel
 from ..contract.rule import Rule
 from ..contract.varying import align, axes_of
@@ -17,6 +16,7 @@ from ..placement import axes
 from .blocks import Differentiable, Fixed, Ring
 from .custom_vjp import attend
 from .hops import plan
+from .parcels import joint
 
 
 def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from ..contract import packing
 from ..contract.merge import log_sum_exp, with_sinks
 from ..contract.protocol import Block, Partial
 from ..placement.padding import cleaned
-from . import batching, hops
+from . import batching, hops, parcels
 from .blocks import Differentiable, Fixed, Ring, block, gathered
 from .directions import Direction, joined, split
 from .sends import Wires, after, after_hop, permuted, wire
@@ -90,10 +90,10 @@ class _Pass:
         made = [self.visit(*each, offset) for each in zip(self.directions, wires, before, strict=True)]
         return following, tuple(made)
 
-    def visit(self, direction: Direction, x: packing.Wire, partial: Partial | None, offset: Any) -> Partial:
+    def visit(self, direction: Direction, x: parcels.Wire, partial: Partial | None, offset: Any) -> Partial:
         """The partial result of one direction, continued with the keys in `x`."""
         fixed = direction.fixed if partial is None else after_hop(direction.fixed, partial.lse)
-        kv = packing.from_wire(x, self.dtype)
+        kv = parcels.from_wire(x, self.dtype)
         return self.kernel(block(self.ring, direction.inputs, kv, fixed, direction.signed(offset)), partial)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What call a command line asks about: shapes and options, without any of the large arrays."""
+"""A call of `ring_attention` described by shapes and options, without its large arrays."""
 
+import argparse
 import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 import numpy as np
@@ -17,14 +18,15 @@ from ..call.validation import DTYPES
 from ..errors import InputError
 from ..masks.info import MaskInfo
 from ..placement import layout as layouts
+from . import call_arguments
 
 AXIS: Final = "ring"
 Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A call of `ring_attention` with `mesh=`, on global arrays; batch and heads are those of one device.
+class AbstractCall:
+    """A call with `mesh=`, on global arrays; batch and heads are those of one device.
 
     `documents` are the lengths of packed documents, the same in every row; `bias` is a shape.
     """
@@ -53,15 +55,19 @@ class Request:
     fused_backward: bool = False
     two_way: bool = False
 
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Self:
+        """The call that a command line describes; each option is stored under the name of its field."""
+        names = [field.name for field in dataclasses.fields(cls)][3:]
+        return cls(*call_arguments.shapes(arguments), **{name: getattr(arguments, name) for name in names})
+
     @property
     def mesh(self) -> AbstractMesh:
-        """The ring, on no devices in particular."""
-        if self.ring < 1:
-            raise InputError("--ring", f"got {self.ring}", "Pass the number of ranks, 1 or more")
-        return AbstractMesh((self.ring,), (AXIS,))
+        """A mesh of one axis, without devices."""
+        return AbstractMesh((checked_ring(self.ring),), (AXIS,))
 
     def floating(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of the inputs that have a gradient, by the names of the per-shard signature."""
+        """The shapes of the inputs that have a gradient, by their names in the per-shard signature."""
         heads = self.query[2]
         shapes: dict[str, Shape | None] = {
             "query": self.query,
@@ -71,19 +77,13 @@ class Request:
             "bias": self.bias,
             "alibi_slopes": (heads,) if self.alibi else None,
         }
-        try:
-            jax.numpy.dtype(self.dtype)
-        except TypeError:
-            raise InputError("--dtype", f"got {self.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}") from None
-        of_softmax = {"softmax_aux": "float32", "alibi_slopes": "float32"}
-        return {
-            name: jax.ShapeDtypeStruct(shape, of_softmax.get(name, self.dtype))
-            for name, shape in shapes.items()
-            if shape is not None
-        }
+        dtypes = dict.fromkeys(shapes, checked_dtype(self.dtype)) | dict.fromkeys(
+            ("softmax_aux", "alibi_slopes"), "float32"
+        )
+        return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items() if shape is not None}
 
     def integers(self) -> dict[str, np.ndarray]:
-        """Ids and positions, in the order of the layout: they decide which tiles are visible, so they are there."""
+        """Segment ids and positions in the order of the layout. These are real arrays: they decide what is visible."""
         if self.documents is None:
             if self.restart_positions:
                 raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
@@ -97,7 +97,7 @@ class Request:
         return laid | ({"q_positions": laid["q_positions"][0]} if "q_positions" in laid else {})
 
     def options(self) -> dict[str, Any]:
-        """The arguments that are no arrays."""
+        """The keyword arguments that are not arrays."""
         names = (
             "layout", "causal", "sliding_window", "chunk_size", "logits_soft_cap", "softmax_scale", "dropout_prob",
             "return_lse", "precision", "fused_backward", "two_way",
@@ -108,22 +108,37 @@ class Request:
         if self.prefix is not None:
             found["mask_builder"] = functools.partial(_prefix, self.prefix)
         if self.mask_builder is not None:
-            found["mask_builder"] = _loaded(self.mask_builder)
+            found["mask_builder"] = _imported(self.mask_builder)
         return found
 
     def attend(self, floating: dict[str, jax.Array], integers: dict[str, Any], mesh: Any, backend: str) -> Any:
-        """The call itself, on the devices of a mesh, of the arrays that `floating` and `integers` describe."""
+        """Calls `ring_attention` on a mesh of devices, with arrays like those of `floating()` and `integers()`."""
         rest = dict(floating)
         operands = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
         more = (rest.pop("softmax_aux", None), rest.pop("bias", None))
         return ring_attention(*operands, *more, **rest, **integers, **self.options(), mesh=mesh, backend=backend)
 
 
+def checked_ring(ranks: int) -> int:
+    if ranks < 1:
+        raise InputError("--ring", f"got {ranks}", "Pass the number of ranks, 1 or more")
+    return ranks
+
+
+def checked_dtype(name: str) -> str:
+    """A dtype that NumPy or JAX knows; `ring_attention` refuses those that it does not take."""
+    try:
+        jax.numpy.dtype(name)
+    except TypeError:
+        raise InputError("--dtype", f"got {name!r}", f"Known dtypes: {', '.join(DTYPES)}") from None
+    return name
+
+
 def _prefix(length: int, *_: int) -> masks.Mask:
     return masks.Prefix(length) | masks.Causal()
 
 
-def _loaded(path: str) -> Callable[..., Any]:
+def _imported(path: str) -> Callable[..., Any]:
     module, _, attribute = path.partition(":")
     try:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
