@@ -114,7 +114,10 @@ def test_a_prime_length_is_padded_and_cut(option: str) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("option", ["causal", "bias", "dropout"])
 def test_half_precision_stays_within_its_tolerance(option: str, dtype: Any) -> None:
-    check(make_block(2, 64, 96, heads=4, kv_heads=2, dim=32, dtype=dtype, params=tiles(32), **OPTIONS[option](64, 96)), option)
+    check(
+        make_block(2, 64, 96, heads=4, kv_heads=2, dim=32, dtype=dtype, params=tiles(32), **OPTIONS[option](64, 96)),
+        option,
+    )
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)], ids=str)

@@ -187,7 +187,9 @@ def test_it_maps_over_blocks_whose_visible_tiles_differ() -> None:
 
 
 def test_two_runs_give_the_same_bits() -> None:
-    block = make_block(2, 100, 70, heads=4, kv_heads=1, params=tiles(32), dropout=0.1, seed=np.zeros(2, np.uint32), causal=True)
+    block = make_block(
+        2, 100, 70, heads=4, kv_heads=1, params=tiles(32), dropout=0.1, seed=np.zeros(2, np.uint32), causal=True
+    )
     runs = [jax.tree.leaves((p := KERNEL.forward(block, None), _backward(block, p))) for _ in range(2)]
     _same(*runs)
 

@@ -16,9 +16,7 @@ from ringattn_core.contract.visibility import visible
 Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 
 
-def scores(
-    q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool
-) -> tuple[Scores, Scores]:
+def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
     """The scores, -inf where a key is masked out, and the scaled and capped products that they come from."""
     rule = tile.rule
     product = (inner(k, q, tile) if by_keys else inner(q, k, tile)) * rule.scale
