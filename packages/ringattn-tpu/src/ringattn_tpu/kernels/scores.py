@@ -90,13 +90,6 @@ def keep_columns(settings: Settings, inputs: Any, columns: Any, by_keys: bool) -
         columns[row] = to_column(inputs[rows][row : row + 1, :])
 
 
-def outer(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
-    """The product of each row of `a` with each of `b`."""
-    return jax.lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), precision=settings.precision, preferred_element_type=jnp.float32
-    )
-
-
 def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
     """`a @ b`, accumulated in float32."""
     return jnp.dot(a.astype(b.dtype), b, precision=settings.precision, preferred_element_type=jnp.float32)
@@ -107,14 +100,26 @@ def power(x: jax.Array, settings: Settings) -> jax.Array:
     return jnp.exp(x) if settings.bias else jnp.exp2(x)
 
 
-def scores(part: Part, masked: bool) -> tuple[jax.Array, jax.Array]:
-    """The scores, and the tanh that the soft cap takes of each product (without a cap, the scaled product).
+def products(part: Part, of_query: str, of_key: str) -> jax.Array:
+    """The product of each query's row of one array with each key's row of another, laid out as scores."""
+    q, k = part.rows(of_query), part.rows(of_key)
+    own, visiting = (k, q) if part.by_keys else (q, k)
+    return jax.lax.dot_general(
+        own,
+        visiting,
+        (((1,), (1,)), ((), ())),
+        precision=part.settings.precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def scores(part: Part, product: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
+    """The scores from the products, and the tanh that the soft cap takes (without a cap, the scaled products).
 
     Where `masked`, the score of a pair that is masked out is -inf.
     """
     settings, rule = part.settings, part.settings.rule
-    q, k = part.rows("q"), part.rows("k")
-    bent = (outer(k, q, settings) if part.by_keys else outer(q, k, settings)) * settings.product_scale
+    bent = product * settings.product_scale
     s = bent
     if rule.soft_cap is not None:
         bent = jnp.tanh(bent)
