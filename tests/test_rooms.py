@@ -18,7 +18,8 @@ ROOMS = (
     ("ring",),
     ("backends",),
     ("contract",),
-    ("masks", "placement"),
+    ("masks",),
+    ("placement",),
 )
 OUTSIDE_A_ROOM = {"__init__.py", "__main__.py", "config.py", "errors.py", "py.typed"}
 PLUGINS = sorted((*ROOT.glob("packages/*/src/*/plugin.py"), *ROOT.glob("examples/*/src/*/plugin.py")))
