@@ -13,4 +13,5 @@ BACKEND: Final = Backend(
     features=dict.fromkeys(Feature, Support.FULL),
     kernel="ringattn_triton.block:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
+    variables=("RINGATTN_TRITON_INTERPRET",),
 )
