@@ -119,7 +119,8 @@ def test_every_benchmark_is_on_its_page():
     assert not missing, f"docs/benchmarks.md does not mention {missing}"
 
 
-def test_the_variables_that_are_read_are_those_that_the_documents_name():
+def test_the_variables_that_are_read_are_those_that_the_documents_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
     import tables
     from ringattn_core.backends.selection import VARIABLES
 
