@@ -2,11 +2,13 @@
 """How a validated call reaches the backend chosen for it."""
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
@@ -14,6 +16,7 @@ from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.signature import PARAMETERS
 from ..errors import DerivativeError
+from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
 from ..ring import engine
 from ..tuning.choice import settled
@@ -41,11 +44,27 @@ def answer(registration: Registration, call: Call) -> Any:
     backend, implementation = registration.descriptor(), registration.implementation()
     call = settled(registration, call)
     if backend.kernel is None:
-        result = implementation(**call.options())
+        result = _by_ring_kernel(implementation, call)
     else:
         out, lse = engine.run(implementation, call)
         result = (out, lse) if call.return_lse else out
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
+
+
+def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
+    """The result of a ring function, for which padding holds zeros, as it does for block kernels.
+
+    The selections of the result do nothing but send no cotangent back from padding.
+    """
+    q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
+    if q_ids is None:
+        return kernel(**call.options())
+    key, value = cleaned(call.key, kv_ids), cleaned(call.value, kv_ids)
+    result = kernel(**dataclasses.replace(call, query=cleaned(call.query, q_ids), key=key, value=value).options())
+    if not call.return_lse:
+        return cleaned(result, q_ids)
+    out, lse = result
+    return cleaned(out, q_ids), jnp.where(q_ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
 
 
 def per_shard(name: str) -> Callable[..., Any]:

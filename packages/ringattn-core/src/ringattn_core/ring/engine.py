@@ -22,7 +22,9 @@ from .parcels import joint
 def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     """`(out, lse)` of one shard, by the ring engine over `kernel`."""
     ring, inputs, fixed = prepared(kernel, call)
-    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+    # Masked scores, and the lse of a row that sees no key, are -inf on purpose.
+    with jax.debug_infs(False):
+        return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
 
 
 def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fixed]:
