@@ -12,7 +12,8 @@ import triton
 from ringattn_core.backends import discovery
 from ringattn_core.backends.selection import candidates
 from ringattn_core.contract.features import Feature, Support
-from ringattn_triton import availability, compiled
+from ringattn_triton import availability
+from ringattn_triton.launch import compiled
 from ringattn_triton.plugin import BACKEND
 
 

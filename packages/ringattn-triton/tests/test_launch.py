@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import small_kernels
 from jax.sharding import PartitionSpec as P
-from ringattn_triton import compiled
-from ringattn_triton.launch import capability, compiling_for, interpreting, launch
+from ringattn_triton.launch import compiled
+from ringattn_triton.launch import compiling_for, launch
+from ringattn_triton.launch.target import capability, interpreting
 
 TILE = 32
 

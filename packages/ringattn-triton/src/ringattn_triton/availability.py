@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import jax
 
-from .launch import INTERPRET_VARIABLE, interpretation_allowed
+from .launch.target import INTERPRET_VARIABLE, interpretation_allowed
 
 TRITON_FLOOR: Final = (3, 6)
 JAX_TRITON_FLOOR: Final = (0, 3)
@@ -46,7 +46,7 @@ def _why_no_triton() -> str | None:
 
 
 def _why_no_jax_triton() -> str | None:
-    from . import compiled
+    from .launch import compiled
 
     try:
         module = compiled.jax_triton()

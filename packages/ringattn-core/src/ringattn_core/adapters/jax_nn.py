@@ -86,7 +86,7 @@ def _told_of_implementation() -> Iterator[None]:
         yield
     except BackendNotFoundError as error:
         error.add_note(
-            "Here implementation names a ring backend; jax.nn's kernels, 'cudnn' too, run on one device."
+            "Here implementation names a ring backend; the kernels of jax.nn, 'cudnn' too, run on one device."
         )
         raise
 

@@ -4,9 +4,9 @@
 import dataclasses
 import os
 import platform
-from importlib import metadata
 from typing import Any, Final
 
+import importlib_metadata
 import jax
 
 from ..contract.features import Feature
@@ -147,15 +147,15 @@ def _devices() -> tuple[list[str], tuple[str, ...], str | None]:
 
 def _plugins() -> list[str]:
     """The distributions that bring JAX a device."""
-    return sorted({point.dist.name for point in metadata.entry_points(group="jax_plugins") if point.dist})
+    return sorted({point.dist.name for point in importlib_metadata.entry_points(group="jax_plugins") if point.dist})
 
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in dict.fromkeys((*_LIBRARIES, *_plugins())):
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+            found[name] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
             continue
     return found
 

@@ -43,8 +43,8 @@ discovery.on_clear.append(_logged.clear)
 def select(backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str) -> Registration:
     """The backend for a call that needs `required` on devices of `platform`; its implementation loads.
 
-    A name is final. A sequence is tried in order. `None` leaves it to `use_backend`, then to the environment,
-    then to the priorities of the installed backends.
+    A name is final. A sequence is tried in order; a name in it that misspells another raises. `None` leaves it to
+    `use_backend`, then to the environment, then to the priorities of the installed backends.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
@@ -64,9 +64,15 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
 def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
     """Names the backend, or an ordered fallback, for the calls in this context that name none themselves.
 
-    It is read when a call is traced: a function that `jax.jit` has compiled before keeps its backend.
+    It is read when a call is traced: a function that `jax.jit` has compiled before keeps its backend. A name that no
+    call could use, or that misspells another in a sequence, raises here.
     """
-    token = _context.set(_names(backend, "use_backend"))
+    names, installed = _names(backend, "use_backend"), discovery.registrations()
+    for name in names:
+        unknown = None if name in installed else BackendNotFoundError(name, tuple(installed))
+        if unknown is not None and (unknown.meant or len(names) == 1):
+            raise unknown
+    token = _context.set(names)
     try:
         yield
     finally:
@@ -87,11 +93,14 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) 
         if name in installed:
             reason = _why_not(installed[name], required, None)
         else:
-            reason = str(BackendNotFoundError(name, tuple(installed)))
+            unknown = BackendNotFoundError(name, tuple(installed))
+            if unknown.meant:
+                raise unknown
+            reason = str(unknown)
         if reason is None:
             return installed[name]
         reasons[name] = reason
-        _log_once(logging.INFO, f"backend {name!r} passed over: {reason}")
+        _log_once(logging.INFO if name in installed else logging.WARNING, f"backend {name!r} passed over: {reason}")
     raise NoBackendError(platform, reasons)
 
 

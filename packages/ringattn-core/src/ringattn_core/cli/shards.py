@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..call import sharding
+from ..call import options, sharding
 from ..call.validation import validated
 from ..contract import packing
 from ..contract.features import Feature
@@ -90,7 +90,7 @@ def _every_rank(call: AbstractCall, kernel: Any, work: Any, integers: dict[str, 
     """`work` on the shard of each rank, stacked: `vmap` stands for the ranks, as `shard_map` would on devices."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating().items()}
     whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options(), ranks=1), call.mesh)
-    needs, specs = whole.needs(), roles.specs(whole)
+    needs, specs = options.needs(whole), sharding.specs(whole, roles)
     arrays, split = {}, {}
     for name, spec in specs.items():
         x = getattr(whole, name)
@@ -98,10 +98,10 @@ def _every_rank(call: AbstractCall, kernel: Any, work: Any, integers: dict[str, 
         arrays[name], split[name] = x, axis
         if axis is not None:
             arrays[name] = x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
-    options = dataclasses.replace(whole, **dict.fromkeys(sharding.ARRAYS))
+    rest = dataclasses.replace(whole, **dict.fromkeys(options.ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
-        ring, inputs, fixed = engine.prepared(kernel, dataclasses.replace(options, **local))
+        ring, inputs, fixed = engine.prepared(kernel, dataclasses.replace(rest, **local))
         return work(Shard(inputs, fixed, ring, needs, tuple(specs.items())))
 
     return jax.vmap(of_rank, (split,), axis_name=AXIS, axis_size=call.ring)(arrays)

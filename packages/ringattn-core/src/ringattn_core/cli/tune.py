@@ -71,6 +71,7 @@ def _problem(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
     import jax.numpy as jnp
 
     from ..backends.selection import select
+    from ..call.options import needs
     from ..call.validation import validated
     from ..errors import InputError
     from ..placement.layout import canonical, pieces
@@ -101,8 +102,8 @@ def _problem(arguments: argparse.Namespace) -> "tuple[Registration, Problem]":
             dropout_seed=0 if arguments.dropout else None,
             **{name: getattr(arguments, name) for name in _OPTIONS},
         )
-        registration = select(arguments.backend, call.needs(), platform_of(None, ()))
-        found.append((registration, of_call(registration, call, None, ring)))
+        registration = select(arguments.backend, needs(call), platform_of(None, ()))
+        found.append((registration, of_call(registration, call, ring)))
 
     found: list[tuple[Registration, Problem]] = []
     jax.eval_shape(trace, *local)

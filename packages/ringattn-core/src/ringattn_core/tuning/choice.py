@@ -19,7 +19,7 @@ from ..masks.builder import Built
 from ..placement.axes import size
 from .overlay import OPEN, overlaid
 from .policy import Policy, current
-from .problem import Problem, built_masks, of_call, tunable
+from .problem import Problem, of_call, tunable
 
 if TYPE_CHECKING:
     from .progress import Progress
@@ -52,12 +52,10 @@ def settled(registration: Registration, call: Call, ranks: int | None = None, me
         kernel = registration.implementation()
         if tunable(registration) or hasattr(kernel, "default_config"):
             ranks = size("axis_name", call.axis_name or ()) if ranks is None else ranks
-            built = built_masks(call, ranks)
-            problem = of_call(registration, call, built, ranks, mesh)
-            found = configured(registration, problem, built)
+            problem = of_call(registration, call, ranks, mesh)
+            found = configured(registration, problem, call.mask_builder)
             forward = found.fwd_params if forward == OPEN.fwd_params else forward
             backward = found.bwd_params if backward == OPEN.bwd_params else backward
-            call = call if built is None else dataclasses.replace(call, mask_builder=built)
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)

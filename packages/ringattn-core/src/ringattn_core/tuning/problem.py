@@ -9,16 +9,14 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, Final, Protocol, runtime_checkable
 
+import importlib_metadata
 import jax
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
 from ..contract.call import Call
-from ..masks.builder import Built, build
-from ..placement.axes import size
 from ..placement.platforms import device_of, platform_of
 
 
@@ -88,7 +86,7 @@ def tunable(registration: Registration) -> bool:
     return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
 
 
-def of_call(registration: Registration, call: Call, built: Built | None, ranks: int, mesh: Any = None) -> Problem:
+def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None) -> Problem:
     """The problem of one shard: the arrays of `call` are local, concrete or not."""
     batch, q_length, heads, head_dim = call.query.shape
     given = (mesh, (call.query, call.key, call.value))
@@ -115,22 +113,13 @@ def of_call(registration: Registration, call: Call, built: Built | None, ranks: 
         segments=call.q_segment_ids is not None,
         slopes=call.alibi_slopes is not None,
         positions=_shape(call.q_positions),
-        masks=() if built is None else tuple(map(_described, built.masks)),
+        masks=() if call.mask_builder is None else tuple(map(_described, call.mask_builder.masks)),
         bias=_shape(call.bias),
         attention_mask=_shape(call.attention_mask),
         precision=call.precision,
         fused_backward=call.fused_backward,
         two_way=call.two_way,
     )
-
-
-def built_masks(call: Call, ranks: int) -> Built | None:
-    """The masks of the heads, which are global, as the engine will make them."""
-    if call.mask_builder is None or isinstance(call.mask_builder, Built):
-        return call.mask_builder
-    copies = size("head_axis_name", call.head_axis_name or ())
-    lengths, heads = (call.query.shape[1], call.key.shape[1]), (call.query.shape[2], call.key.shape[2])
-    return build(call.mask_builder, *(length * ranks for length in lengths), *(count * copies for count in heads))
 
 
 @functools.cache
@@ -142,7 +131,7 @@ def machine(kind: str) -> str:
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
     """Whatever may make another program of the same call."""
-    core = metadata.version("ringattn-core")
+    core = importlib_metadata.version("ringattn-core")
     return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
 
 

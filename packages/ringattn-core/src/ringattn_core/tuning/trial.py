@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..config import BwdParams, FwdParams
 from ..contract.checks import backward, forward
 from ..contract.packing import pack
-from ..contract.protocol import BlockKernel, Partial
+from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.rule import Rule
 from ..masks.builder import Built
 from ..placement.layout import indices
@@ -140,10 +140,16 @@ def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
     return Differentiable(q, k, v, None, bias, slopes), fixed, dout
 
 
+def _visited(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array) -> Block:
+    """The block of one hop; as in the engine, keys and values are not packed on a ring of one."""
+    alone = ring.plan.ranks == 1
+    kv = (inputs.k, inputs.v) if alone else pack(inputs.k, inputs.v)
+    return dataclasses.replace(block(ring, inputs, kv, fixed, offset), final=alone)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, partial: Partial | None) -> Any:
-    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
-    return forward(ring.kernel, visited, partial)
+    return forward(ring.kernel, _visited(ring, inputs, fixed, offset), partial)
 
 
 @jax.jit
@@ -157,8 +163,7 @@ def _rows(whole: Partial, dout: jax.Array) -> Rows:
 def _backward_hop(
     ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Rows, dq: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
-    visited = dataclasses.replace(visited, shift=rows.shift)
+    visited = dataclasses.replace(_visited(ring, inputs, fixed, offset), shift=rows.shift)
     found = backward(ring.kernel, visited, rows.dout, rows.lse, rows.delta, dq)
     return found.dq, (found.dk, found.dv, found.dbias, found.dslopes)
 
