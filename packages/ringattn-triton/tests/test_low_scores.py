@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises on rows whose every score is hugely negative: right outputs and gradients, whole or in parts, to finfo.min."""
+"""Promises on rows whose every score is hugely negative: outputs and gradients are right, down to finfo.min."""
 
 import dataclasses
 from typing import Any
