@@ -8,6 +8,9 @@ from ringattn_core.contract.features import Feature, Support
 
 _FEATURES: Final = (
     Feature.GRADIENTS,
+    Feature.FLOAT32,
+    Feature.FLOAT16,
+    Feature.BFLOAT16,
     Feature.CAUSAL,
     Feature.SLIDING_WINDOW,
     Feature.CHUNKED,
