@@ -15,7 +15,7 @@ from ..placement.platforms import platform_of
 from . import discovery, selection
 from .discovery import Registration
 
-_LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton", "jax-triton")
+_LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton")
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
