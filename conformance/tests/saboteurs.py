@@ -282,7 +282,6 @@ def _primal(name: str) -> str:
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
 _SEEN: Final = "test_masks::test_the_keys_that_a_query_sees[{}-%s]"
-_LSE: Final = "test_lse::test_it_is_the_natural_logarithm_of_the_whole_denominator[{}-%s]"
 _RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
 _NAN: Final = "test_numerics::test_a_non_finite_value_reaches_every_row_that_sees_it[{}-%s]"
 _HUGE: Final = "test_numerics::test_rows_of_hugely_negative_scores_are_those_of_float32[{}-%s]"
@@ -295,8 +294,8 @@ _ALONE: Final = _point("plain-ring1-contiguous")
 SABOTEURS: Final[dict[str, Sabotage]] = {
     "causal-lost-under-grad": Sabotage(CausalLostUnderGrad(), (_point("causal-ring2-zigzag"),), _primal("causal")),
     "stale-keys": Sabotage(StaleKeys(), (_PLAIN,), _ALONE),
-    "lse-in-log2": Sabotage(LogTwo(), (_LSE % "lse",), _PLAIN),
-    "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN, _LSE % "lse"), _SEEN % "causal"),
+    "lse-in-log2": Sabotage(LogTwo(), (_primal("lse"),), _PLAIN),
+    "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN, _primal("lse")), _SEEN % "causal"),
     "out-rounded-at-every-hop": Sabotage(NarrowOut(), (_RMS,), _PLAIN),
     "dk-dv-swapped": Sabotage(Swapped(), (_PLAIN,), _primal("causal")),
     "sinks-at-every-hop": Sabotage(SinksEveryHop(), (_point("sinks-ring2-contiguous"),), _PLAIN),

@@ -372,7 +372,7 @@ def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     registration = discovery.get("mine")
-    problem = of_call(registration, validated(X, X, X), None, 1)
+    problem = of_call(registration, validated(X, X, X), 1)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: choice.configured(registration, problem), range(8)))
     assert found == [TUNED] * 8

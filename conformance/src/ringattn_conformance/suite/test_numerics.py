@@ -106,6 +106,7 @@ def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray
     return rows, keys
 
 
+@tiers.mark(tiers.CORE, "k-nan")
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str, operand: str, poison: str):
@@ -253,19 +254,13 @@ def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: st
     placed = place(case, Placement(2), ringattn_backend)
     q = np.array(placed.inputs.problem.q)
     q[:, 30] *= 1e4
-    inputs = dataclasses.replace(placed.inputs, problem=dataclasses.replace(placed.inputs.problem, q=q))
-    placed = dataclasses.replace(placed, inputs=inputs)
+    placed = _changed(placed, q=q)
     with owed(ringattn_backend, case.needs) as right:
-        got = run(placed, gradients=False)
+        got = run(placed, gradients=False)["out"]
         if right:
-            answer = oracle.attend(inputs.problem)
-            others = np.arange(48) != 30
-            fault = tolerances.difference(
-                "out",
-                got["out"][:, others],
-                answer.out[:, others],
-                tolerances.allowed("out", "float32", answer.out, 0.0),
-            )
+            want, others = oracle.attend(placed.inputs.problem).out, np.arange(48) != 30
+            tolerance = tolerances.allowed("out", "float32", want, 0.0)
+            fault = tolerances.difference("out", got[:, others], want[:, others], tolerance)
             tolerances.fail_if([fault] if fault else [], "rows beside one of huge scores")
 
 

@@ -41,4 +41,5 @@ BACKEND: Final = Backend(
     features=dict.fromkeys(_FEATURES, Support.FULL),
     kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
+    variables=("RINGATTN_TRITON_INTERPRET",),
 )

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +32,16 @@ class Cut(NamedTuple):
     kv: Any
 
 
+def _letters(annotation: Any) -> str | None:
+    """The axes that the type of an array names, a letter each."""
+    named = [part.dim_str for part in (annotation, *get_args(annotation)) if hasattr(part, "dim_str")]
+    return "".join(axis[0].upper() for axis in named[0].split()) if named else None
+
+
 _AXES: Final = {
-    "q": "BTN.",
-    "q_positions": "BT",
-    "kv_positions": "BS",
-    "q_index": "BT",
-    "kv_index": "BS",
-    "batch_index": "B",
-    "head_index": "N",
-    "q_segments": "BT",
-    "kv_segments": "BS",
-    "bias": "BNTS",
-    "mask": "BNTS",
-    "slopes": "BN",
-    "seed": "B",
+    field.name: letters
+    for field in dataclasses.fields(Block)
+    if field.name not in ("kv", "shift") and (letters := _letters(field.type)) is not None
 }
 
 

@@ -85,7 +85,9 @@ def _told_of_implementation() -> Iterator[None]:
     try:
         yield
     except BackendNotFoundError as error:
-        error.add_note("Here implementation names a ring backend; the kernels of jax.nn, 'cudnn' too, run on one device.")
+        error.add_note(
+            "Here implementation names a ring backend; the kernels of jax.nn, 'cudnn' too, run on one device."
+        )
         raise
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from ..placement.arrays import axes_with
 from .packing import Packed
 from .rule import Rule
 
@@ -91,16 +92,12 @@ class Block:
 
     def map_queries(self, f: Callable[[jax.Array, int], jax.Array]) -> "Block":
         """The block whose every array `x` with a query axis `a` of full length is `f(x, a)`."""
-        axes = {"q": 1, "q_positions": 1, "q_index": 1, "q_segments": 1, "mask": 2, "shift": 2}
-        if self.bias is not None and self.bias.shape[2] == self.q_length:
-            axes["bias"] = 2
-        return self._mapped(f, axes)
+        return self._mapped(f, axes_with(Block, "T", "t"), self.q_length)
 
     def map_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> "Block":
         """The block whose every array `x` with a key axis `a` is `f(x, a)`."""
         kv = jax.tree.map(lambda x: f(x, x.ndim - 3), self.kv)
-        axes = {"kv_positions": 1, "kv_index": 1, "kv_segments": 1, "bias": 3, "mask": 3}
-        return dataclasses.replace(self._mapped(f, axes), kv=kv)
+        return dataclasses.replace(self._mapped(f, axes_with(Block, "S"), self.kv_length), kv=kv)
 
     def tile(self, q_start: Any, q_size: int, kv_start: Any, kv_size: int) -> "Block":
         """The block of these queries against these keys; the starts may be traced."""
@@ -120,9 +117,9 @@ class Block:
             block = dataclasses.replace(block, kv=kv, kv_index=kv_index, padded=True)
         return block
 
-    def _mapped(self, f: Callable[[jax.Array, int], jax.Array], axes: dict[str, int]) -> "Block":
-        given = {name: axis for name, axis in axes.items() if getattr(self, name) is not None}
-        return dataclasses.replace(self, **{name: f(getattr(self, name), axis) for name, axis in given.items()})
+    def _mapped(self, f: Callable[[jax.Array, int], jax.Array], axes: dict[str, int], length: int) -> "Block":
+        given = {name: (x, axis) for name, axis in axes.items() if (x := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **{n: f(x, axis) for n, (x, axis) in given.items() if x.shape[axis] == length})
 
 
 def _grow(x: jax.Array, axis: int, more: int, **how: Any) -> jax.Array:

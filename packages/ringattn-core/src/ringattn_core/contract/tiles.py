@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..masks import Coordinates, same_segment
+from ..masks import Coordinates, all_of, any_of, same_segment
 from .protocol import Block
 from .visibility import of_positions
 
@@ -39,7 +39,7 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
         parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
     if rule.masks:
         of_heads = [mask.tiles(q, kv) for mask in rule.masks]
-        parts.append((_any([some for some, _ in of_heads]), _all([full for _, full in of_heads])))
+        parts.append((any_of(some for some, _ in of_heads), all_of(full for _, full in of_heads)))
     if block.mask is not None:
         parts.append(_of_dense(block.mask, q_tile, kv_tile))
     if padding is not None:
@@ -48,7 +48,7 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     if not parts:
         every = jnp.ones((1, *count), bool)
         return Tiles(every, every)
-    some, full = _all([some for some, _ in parts]), _all([full for _, full in parts])
+    some, full = all_of(some for some, _ in parts), all_of(full for _, full in parts)
     shape = (max(some.shape[0], full.shape[0]), *count)
     return Tiles(jnp.broadcast_to(some, shape), jnp.broadcast_to(full, shape))
 
@@ -66,17 +66,3 @@ def _of_dense(mask: jax.Array, q_tile: int, kv_tile: int) -> tuple[jax.Array, ja
     batch, heads, rows, columns = mask.shape
     grid = mask.reshape(batch, heads, rows // q_tile, q_tile, columns // kv_tile, kv_tile)
     return grid.any((1, 3, 5)), grid.all((1, 3, 5))
-
-
-def _any(parts: list[jax.Array]) -> jax.Array:
-    union = parts[0]
-    for part in parts[1:]:
-        union = union | part
-    return union
-
-
-def _all(parts: list[jax.Array]) -> jax.Array:
-    common = parts[0]
-    for part in parts[1:]:
-        common = common & part
-    return common

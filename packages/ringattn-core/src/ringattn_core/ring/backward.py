@@ -85,7 +85,7 @@ def _in_input_dtypes(kept: Residuals, rows: Rows, dq: Any, dk: Any, dv: Any, dbi
 
 def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array:
     """Minus the sum over rows of each sink's probability times `delta`."""
-    sinks = sinks_of(kept.inputs)[:, None, :]
+    sinks = sinks_of(kept.inputs)[None, :, None, :]
     above = sinks if kept.shift is None else sinks - kept.shift[..., None]
     probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
     return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")

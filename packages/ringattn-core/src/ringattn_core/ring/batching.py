@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from ..contract import checks
 from ..contract.protocol import Block, BlockKernel, Gradients, Partial
+from ..placement.arrays import axes_with
 
-_PER_EXAMPLE = ("q", "batch_index", "q_segments", "kv_segments", "seed", "shift")
-_BROADCAST = ("q_positions", "kv_positions", "q_index", "kv_index", "bias", "mask", "slopes")
+_PER_EXAMPLE, _BROADCAST = axes_with(Block, "B"), axes_with(Block, "b")
 
 
 def forward(kernel: BlockKernel) -> Callable[[Block, Partial | None], Partial]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 
 from ..contract.protocol import Block, BlockKernel
 from ..contract.rule import Rule
+from ..placement import arrays
 from ..placement.layout import columns, indices
 from .hops import Plan
 
@@ -30,12 +31,12 @@ class Ring:
 class Differentiable:
     """The inputs with a gradient. Replicated ones are aligned, so that JAX sums their gradients."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    sinks: jax.Array | None
-    bias: jax.Array | None
-    slopes: jax.Array | None
+    q: arrays.Query
+    k: arrays.Key
+    v: arrays.Value
+    sinks: arrays.Sinks | None
+    bias: arrays.Bias | None
+    slopes: arrays.Slopes | None
 
 
 @jax.tree_util.register_dataclass
@@ -49,12 +50,12 @@ class Fixed:
     rank: Int32[Array, ""]
     batch_index: Int32[Array, " B"]
     head_index: Int32[Array, " N"]
-    q_segments: jax.Array | None
-    kv_segments: jax.Array | None
-    q_positions: jax.Array | None
-    kv_positions: jax.Array | None
-    mask: jax.Array | None
-    seed: jax.Array | None
+    q_segments: arrays.QueryIds | None
+    kv_segments: arrays.KeyIds | None
+    q_positions: arrays.QueryPositions | None
+    kv_positions: arrays.KeyPositions | None
+    mask: arrays.DenseMask | None
+    seed: arrays.Seed | None
 
 
 def gathered(ring: Ring, fixed: Fixed) -> Fixed:

@@ -3,18 +3,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..placement import arrays
 from .blocks import Differentiable, Fixed
 
-INPUT_HEADS: Final = {"q": 2, "k": 2, "v": 2, "bias": 1, "slopes": 0}
-FIXED_HEADS: Final = {"head_index": 0, "mask": 1}
-"""The axis of each array that counts its heads. Sinks are merged after the last hop."""
-
-
+INPUT_HEADS, FIXED_HEADS = (arrays.axes_with(kind, "N", "n", "K") for kind in (Differentiable, Fixed))
+"""The axis of each array that counts its heads."""
 Sum = dict[str, Any]
 """The gradients summed over the hops so far, under the names of their inputs."""
 

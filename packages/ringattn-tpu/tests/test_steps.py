@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import tiles
-from ringattn_tpu import block_sizes, tables
-from ringattn_tpu.tables import FIRST, GROUPED, IDLE, LAST, MASKED, OPENS, Numbering, Steps
+from ringattn_tpu import block_sizes
+from ringattn_tpu import steps as listing
+from ringattn_tpu.steps import FIRST, IDLE, LAST, MASKED, OPENS, PAIRED, Numbering, Steps
 from tpu_blocks import OPTIONS, make_block, seen_pairs, with_option
 
 TILE = 16
@@ -56,7 +57,7 @@ def test_a_visible_pair_of_tiles_is_visited_once_and_masked_unless_seen_whole(op
     pairs = seen_pairs(block)
     some = by_tile(pairs.any(1), kv_tile, by_keys).any(-1)
     full = by_tile(pairs.all(1), kv_tile, by_keys).all(-1)
-    found = tables.steps(block, TILE, kv_tile, by_keys)
+    found = listing.steps(block, TILE, kv_tile, by_keys)
     steps = read(found)
     assert found.rows in (1, 2) and {step.row for step in steps} <= set(range(found.rows))
     for row in range(2):
@@ -74,7 +75,7 @@ def test_a_visible_pair_of_tiles_is_visited_once_and_masked_unless_seen_whole(op
 def test_no_tile_is_visited_or_masked_that_core_says_need_not_be(option: str, by_keys: bool):
     block = whole(with_option(option))
     some, full = (np.asarray(x.swapaxes(1, 2) if by_keys else x) for x in tiles(block, TILE, TILE))
-    steps = read(tables.steps(block, TILE, TILE, by_keys))
+    steps = read(listing.steps(block, TILE, TILE, by_keys))
     assert [(step.row, step.own, step.visiting) for step in steps] == [tuple(place) for place in np.argwhere(some)]
     assert [step.has(MASKED) for step in steps] == [not full[step[:3]] for step in steps]
 
@@ -83,7 +84,7 @@ def test_no_tile_is_visited_or_masked_that_core_says_need_not_be(option: str, by
 @pytest.mark.parametrize("option", OPTIONS)
 def test_flags_open_and_close_each_own_tile_and_each_batch_row_once(option: str, every_own: bool):
     block = whole(with_option(option))
-    found = tables.steps(block, TILE, TILE, every_own=every_own)
+    found = listing.steps(block, TILE, TILE, every_own=every_own)
     steps = read(found)
     assert [step[:3] for step in steps] == sorted(step[:3] for step in steps)
     for flag, key in ((OPENS, lambda step: step.row), (FIRST, lambda step: step[:2])):
@@ -100,8 +101,8 @@ def test_flags_open_and_close_each_own_tile_and_each_batch_row_once(option: str,
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_own_tile_that_sees_nothing_has_one_idle_step_where_every_own_is_asked_for(option: str, by_keys: bool):
     block = whole(with_option(option))
-    visited = read(tables.steps(block, TILE, TILE, by_keys))
-    asked = read(tables.steps(block, TILE, TILE, by_keys, every_own=True))
+    visited = read(listing.steps(block, TILE, TILE, by_keys))
+    asked = read(listing.steps(block, TILE, TILE, by_keys, every_own=True))
     idle = [step for step in asked if step.has(IDLE)]
     assert not any(step.has(IDLE) for step in visited)
     assert [step._replace(flags=step.flags & ~OPENS) for step in asked if not step.has(IDLE)] == [
@@ -113,8 +114,8 @@ def test_an_own_tile_that_sees_nothing_has_one_idle_step_where_every_own_is_aske
 
 def test_a_block_that_sees_nothing_has_no_steps():
     block = whole(with_option("causal, all keys too late"))
-    assert int(tables.steps(block, TILE, TILE).length) == 0
-    assert [step.flags & (FIRST | LAST | IDLE) for step in read(tables.steps(block, TILE, TILE, every_own=True))] == [
+    assert int(listing.steps(block, TILE, TILE).length) == 0
+    assert [step.flags & (FIRST | LAST | IDLE) for step in read(listing.steps(block, TILE, TILE, every_own=True))] == [
         FIRST | LAST | IDLE
     ] * 3
 
@@ -123,7 +124,7 @@ def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
     block = whole(with_option("causal segments"))
     some, full = (np.asarray(x) for x in tiles(block, TILE, TILE))
     assert some.shape[0] == 2 and not np.array_equal(some[0], some[1])
-    found = tables.steps(block, TILE, TILE, one_list=True)
+    found = listing.steps(block, TILE, TILE, one_list=True)
     steps = read(found)
     assert found.rows == 1
     assert [step[1:3] for step in steps] == [tuple(place) for place in np.argwhere(some.any(0))]
@@ -131,28 +132,32 @@ def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
 
 
 @pytest.mark.parametrize(
-    ("index", "grouped"),
+    ("index", "paired"),
     [
         (np.arange(48), (True, True, True)),
         (np.arange(48) + 4000, (True, True, True)),
-        (np.arange(48) + 4002, (False, False, False)),
-        (np.arange(48) * 4, (False, False, False)),
-        (np.concatenate([np.arange(8) + 8, np.arange(40) + 400]), (False, True, True)),
+        (np.arange(48) + 4008, (False, False, False)),
+        (np.arange(48) * 16, (False, False, False)),
+        (np.concatenate([np.arange(8) + 8, np.arange(40) + 400]), (False, False, False)),
+        (np.concatenate([np.arange(16) + 32, np.arange(32) + 400]), (True, True, True)),
         (np.where(np.arange(48) < 35, np.arange(48), -1), (True, True, False)),
     ],
 )
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_four_keys_share_a_draw_only_where_they_follow_each_other_from_a_multiple_of_four(index, grouped, by_keys):
-    block = make_block(q_length=48, kv_length=48, dropout=0.1, seed=np.uint32([1, 2]), kv_index=np.int32(index)[None])
-    steps = read(tables.steps(block, TILE, TILE, by_keys))
-    assert {(step.own if by_keys else step.visiting): step.has(GROUPED) for step in steps} == dict(enumerate(grouped))
-    without = make_block(q_length=48, kv_length=48, kv_index=np.int32(index)[None])
-    assert not any(step.has(GROUPED) for step in read(tables.steps(without, TILE, TILE, by_keys)))
+def test_rows_share_draws_only_where_both_indices_come_in_runs_of_16(index, paired, by_keys: bool, of_keys: bool):
+    given = {"kv_index" if of_keys else "q_index": np.int32(index)[None]}
+    block = make_block(q_length=48, kv_length=48, dropout=0.1, seed=np.uint32([1, 2]), **given)
+    steps = read(listing.steps(block, TILE, TILE, by_keys))
+    assert {(step.own if by_keys == of_keys else step.visiting): step.has(PAIRED) for step in steps} == dict(
+        enumerate(paired)
+    )
+    assert len(steps) == 9 and sum(step.has(PAIRED) for step in steps) == 3 * sum(paired)
 
 
 def test_a_causal_list_is_the_triangle():
     block = make_block(1, 64, 64, causal=True)
-    places = [(step.own, step.visiting, step.has(MASKED)) for step in read(tables.steps(block, TILE, TILE))]
+    places = [(step.own, step.visiting, step.has(MASKED)) for step in read(listing.steps(block, TILE, TILE))]
     assert places == [(own, visiting, own == visiting) for own in range(4) for visiting in range(own + 1)]
 
 
@@ -161,7 +166,7 @@ def test_the_list_of_documents_is_made_on_the_device():
 
     def length(documents: jax.Array) -> jax.Array:
         block = make_block(q_length=64, kv_length=64, q_segments=documents, kv_segments=documents)
-        return tables.steps(block, TILE, TILE).length
+        return listing.steps(block, TILE, TILE).length
 
     together, apart = jnp.zeros((2, 64), jnp.int32), jnp.tile(jnp.arange(64, dtype=jnp.int32) // TILE, (2, 1))
     assert [int(jax.jit(length)(documents)) for documents in (together, apart)] == [2 * 16, 2 * 4]
@@ -173,7 +178,7 @@ def test_a_window_visits_one_tile_more_than_it_fills(window: int, tiles_of_a_que
     block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, window=(window, None))
     sizes = block_sizes.choose(block, block.rule.fwd_params)
     assert window == (tiles_of_a_query - 1) * sizes.kv_tile
-    visited = np.bincount([step.own for step in read(tables.steps(block, sizes.q_tile, sizes.kv_tile))])
+    visited = np.bincount([step.own for step in read(listing.steps(block, sizes.q_tile, sizes.kv_tile))])
     assert visited.max() == tiles_of_a_query and set(visited[tiles_of_a_query:]) == {tiles_of_a_query}
 
 
@@ -191,5 +196,5 @@ def test_a_number_holds_every_field_up_to_its_bound():
     [(1, 256, 512, True), (1, 257, 512, False), (128, 32, 32, True), (129, 32, 32, False), (1, 1, 1, True)],
 )
 def test_a_list_has_room_for_131072_steps(batch: int, own: int, visiting: int, fits: bool):
-    assert tables.MOST_STEPS == 131072
-    assert tables.fits(batch, own, visiting) is fits
+    assert listing.MOST_STEPS == 131072
+    assert listing.fits(batch, own, visiting) is fits

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a send is kept from starting before the kernel of the hop before it is done.
+"""Keeps a send from starting before the kernel of the hop before it is done.
 
 XLA for TPUs drops barriers before it schedules, and then runs every send a hop too early, which takes the memory of one
-more shard. A kernel that does nothing, but is handed the one and returns the other in place, it cannot look through.
+more shard. It keeps the order of a kernel that takes both arrays, does nothing, and returns one of them in place.
 """
 
 from typing import Any, Final

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of tiles a kernel visits, in which order: a list made on the device, as long as there is work.
+"""Which pairs of tiles a kernel visits, in which order: a list made on the device, with no step for a hidden pair.
 
 A kernel keeps a tile of its own side (queries, or keys where `by_keys`) while tiles of the other side visit it. A step
 is one number, so that the list of a large shard still fits the scalar memory of a core.
@@ -22,8 +22,8 @@ MASKED: Final = 4
 """Not every pair of the two tiles is visible."""
 IDLE: Final = 8
 """The own tile sees nothing: its outputs are written, and nothing is computed."""
-GROUPED: Final = 16
-"""The keys of the tile are numbered one after the other from a multiple of four, so that four share a draw."""
+PAIRED: Final = 16
+"""The indices of both tiles come in runs of 16 from multiples of 16: rows that lie 8 apart share a draw of dropout."""
 OPENS: Final = 32
 """The step is the first of its batch row."""
 _FLAG_BITS: Final = 6
@@ -75,11 +75,11 @@ def steps(
     `every_own` gives each own tile at least an idle step; `one_list` says that batch rows must not differ in theirs.
     """
     some, full = tiles(block, q_tile, kv_tile)
+    paired = (_in_runs(block.q_index, q_tile)[:, None] & _in_runs(block.kv_index, kv_tile))[None]
     if one_list:
         some, full = some.any(0, keepdims=True), full.all(0, keepdims=True)
-    grouped = _grouped(block, kv_tile)[:, None, :] if block.rule.dropout else jnp.zeros((1, 1, 1), bool)
     if by_keys:
-        some, full, grouped = (jnp.swapaxes(x, 1, 2) for x in (some, full, grouped))
+        some, full, paired = (jnp.swapaxes(x, 1, 2) for x in (some, full, paired))
     rows, own, visiting = some.shape
     numbering = Numbering((own - 1).bit_length(), (visiting - 1).bit_length())
     batch, mine, other = (jax.lax.broadcasted_iota(jnp.int32, some.shape, axis) for axis in range(3))
@@ -92,17 +92,17 @@ def steps(
     last = jnp.where(some, other, -1).max(-1, keepdims=True)
     place = mine * visiting + other
     opens = place == jnp.where(some, place, own * visiting).min((1, 2), keepdims=True)
-    facts = {FIRST: other == first, LAST: other == last, MASKED: ~full, IDLE: idle, GROUPED: grouped, OPENS: opens}
+    truths = {FIRST: other == first, LAST: other == last, MASKED: ~full, IDLE: idle, PAIRED: paired, OPENS: opens}
     flags = jnp.zeros_like(some, jnp.int32)
-    for flag, truth in facts.items():
+    for flag, truth in truths.items():
         flags = flags | jnp.where(truth, flag, 0)
     number = numbering.write(batch, mine, other, flags)
     listed = jnp.sort(jnp.where(some, number, jnp.iinfo(jnp.int32).max).reshape(-1))
     return Steps(listed, some.sum(dtype=jnp.int32), numbering, rows)
 
 
-def _grouped(block: Block, kv_tile: int) -> Bool[Array, "b tiles"]:
-    """Which tiles of keys are numbered one after the other from a multiple of four."""
-    index = block.kv_index.reshape(block.kv_index.shape[0], -1, kv_tile)
-    regular = index == index[..., :1] + jnp.arange(kv_tile, dtype=jnp.int32)
-    return regular.all(-1) & (index[..., 0] >= 0) & (index[..., 0] % 4 == 0)
+def _in_runs(index: Int32[Array, "b T"], tile: int) -> Bool[Array, " tiles"]:
+    """Whether the indices of each tile, in every batch row, come in runs of 16 from multiples of 16."""
+    runs = index.reshape(index.shape[0], -1, tile // 16, 16)
+    regular = (runs == runs[..., :1] + jnp.arange(16, dtype=jnp.int32)) & (runs[..., :1] % 16 == 0)
+    return regular.all((0, 2, 3))
