@@ -199,6 +199,7 @@ ALONE: Final = (
     Case("mask-numpy", builder=ingredients.NUMPY),
     Case("mask-indexed", builder=ingredients.INDEXED, causal=True, lse=False),
     Case("dense-mask", dense_mask="T", lse=False),
+    Case("dense-mask-batch", dense_mask="BT"),
     Case("dense-mask-heads", dense_mask="NT", causal=True),
     Case("dense-mask-full", dense_mask="BNT", lse=False),
     Case("gqa", lse=False, **_GROUPED),

@@ -9,7 +9,7 @@ import pytest
 from ringattn_core.cli import output
 from ringattn_core.cli.analysis import WORDS
 from ringattn_core.cli.main import main
-from ringattn_core.cli.output import Table, Title, show
+from ringattn_core.cli.output import TextTable, Title, show
 
 CALL = ["explain", "--query", "1,64,4,8", "--ring", "4", "--causal"]
 
@@ -33,7 +33,7 @@ def test_bytes_are_written_with_the_unit_that_leaves_a_small_number(count: int, 
 
 def test_a_table_aligns_its_columns_and_wraps_at_the_width_of_a_page(capsys, monkeypatch) -> None:
     monkeypatch.setattr(output, "PAGE", 33)
-    show(Table(("k", "n", "words"), [("a", "1", "one two three four five six"), ("long", "22", "x")], right=" r"))
+    show(TextTable(("k", "n", "words"), [("a", "1", "one two three four five six"), ("long", "22", "x")], right=" r"))
     assert capsys.readouterr().out.splitlines() == [
         "k      n  words",
         "a      1  one two three four five",
@@ -44,12 +44,12 @@ def test_a_table_aligns_its_columns_and_wraps_at_the_width_of_a_page(capsys, mon
 
 def test_brackets_and_colons_are_printed_as_they_are(capsys) -> None:
     for words in ("pip install 'jax[cuda13]'", "a [bold]b[/bold] :smile: 3"):
-        show(words, Title(words), Table((), [(words,)]), Table((words,), [("x",)]))
+        show(words, Title(words), TextTable((), [(words,)]), TextTable((words,), [("x",)]))
         assert capsys.readouterr().out.splitlines() == [*[words] * 4, "x"]
 
 
 def test_without_the_extra_a_table_is_text_with_tabs(bare, capsys) -> None:
-    show(Title("title"), "sentence", Table(("k", "n"), [("a", "1"), ("b", "2")]), Table((), [("c", "3")]))
+    show(Title("title"), "sentence", TextTable(("k", "n"), [("a", "1"), ("b", "2")]), TextTable((), [("c", "3")]))
     assert capsys.readouterr().out == "title\nsentence\nk\tn\na\t1\nb\t2\nc\t3\n"
 
 

@@ -16,7 +16,8 @@ from ringattn_core import ring_attention
 from ringattn_core.cli import cache as cache_command
 from ringattn_core.cli import tune
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.errors import InputError, RingAttnError
+from ringattn_core.errors import RingAttnError
+from ringattn_core.masks import Causal, Prefix
 from ringattn_core.tuning import cache, choice, tuner
 from ringattn_core.tuning.tuner import Outcome, Timed
 
@@ -110,6 +111,8 @@ class TestTune:
             (["--dtype", "f32", "--alibi", "--precision", "high"], {"alibi_slopes": jnp.ones(2), "precision": "high"}),
             (["--dtype", "f32", "--dropout"], {"dropout_prob": 0.5, "dropout_seed": 3}),
             (["--dtype", "f32", "--segments"], {"q_segment_ids": jnp.zeros((1, 64), jnp.int32)}),
+            (["--dtype", "f32", "--documents", "9,9"], {"q_segment_ids": jnp.zeros((1, 64), jnp.int32)}),
+            (["--dtype", "f32", "--prefix", "3", "--ring", "2"], {"mask_builder": lambda *_: Prefix(3) | Causal()}),
             (["--dtype", "f32", "--fused-backward"], {"fused_backward": True}),
         ],
         ids=lambda x: " ".join(x) if isinstance(x, list) else "",
@@ -138,11 +141,6 @@ class TestTune:
         [
             (["--query", "1,64,2,16", "--backend", "xal"], "did you mean 'xla'"),
             (["--query", "1,64,3,16", "--kv", "64,2"], "heads"),
-            (
-                ["--query", "1,63,2,16", "--ring", "2"],
-                "--query: its length 63 does not split over 2 ranks",
-            ),
-            (["--query", "1,64,2,16", "--kv", "63,2", "--ring", "2"], "--kv: its length 63"),
             (["--query", "1,64,2,16", "--ring", "0"], "--ring: got 0. Pass the number of ranks"),
             (["--query", "1,64,2,16", "--dtype", "int8"], "query: has dtype int8. Cast query, key and value to one of"),
             (["--query", "1,64,2,16", "--dtype", "f31"], "--dtype: got 'f31'. Known dtypes: float32"),
@@ -166,9 +164,16 @@ class TestTune:
             ringattn("tune", "--query", shape)
         assert f"it needs {needed}" in capsys.readouterr().err
 
-    def test_refuses_an_odd_shard_of_a_layout_in_halves(self) -> None:
-        with pytest.raises(InputError, match=r"its length 6 does not split over 2 ranks\. Pass a multiple of 4"):
-            ringattn("tune", "--query", "1,6,2,16", "--ring", "2", "--layout", "zigzag")
+    def test_tunes_the_padded_length_of_a_rank_where_the_call_is_padded(self, tuned: list[Any]) -> None:
+        ringattn("tune", "--query", "1,63,2,16", "--ring", "2", "--backend", "xla")
+        assert (tuned[0].q_length, tuned[0].kv_length, tuned[0].segments) == (32, 32, True)
+
+    def test_masks_of_heads_reach_the_tuner(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = []
+        monkeypatch.setattr(tuner, "fastest", lambda *arguments: given.append(arguments) or OUTCOME)
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--prefix", "3", "--ring", "2")
+        ((_, problem, _, built),) = given
+        assert problem.masks == tuple(map(repr, built.masks)) and "Prefix(length=3)" in problem.masks[0]
 
 
 class TestCache:

@@ -324,6 +324,15 @@ class TestEnvironmentVariables:
         chosen("safe")
         assert warnings(log) == []
 
+    def test_a_backend_declares_its_own(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_MINE", "1")
+        mine = Backend("mine", 1, ("tpu",), ALL, kernel="gone:KERNEL", variables=("RINGATTN_MINE",))
+        with discovery.registered(mine, Kernel()):
+            chosen("safe")
+        assert warnings(log) == []
+        chosen("safe")
+        assert "RINGATTN_MINE is not known" in warnings(log)[0]
+
 
 def test_every_refusal_is_one_of_the_library(install: Any) -> None:
     for backend in (None, "absent", ("absent", "gone")):

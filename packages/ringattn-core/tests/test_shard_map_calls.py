@@ -159,16 +159,11 @@ def test_one_axis_of_sinks_counts_all_heads(sinks: tuple[int]) -> None:
     )
 
 
-def test_one_axis_of_sinks_that_is_split_over_the_heads_is_refused() -> None:
-    with pytest.raises(InputError, match=r"softmax_aux: has shape \(2,\) and is split over \('tp',\), but one axis"):
-        on_ranks(
-            jnp.ones(N), more_specs=(P("tp"),), axis_name="sp", head_axis_name="tp", softmax_aux=lambda x: x
-        )  # fmt: skip
-
-
-def test_sinks_of_each_head_are_split_with_the_heads() -> None:
-    x = jnp.linspace(-1.0, 2.0, N)[:, None]
-    got = on_ranks(x, more_specs=(P("tp"),), axis_name="sp", head_axis_name="tp", softmax_aux=lambda x: x)
+@pytest.mark.parametrize("shape", [(N,), (N, 1)])
+def test_sinks_that_are_split_with_the_heads_are_those_of_each_head(shape: tuple[int, ...]) -> None:
+    x = jnp.linspace(-1.0, 2.0, N)
+    given = x.reshape(shape)
+    got = on_ranks(given, more_specs=(P("tp"),), axis_name="sp", head_axis_name="tp", softmax_aux=lambda x: x)
     close(got, ring_attention(*arrays(), x))
 
 

@@ -14,6 +14,7 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.merge import empty
 from ringattn_core.masks import Causal, Document, Predicate, Prefix
 from ringattn_core.ring.blocks import Ring
 from ringattn_core.tuning import Problem, trial
@@ -209,16 +210,14 @@ class Seen:
             for field in dataclasses.fields(block)
             if field.name != "rule" and not isinstance(getattr(block, field.name), bool)
         }
-        self.blocks.append((shapes, block.rule))
+        self.blocks.append((shapes | {"final": block.final}, block.rule))
         self.params.append(("forward", block.rule.fwd_params))
         if self.concrete:
             jax.debug.callback(
                 lambda q, kv: self.hops.append((q, kv)), block.q_positions, block.kv_positions, ordered=True
             )
-        from ringattn_core.contract.protocol import Partial
-
-        batch, length, heads, _ = block.q.shape
-        return Partial(jnp.zeros((batch, length, heads, block.value_dim)), jnp.zeros((batch, heads, length)))
+        partial = empty(block) if partial is None else partial
+        return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
         from ringattn_core.contract.protocol import Gradients

@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from ringattn_conformance import blocks
 from ringattn_conformance.blocks import random_ids as ids

@@ -14,9 +14,9 @@ from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.errors import InputError
 from ringattn_triton import block_kernel, kernel_inputs
-from ringattn_triton.portable import schedules
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.launch.target import Target
+from ringattn_triton.portable import schedules
 from ringattn_triton.portable.schedules import Schedule
 
 TOLERANCE = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
@@ -269,8 +269,8 @@ def test_documents_on_hopper_have_two_small_programs_on_a_multiprocessor(
 ) -> None:
     ids = np.zeros((1, 512), np.int32)
     fields = {**fields, "q_segments": ids, "kv_segments": ids} if fields.pop("segments", False) else fields
-    facts = kernel_inputs.of_block(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, causal=True, **fields)).constants
-    found = schedules.backward_keys(facts, 2, BwdParams(), Target("cuda", capability))
+    block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, causal=True, **fields)
+    found = schedules.backward_keys(kernel_inputs.of_block(block).constants, 2, BwdParams(), Target("cuda", capability))
     assert found == (Schedule(32, 64, 4, 3, held=True) if held else Schedule(64, 128, 8, 3))
 
 

@@ -13,8 +13,8 @@ from given_blocks import bias, forbidding, ids, make_block, near, with_option
 from jax.extend.core import Literal
 from ringattn_core.contract.protocol import Block
 from ringattn_triton import kernel_inputs
-from ringattn_triton.portable import bias_gradient
 from ringattn_triton.block_kernel import KERNEL
+from ringattn_triton.portable import bias_gradient
 from test_backward import backward, check, given_to
 
 SHAPES = [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)]

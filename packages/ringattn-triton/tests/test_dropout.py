@@ -28,9 +28,7 @@ WEIGHT = 1 / (1 - threshold(0.4) / LEVELS)
 def test_the_output_keeps_what_core_keeps(indices: str, first: int, kv_length: int) -> None:
     """Equal scores and the unit matrix for values: the output is the draws."""
     kv_index = KEY_INDICES[indices][None, :kv_length].astype(np.int32)
-    block = make_block(
-        2, 24, kv_length, value_dim=kv_length + 1, scale=0.0, kv_index=kv_index, tiles=(16, 32), **SEEDS
-    )
+    block = make_block(2, 24, kv_length, value_dim=kv_length + 1, scale=0.0, kv_index=kv_index, tiles=(16, 32), **SEEDS)
     unit = jnp.broadcast_to(jnp.eye(kv_length, kv_length + 1)[:, None], (2, kv_length, 2, kv_length + 1))
     block = dataclasses.replace(block, kv=block.kv.at[..., 8:].set(unit), q_index=block.q_index + first)
     got = np.asarray(KERNEL.forward(block, None).out)[..., :kv_length].transpose(0, 2, 1, 3)

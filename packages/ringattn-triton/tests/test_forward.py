@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import KEY_INDICES, OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
+from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import FwdParams
-from ringattn_core.contract.dropout import kept
-from ringattn_core.contract.visibility import visible
 from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.visibility import visible
 from ringattn_core.errors import InputError
 from ringattn_triton import kernel_inputs
+from ringattn_triton.block_kernel import KERNEL, _forward
 from ringattn_triton.launch.target import Target, target
 from ringattn_triton.portable import schedules
-from ringattn_triton.block_kernel import KERNEL, _forward
 
 NAN = float("nan")
 
@@ -185,7 +184,7 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
 def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
     exact = check(make_block(1, 24, 24, dim=32), "exact")
     for precision, least, most in (("default", 1e-5, 1e-2), ("highest", 0.0, 1e-6)):
-        got = KERNEL.forward(block := make_block(1, 24, 24, dim=32, precision=precision), None)
+        got = KERNEL.forward(make_block(1, 24, 24, dim=32, precision=precision), None)
         assert least <= np.abs(np.asarray(got.out - exact.out)).max() <= most, precision
 
 

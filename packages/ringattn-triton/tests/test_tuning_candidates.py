@@ -10,10 +10,10 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.errors import InputError
 from ringattn_core.tuning import Problem
 from ringattn_triton import kernel_inputs
-from ringattn_triton.portable import schedules
-from ringattn_triton.tuning_candidates import candidate_configs
 from ringattn_triton.launch.target import Target
+from ringattn_triton.portable import schedules
 from ringattn_triton.portable.schedules import Schedule
+from ringattn_triton.tuning_candidates import candidate_configs
 
 HOPPER = Target("cuda", 90)
 

@@ -32,7 +32,7 @@ def test_outputs_and_gradients_are_those_of_the_oracle(ringattn_backend: str, ri
     _agrees(ringattn_point.case, ringattn_point.placement, ringattn_backend, gradients)
 
 
-@tiers.mark(tiers.CORE, "plain", "segments-unseen-rank", "soft-cap")
+@tiers.mark(tiers.CORE, "lse", "segments-unseen-rank", "soft-cap")
 @pytest.mark.parametrize("number", range(len(ALONE)), ids=lambda number: ALONE[number].name)
 def test_without_gradients_the_output_is_the_same(ringattn_backend: str, number: int, ringattn_largest_ring: int):
     case = ALONE[number]

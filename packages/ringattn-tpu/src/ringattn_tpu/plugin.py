@@ -22,4 +22,5 @@ BACKEND: Final = Backend(
     reasons={Feature.FLOAT16: "the compiler of TPU kernels has no float16; use bfloat16"},
     kernel="ringattn_tpu.block:KERNEL",
     probe="ringattn_tpu.availability:why_unavailable",
+    variables=("RINGATTN_TPU_INTERPRET",),
 )

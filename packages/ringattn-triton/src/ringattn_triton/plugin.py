@@ -8,6 +8,9 @@ from ringattn_core.contract.features import Feature, Support
 
 _FEATURES: Final = (
     Feature.GRADIENTS,
+    Feature.FLOAT32,
+    Feature.FLOAT16,
+    Feature.BFLOAT16,
     Feature.CAUSAL,
     Feature.SLIDING_WINDOW,
     Feature.CHUNKED,
@@ -38,4 +41,5 @@ BACKEND: Final = Backend(
     features=dict.fromkeys(_FEATURES, Support.FULL),
     kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
+    variables=("RINGATTN_TRITON_INTERPRET",),
 )

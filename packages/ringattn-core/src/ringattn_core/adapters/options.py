@@ -3,57 +3,22 @@
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import jax
-from jaxtyping import Array, Float, Int
-
-from ..config import RingAttentionConfig
+from ..call.options import AttentionSettings, RingSettings, TokenOptions
 from ..errors import InputError
+from ..placement import arrays
 
 
-class RingArrays(TypedDict, total=False):
+class RingArrays(TokenOptions, total=False):
     """Arrays that belong to one call and that other libraries have no name for."""
 
-    q_segment_ids: Int[Array, "B T"] | None
-    kv_segment_ids: Int[Array, "B S"] | None
-    q_positions: Int[Array, "*b T"] | None
-    kv_positions: Int[Array, "*b S"] | None
-    softmax_aux: Float[Array, "N n"] | Float[Array, " n"] | None
-    alibi_slopes: Float[Array, " N"] | None
-
-
-class RingSettings(TypedDict, total=False):
-    """Options that are no arrays and that other libraries have no name for."""
-
-    axis_name: str | Sequence[str] | None
-    batch_axis_name: str | Sequence[str] | None
-    head_axis_name: str | Sequence[str] | None
-    mesh: jax.sharding.Mesh | None
-    in_specs: Any
-    out_specs: Any
-    layout: str
-    two_way: bool
-    mask_builder: Callable[[int, int, int, int, int], Any] | None
-    chunk_size: int | None
-    logits_soft_cap: float | None
-    precision: Any
-    fused_backward: bool
-    cfg: RingAttentionConfig | dict[str, Any] | None
+    softmax_aux: arrays.Sinks | arrays.SharedSinks | None
 
 
 class RingOptions(RingArrays, RingSettings, total=False):
-    """Both kinds, for a function that has its own names for the rest."""
-
-
-class AttentionSettings(RingSettings, total=False):
-    """All options that are no arrays, by the names of `ring_attention`."""
-
-    causal: bool
-    sliding_window: int | tuple[int | None, int | None] | None
-    softmax_scale: float | None
-    backend: str | Sequence[str] | None
+    """Arrays and settings, for a function that has its own names for the rest."""
 
 
 class AttentionOptions(RingArrays, AttentionSettings, total=False):

@@ -4,6 +4,7 @@
 import contextlib
 import contextvars
 import difflib
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -25,14 +26,8 @@ from . import discovery
 from .discovery import Registration
 
 BACKEND_VARIABLE: Final = "RINGATTN_BACKEND"
-VARIABLES: Final = (
-    BACKEND_VARIABLE,
-    "RINGATTN_AUTOTUNE",
-    "RINGATTN_CACHE_DIR",
-    "RINGATTN_TRITON_INTERPRET",
-    "RINGATTN_TPU_INTERPRET",
-)
-"""Every environment variable that ringattn reads."""
+VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
+"""The environment variables that core reads; a backend declares its own."""
 
 _logger: Final = logging.getLogger("ringattn")
 _logged: set[str] = set()
@@ -204,12 +199,13 @@ def _of_environment() -> tuple[str, ...]:
 
 def unknown_variables() -> Iterator[str]:
     """A sentence for each variable of the environment that looks like ours and is not."""
+    declared = [r.backend.variables for r in discovery.registrations().values() if r.backend is not None]
+    known = list(dict.fromkeys([*VARIABLES, *itertools.chain(*declared)]))
     for variable in os.environ:
-        if variable.startswith("RINGATTN_") and variable not in VARIABLES:
-            close = difflib.get_close_matches(variable, VARIABLES, n=1)
+        if variable.startswith("RINGATTN_") and variable not in known:
+            close = difflib.get_close_matches(variable, known, n=1)
             guess = f" (did you mean {close[0]}?)" if close else ""
-            known = ", ".join(VARIABLES)
-            yield f"environment variable {variable} is not known{guess}. Known: {known}"
+            yield f"environment variable {variable} is not known{guess}. Known: {', '.join(known)}"
 
 
 def _log_once(level: int, message: str) -> None:

@@ -95,7 +95,10 @@ def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
-    """Sinks with a row for each head of this rank. One axis alone counts all heads, on whichever ranks they are."""
+    """Sinks with a row for each head of this rank. One axis alone counts all heads, wherever they are.
+
+    Only where JAX knows that it is split over the heads it counts those of this rank.
+    """
     if x is None:
         return None
     found, heads = typed(argument, x, arrays.Sinks), sizes.of["N"]
@@ -108,12 +111,8 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
             f"has shape {found.shape}",
             f"It needs ({every},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
         )
-    if set(sizes.head_axes) & axes.varying(found):
-        raise InputError(
-            argument,
-            f"has shape {found.shape} and is split over {sizes.head_axes}, but one axis counts all {every} heads",
-            "Pass it whole, or as [heads, 1] with the heads of this rank",
-        )
+    if found.shape[0] == heads and set(sizes.head_axes) & axes.varying(found):
+        return found[:, None]  # known to be split with the heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
     start = axes.coordinate(sizes.head_axes) * heads if every != heads else 0

@@ -98,10 +98,6 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
-Window = int | tuple[int | None, int | None] | None
-AxisName = str | Sequence[str] | None
-
-
 class TokenOptions(TypedDict, total=False):
     """Arrays of tokens and heads that other libraries have no name for."""
 
@@ -115,9 +111,9 @@ class TokenOptions(TypedDict, total=False):
 class RingSettings(TypedDict, total=False):
     """What shapes the program, and other libraries have no name for."""
 
-    axis_name: AxisName
-    batch_axis_name: AxisName
-    head_axis_name: AxisName
+    axis_name: axes.AxisName
+    batch_axis_name: axes.AxisName
+    head_axis_name: axes.AxisName
     mesh: jax.sharding.Mesh | None
     in_specs: Any
     out_specs: Any
@@ -131,18 +127,23 @@ class RingSettings(TypedDict, total=False):
     cfg: RingAttentionConfig | dict[str, Any] | None
 
 
-class Options(TokenOptions, RingSettings, total=False):
+class AttentionSettings(RingSettings, total=False):
+    """All settings, by the names of `ring_attention`."""
+
+    causal: bool
+    sliding_window: int | tuple[int | None, int | None] | None
+    softmax_scale: float | None
+    backend: str | Sequence[str] | None
+
+
+class Options(TokenOptions, AttentionSettings, total=False):
     """The keyword arguments of `ring_attention`, sinks and bias aside."""
 
     mask_info: MaskInfo | None
     attention_mask: arrays.DenseMask | None
-    sliding_window: Window
-    causal: bool
-    softmax_scale: float | None
     dropout_prob: float
     dropout_seed: int | arrays.Seed | None
     return_lse: bool
-    backend: str | Sequence[str] | None
 
 
 OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {

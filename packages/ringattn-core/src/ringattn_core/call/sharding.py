@@ -56,7 +56,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     """The call with lengths that the ring divides and the axes of every shard; and the roles of the mesh axes."""
     roles = _roles(call, mesh, in_specs, out_specs)
     call = _padded(call, math.prod(mesh.shape[name] for name in roles.sequence))
-    named = {"axis_name": roles.sequence, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
+    named = {"axis_name": roles.sequence or None, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
     return dataclasses.replace(call, **named), roles
 
 

@@ -18,7 +18,6 @@ from ..call.validation import DTYPES
 from ..errors import InputError
 from ..masks.info import MaskInfo
 from ..placement import layout as layouts
-from . import call_arguments
 
 AXIS: Final = "ring"
 Shape = tuple[int, ...]
@@ -58,13 +57,18 @@ class AbstractCall:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
         """The call that a command line describes; each option is stored under the name of its field."""
+        batch, tokens, heads, dim = arguments.query
+        keys, key_heads, *value_dim = arguments.kv or (tokens, heads)
+        shapes = arguments.query, (batch, keys, key_heads, dim), (batch, keys, key_heads, *(value_dim or (dim,)))
         names = [field.name for field in dataclasses.fields(cls)][3:]
-        return cls(*call_arguments.shapes(arguments), **{name: getattr(arguments, name) for name in names})
+        return cls(*shapes, **{name: getattr(arguments, name) for name in names})
 
     @property
     def mesh(self) -> AbstractMesh:
         """A mesh of one axis, without devices."""
-        return AbstractMesh((checked_ring(self.ring),), (AXIS,))
+        if self.ring < 1:
+            raise InputError("--ring", f"got {self.ring}", "Pass the number of ranks, 1 or more")
+        return AbstractMesh((self.ring,), (AXIS,))
 
     def floating(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the inputs that have a gradient, by their names in the per-shard signature."""
@@ -77,9 +81,11 @@ class AbstractCall:
             "bias": self.bias,
             "alibi_slopes": (heads,) if self.alibi else None,
         }
-        dtypes = dict.fromkeys(shapes, checked_dtype(self.dtype)) | dict.fromkeys(
-            ("softmax_aux", "alibi_slopes"), "float32"
-        )
+        try:
+            dtypes = dict.fromkeys(shapes, jax.numpy.dtype(self.dtype))
+        except TypeError:
+            raise InputError("--dtype", f"got {self.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}") from None
+        dtypes |= dict.fromkeys(("softmax_aux", "alibi_slopes"), jax.numpy.dtype("float32"))
         return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items() if shape is not None}
 
     def integers(self) -> dict[str, np.ndarray]:
@@ -117,21 +123,6 @@ class AbstractCall:
         operands = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
         more = (rest.pop("softmax_aux", None), rest.pop("bias", None))
         return ring_attention(*operands, *more, **rest, **integers, **self.options(), mesh=mesh, backend=backend)
-
-
-def checked_ring(ranks: int) -> int:
-    if ranks < 1:
-        raise InputError("--ring", f"got {ranks}", "Pass the number of ranks, 1 or more")
-    return ranks
-
-
-def checked_dtype(name: str) -> str:
-    """A dtype that NumPy or JAX knows; `ring_attention` refuses those that it does not take."""
-    try:
-        jax.numpy.dtype(name)
-    except TypeError:
-        raise InputError("--dtype", f"got {name!r}", f"Known dtypes: {', '.join(DTYPES)}") from None
-    return name
 
 
 def _prefix(length: int, *_: int) -> masks.Mask:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call would do: its backend, hops, tiles, messages and memory. Every answer comes from the engine's functions."""
+"""What a call would do: its backend, hops, tiles, messages and memory, as the engine's own functions say."""
 
 import dataclasses
 from collections.abc import Sequence

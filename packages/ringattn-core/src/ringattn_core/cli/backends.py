@@ -4,53 +4,37 @@
 import argparse
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from .output import Table, Title, show
+from .output import TextTable, Title, show
 
 
 def add_list(subparsers: Any) -> None:
-    _add(
-        subparsers,
-        "list",
-        run_list,
-        "every installed backend, and why it cannot run here where it cannot",
-        "Lists every registered backend: its name, distribution and version, the platforms that it serves, its "
-        "priority, how many features it supports, and whether it can run here. Loads no kernel.",
-    )
+    _add(subparsers, "list", run_list, "every installed backend, and why it cannot run here where it cannot")
 
 
 def add_info(subparsers: Any) -> None:
-    parser = _add(
-        subparsers,
-        "info",
-        run_info,
-        "one backend: its features, probe and kernel",
-        "Shows what one backend declares: its distribution, platforms, kernel and probe, whether it can run here, "
-        "and its support of each feature. Exits with 1 where it cannot run here.",
-    )
+    parser = _add(subparsers, "info", run_info, "one backend: its features, probe and kernel")
     parser.add_argument("name", metavar="NAME", help="the name that `ringattn list` shows")
 
 
 def add_doctor(subparsers: Any) -> None:
-    _add(
-        subparsers,
-        "doctor",
-        run_doctor,
-        "what works here, and how to repair what does not",
-        "Checks versions, devices, the environment and every backend, and says how to repair each fault. "
-        "Initialises JAX. Exits with 1 where no backend works.",
-    )
+    _add(subparsers, "doctor", run_doctor, "what works here, and how to repair what does not")
 
 
-def _add(subparsers: Any, name: str, run: Any, summary: str, description: str) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(name, help=summary, description=description)
+def _add(subparsers: Any, name: str, run: Callable[..., int], summary: str) -> argparse.ArgumentParser:
+    """Adds a command whose description is the docstring of `run`."""
+    parser = subparsers.add_parser(name, help=summary, description=run.__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
     return parser
 
 
 def run_list(arguments: argparse.Namespace) -> int:
+    """Lists every registered backend: its name, distribution and version, the platforms that it serves, its priority,
+    how many features it supports, and whether it can run here. Loads no kernel.
+    """
     from ..backends.doctor import backends
     from ..contract.features import Feature
     from ..errors import BackendNotFoundError
@@ -73,13 +57,16 @@ def run_list(arguments: argparse.Namespace) -> int:
         for backend in found
     ]
     reasons = [(f"{backend.name}:", backend.reason) for backend in found if backend.reason is not None]
-    show(Table(("name", "distribution", "platforms", "priority", "features", "here"), rows, right="   r"))
+    show(TextTable(("name", "distribution", "platforms", "priority", "features", "here"), rows, right="   r"))
     if reasons:
-        show("", Table((), reasons))
+        show("", TextTable((), reasons))
     return 0
 
 
 def run_info(arguments: argparse.Namespace) -> int:
+    """Shows what one backend declares: its distribution, platforms, kernel and probe, whether it can run here, and its
+    support of each feature. Exits with 1 where it cannot run here.
+    """
     from ..backends import discovery
     from ..backends.doctor import backend_of
     from ..contract.features import Feature
@@ -104,13 +91,16 @@ def run_info(arguments: argparse.Namespace) -> int:
         ("here", backend.reason or "available"),
     ]
     rows = [(name, word, Feature[name].value) for name, word in backend.features.items()]
-    show(Table((), facts))
+    show(TextTable((), facts))
     if rows:
-        show("", Table(("feature", "support", "what it is"), rows))
+        show("", TextTable(("feature", "support", "what it is"), rows))
     return status
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
+    """Checks versions, devices, the environment and every backend, and says how to repair each fault. Initialises JAX.
+    Exits with 1 where no backend works.
+    """
     from ..backends.doctor import diagnose
 
     # `diagnose` lists what the library would log as warnings.
@@ -133,5 +123,5 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     }
     for title, rows in sections.items():
         # The empty first column indents the others.
-        show(Title(title), *([Table((), [("", *row) for row in rows])] if rows else []))
+        show(Title(title), *([TextTable((), [("", *row) for row in rows])] if rows else []))
     return int(not found.healthy)

@@ -3,62 +3,69 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
-def add_arrays(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
-    """Shapes, dtype, ring and layout; `ring` is the default number of ranks, `None` where it must be given."""
-    group = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
-    group.add_argument(
+def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
+    """Adds them, each stored under its name in `AbstractCall`. `ring` is its default; `None`: it must be given."""
+    arrays = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
+    arrays.add_argument(
         "--query", type=shape("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
     )
-    group.add_argument(
+    arrays.add_argument(
         "--kv", type=shape("S,K or S,K,Hv", 2, 3), metavar="S,K[,Hv]",
         help="tokens, heads and value size of the keys; by default those of the query",
     )  # fmt: skip
-    group.add_argument(
+    arrays.add_argument(
         "--dtype", type=lambda text: _DTYPES.get(text, text), default="bfloat16",
         help="bfloat16 (default), float16 or float32",
     )  # fmt: skip
     of_ring = "ranks of the ring" + ("" if ring is None else f"; {ring} by default")
-    group.add_argument("--ring", type=int, default=ring, required=ring is None, metavar="D", help=of_ring)
-    group.add_argument(
+    arrays.add_argument("--ring", type=int, default=ring, required=ring is None, metavar="D", help=of_ring)
+    arrays.add_argument(
         "--layout", default="contiguous", help="order of the tokens: contiguous (default), zigzag or striped"
     )
-
-
-def add_masks(parser: argparse.ArgumentParser) -> tuple[Any, Any]:
-    """`--causal`, `--window` and `--chunk`; returns the group, and the one where `--causal` excludes others."""
-    group = parser.add_argument_group("masks", "a key is visible where every mask that is given lets it through")
-    causal = group.add_mutually_exclusive_group()
-    causal.add_argument("--causal", action="store_true", help="a query sees no later key")
-    group.add_argument(
+    masks = parser.add_argument_group("masks", "a key is visible where every mask that is given lets it through")
+    order = masks.add_mutually_exclusive_group()
+    order.add_argument("--causal", action="store_true", help="a query sees no later key")
+    order.add_argument("--prefix", type=int, metavar="N", help="causal, but every query sees the first N tokens")
+    order.add_argument("--mask-builder", metavar="MODULE:FUNCTION", help="a mask_builder of your own")
+    masks.add_argument(
         "--window", dest="sliding_window", type=_window, metavar="W|L,R",
         help="a query sees keys at most W away, or L before it and R after it; - is unbounded",
     )  # fmt: skip
-    group.add_argument(
+    masks.add_argument(
         "--chunk", dest="chunk_size", type=int, metavar="C", help="a query sees its own chunk of C tokens, causally"
     )
-    return group, causal
-
-
-def add_options(parser: argparse.ArgumentParser) -> Any:
-    """The options that both commands take; returns their group."""
-    group = parser.add_argument_group("options")
-    group.add_argument("--alibi", action="store_true", help="ALiBi slopes")
-    group.add_argument("--precision", metavar="P", help="of matrix products: default, high or highest")
-    group.add_argument("--fused-backward", action="store_true", help="gradients may be summed in any order")
-    group.add_argument("--two-way", action="store_true", help="half of the key heads travel the other way round")
-    return group
-
-
-def shapes(arguments: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The global shapes of query, key and value."""
-    batch, tokens, heads, dim = arguments.query
-    keys, key_heads, *value_dim = arguments.kv or (tokens, heads)
-    return arguments.query, (batch, keys, key_heads, dim), (batch, keys, key_heads, *(value_dim or (dim,)))
+    masks.add_argument(
+        "--documents", type=shape("lengths", 1, None), metavar="L,L,...",
+        help="lengths of documents that are packed one after another; the rest is padding",
+    )  # fmt: skip
+    masks.add_argument("--restart-positions", action="store_true", help="positions restart at every document")
+    options = parser.add_argument_group("options")
+    options.add_argument("--bias", type=shape("B,N,T,S", 4), metavar="B,N,T,S", help="shape of a bias; axes may be 1")
+    options.add_argument("--sinks", type=int, metavar="n", help="attention sinks of each head")
+    options.add_argument("--alibi", action="store_true", help="ALiBi slopes")
+    options.add_argument(
+        "--dropout",
+        dest="dropout_prob",
+        type=float,
+        nargs="?",
+        default=0.0,
+        const=0.1,
+        metavar="P",
+        help="rate of dropout",
+    )
+    options.add_argument(
+        "--soft-cap", dest="logits_soft_cap", type=float, nargs="?", const=30.0, metavar="C", help="cap of the scores"
+    )
+    options.add_argument("--scale", dest="softmax_scale", type=float, metavar="S", help="scale of the scores")
+    options.add_argument("--lse", dest="return_lse", action="store_true", help="return the log-sum-exp too")
+    options.add_argument("--precision", metavar="P", help="of matrix products: default, high or highest")
+    options.add_argument("--fused-backward", action="store_true", help="gradients may be summed in any order")
+    options.add_argument("--two-way", action="store_true", help="half of the key heads travel the other way round")
 
 
 def shape(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:

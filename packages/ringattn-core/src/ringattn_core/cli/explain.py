@@ -29,8 +29,7 @@ def add(subparsers: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    call_arguments.add_arrays(parser)
-    _add_call(parser)
+    call_arguments.add(parser)
     chosen = parser.add_argument_group("backend")
     chosen.add_argument("--backend", metavar="NAME[,NAME]", help="a backend, or several to try in order")
     chosen.add_argument("--platform", help="cpu, cuda, rocm or tpu; by default that of the devices here")
@@ -43,27 +42,6 @@ def add(subparsers: Any) -> None:
         "--compile", action="store_true", help="compile the call for devices here, and print the memory that XLA plans"
     )
     parser.set_defaults(run=run)
-
-
-def _add_call(parser: argparse.ArgumentParser) -> None:
-    """The masks and options that only this command takes, beside those of `tune`."""
-    group, causal = call_arguments.add_masks(parser)
-    causal.add_argument("--prefix", type=int, metavar="N", help="causal, but every query sees the first N tokens")
-    causal.add_argument("--mask-builder", metavar="MODULE:FUNCTION", help="a mask_builder of your own")
-    group.add_argument(
-        "--documents", type=call_arguments.shape("lengths", 1, None), metavar="L,L,...",
-        help="lengths of documents that are packed one after another; the rest is padding",
-    )  # fmt: skip
-    group.add_argument("--restart-positions", action="store_true", help="positions restart at every document")
-    options = call_arguments.add_options(parser)
-    options.add_argument(
-        "--bias", type=call_arguments.shape("B,N,T,S", 4), metavar="B,N,T,S", help="shape of a bias; axes may be 1"
-    )
-    options.add_argument("--sinks", type=int, metavar="n", help="attention sinks of each head")
-    options.add_argument("--dropout", dest="dropout_prob", type=float, default=0.0, metavar="P", help="dropout rate")
-    options.add_argument("--soft-cap", dest="logits_soft_cap", type=float, metavar="C", help="cap of the scores (tanh)")
-    options.add_argument("--scale", dest="softmax_scale", type=float, metavar="S", help="scale of the scores")
-    options.add_argument("--lse", dest="return_lse", action="store_true", help="return the log-sum-exp too")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,8 +5,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Final
+
+import importlib_metadata
 
 from ..errors import RingAttnError
 from . import backends, cache, explain, tune
@@ -44,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
         description="Shows which backends are installed and what a call would do, and tunes kernels for a call.",
         epilog="`ringattn COMMAND --help` describes each command. Errors exit with 2.",
     )
-    whole.add_argument("--version", action="version", version=f"ringattn-core {metadata.version('ringattn-core')}")
+    whole.add_argument(
+        "--version", action="version", version=f"ringattn-core {importlib_metadata.version('ringattn-core')}"
+    )
     subparsers = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(subparsers)

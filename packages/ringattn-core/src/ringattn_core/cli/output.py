@@ -15,7 +15,7 @@ class Title(str):
     """A heading."""
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """Rows of cells under a heading, which may be empty. `right` has an `r` for each column that is right-aligned."""
 
     head: Sequence[str]
@@ -36,14 +36,14 @@ def show(*parts: Any) -> None:
     with console.capture() as captured:
         for part in parts:
             style = "bold" if isinstance(part, Title) else None
-            console.print(_rich(part) if isinstance(part, Table) else part, style=style)
+            console.print(_rich(part) if isinstance(part, TextTable) else part, style=style)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _rich(table: Table) -> Any:
-    from rich.table import Table as RichTable
+def _rich(table: TextTable) -> Any:
+    from rich.table import Table
 
-    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(table.head))
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(table.head))
     for number, name in enumerate(table.head or table.rows[0]):
         flush = table.right[number : number + 1] == "r"
         made.add_column(name if table.head else "", justify="right" if flush else "left", header_style="bold")
@@ -53,7 +53,7 @@ def _rich(table: Table) -> Any:
 
 
 def _plain(part: Any) -> str:
-    if not isinstance(part, Table):
+    if not isinstance(part, TextTable):
         return str(part)
     return "\n".join("\t".join(row) for row in ([part.head] if part.head else []) + [*part.rows])
 

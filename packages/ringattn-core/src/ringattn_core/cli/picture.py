@@ -40,10 +40,7 @@ def shrunk(states: UInt8[np.ndarray, "q_tiles kv_tiles"], rows: int, columns: in
 
 
 class TerminalPicture(NamedTuple):
-    """What rich prints: a panel for each rank and hop, queries down and keys across; ranks down and hops across.
-
-    Where panels have no room, each rank and hop is one character: how many tenths of its tiles are computed.
-    """
+    """What rich prints: a panel for each rank and hop, queries down and keys across; ranks down and hops across."""
 
     found: CallAnalysis
 
@@ -57,20 +54,15 @@ class TerminalPicture(NamedTuple):
         found, hops = self.found, len(self.found.hops)
         room = options.max_width - len(f"rank {found.ranks - 1} ")
         rows = min(_ROWS, _LINES // found.ranks - 1, ((room + 1) // hops - 1) // 2)
-        if rows > 1:
-            legend = [Text.assemble((_LETTERS[state], _STYLES[state]), f" {word}") for state, word in WORDS.items()]
-            yield Text("   ").join(legend).append("\n")
-            heads = [f"hop {hop.number}" for hop in found.hops]
-        else:
-            yield ". no tile is computed   1 to 9: so many tenths of the tiles   # every tile\n"
-            heads = [f"hops 0 to {found.hops[-1].number}"]
-        grid = Table("", *heads, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        if rows < 2:
+            yield "The ring is too large for a picture here; --svg and --png draw it."
+            return
+        legend = [Text.assemble((_LETTERS[state], _STYLES[state]), f" {word}") for state, word in WORDS.items()]
+        yield Text("   ").join(legend).append("\n")
+        grid = Table("", *(f"hop {hop.number}" for hop in found.hops), box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for number, of_rank in enumerate(found.states):
-            if rows > 1:
-                grid.add_row(f"rank {number}", *(_text(shrunk(states, rows, 2 * rows)) for states in of_rank))
-                grid.add_row()
-            else:
-                grid.add_row(f"rank {number}", Text("".join(map(_tenths, of_rank)), overflow="fold"))
+            grid.add_row(f"rank {number}", *(_text(shrunk(states, rows, 2 * rows)) for states in of_rank))
+            grid.add_row()
         yield grid
 
 
@@ -80,13 +72,6 @@ def _text(cells: np.ndarray) -> Any:
 
     lines = (Text.assemble(*((_LETTERS[state], _STYLES[state]) for state in row)) for row in cells.tolist())
     return Text("\n").join(lines)
-
-
-def _tenths(states: np.ndarray) -> str:
-    computed = np.count_nonzero(states)
-    if computed in (0, states.size):
-        return _LETTERS[WHOLE if computed else SKIPPED]
-    return str(min(9, max(1, round(10 * computed / states.size))))
 
 
 def save(found: CallAnalysis, path: Path, kind: str) -> None:
@@ -151,23 +136,21 @@ def _mosaic(found: CallAnalysis) -> np.ma.MaskedArray:
 
 def _label_hops(found: CallAnalysis, axes: Any, wide: bool) -> None:
     """Above each column its hop and whose keys they are; below, what is sent during the hop."""
-    if not wide:
-        axes.set_xticks([x for x in range(len(found.hops)) if x % 4 == 0])
-        axes.set_xticklabels([found.hops[x].number for x in range(len(found.hops)) if x % 4 == 0])
-        axes.xaxis.tick_top()
+    every, names = (1 if wide else 4), [f"{hop.number}" for hop in found.hops]
+    sent: dict[float, str] = {}
+    if wide:
+        whose = [f"keys of rank {rank(-hop.offset)}" if hop.offset else "own keys" for hop in found.hops]
+        names = [f"hop {name}\n{keys}" for name, keys in zip(names, whose, strict=True)]
+        ways = max(hop.ways for hop in found.hops)
+        for column, hop in enumerate(found.hops):
+            if hop.offset >= 0 and ways * hop.number < len(found.forward):
+                message = found.forward[ways * hop.number]
+                words = f"{contents(message)} {amount(message.bytes)} \N{RIGHTWARDS ARROW}"
+                sent[column + 0.5] = f"2 x {words}" if ways == 2 else words
+    else:
         axes.set_title("hop", fontsize="medium", color=MUTED, loc="left")
-        return
-    whose = [f"keys of rank {rank(-hop.offset)}" if hop.offset else "own keys" for hop in found.hops]
-    names = [f"hop {hop.number}\n{keys}" for hop, keys in zip(found.hops, whose, strict=True)]
-    axes.set_xticks(range(len(names)), names)
+    axes.set_xticks(range(0, len(names), every), names[::every])
     axes.xaxis.tick_top()
-    ways = max(hop.ways for hop in found.hops)
-    sent = {
-        column + 0.5: f"{'2 x ' * (ways == 2)}{contents(message)} {amount(message.bytes)} \N{RIGHTWARDS ARROW}"
-        for column, hop in enumerate(found.hops)
-        if hop.offset >= 0 and ways * hop.number < len(found.forward)
-        for message in [found.forward[ways * hop.number]]
-    }
     below = axes.secondary_xaxis("bottom")
     below.set_xticks(list(sent), list(sent.values()), color=MUTED)
     below.tick_params(length=0)

@@ -3,12 +3,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
 from .analysis import CallAnalysis, Message
 from .memory import XlaMemory
-from .output import Table, Title, amount, show
+from .output import TextTable, Title, amount, show
 
 COLUMNS = 9
 """The most hops that are columns of the table of tiles; more are rows."""
@@ -45,27 +46,19 @@ def title(found: CallAnalysis) -> str:
 
 
 def described(found: CallAnalysis) -> str:
-    """The masks and options."""
+    """The masks and options that are not the default, and the tokens of a rank."""
     call, (queries, keys) = found.request, found.lengths
-    window = call.sliding_window and "window {}, {}".format(*("-" if n is None else n for n in call.sliding_window))
-    given = (
-        call.causal and "causal",
-        call.prefix and f"causal but for the first {call.prefix}",
-        call.mask_builder and f"mask of {call.mask_builder}",
-        window,
-        call.chunk_size and f"chunks of {call.chunk_size}",
-        call.documents and f"{len(call.documents)} document" + "s" * (len(call.documents) > 1),
-        call.documents and call.restart_positions and "positions restart",
-        call.sinks and f"sinks of {call.sinks}",
-        call.bias and f"bias {'x'.join(map(str, call.bias))}",
-        call.alibi and "ALiBi",
-        call.dropout_prob and f"dropout {call.dropout_prob}",
-        call.two_way and "both ways round",
-        call.logits_soft_cap and f"soft cap {call.logits_soft_cap}",
-    )
+    options = [(field.name.replace("_", " "), getattr(call, field.name), field.default) for field in fields(call)[6:]]
+    given = [
+        name if value is True else f"{name} {_plain(value)}" for name, value, default in options if value != default
+    ]
     padded = (queries * call.ring, keys * call.ring) != (call.query[1], call.key[1])
     holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
-    return f"{', '.join(filter(None, given)) or 'no mask'}; {holds}"
+    return f"{', '.join(given) or 'no mask'}; {holds}"
+
+
+def _plain(value: Any) -> str:
+    return ",".join("-" if x is None else str(x) for x in value) if isinstance(value, tuple) else str(value)
 
 
 def _backends(found: CallAnalysis) -> Iterator[Any]:
@@ -80,7 +73,7 @@ def _backends(found: CallAnalysis) -> Iterator[Any]:
         )
         for each in found.candidates
     ]
-    yield Table(("", "name", "distribution", "priority", "answer"), rows, right="   r")
+    yield TextTable(("", "name", "distribution", "priority", "answer"), rows, right="   r")
     if found.refusal:
         yield f"none: {found.refusal}"
     if found.own_ring:
@@ -115,17 +108,17 @@ def totals(found: CallAnalysis) -> str:
     return f"Each rank sends {amount(forward)} in the forward pass and {amount(backward)} in the backward pass."
 
 
-def _counts_by_rank(found: CallAnalysis) -> Table:
+def _counts_by_rank(found: CallAnalysis) -> TextTable:
     """A row for each rank, a column for each hop."""
     head = ["tiles", *(f"hop {hop.number}" for hop in found.hops), "sum"]
     rows = [["keys of", *(rank(-hop.offset) for hop in found.hops), ""]]
     for number, total in enumerate(found.of_ranks):
         rows.append([f"rank {number}", *(str(hop.tiles[number]) for hop in found.hops), str(total)])
     rows.append(["busiest", *(str(max(hop.tiles)) for hop in found.hops), str(found.slowest)])
-    return Table(head, rows, right=" " + "r" * (len(head) - 1))
+    return TextTable(head, rows, right=" " + "r" * (len(head) - 1))
 
 
-def _counts_by_hop(found: CallAnalysis) -> Table:
+def _counts_by_hop(found: CallAnalysis) -> TextTable:
     """A row for each run of hops with equal counts."""
 
     def spread(hop: Any) -> tuple[str, ...]:
@@ -133,7 +126,7 @@ def _counts_by_hop(found: CallAnalysis) -> Table:
 
     rows = [(_runs(sorted({hop.number for hop in run})), *counts) for counts, run in groupby(found.hops, spread)]
     rows.append(("all", str(min(found.of_ranks)), f"{sum(found.of_ranks) / found.ranks:.1f}", str(found.slowest)))
-    return Table(("hop", "least busy rank", "mean", "busiest rank"), rows, right="rrrr")
+    return TextTable(("hop", "least busy rank", "mean", "busiest rank"), rows, right="rrrr")
 
 
 def _sent(found: CallAnalysis) -> Iterator[Any]:
@@ -144,7 +137,7 @@ def _sent(found: CallAnalysis) -> Iterator[Any]:
         for message, times in Counter(messages).items()
     ]
     if rows:
-        yield Table(("", "times", "what", "where", "bytes each"), rows, right=" r  r")
+        yield TextTable(("", "times", "what", "where", "bytes each"), rows, right=" r  r")
     yield totals(found)
     if found.gathered:
         yield f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
@@ -168,7 +161,7 @@ def _memory(found: CallAnalysis) -> Iterator[Any]:
         if phase != "call":
             total = sum(entry.bytes for entry in entries)
             rows.append((phase, "together: the engine at its busiest hop", amount(total)))
-    yield Table(("", "arrays", "bytes"), rows, right="  r")
+    yield TextTable(("", "arrays", "bytes"), rows, right="  r")
     counted = "Each array is counted once, without the workspace of the kernel and without what XLA copies or shares."
     yield f"{counted} {_of_xla(found.compiled)}"
 

@@ -18,7 +18,8 @@ class Backend:
     `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are `"module:attribute"`; exactly one of `kernel`
     and `ring` is given. `api` is the literal number of the API that the backend was written for. The probe returns in
     a sentence why the backend cannot run here, or `None`. `reasons` may say why a feature is not supported, in words
-    that follow "planned:" or "impossible:".
+    that follow "planned:" or "impossible:". `variables` are the environment variables named `RINGATTN_...` that the
+    backend reads; core warns of those that nobody reads.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Backend:
     priority: int = 0
     probe: str | None = None
     reasons: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
+    variables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.kernel is None) == (self.ring is None):

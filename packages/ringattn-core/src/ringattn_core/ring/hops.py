@@ -10,7 +10,7 @@ import numpy as np
 
 from ..contract.rule import Rule
 from ..contract.visibility import of_positions
-from ..masks import Coordinates, Mask
+from ..masks import Coordinates, Mask, all_of, any_of
 from ..placement.layout import order
 
 UNROLLED: Final = 8
@@ -123,7 +123,7 @@ def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int)
         return every
     masks = [*of_positions(rule)]
     if rule.masks and all(mask.bounded for mask in rule.masks):
-        masks.append(functools.reduce(lambda a, b: a | b, rule.masks))
+        masks.append(any_of(rule.masks))
     if not masks:
         return every
     meets = _meetings(masks, layout, ranks, q_length, kv_length)
@@ -135,7 +135,7 @@ def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_leng
     """Whether any query of each rank may see any key of each rank, `[ranks, ranks]`, from minima and maxima."""
     q, q_parts = _shards(layout, ranks, q_length)
     kv, kv_parts = _shards(layout, ranks, kv_length)
-    some = functools.reduce(lambda a, b: a & b, (np.asarray(mask.tiles(q, kv)[0]) for mask in masks))
+    some = all_of(np.asarray(mask.tiles(q, kv)[0]) for mask in masks)
     tiles = np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts))
     return np.asarray(tiles.reshape(ranks, q_parts, ranks, kv_parts).any((1, 3)))
 

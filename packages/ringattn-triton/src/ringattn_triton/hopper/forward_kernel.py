@@ -175,7 +175,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=[acc])
         if done > 0:
             mbarrier.arrive(shared.v_empty.index(before), count=1)
-            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER[0], AFTER[1], AFTER[2], F, T, S, SUMS, OF_ROWS)
+            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
         acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, SUMS)
         if not FRESH:
             out_at, within = outputs(start, batch, head_number, F, SUMS)
@@ -211,7 +211,7 @@ def _consume(
         mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
         acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        written(acc, top, total, shared, done - 1, NUMBER, AFTER[0], AFTER[1], AFTER[2], F, T, S, SUMS, OF_ROWS)
+        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
 
 
 @gluon.jit

@@ -80,8 +80,8 @@ def produce(
             of_head: gl.constexpr = F.bias_head // F.bias_query
             bias_row = batch * of_batch + head * of_head + row * (CONSUMERS * CONSUMER_ROWS)
         if FRESH:
-            # A turn that sees nothing gets one tile that is masked away, so that its zeros are written. A partial result
-            # that is continued is in its place already.
+            # A turn that sees nothing gets one tile that is masked away, so that its zeros are written. A partial
+            # result that is continued is in its place already.
             nothing = masked + whole == 0
             masked = gl.where(nothing, 1, masked)
             ahead = gl.where(nothing, 0, ahead)

@@ -46,13 +46,14 @@ def continued_rows(
 
 @gluon.jit
 def written(
-    acc, top, total, shared, number, NUMBER: gl.constexpr, OUT, LSE, SHIFT_AFTER, F: gl.constexpr,
-    T: gl.constexpr, S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
+    acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, T: gl.constexpr,
+    S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Writes the results of a turn, the `number`th of this program.
 
     The turn's number is read from shared memory again, so that no register holds it meanwhile.
     """
+    OUT, LSE, SHIFT = AFTER
     place = number % 2
     turn = got(shared.turns.index(place))
     mbarrier.arrive(shared.turns_empty.index(place), count=1)
@@ -65,7 +66,7 @@ def written(
     inverse = gl.where(nothing, 0.0, 1.0 / divisor)
     if F.bias:
         shift = gl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
-        gl.store(SHIFT_AFTER + lse_at, shift, mask=rows < F.q_length)
+        gl.store(SHIFT + lse_at, shift, mask=rows < F.q_length)
         lse = (top - shift) + gl.log2(divisor) / LOG2_E
     else:
         lse = (top + gl.log2(divisor)) / LOG2_E

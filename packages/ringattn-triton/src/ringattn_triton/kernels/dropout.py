@@ -38,11 +38,8 @@ def weights(
         in_first = tl.join(_weight(first & 0xFFFF, KEPT, F), _weight(first >> 16, KEPT, F))
         in_second = tl.join(_weight(second & 0xFFFF, KEPT, F), _weight(second >> 16, KEPT, F))
         four = tl.reshape(tl.join(in_first, in_second), (ROWS // 16, 8, COLUMNS // 16, 8, 2, 2))
-        if BY_KEYS:
-            four = tl.permute(four, (0, 4, 1, 2, 5, 3))
-        else:
-            four = tl.permute(four, (0, 5, 1, 2, 4, 3))
-        found = tl.reshape(four, (ROWS, COLUMNS))
+        KEYS: tl.constexpr = 4 if BY_KEYS else 5
+        found = tl.reshape(tl.permute(four, (0, KEYS, 1, 2, 9 - KEYS, 3)), (ROWS, COLUMNS))
     else:
         i = unsigned(queries.index)
         j = unsigned(keys.index)

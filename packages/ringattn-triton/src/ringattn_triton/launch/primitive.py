@@ -84,10 +84,8 @@ def _interpreted(*arrays: jax.Array, call: KernelCall) -> list[jax.Array]:
 
 
 def _compiled(*arrays: jax.Array, call: KernelCall, platform: str) -> list[jax.Array]:
-    if getattr(call.kernel, "is_gluon", bool)():
-        from . import gluon as compiled
-    else:
-        from . import compiled
+    from . import compiled
+
     return compiled.launch(arrays, call, platform, target.capability())
 
 

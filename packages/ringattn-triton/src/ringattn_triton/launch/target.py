@@ -78,6 +78,6 @@ def device_capability() -> int:
     return int(jax.local_devices()[0].compute_capability.replace(".", ""))
 
 
-def ptx_version(capability: int) -> int:
-    """What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older."""
-    return 87 if capability < 100 else 88
+def device_architecture() -> str:
+    """The architecture of the first AMD GPU, such as gfx942."""
+    return jax.local_devices()[0].compute_capability.split(":")[0]

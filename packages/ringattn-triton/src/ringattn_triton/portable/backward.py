@@ -4,8 +4,6 @@
 Two kernels compute the scores twice, and are bitwise repeatable: no program adds to what another one writes.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of the bias, strip by strip: sums of the derivatives by the scores of some tiles of queries.
 
-The kernel of `dq` computes these derivatives. Computing them again for each tile of the bias would read all queries, keys
-and values again, and takes longer than storing them, in the dtype of the products, for as many queries as fill a device.
+The kernel of `dq` computes these derivatives. Computing them again for each tile of the bias would read all queries,
+keys and values again, and takes longer than storing them, in the dtype of the products, for as many queries as fill a
+device.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 # pyright: basic, reportAttributeAccessIssue=false
 """Sums the gradient of a tile of the bias over all heads, batch rows and queries that share it.
 
-Each program owns its sum, so the order is fixed. A tile of derivatives is stored as the threads of a product hold it: of
-each eight keys all queries, one after the other, so that a warp writes one contiguous piece at a time.
+Each program owns its sum, so the order is fixed. A tile of derivatives is stored as the threads of a product hold it:
+of each eight keys all queries, one after the other, so that a warp writes one contiguous piece at a time.
 """
 
 import triton
@@ -18,8 +18,8 @@ def bias_sums(
 ):  # fmt: skip
     """One program for each tile of `DBIAS [b, n, t, S]` in a strip of queries, or for each tile of keys of one row.
 
-    `DS` is what `backward_queries` wrote for the strip whose first tile `FIRST` holds; `S` is `bias_gradient.Strips` and
-    `D` `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are visible: the others were not written.
+    `DS` is what `backward_queries` wrote for the strip whose first tile `FIRST` holds; `S` is `bias_gradient.Strips`
+    and `D` `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are visible; others were not written.
     """
     program = tl.program_id(0)
     kv_tile = program % S.columns

@@ -60,9 +60,7 @@ def results(block: Block) -> list[jax.ShapeDtypeStruct]:
     """What a forward kernel writes: `out`, `lse`, and the shift, or one element where there is none."""
     batch, length, heads, _ = block.q.shape
     return [
-        jax.ShapeDtypeStruct(
-            (batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32
-        ),
+        jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),
         jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         jax.ShapeDtypeStruct((batch, heads, length) if block.bias is not None else (1,), jnp.float32),
     ]

@@ -108,9 +108,8 @@ def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams
     where it is to differ from that of dk and dv."""
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
-    schedule = _backward(
-        _backward_queries_by_family(constants, itemsize, constants.largest_dim, target), constants, itemsize, params, target
-    )
+    default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
+    schedule = _backward(default, constants, itemsize, params, target)
     short = schedule.q_tile <= 64 or constants.dropout
     held = short and constants.largest_dim > 64 and _may_hold(constants, itemsize, target)
     return dataclasses.replace(schedule, held=held)
@@ -136,7 +135,9 @@ def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: i
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
 
 
-def _backward(default: Schedule, constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+def _backward(
+    default: Schedule, constants: BlockConstants, itemsize: int, params: BwdParams, target: Target
+) -> Schedule:
     schedule = _fixed(_shortened(default, constants), params, "bwd_params")
     return _fitting(schedule, default, constants, itemsize, target, "bwd_params")
 
