@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from ..contract.call import Call
-from ..contract.signature import PARAMETERS
+from ..contract.signature import SIGNATURE
 from ..errors import InputError
 from ..placement import axes
 from ..placement import layout as layouts
 from .checks import Sizes, as_array
-from .options import DEFAULTS, OPTIONS, refuse_unknown
+from .options import OPTIONS, refuse_unknown
 from .shard_map import refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
-_POSITIONAL: Final = [p.name for p in PARAMETERS if p.kind is p.POSITIONAL_OR_KEYWORD]
 _PAIRS: Final = (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions"))
 _ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
 
@@ -65,19 +64,15 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
 
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Every argument by its one name; those that are not given have their defaults."""
-    refuse_unknown(options, DEFAULTS)
-    if len(arguments) > len(_POSITIONAL):
+    refuse_unknown(options, SIGNATURE.parameters)
+    try:
+        bound = SIGNATURE.bind(*arguments, **options)
+    except TypeError as error:
         raise InputError(
-            "arguments", f"are {len(arguments)} by position", f"Pass those after {_POSITIONAL[-1]} by name"
-        )
-    by_position = dict(zip(_POSITIONAL, arguments, strict=False))
-    for name in options:
-        if name in by_position:
-            raise InputError(name, "is given twice, by position and by name", "Pass it once")
-    given = DEFAULTS | by_position | options
-    for name in ("query", "key", "value"):
-        if name not in by_position and name not in options:
-            raise InputError(name, "is missing", "Pass query, key and value")
+            "ring_attention", str(error), "Pass query, key and value, and whatever follows fused_backward by name"
+        ) from error
+    bound.apply_defaults()
+    given = bound.arguments
     for alias, name in _ALIASES.items():
         other = given.pop(alias)
         if other is not None and given[name] is not None:
