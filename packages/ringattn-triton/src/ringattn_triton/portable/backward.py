@@ -67,13 +67,13 @@ def _of_queries(
     table = visited_tiles.table(inputs, block, *tiles)
     count = table.shape.rows, table.shape.columns
     bias = None if block.bias_fixed else block.bias
-    strips = bias_gradient.strips(block, *count, bias is not None)
+    strips = None if bias is None else bias_gradient.strips(block, *count)
     batch, length, heads, _ = block.q.shape
     outputs = [
         jax.ShapeDtypeStruct(block.q.shape, _dtype(block, block.q)),
         jax.ShapeDtypeStruct((1,) if block.slopes is None else (batch, heads, length), jnp.float32),
         jax.ShapeDtypeStruct(
-            (1,) if bias is None else (batch, heads, strips.rows, strips.columns, *tiles), block.q.dtype
+            (1,) if strips is None else (batch, heads, strips.rows, strips.columns, *tiles), block.q.dtype
         ),
     ]
     arrays = [*inputs.in_tiles(*tiles), table.bounds, table.tiles, *rows]
@@ -83,18 +83,18 @@ def _of_queries(
             backward_queries,
             [*arrays, first, so_far],
             outputs,
-            grid=(batch * heads * strips.rows,),
+            grid=(batch * heads * (strips or table.shape).rows,),
             aliases={} if so_far is None else {len(arrays) + 1: 0},
             name="ringattn_backward_queries",
             T=table.shape,
-            S=strips,
+            S=strips or table.shape,
             FRESH=before is None,
             HELD=schedule.held,
             IN_STRIPS=first is not None,
             **_constants(inputs.constants, schedule),
         )
 
-    if bias is None:
+    if bias is None or strips is None:
         dq, dslopes, _ = of_strip(None, before)
         return dq, dslopes, None
     seen = visited_tiles.seen(inputs, block, *tiles).some.astype(jnp.int8)
