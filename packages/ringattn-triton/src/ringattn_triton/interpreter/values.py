@@ -29,10 +29,6 @@ class Tensor:
         return self.data.shape
 
     @property
-    def type(self) -> Any:
-        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
-
-    @property
     def numel(self) -> int:
         return self.data.size
 
@@ -76,21 +72,9 @@ class Tensor:
     def __neg__(self) -> "Tensor":
         return Tensor(np.negative(self.data), self.dtype)
 
-    def __pos__(self) -> "Tensor":
-        return self
-
     def __invert__(self) -> "Tensor":
         _need(self.dtype.is_int(), "~", self.dtype)
         return Tensor(np.invert(self.data), self.dtype)
-
-    def logical_not(self) -> "Tensor":
-        return Tensor(np.logical_not(self.data), tl.int1)
-
-    def logical_and(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, cast(self, tl.int1), cast(tensor(other), tl.int1))
-
-    def logical_or(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, cast(self, tl.int1), cast(tensor(other), tl.int1))
 
 
 class Pointer(Tensor):
