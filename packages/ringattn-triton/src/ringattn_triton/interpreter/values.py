@@ -4,7 +4,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import triton.language as tl
@@ -98,12 +98,6 @@ class Pointer(Tensor):
     def __sub__(self, other: Any) -> "Pointer":
         return Pointer(self.buffer, np.subtract(self.data, _offsets(other)))
 
-    def _refuse(self, other: Any = None) -> NoReturn:
-        raise TypeError(f"a pointer into {self.buffer} moves by integers, and has no other arithmetic")
-
-    __mul__ = __rmul__ = __rsub__ = __truediv__ = __floordiv__ = __mod__ = _refuse
-    __and__ = __or__ = __xor__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = __invert__ = _refuse  # pyright: ignore
     __hash__ = Tensor.__hash__
 
 
