@@ -70,12 +70,9 @@ class BlockConstants:
     below: bool
     above: bool
     causal: bool
-    bounded_left: bool
-    left: int
-    bounded_right: bool
-    right: int
-    chunked: bool
-    chunk: int
+    left: int | None
+    right: int | None
+    chunk: int | None
     segments: bool
     padded: bool
     dropout: bool
@@ -211,12 +208,9 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         below=left is not None or rule.chunk is not None,
         above=rule.causal or right is not None or rule.chunk is not None,
         causal=rule.causal,
-        bounded_left=left is not None,
-        left=min(left, _NO_LIMIT) if left is not None else 0,
-        bounded_right=right is not None,
-        right=min(right, _NO_LIMIT) if right is not None else 0,
-        chunked=rule.chunk is not None,
-        chunk=min(rule.chunk, _NO_LIMIT) if rule.chunk is not None else 0,
+        left=None if left is None else min(left, _NO_LIMIT),
+        right=None if right is None else min(right, _NO_LIMIT),
+        chunk=None if rule.chunk is None else min(rule.chunk, _NO_LIMIT),
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout),

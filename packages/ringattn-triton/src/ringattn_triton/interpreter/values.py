@@ -4,7 +4,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import triton.language as tl
@@ -27,10 +27,6 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
-
-    @property
-    def type(self) -> Any:
-        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
 
     @property
     def numel(self) -> int:
@@ -76,21 +72,9 @@ class Tensor:
     def __neg__(self) -> "Tensor":
         return Tensor(np.negative(self.data), self.dtype)
 
-    def __pos__(self) -> "Tensor":
-        return self
-
     def __invert__(self) -> "Tensor":
         _need(self.dtype.is_int(), "~", self.dtype)
         return Tensor(np.invert(self.data), self.dtype)
-
-    def logical_not(self) -> "Tensor":
-        return Tensor(np.logical_not(self.data), tl.int1)
-
-    def logical_and(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, cast(self, tl.int1), cast(tensor(other), tl.int1))
-
-    def logical_or(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, cast(self, tl.int1), cast(tensor(other), tl.int1))
 
 
 class Pointer(Tensor):
@@ -114,12 +98,6 @@ class Pointer(Tensor):
     def __sub__(self, other: Any) -> "Pointer":
         return Pointer(self.buffer, np.subtract(self.data, _offsets(other)))
 
-    def _refuse(self, other: Any = None) -> NoReturn:
-        raise TypeError(f"a pointer into {self.buffer} moves by integers, and has no other arithmetic")
-
-    __mul__ = __rmul__ = __rsub__ = __truediv__ = __floordiv__ = __mod__ = _refuse
-    __and__ = __or__ = __xor__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = __invert__ = _refuse  # pyright: ignore
     __hash__ = Tensor.__hash__
 
 
