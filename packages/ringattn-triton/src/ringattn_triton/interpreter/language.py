@@ -91,15 +91,6 @@ def zeros_like(input: Tensor) -> Tensor:
     return full(input.shape, 0, input.dtype)
 
 
-def to_tensor(value: Any) -> Tensor:
-    return tensor(constant(value))
-
-
-def constexpr(value: Any) -> Any:
-    """A constant is the value itself: what Triton needs the wrapper for is known here anyway."""
-    return constant(value)
-
-
 def reshape(input: Tensor, *shape: Any) -> Tensor:
     return input._like(np.reshape(input.data, _sizes(shape)))
 
