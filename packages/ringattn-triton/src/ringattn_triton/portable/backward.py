@@ -42,7 +42,7 @@ def backward(
 
 
 def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
-    """dk and dv."""
+    """dk and dv, by the kernel that owns keys."""
     schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     return launch(
