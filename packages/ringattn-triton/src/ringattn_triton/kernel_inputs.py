@@ -32,11 +32,11 @@ INPUTS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class BlockConstants:
-    """The numbers and switches that a kernel is compiled for. A field `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
+    """The constants that a kernel is compiled for; `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
 
     `plain`: a score is a positive number times the product, or times the capped product, so that row maxima may be
     taken of the products; otherwise `unbend` makes it a score. `fold` converts what `scores.scored` returns to units of
-    log2. `below` and `above`: a query sees no key before, or behind, some position. `wide`: offsets need int64.
+    log2. `below`, `above`: a query sees no key before, or behind, some position. `wide`: offsets need int64.
     """
 
     q_length: int

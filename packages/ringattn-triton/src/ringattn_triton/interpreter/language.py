@@ -75,12 +75,8 @@ def arange(start: int, end: int) -> Tensor:
 
 def full(shape: Any, value: Any, dtype: Any) -> Tensor:
     sizes = _sizes(shape)
-    data = cast(value, dtype).data if isinstance(value, Tensor) else _filled(constant(value), dtype)
+    data = cast(value, dtype).data if isinstance(value, Tensor) else rounded(held(dtype)(constant(value)), dtype)
     return Tensor(np.full(sizes, data, held(dtype)) if sizes else data, dtype)
-
-
-def _filled(value: Any, dtype: Any) -> Any:
-    return rounded(held(dtype)(value), dtype)
 
 
 def zeros(shape: Any, dtype: Any) -> Tensor:
