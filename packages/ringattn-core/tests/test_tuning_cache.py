@@ -138,7 +138,7 @@ class TestAFileThatCannotBeUnderstood:
         monkeypatch.setattr(os, "replace", failing(errno.EROFS))
         assert cache.read(problem()) is None
         assert path.exists()
-        assert "It stays where it is" in warnings(log)[0]
+        assert "It cannot be renamed" in warnings(log)[0]
 
 
 def failing(number: int) -> Callable[..., Any]:

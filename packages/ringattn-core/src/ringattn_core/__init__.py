@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Public names load at their first use: a program that imports many libraries pays for those that it uses.
+    """Loads a public name at its first use, so that `import ringattn_core` alone is cheap.
 
-    A module loads alone: one that asks for another while it is imported must not wait for what waits for it.
+    A submodule loads without `call.public`: the module that asks for it may be part of a running import of
+    `call.public`, and the import would be circular.
     """
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f".{name}", __name__)

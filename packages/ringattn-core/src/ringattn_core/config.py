@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend is told to run: block sizes and the like, frozen, hashable, equal when equal."""
+"""The configuration of a call: its backend, and the block sizes of the kernels. Frozen, hashable, compared by value."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ _HARDWARE: Final = frozenset(("cpu", "gpu", "mps"))
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """Sizes that are `None` or positive, and in `extra` the named values that only some backends read."""
+    """Sizes, each `None` or positive; `extra` holds named values that only some backends read."""
 
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
@@ -61,9 +61,9 @@ class _Params:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """`value` as these parameters: `None`, a mapping, or any dataclass such as `ejkernel`'s.
+        """Converts `value` to these parameters: `None`, a mapping, or any dataclass such as `ejkernel`'s.
 
-        Fields of a foreign dataclass that mean nothing here go to `extra`, where they are not `None`.
+        Fields of another library's dataclass that have no counterpart here go to `extra`, unless they are `None`.
         """
         if value is None:
             return cls()
@@ -151,7 +151,7 @@ class RingAttentionConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; a key that it does not know is refused by name."""
+        """The inverse of `to_dict`; an unknown key raises an error that names it."""
         if not isinstance(data, Mapping):
             raise InputError(cls.__name__, f"got a {type(data).__name__}", "Pass a mapping")
         names = tuple(field.name for field in dataclasses.fields(cls))

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 
 class RingAttnError(Exception):
-    """Whatever ringattn raises of its own accord."""
+    """The base class of every exception that ringattn raises."""
 
     def one_line(self) -> str:
-        """The message and the notes that ringattn added to it, for where there is room for one line."""
-        # JAX adds a note on its tracebacks, under a rule.
+        """The message and ringattn's notes on it, as one line of text."""
+        # JAX adds a note about filtered tracebacks, which begins with a line of dashes.
         notes = (note for note in getattr(self, "__notes__", ()) if not note.startswith("---"))
         return " ".join(" ".join([str(self), *notes]).split())
 
 
 class InputError(RingAttnError, ValueError):
-    """An argument that no backend could compute with."""
+    """An argument has a value that no backend accepts."""
 
     def __init__(self, argument: str, fact: str, remedy: str):
         self.argument = argument
@@ -24,15 +24,15 @@ class InputError(RingAttnError, ValueError):
 
 
 class MeshError(RingAttnError, ValueError):
-    """A mesh or an axis name that does not fit the call."""
+    """A mesh or an axis name does not fit the call."""
 
 
 class DerivativeError(RingAttnError, NotImplementedError):
-    """A derivative that there is no rule for."""
+    """The call was differentiated in a way that ringattn has no rule for."""
 
 
 class UnsupportedFeatureError(RingAttnError, NotImplementedError):
-    """A backend was asked for something that it does not declare as supported."""
+    """A call needs a feature that its backend does not declare as supported."""
 
     def __init__(self, backend: str, feature: str, why: str, others: Sequence[str]):
         self.backend, self.feature, self.others = backend, feature, tuple(others)
@@ -53,7 +53,7 @@ _OWN = ("xla", "triton", "tpu")
 class BackendNotFoundError(RingAttnError, LookupError):
     """No installed distribution registers a backend of this name, or any backend at all.
 
-    `meant` is the name that this one misspells, or `None`.
+    `meant` is the known name that `name` probably misspells, or `None`.
     """
 
     def __init__(self, name: str | None, installed: Sequence[str]):
@@ -65,7 +65,7 @@ class BackendNotFoundError(RingAttnError, LookupError):
         else:
             guess = f" (did you mean {self.meant!r}?)" if self.meant else ""
             message = f"no ring-attention backend {name!r}{guess}. Installed: {', '.join(installed) or 'none'}."
-            # Only our own names: a command that installs whatever was mistyped is no remedy.
+            # Suggest ringattn's own packages only: installing a mistyped name could install a stranger's package.
             missing = [f"ringattn-{own}" for own in _OWN if own not in installed]
             if not close:
                 message += f" To add one of ringattn's own: pip install {' or '.join(missing)}" if missing else ""
@@ -112,7 +112,7 @@ class DuplicateBackendError(RingAttnError):
 
 
 class KernelError(RingAttnError, TypeError):
-    """A block kernel that does not return what the protocol asks for."""
+    """A block kernel does not return what the protocol asks for."""
 
     def __init__(self, kernel: object, method: str, fact: str, remedy: str):
         self.kernel, self.method = kernel, method
@@ -120,7 +120,7 @@ class KernelError(RingAttnError, TypeError):
 
 
 class TuningError(RingAttnError, RuntimeError):
-    """A backend, or a problem, of which no configuration can be measured."""
+    """No configuration of the backend can be measured for this problem."""
 
     def __init__(self, name: str, fact: str, remedy: str):
         self.backend = name
@@ -136,7 +136,7 @@ class BackendUnavailableError(RingAttnError, RuntimeError):
 
 
 class NoBackendError(RingAttnError, RuntimeError):
-    """Several backends were considered and each has a reason of its own not to run this call."""
+    """None of several backends can run the call; `reasons` says why, by backend."""
 
     def __init__(self, platform: str, reasons: Mapping[str, str]):
         self.platform, self.reasons = platform, dict(reasons)
@@ -148,7 +148,7 @@ class NoBackendError(RingAttnError, RuntimeError):
 
 
 class AmbiguousBackendError(RingAttnError, RuntimeError):
-    """Several backends are equally good for a platform, so that core will not choose."""
+    """Several backends have the same highest priority on a platform, and core does not choose between them."""
 
     def __init__(self, platform: str, priority: int, names: Sequence[str]):
         self.platform, self.names = platform, tuple(names)

@@ -14,16 +14,16 @@ from .options import AttentionSettings, RingArrays, checked, told_in_words_of
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
-"""What Equinox calls the options of `ring_attention` that the module passes itself."""
+"""Equinox's names for options of `ring_attention` that the module itself passes."""
 
 
 class RingMultiheadAttention(eqx.Module):
-    """Multi-head attention with projections, exact over the ring that its settings name.
+    """Multi-head attention with projections, exact, over the ring that its settings name.
 
     Parameters have the names, the shapes and, from the same key, the values of `equinox.nn.MultiheadAttention`, and
-    the output is the same. Three things are added: inputs may have a batch axis in front (with a `mesh` use it instead
-    of `vmap`, so that the mesh can split it), `num_key_heads` may be fewer than `num_heads`, and every option of
-    `ring_attention` is there. Options that are arrays are arguments of the call; the others are passed here. A query
+    the output is the same. Three things are added: inputs may have a leading batch axis (with a `mesh` use it instead
+    of `vmap`, so that the mesh can split it), `num_key_heads` may be fewer than `num_heads`, and the module takes every
+    option of `ring_attention`. Pass options that are arrays to the call, and all others to the constructor. A query
     that sees no key gets 0 from each head.
     """
 
@@ -132,14 +132,14 @@ class RingMultiheadAttention(eqx.Module):
 
 
 def _each(projection: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The projection of every token. Axes are not flattened, so that a mesh can split each of them."""
+    """Applies the projection to every token. Axes are not flattened, so that a mesh can split each of them."""
     for _ in x.shape[:-1]:
         projection = jax.vmap(projection)
     return projection(x)
 
 
 def _fixed(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The settings as a sorted tuple: JAX hashes and compares static fields of a module."""
+    """The settings as a sorted, hashable tuple, because JAX hashes and compares the static fields of a module."""
     for name, value in settings.items():
         try:
             hash(value)

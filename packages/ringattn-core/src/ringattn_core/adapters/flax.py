@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `attention_fn` that the attention layers of Flax call, in Linen and in NNX.
+"""An `attention_fn` for the attention layers of Flax, in Linen and in NNX.
 
-This module imports nothing of Flax. Linen silently drops the arguments that a function does not name, so this one
-names them all: what it cannot do it refuses.
+This module does not import Flax. Linen silently drops arguments that a function does not name. So this function names
+all of them, and raises for those that it does not support.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .options import AttentionOptions, checked, told_in_words_of
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
-"""What Flax calls the options of `ring_attention` that it passes itself."""
+"""Flax's names for options of `ring_attention` that its layers pass."""
 
 NAMES: Final = ("query", "key", "value")
 
@@ -26,11 +26,11 @@ NAMES: Final = ("query", "key", "value")
 def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.Array]:
     """An `attention_fn` for `nn.MultiHeadDotProductAttention` and `nnx.MultiHeadAttention`.
 
-    The options are those of `ring_attention`. It is causal where `causal=True` is among them or the layer says
+    It takes the options of `ring_attention`. Attention is causal with the option `causal=True`, or if the layer passes
     `is_causal`. Key heads may be fewer than query heads, and there may be any number of leading batch axes. A mask that
-    treats all heads and queries alike takes memory of the length; any other mask that Flax passes, a causal one too,
-    takes its square, and `causal=True` does not. Dropout follows the key that the layer passes, with ringattn's own
-    random bits.
+    is equal for all heads and queries takes memory proportional to the length. Any other mask that Flax passes takes
+    memory proportional to its square, also a causal mask: use `causal=True` instead. The layer's key seeds dropout, but
+    ringattn's random bits differ from Flax's.
     """
     settings = checked(options, AttentionOptions, RENAMED)
 
@@ -54,7 +54,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
         promote_dtype: Any = None,
         is_causal: bool = False,
     ) -> jax.Array:
-        """Attention of [*batch, length, heads, head size]; the arguments are those of Flax's own function."""
+        """Attention over arrays [*batch, length, heads, head size], with the arguments of Flax's own function."""
         _refuse_weights(
             {
                 "module (sow_weights=True)": module,
@@ -90,7 +90,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
             allowed = broadcast(allowed, q.shape[1], columns)
         with told_in_words_of(RENAMED):
             out = ring_attention(q, k, v, sinks, added, attention_mask=allowed, **chosen)
-        # The softmax is float32 in any case; Flax then returns a float32 output too.
+        # The softmax is float32 in any case. With this flag Flax also returns a float32 output.
         out = out.astype(jnp.float32) if force_fp32_for_softmax else out
         return out.reshape(*batch, *out.shape[1:])
 
@@ -107,7 +107,7 @@ def _refuse_weights(given: dict[str, Any]) -> None:
 
 
 def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[jax.Array, ...]:
-    """Query, key and value in one dtype: the one given, or the one that they promote to."""
+    """Query, key and value in one dtype: `dtype`, or their promoted dtype. `promote` is Flax's `promote_dtype`."""
     if promote is None:
         return tuple(x.astype(jnp.result_type(*arrays) if dtype is None else dtype) for x in arrays)
     fact = "does not turn the tuple (query, key, value) into three arrays"
@@ -119,25 +119,25 @@ def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[
         raise InputError(
             "promote_dtype",
             fact,
-            "Pass a function of a tuple, as flax.nnx has it; that of Linen takes its arrays one by one",
+            "Pass a function of a tuple, like that of flax.nnx; the function of Linen takes its arrays one by one",
         )
     return promoted
 
 
 def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
-    """The leading axes, which query, key and value must share."""
+    """The sizes of the leading batch axes; raises unless query, key and value have the same."""
     for name, x in zip(NAMES, (q, k, v), strict=True):
         if x.ndim < 3:
             raise InputError(name, f"has shape {x.shape}", "Its axes are (*batch, length, heads, head size)")
         if x.shape[:-3] != q.shape[:-3]:
             raise InputError(
-                name, f"has batch axes {x.shape[:-3]} but query has {q.shape[:-3]}", "They must be equal, one by one"
+                name, f"has batch axes {x.shape[:-3]} but query has {q.shape[:-3]}", "Each axis must be equal"
             )
     return q.shape[:-3]
 
 
 def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
-    """Refuses one query against a cache under a mask by position: Flax does not say at which position it is."""
+    """Refuses a decoding step (one query, many keys) with masks by position: Flax passes no position of the query."""
     by_position = [name for name in ("causal", "sliding_window", "chunk_size") if options.get(name)]
     if queries == 1 < keys and by_position and options.get("q_positions") is None:
         raise InputError(

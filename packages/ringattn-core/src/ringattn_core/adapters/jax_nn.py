@@ -22,7 +22,7 @@ RENAMED: Final = {
     "backend": "implementation",
     "return_lse": "return_residual",
 }
-"""What `jax.nn` calls the options of `ring_attention`."""
+"""The names that `jax.nn` has for options of `ring_attention`."""
 
 
 def dot_product_attention(
@@ -41,15 +41,15 @@ def dot_product_attention(
     return_residual: bool = False,
     **ring: Unpack[RingOptions],
 ) -> Any:
-    """`jax.nn.dot_product_attention`: equal to it in value and gradients, up to the rounding of the dtype.
+    """Computes `jax.nn.dot_product_attention`, with equal values and gradients up to the rounding of the dtype.
 
-    Without a ring option it runs on one device. With `mesh` and `axis_name` arrays are global, with `axis_name` alone
-    they are local to a `jax.shard_map`; bias and mask then have this rank's rows and all columns, and lengths are those
-    of the whole sequence. `implementation` names a ring backend, or several in order.
+    Without a ring option it runs on one device. With `mesh` and `axis_name`, arrays are global. With `axis_name` alone,
+    arrays are local to a `jax.shard_map`; bias and mask then have this rank's rows and all columns, and sequence
+    lengths count the whole sequence. `implementation` names a ring backend, or several to try in order.
 
-    A query that sees no key gets 0 here, and a residual of -inf; `jax.nn` gives it the mean of all values. As there,
-    the residual is [B, T, N] in the dtype of the key, without a gradient; `ring_attention(return_lse=True)` gives it
-    in float32 with one.
+    A query that sees no key gets the output 0 and the residual -inf; `jax.nn` gives it the mean of all values. As in
+    `jax.nn`, the residual is [B, T, N] in the dtype of the key and has no gradient. `ring_attention(return_lse=True)`
+    returns it in float32, with a gradient.
     """
     options = checked(ring, RingOptions, RENAMED)
     sinks = options.pop("softmax_aux", None)
@@ -97,7 +97,7 @@ def _four_axes(x: Any) -> jax.Array:
 
 
 def _within(argument: str, lengths: Any, batch: int, extent: int) -> jax.Array | None:
-    """Whether each of the tokens 0 to `extent - 1` lies within its sequence."""
+    """`lengths` as booleans `[B, extent]`: whether token `i` is within the length of its row."""
     if lengths is None:
         return None
     ends = jnp.asarray(lengths)

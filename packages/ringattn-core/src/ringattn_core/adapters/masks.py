@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an adapter hands on lengths and masks: as segment ids where they hide whole tokens, else as a dense array.
+"""How adapters pass lengths and masks to `ring_attention`: as segment ids if they hide whole tokens, else densely.
 
-Segment ids take memory of the length; the same as a dense mask takes its square.
+Segment ids take memory proportional to the length, a dense mask to its square.
 """
 
 import math
@@ -22,10 +22,10 @@ def with_hidden_tokens(
     queries: Bool[Array, "b T_global"] | None,
     keys: Bool[Array, "b S_global"] | None,
 ) -> dict[str, Any]:
-    """The options, with segment ids that make padding of every token whose entry in `queries` or `keys` is false.
+    """The options, with segment ids that hide every token whose entry in `queries` or `keys` is false.
 
-    Both are in natural order over the whole sequence; `shape` is the batch and the lengths of this call. Other tokens
-    keep the ids that the options give them.
+    `queries` and `keys` are over the whole sequence, in natural order. `shape` is the batch and the lengths of this
+    call. Other tokens keep the ids that the options give them.
     """
     found = dict(options)
     batch, *lengths = shape
@@ -43,24 +43,24 @@ def with_hidden_tokens(
 
 
 def global_length(local: int, options: Mapping[str, Any]) -> int:
-    """The length of the whole sequence, of which a call with these options holds `local` tokens."""
+    """The length of the whole sequence, given the length `local` of the arrays of a call with these options."""
     return local if options.get("mesh") is not None else local * _ranks(options)
 
 
 def hides_whole_keys(mask: Bool[Array, "b n t s"], shape: tuple[int, int, int]) -> bool:
-    """Whether a mask treats all heads and queries alike; `shape` is the batch, the queries and the keys."""
+    """Whether a mask is equal for all heads and queries. `shape` is the batch, the queries and the keys."""
     batch, rows, columns = shape
     return mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and rows > 1
 
 
 def broadcast(x: jax.Array, rows: int | None, columns: int) -> jax.Array:
-    """A mask or bias [b, n, t, s] whose key axis is `columns` long, and whose query axis is `rows` long if given."""
+    """Broadcasts the key axis of a mask or bias [b, n, t, s] to `columns`, and its query axis to `rows` if given."""
     rows = rows if rows is not None and x.shape[2] == 1 else x.shape[2]
     return jnp.broadcast_to(x, (*x.shape[:2], rows, columns if x.shape[3] == 1 else x.shape[3]))
 
 
 def _local(x: Bool[Array, "b S_global"], options: Mapping[str, Any]) -> Bool[Array, "b S"]:
-    """The entries of the tokens that the call holds, in the order of its layout."""
+    """The entries of the tokens in the call's arrays, in the order of its layout."""
     layout = canonical(options.get("layout", "contiguous"))
     if options.get("mesh") is not None:
         return to_layout(x, layout, _ranks(options), axis=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter takes under their own names, and what it calls the others."""
+"""Which options of `ring_attention` an adapter takes under the same name, and which it takes under another name."""
 
 import contextlib
 import difflib
@@ -13,23 +13,23 @@ from ..placement import arrays
 
 
 class RingArrays(TokenOptions, total=False):
-    """Arrays that belong to one call and that other libraries have no name for."""
+    """Options that are arrays, and for which other libraries have no name."""
 
     softmax_aux: arrays.Sinks | arrays.SharedSinks | None
 
 
 class RingOptions(RingArrays, RingSettings, total=False):
-    """Arrays and settings, for a function that has its own names for the rest."""
+    """Options for which other libraries have no name, for an adapter that names the rest itself."""
 
 
 class AttentionOptions(RingArrays, AttentionSettings, total=False):
-    """Every option that the calling library does not pass itself; it passes bias, mask and dropout."""
+    """All options but bias, mask and dropout, which the calling library passes."""
 
 
 def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """The options given; refuses a name that the TypedDict `kind` lacks.
+    """The options as a dict; raises for a name that the TypedDict `kind` does not have.
 
-    `renamed` gives the adapter's name for options of `ring_attention` that it calls otherwise.
+    `renamed` maps names of `ring_attention` to the adapter's names.
     """
     names = kind.__annotations__
     for name in given:
@@ -44,7 +44,7 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
 
 @contextlib.contextmanager
 def told_in_words_of(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Adds to an error about an argument of `ring_attention` what the adapter calls that argument."""
+    """Adds the adapter's name of an argument to an error about that argument of `ring_attention`."""
     try:
         yield
     except InputError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dropout seed a random key of JAX gives: equal keys drop the same entries, split keys unrelated ones."""
+"""Makes a dropout seed from a JAX random key: equal keys drop the same entries, split keys independent ones."""
 
 from typing import Any
 

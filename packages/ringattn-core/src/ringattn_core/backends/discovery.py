@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backends are installed, and what is wrong with those that cannot be used."""
+"""Which backends are installed, and what is wrong with the broken ones."""
 
 import contextlib
 import dataclasses
@@ -39,11 +39,11 @@ class Registration:
 
     @property
     def in_process(self) -> bool:
-        """Whether `registered` made it: no distribution, and so no version, stands for what it does."""
+        """Whether `registered` added it in this process. It then belongs to no distribution and has no version."""
         return self.distribution == _HERE
 
     def descriptor(self) -> Backend:
-        """The backend's descriptor; raises the error of a registration that has none."""
+        """The backend's descriptor; raises `error` if the backend is broken."""
         if self.error is not None:
             raise _again(self.error)
         assert self.backend is not None
@@ -62,7 +62,7 @@ class Registration:
         return loaded
 
     def why_unavailable(self) -> str | None:
-        """Why the backend cannot run in this process, in a sentence, or `None`; probed once."""
+        """Why the backend cannot run in this process, as one sentence, or `None`. The probe runs once."""
         if self not in _availability:
             _availability[self] = self._probe()
         return _availability[self]
@@ -113,17 +113,17 @@ _implementations: dict[Registration, Any] = {}
 _availability: dict[Registration, str | None] = {}
 _in_process: dict[str, Registration] = {}
 on_clear: Final[list[Callable[[], None]]] = [_implementations.clear, _availability.clear]
-"""What else `clear` empties: whoever remembers something about backends adds to it."""
+"""What `clear` calls. A module that caches something about backends adds a function that empties its cache."""
 
 
 def registrations() -> dict[str, Registration]:
-    """Every registered backend by name, the broken ones with their error; found at the first call."""
+    """Every registered backend by name; a broken one has an `error`. Entry points are read at the first call."""
     found = {**_installed(), **_in_process}
     return {name: found[name] for name in sorted(found)}
 
 
 def get(name: str) -> Registration:
-    """The registration of that name; raises what is wrong with it, or that there is none."""
+    """The registration of that name; raises if the backend is broken or not registered."""
     found = registrations()
     if name not in found:
         raise BackendNotFoundError(name, tuple(found))
@@ -132,7 +132,7 @@ def get(name: str) -> Registration:
 
 
 def clear() -> None:
-    """Forgets what was found, loaded and probed: the next call looks again."""
+    """Empties all caches: the next call reads entry points, imports kernels and runs probes again."""
     _installed.cache_clear()
     for forget in on_clear:
         forget()
@@ -140,9 +140,9 @@ def clear() -> None:
 
 @contextlib.contextmanager
 def registered(backend: Backend, implementation: Any = None) -> Iterator[Registration]:
-    """Registers a backend in this process, shadowing an installed one of its name until the exit.
+    """Registers a backend in this process for a `with` block. It shadows an installed backend of the same name.
 
-    Without `implementation` it is imported from where the descriptor says.
+    Without `implementation`, the kernel is imported from the path in the descriptor.
     """
     if not isinstance(backend, Backend):
         raise InputError("backend", f"got {backend!r}", "Pass a ringattn_core.Backend")
@@ -203,7 +203,7 @@ def _defect(backend: Any, name: str, owner: str) -> RingAttnError | None:
 
 
 def _again(error: RingAttnError) -> RingAttnError:
-    """An equal error to raise: one that is kept would gather the tracebacks and notes of all its callers."""
+    """A copy of a cached error, to raise: the cached one would collect the tracebacks and notes of all its callers."""
     fresh = type(error).__new__(type(error), *error.args)
     fresh.__dict__.update(error.__dict__)
     fresh.__cause__ = error.__cause__

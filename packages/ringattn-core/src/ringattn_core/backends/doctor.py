@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed here, what works, and what to do about what does not."""
+"""Which backends and devices work in this process, and how to repair each fault."""
 
 import dataclasses
 import os
@@ -45,9 +45,9 @@ class BackendStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """This process as ringattn sees it. It is `healthy` where some backend works on the platform of its devices.
+    """The state of this process. It is `healthy` if some backend works on the platform of its devices.
 
-    `default` answers calls that name no backend. Each fault says what is wrong, and what to do.
+    `working` are those backends; `default` runs calls that name none. Each fault says what is wrong and what to do.
     """
 
     versions: dict[str, str]
@@ -69,12 +69,12 @@ class Diagnosis:
 
 
 def backends() -> tuple[BackendStatus, ...]:
-    """Every registration; no kernel is loaded."""
+    """The status of every registered backend, found without loading kernels."""
     return tuple(backend_of(registration) for registration in discovery.registrations().values())
 
 
 def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
-    """One registration. With `load` a kernel that cannot be imported is a reason, too."""
+    """The status of one backend. With `load`, its kernel is imported too, and a failure becomes the `reason`."""
     descriptor = registration.backend
     reason = registration.why_unavailable()
     if load and reason is None:
@@ -101,7 +101,7 @@ def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
 
 
 def diagnose() -> Diagnosis:
-    """Looks at everything: it initialises JAX, probes every backend, and loads the kernels of those that could run."""
+    """Checks everything: initialises JAX, probes every backend, and loads the kernels of backends for this platform."""
     faults, devices, where = _devices()
     faults += [f"{sentence}. Correct its name, or unset it" for sentence in selection.unknown_variables()]
     working, default = [], None
@@ -130,7 +130,7 @@ def diagnose() -> Diagnosis:
 
 
 def _devices() -> tuple[list[str], tuple[str, ...], str | None]:
-    """What is wrong with the devices, which there are, and their platform."""
+    """`(faults, devices, platform)`: what is wrong with JAX's devices, their kinds with counts, and their platform."""
     try:
         devices, where = jax.devices(), platform_of(None, ())
     except RuntimeError as error:
@@ -146,7 +146,7 @@ def _devices() -> tuple[list[str], tuple[str, ...], str | None]:
 
 
 def _plugins() -> list[str]:
-    """The distributions that bring JAX a device."""
+    """The installed distributions that add a platform to JAX, such as `jax-cuda13-plugin`."""
     return sorted({point.dist.name for point in importlib_metadata.entry_points(group="jax_plugins") if point.dist})
 
 

@@ -27,7 +27,7 @@ from .discovery import Registration
 
 BACKEND_VARIABLE: Final = "RINGATTN_BACKEND"
 VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
-"""The environment variables that core reads; a backend declares its own."""
+"""The environment variables that core reads. A backend declares its own in `Backend.variables`."""
 
 _logger: Final = logging.getLogger("ringattn")
 _logged: set[str] = set()
@@ -36,10 +36,10 @@ discovery.on_clear.append(_logged.clear)
 
 
 def select(backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str) -> Registration:
-    """The backend for a call that needs `required` on devices of `platform`; its implementation loads.
+    """The backend for a call that needs `required` on devices of `platform`, with its implementation imported.
 
-    A name is final. A sequence is tried in order; a name in it that misspells another raises. `None` leaves it to
-    `use_backend`, then to the environment, then to the priorities of the installed backends.
+    One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known
+    one. `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
@@ -59,8 +59,8 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
 def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
     """Names the backend, or an ordered fallback, for the calls in this context that name none themselves.
 
-    It is read when a call is traced: a function that `jax.jit` has compiled before keeps its backend. A name that no
-    call could use, or that misspells another in a sequence, raises here.
+    It is read when a call is traced: a function that `jax.jit` compiled before keeps its backend. An unknown name
+    raises here, in a sequence only if it resembles a known one.
     """
     names, installed = _names(backend, "use_backend"), discovery.registrations()
     for name in names:
@@ -111,7 +111,7 @@ def _exactly(name: str, required: frozenset[Feature]) -> Registration:
 
 
 def refusal(registration: Registration, required: frozenset[Feature]) -> UnsupportedFeatureError:
-    """Why a backend does not run a call that needs `required`, and which installed backends do."""
+    """The error for a backend that lacks a feature in `required`; it lists the backends that can run the call."""
     name = registration.name
     others = [r.name for r in _ranked() if r.name != name and _why_not(r, required, None) is None]
     features, supports = zip(*_missing(registration.descriptor(), required), strict=True)
@@ -142,7 +142,7 @@ def _best(required: frozenset[Feature], platform: str) -> Registration:
 
 
 def _why_not(registration: Registration, required: frozenset[Feature], platform: str | None) -> str | None:
-    """The one place that says why a backend cannot run a call; `None` as platform stands for any."""
+    """Why a backend cannot run a call, or `None` where it can. `platform=None` accepts every platform."""
     backend = registration.backend
     if registration.error is not None or backend is None:
         return str(registration.error)
@@ -167,7 +167,7 @@ def _missing(backend: Backend, required: frozenset[Feature]) -> list[tuple[str, 
 
 
 def serves(backend: Backend | None, platform: str) -> bool:
-    """Whether a backend is written for the platform; one that did not load might have been."""
+    """Whether a backend declares the platform. `None`, a backend that did not load, counts as declaring all."""
     if backend is None:
         return True
     return _platform(platform) in {_platform(served) for served in backend.platforms}
@@ -198,7 +198,7 @@ def _of_environment() -> tuple[str, ...]:
 
 
 def unknown_variables() -> Iterator[str]:
-    """A sentence for each variable of the environment that looks like ours and is not."""
+    """A sentence for each environment variable `RINGATTN_...` that neither core nor a backend declares."""
     declared = [r.backend.variables for r in discovery.registrations().values() if r.backend is not None]
     known = list(dict.fromkeys([*VARIABLES, *itertools.chain(*declared)]))
     for variable in os.environ:

@@ -25,9 +25,9 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCall:
-    """A call with `mesh=`, on global arrays; batch and heads are those of one device.
+    """A call with `mesh=`. Lengths are those of the whole sequence, batch and heads those of one device.
 
-    `documents` are the lengths of packed documents, the same in every row; `bias` is a shape.
+    `documents` are the lengths of packed documents, the same in every batch row; `bias` is a shape.
     """
 
     query: Shape
@@ -65,13 +65,13 @@ class AbstractCall:
 
     @property
     def mesh(self) -> AbstractMesh:
-        """A mesh of one axis, without devices."""
+        """An abstract mesh, which has no devices, with the ring as its only axis."""
         if self.ring < 1:
             raise InputError("--ring", f"got {self.ring}", "Pass the number of ranks, 1 or more")
         return AbstractMesh((self.ring,), (AXIS,))
 
     def floating(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of the inputs that have a gradient, by their names in the per-shard signature."""
+        """The shapes of the differentiable inputs, by their names in the per-shard signature."""
         heads = self.query[2]
         shapes: dict[str, Shape | None] = {
             "query": self.query,
@@ -89,7 +89,7 @@ class AbstractCall:
         return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items() if shape is not None}
 
     def integers(self) -> dict[str, np.ndarray]:
-        """Segment ids and positions in the order of the layout. These are real arrays: they decide what is visible."""
+        """Segment ids and positions in layout order. They have values, not only shapes: they decide what is visible."""
         if self.documents is None:
             if self.restart_positions:
                 raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
@@ -135,5 +135,5 @@ def _imported(path: str) -> Callable[..., Any]:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
-            "--mask-builder", f"cannot load {path!r} ({error})", "Pass MODULE:FUNCTION of what can be imported here"
+            "--mask-builder", f"cannot load {path!r} ({error})", "Pass MODULE:FUNCTION of an importable module"
         ) from error

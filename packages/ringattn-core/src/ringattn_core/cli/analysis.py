@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call would do: its backend, hops, tiles, messages and memory, as the engine's own functions say."""
+"""Analyses a call without running it: its backend, hops, tiles, messages and memory, by the engine's own functions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from .memory import HeldArrays, XlaMemory, held, planned_by_xla
 from .shards import Shard, default_tile, shard, tile_states
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
-"""A tile is not computed, computed with a mask, or computed without one."""
+"""The states of a tile: not computed, computed with a mask, or computed without a mask."""
 WORDS: Final = {WHOLE: "computed without a mask", MASKED: "masked, or in part skipped", SKIPPED: "skipped"}
 """The legend of a picture, in which one cell may stand for several tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendAnswer:
-    """A registered backend, and why it cannot run this call; `None` where it can."""
+    """A registered backend; `reason` says why it cannot run this call, and is `None` if it can."""
 
     name: str
     distribution: str
@@ -37,7 +37,7 @@ class BackendAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What every rank sends to the rank that is `shift` onward: keys and values, gradients of them, or both."""
+    """One send of every rank, to the rank `shift` onward: of K,V, of dk,dv, or of both."""
 
     shift: int
     keys: bool
@@ -47,9 +47,10 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """Rank `r` computes with the keys of rank `r - offset`: for each rank the tiles, and the tiles without a mask.
+    """The hop at which rank `r` computes with the keys of rank `r - offset`.
 
-    With two `ways` round the ring there are two hops of one `number`, each with half of the heads.
+    `tiles` are the numbers of tiles that each rank computes, `whole` those of tiles without a mask. If keys travel in
+    two `ways` round the ring, two hops have the same `number`, each with half of the heads.
     """
 
     number: int
@@ -61,13 +62,13 @@ class Hop:
 
 @dataclasses.dataclass(frozen=True)
 class CallAnalysis:
-    """What would run where. The names of the fields are those of the JSON output.
+    """The result of `analyse`. The JSON output has the names of these fields.
 
-    `choice` is the backend that the call gets; where it gets none, `refusal` says why. `own_ring`: the choice drives
-    its own ring, and the hops are what core's engine would do. `lengths` are the queries and keys of one rank, padding
-    included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any key. `gathered` are the
-    bytes of ids and positions that each rank gets from the others before the first hop. `states` is `SKIPPED`,
-    `MASKED` or `WHOLE` for `[ranks, hops, q tiles, key tiles]`, in the first batch row, for all heads together.
+    `choice` is the backend that would run the call; if there is none, `refusal` says why. `own_ring` means that this
+    backend drives its own ring; the hops are then those of core's engine. `lengths` are the numbers of queries and
+    keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
+    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `states`
+    are `SKIPPED`, `MASKED` or `WHOLE`, `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
     """
 
     request: AbstractCall
@@ -94,21 +95,21 @@ class CallAnalysis:
 
     @property
     def grid(self) -> int:
-        """The tiles of one rank at one hop, with the skipped ones."""
+        """The number of tiles of one rank at one hop, including skipped tiles."""
         return self.states.shape[2] * self.states.shape[3]
 
     @property
     def of_ranks(self) -> tuple[int, ...]:
-        """The tiles that each rank computes in all hops; a hop with half of the heads counts half, rounded up."""
+        """The number of tiles that each rank computes. A tile with half of the heads counts half; rounded up."""
         return tuple(-(-sum(counts) // 2) for counts in zip(*self._halves().values(), strict=True))
 
     @property
     def slowest(self) -> int:
-        """The tiles of the busiest rank of each hop, summed: what a ring waits for if its ranks go in lockstep."""
+        """The tiles of the busiest rank of each hop, summed: the time of a ring whose ranks run in lockstep."""
         return -(-sum(map(max, self._halves().values())) // 2)
 
     def _halves(self) -> dict[int, list[int]]:
-        """The tiles of each rank by the number of the hop, counted in halves."""
+        """Twice the number of tiles of each rank, by the number of the hop."""
         found = {hop.number: [0] * self.ranks for hop in self.hops}
         for hop in self.hops:
             counts = zip(found[hop.number], hop.tiles, strict=True)
@@ -116,7 +117,7 @@ class CallAnalysis:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the counts in place of the states."""
+        """Plain data, with numbers of tiles in place of `states`."""
         plain = dataclasses.asdict(dataclasses.replace(self, states=np.empty(0)))
         del plain["states"]
         return plain | {"tiles_of_ranks": self.of_ranks, "tiles_of_slowest": self.slowest}
@@ -129,7 +130,7 @@ def analyse(
     tile: tuple[int, int] | None = None,
     compiled: bool = False,
 ) -> CallAnalysis:
-    """What `call` would do on devices of `platform`; `backend` is as for `ring_attention`."""
+    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`."""
     needs = shard(call).needs
     chosen, refusal = _choice(backend, needs, platform)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
@@ -170,7 +171,7 @@ def analyse(
 def _choice(
     backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str
 ) -> tuple[Registration | None, str | None]:
-    """The backend that the call gets, or why it gets none. Raises for a backend name that is not registered."""
+    """The backend that runs the call, or `None` and the reason. Raises for a name that is not registered."""
     try:
         return selection.select(backend, needs, platform), None
     except RingAttnError as error:
@@ -200,12 +201,12 @@ def _tile(asked: tuple[int, int] | None, shard: Shard) -> tuple[int, int]:
 
 
 def _signs(plan: Plan, offset: int) -> tuple[int, ...]:
-    """The directions from which keys of this distance come; a rank's own keys count once."""
+    """The directions in which keys with this offset travel; a rank's own keys count once."""
     return plan.signs if offset else (1,)
 
 
 def _counts(states: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each rank the number of computed tiles, and of those without a mask."""
+    """For each rank, the number of computed tiles, and the number of tiles computed without a mask."""
     computed, whole = ((states >= state).sum((1, 2)).tolist() for state in (MASKED, WHOLE))
     return tuple(computed), tuple(whole)
 

@@ -103,7 +103,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """
     from ..backends.doctor import diagnose
 
-    # `diagnose` lists what the library would log as warnings.
+    # `diagnose` reports what the library would log, so the log stays silent.
     logging.getLogger("ringattn").addHandler(logging.NullHandler())
     found = diagnose()
     if arguments.json:
@@ -122,6 +122,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         "faults" if found.faults else "no faults": [("-", fault) for fault in found.faults],
     }
     for title, rows in sections.items():
-        # The empty first column indents the others.
+        # an empty first column, for indentation
         show(Title(title), *([TextTable((), [("", *row) for row in rows])] if rows else []))
     return int(not found.healthy)

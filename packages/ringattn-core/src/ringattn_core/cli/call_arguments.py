@@ -9,7 +9,7 @@ _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
-    """Adds them, each stored under its name in `AbstractCall`. `ring` is its default; `None`: it must be given."""
+    """Adds the arguments, stored under the names of `AbstractCall`. `ring` is the default of `--ring`, or `None`."""
     arrays = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
     arrays.add_argument(
         "--query", type=shape("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
@@ -69,7 +69,7 @@ def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
 
 
 def shape(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:
-    """Integers between commas, from `least` to `most` of them: exactly `least` by default, any number for `None`."""
+    """A parser of `least` to `most` comma-separated integers: by default exactly `least`; `None` is unlimited."""
     most = least if most == -1 else most
 
     def parse(text: str) -> tuple[int, ...]:

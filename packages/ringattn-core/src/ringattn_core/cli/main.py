@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which subcommands `ringattn` has, and the exit status and the one line that an error becomes."""
+"""The command `ringattn`: its subcommands, its exit statuses, and errors printed as one line."""
 
 import argparse
 import os
@@ -14,10 +14,10 @@ from . import backends, cache, explain, tune
 
 COMMANDS: Final = (backends.add_list, backends.add_info, backends.add_doctor, explain.add, tune.add, cache.add)
 REFUSED: Final = 2
-"""The exit status of a wrong command line, as `argparse` has it."""
+"""The exit status for an error, equal to that of `argparse`."""
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
-"""What a shell reports of a program that wrote into a closed pipe."""
+"""The exit status that shells give a program that writes into a closed pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ringattn {given.command}: {error.one_line()}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:
-        # Python flushes the rest of the buffer at exit: send it nowhere.
+        # Python flushes the rest of its buffer at exit, which would raise again: discard it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The parser of the whole command line."""
     whole = argparse.ArgumentParser(
         prog="ringattn",
         description="Shows which backends are installed and what a call would do, and tunes kernels for a call.",

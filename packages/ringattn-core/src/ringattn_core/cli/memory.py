@@ -20,7 +20,7 @@ from .shards import Shard
 
 @dataclasses.dataclass(frozen=True)
 class HeldArrays:
-    """The bytes of some arrays that one device holds; `phase` is call, forward or backward."""
+    """The size of some arrays on one device; `phase` is "call", "forward" or "backward"."""
 
     phase: str
     what: str
@@ -29,9 +29,9 @@ class HeldArrays:
 
 @dataclasses.dataclass(frozen=True)
 class XlaMemory:
-    """The bytes of temporary memory that XLA plans for one device: for the forward pass, and for both passes.
+    """Temporary memory that XLA plans on one device, in bytes: for the forward pass, and for both passes.
 
-    `None` where the backend has no backward pass, or XLA gives no figure.
+    `None` if the backend has no backward pass, or if XLA gives no figure.
     """
 
     devices: str
@@ -40,7 +40,7 @@ class XlaMemory:
 
 
 def held(shard: Shard) -> tuple[HeldArrays, ...]:
-    """Each array once. Excludes the kernel's own workspace, and copies or sharing by the compiler."""
+    """Lists the arrays of a call, each once: without the kernel's workspace, and without copies or reuse by XLA."""
     inputs, fixed, plan = shard.inputs, shard.fixed, shard.ring.plan
     batch, length, heads = inputs.q.shape[:3]
     itemsize, out, lse = inputs.q.dtype.itemsize, batch * length * heads * inputs.v.shape[3], 4 * batch * length * heads
@@ -67,7 +67,7 @@ def held(shard: Shard) -> tuple[HeldArrays, ...]:
 
 
 def _most_sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
-    """The bytes that one rank sends during the busiest hop of the backward pass, in both directions together."""
+    """The most bytes that one rank sends during a hop of the backward pass, in both directions together."""
     onward, behind = (*plan.shifts[1:], None), (None, *plan.shifts[1:])
     hops = [plan.parcel(None, plan.homeward), plan.parcel(next(iter(plan.shifts), None), None)]
     hops += [plan.parcel(*moves) for moves in zip(onward, behind, strict=True)]
@@ -79,7 +79,7 @@ def _bytes(tree: Any) -> int:
 
 
 def provide_devices(ring: int) -> None:
-    """Makes JAX show as many CPU devices as the ring needs, unless it is initialised or told a number already."""
+    """Gives JAX `ring` CPU devices, unless JAX is initialised already or XLA_FLAGS sets a number. Raises if too few."""
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", ring)
@@ -89,7 +89,7 @@ def provide_devices(ring: int) -> None:
 
 
 def planned_by_xla(call: AbstractCall, shard: Shard, backend: str, gradients: bool) -> XlaMemory:
-    """Compiles the call, and with `gradients` both passes; runs neither."""
+    """Compiles the forward pass, and with `gradients` both passes, to read XLA's figures; runs nothing."""
     devices = jax.devices()[: call.ring]
     mesh = Mesh(np.array(devices), (AXIS,))
     floating = {name: placed(x, dict(shard.specs)[name], mesh) for name, x in call.floating().items()}
@@ -105,7 +105,7 @@ def planned_by_xla(call: AbstractCall, shard: Shard, backend: str, gradients: bo
 
 
 def programs(call: AbstractCall, mesh: Mesh, backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The call as a function of its floating inputs; and, with cotangents, its output and all gradients."""
+    """Two functions: the call, of its differentiable inputs; and its output with all gradients, of cotangents too."""
     integers = call.integers()
 
     def forward(floating: dict[str, jax.Array]) -> Any:
@@ -119,7 +119,7 @@ def programs(call: AbstractCall, mesh: Mesh, backend: str) -> tuple[Callable[...
 
 
 def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """With the sharding of the call; replicated where the ring does not divide the length, and the call pads it."""
+    """The shape with the sharding of the call. An uneven length is replicated, because the call will pad it."""
     even = all(entry is None or length % mesh.size == 0 for entry, length in zip(spec, x.shape, strict=False))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if even else PartitionSpec()))
 

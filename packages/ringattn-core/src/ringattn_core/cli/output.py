@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command prints: through rich where it is installed, else as plain text with tabs between columns."""
+"""How commands print: with rich if it is installed, else as plain text with tabs between columns."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 INSTALL: Final = 'Install it with: pip install "ringattn-core[cli]"'
 PAGE: Final = 100
-"""The width of what is written to a file or a pipe."""
+"""The line width of output to a file or a pipe."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -16,7 +16,7 @@ class Title(str):
 
 
 class TextTable(NamedTuple):
-    """Rows of cells under a heading, which may be empty. `right` has an `r` for each column that is right-aligned."""
+    """Rows of cells, with column titles in `head` unless it is empty. `right` has an `r` for a right-aligned column."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -24,7 +24,7 @@ class TextTable(NamedTuple):
 
 
 def show(*parts: Any) -> None:
-    """Prints titles, sentences, tables and rich's renderables, one below the other."""
+    """Prints titles, sentences, tables and renderables of rich, one below the other."""
     try:
         from rich.console import Console
     except ImportError:
@@ -32,7 +32,7 @@ def show(*parts: Any) -> None:
         return
     width = None if sys.stdout.isatty() else PAGE
     console = Console(width=width, markup=False, highlight=False, emoji=False)
-    # Printed from here, so that a closed pipe raises BrokenPipeError; rich would exit with 1.
+    # `print` raises BrokenPipeError for a closed pipe, which `main` handles; rich would exit with 1.
     with console.capture() as captured:
         for part in parts:
             style = "bold" if isinstance(part, Title) else None
@@ -59,6 +59,6 @@ def _plain(part: Any) -> str:
 
 
 def amount(count: int) -> str:
-    """Bytes, in the largest unit that leaves a number of at least 1."""
+    """A number of bytes as text, in the largest unit in which it is at least 1."""
     power = min(max(count.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
     return f"{count} B" if power == 0 else f"{count / 1024**power:.1f} {_UNITS[power]}"

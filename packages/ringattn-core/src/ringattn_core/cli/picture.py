@@ -21,16 +21,16 @@ _STYLES: Final = {
     MASKED: "color(75) on color(75)",
     WHOLE: "color(26) on color(26)",
 }
-"""On a terminal with colours a letter is a coloured block; without colours it is read."""
+"""Colours that hide the letter in a coloured block. On a terminal without colours, the letter shows."""
 _ROWS: Final = 8
 _LINES: Final = 44
-"""The most lines of a panel, and of a picture whose panels show tiles."""
+"""The most lines of a panel, and of a whole picture on a terminal."""
 
 
 def shrunk(states: UInt8[np.ndarray, "q_tiles kv_tiles"], rows: int, columns: int) -> UInt8[np.ndarray, "rows columns"]:
-    """A grid of cells: `WHOLE` or `SKIPPED` where all tiles of a cell are, else `MASKED`.
+    """Shrinks the tiles to a grid of cells. A cell is `WHOLE` or `SKIPPED` if all its tiles are, else `MASKED`.
 
-    Where there are fewer tiles than cells, a tile fills several cells.
+    With fewer tiles than cells, a tile fills several cells.
     """
     starts = [np.arange(cells) * tiles // cells for cells, tiles in zip((rows, columns), states.shape, strict=True)]
     lowest, highest = (
@@ -40,7 +40,7 @@ def shrunk(states: UInt8[np.ndarray, "q_tiles kv_tiles"], rows: int, columns: in
 
 
 class TerminalPicture(NamedTuple):
-    """What rich prints: a panel for each rank and hop, queries down and keys across; ranks down and hops across."""
+    """A renderable of rich: rows of ranks and columns of hops. Each panel has queries down and keys across."""
 
     found: CallAnalysis
 
@@ -67,7 +67,7 @@ class TerminalPicture(NamedTuple):
 
 
 def _text(cells: np.ndarray) -> Any:
-    """The cells as letters, a line for each row."""
+    """The cells as coloured letters, a line for each row."""
     from rich.text import Text
 
     lines = (Text.assemble(*((_LETTERS[state], _STYLES[state]) for state in row)) for row in cells.tolist())
@@ -81,7 +81,7 @@ def save(found: CallAnalysis, path: Path, kind: str) -> None:
     except ImportError as error:
         raise InputError(f"--{kind}", f"needs matplotlib ({error})", INSTALL) from error
     metadata = {"Title": title(found)} | ({"Date": None, "Creator": None} if kind == "svg" else {"Software": None})
-    # The same call gives the same file; text stays text.
+    # A fixed salt makes equal calls give equal files; with "none", text stays text.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringattn", "font.size": 9}):
         try:
             figure(found).savefig(path, format=kind, dpi=150, metadata=metadata)
@@ -90,7 +90,7 @@ def save(found: CallAnalysis, path: Path, kind: str) -> None:
 
 
 def figure(found: CallAnalysis) -> Any:
-    """A matplotlib figure: ranks down and hops across; the tiles of each rank beside it, what is sent below."""
+    """A matplotlib figure: rows of ranks and columns of hops. Beside it the tiles of each rank, below it the sends."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -135,7 +135,7 @@ def _mosaic(found: CallAnalysis) -> np.ma.MaskedArray:
 
 
 def _label_hops(found: CallAnalysis, axes: Any, wide: bool) -> None:
-    """Above each column its hop and whose keys they are; below, what is sent during the hop."""
+    """Labels each column: above, the hop and the owner of its keys; below, what is sent during the hop."""
     every, names = (1 if wide else 4), [f"{hop.number}" for hop in found.hops]
     sent: dict[float, str] = {}
     if wide:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text that `ringattn explain` prints of a call analysis."""
+"""Prints a call analysis as text, for `ringattn explain`."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ from .memory import XlaMemory
 from .output import TextTable, Title, amount, show
 
 COLUMNS = 9
-"""The most hops that are columns of the table of tiles; more are rows."""
+"""The table of tiles has a column for each hop up to this number of hops; with more hops, hops are rows."""
 
 
 def report(found: CallAnalysis, picture: Any) -> None:
-    """Prints everything, with `picture` above the table of tiles."""
+    """Prints the whole analysis, with `picture` above the table of tiles."""
     rows, columns = found.states.shape[2:]
     show(Title(title(found)), described(found), "", *_backends(found))
     show(
@@ -35,7 +35,7 @@ def report(found: CallAnalysis, picture: Any) -> None:
 
 
 def title(found: CallAnalysis) -> str:
-    """The shapes, the dtype, the ring and the layout."""
+    """The call in one line: shapes, dtype, ring and layout."""
     call = found.request
     query, key = ("x".join(map(str, shape)) for shape in (call.query, call.key[1:]))
     value = "" if call.value[3] == call.key[3] else f", values of {call.value[3]}"
@@ -44,7 +44,7 @@ def title(found: CallAnalysis) -> str:
 
 
 def described(found: CallAnalysis) -> str:
-    """The masks and options that are not the default, and the tokens of a rank."""
+    """The options that differ from their defaults, and the number of tokens that each rank holds, as text."""
     call, (queries, keys) = found.request, found.lengths
     options = [(field.name.replace("_", " "), getattr(call, field.name), field.default) for field in fields(call)[6:]]
     given = [
@@ -89,7 +89,7 @@ def _tiles(found: CallAnalysis) -> Iterator[Any]:
 
 
 def balance(found: CallAnalysis) -> str:
-    """How many tiles are computed, and how evenly the ranks share them."""
+    """A sentence: how many tiles are computed, and how evenly the ranks share them."""
     work, total = sum(found.of_ranks), found.grid * found.ranks * found.ranks
     computed = f"{_share(work, total)} of all {total} tiles are computed."
     if found.ranks == 1:
@@ -99,7 +99,7 @@ def balance(found: CallAnalysis) -> str:
 
 
 def totals(found: CallAnalysis) -> str:
-    """The bytes that each rank sends."""
+    """A sentence: how many bytes each rank sends."""
     if not found.forward:
         return "Nothing is sent."
     forward, backward = (sum(m.bytes for m in messages) for messages in (found.forward, found.backward))
@@ -107,7 +107,7 @@ def totals(found: CallAnalysis) -> str:
 
 
 def _counts_by_rank(found: CallAnalysis) -> TextTable:
-    """A row for each rank, a column for each hop."""
+    """A table of tiles with a row for each rank and a column for each hop."""
     head = ["tiles", *(f"hop {hop.number}" for hop in found.hops), "sum"]
     rows = [["keys of", *(rank(-hop.offset) for hop in found.hops), ""]]
     for number, total in enumerate(found.of_ranks):
@@ -117,7 +117,7 @@ def _counts_by_rank(found: CallAnalysis) -> TextTable:
 
 
 def _counts_by_hop(found: CallAnalysis) -> TextTable:
-    """A row for each run of hops with equal counts."""
+    """A table of tiles with one row for consecutive hops of equal counts."""
 
     def spread(hop: Any) -> tuple[str, ...]:
         return str(min(hop.tiles)), f"{sum(hop.tiles) / len(hop.tiles):.1f}", str(max(hop.tiles))
@@ -142,7 +142,7 @@ def _sent(found: CallAnalysis) -> Iterator[Any]:
 
 
 def rank(distance: int) -> str:
-    """The rank that is `distance` onward from rank `r`."""
+    """The name of the rank `distance` onward from rank `r`, such as `r + 2`."""
     return f"r {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "r"
 
 
@@ -177,6 +177,6 @@ def _share(part: float, whole: float) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Sorted integers in short: `2 to 6, 9`."""
+    """Sorted integers as short text, such as `2 to 6, 9`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

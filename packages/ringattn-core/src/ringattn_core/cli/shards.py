@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of a call holds, and which of its tiles are visible: found by tracing the call."""
+"""Traces a call to find what each rank holds and which of its tiles are visible."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from .abstract_call import AXIS, AbstractCall
 Specs = tuple[tuple[str, PartitionSpec], ...]
 _TILE: Final = 128
 _MOST_TILES: Final = 2**22
-"""The default tile grows until all ranks together have at most so many pairs of tiles."""
+"""The default tile size grows until all ranks together have at most this number of tiles."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ _MOST_TILES: Final = 2**22
 class Shard:
     """The inputs of one rank as the ring engine gets them.
 
-    `needs` are the features that the whole call asks of a backend, `specs` how each of its arrays is split.
+    `needs` are the features that the call needs of a backend; `specs` say how each of its arrays is split.
     """
 
     inputs: Differentiable
@@ -44,7 +44,7 @@ class Shard:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The queries and the keys of one rank, padding included."""
+        """The numbers of queries and keys of one rank, padding included."""
         return self.inputs.q.shape[1], self.inputs.k.shape[1]
 
     @property
@@ -54,20 +54,20 @@ class Shard:
 
 
 def trace(call: AbstractCall, work: Callable[[Call, Specs], Any]) -> Any:
-    """The shapes of `work(call of one rank, specs of the arrays)` for every rank, stacked; computes nothing."""
+    """The shapes of `work(local call, specs)`, stacked over the ranks. Traces `work`, and computes nothing."""
     return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers())
 
 
 def shard(call: AbstractCall, kernel: Any = None) -> Shard:
-    """The shapes of one rank's inputs. `kernel` may change what the ring sends."""
+    """The shapes of one rank's inputs. The sends of the ring may depend on `kernel`."""
     stacked = trace(call, functools.partial(_shard, kernel))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
 def tile_states(call: AbstractCall, shard: Shard, offsets: Sequence[int], tile: tuple[int, int]) -> np.ndarray:
-    """0 where a tile is skipped, 1 where it is masked, 2 where it is whole: `[ranks, offsets, q tiles, kv tiles]`.
+    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, offsets, q tiles, kv tiles]`.
 
-    Computed for the first row of the batch; a tile counts as visible if any head sees it.
+    It is that of the first batch row; a tile is skipped only if no head sees any of it.
     """
     padded = [-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True)]
 
@@ -81,12 +81,12 @@ def tile_states(call: AbstractCall, shard: Shard, offsets: Sequence[int], tile: 
 
         return jax.vmap(of_hop)(jnp.asarray(offsets, jnp.int32))
 
-    # Under `jit` XLA drops the large arrays, of which only the shapes are read.
+    # Only the shapes of the large arrays are read, so XLA under `jit` never allocates them.
     return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers()))
 
 
 def default_tile(shard: Shard) -> tuple[int, int]:
-    """128 by 128, larger for very long sequences, and never longer than a shard."""
+    """A tile size for pictures: 128 by 128, larger for very long sequences, never longer than a shard."""
     tile = _TILE
     while math.prod(shard.ring.plan.ranks * -(-length // tile) for length in shard.lengths) > _MOST_TILES:
         tile *= 2
@@ -99,7 +99,7 @@ def _shard(kernel: Any, local: Call, specs: Specs) -> Shard:
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers: dict[str, Any]) -> Any:
-    """`work` on the call of each rank, stacked: `vmap` stands for the ranks, as `shard_map` would on devices."""
+    """`work` on the local call of each rank, stacked. A `vmap` with the axis name takes the place of `shard_map`."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating().items()}
     whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options(), ranks=1), call.mesh)
     specs = tuple(sharding.specs(whole, roles).items())

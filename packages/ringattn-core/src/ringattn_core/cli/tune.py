@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def candidates(timed: "Sequence[Timed]", chosen: "FwdParams | BwdParams") -> TextTable:
-    """The candidates, those that stayed longest first, then the fastest; the first of `timed` is the default."""
+    """A table of the candidates: by rounds, most first, then by time. The first of `timed` is the default."""
     from ..tuning.tuner import shown
 
     rows, default = [], timed[0].seconds

@@ -15,11 +15,11 @@ API_VERSIONS: Final = range(1, 2)
 class Backend:
     """A backend's description. It is inert: importing it imports no kernel and touches no device.
 
-    `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are `"module:attribute"`; exactly one of `kernel`
-    and `ring` is given. `api` is the literal number of the API that the backend was written for. The probe returns in
-    a sentence why the backend cannot run here, or `None`. `reasons` may say why a feature is not supported, in words
-    that follow "planned:" or "impossible:". `variables` are the environment variables named `RINGATTN_...` that the
-    backend reads; core warns of those that nobody reads.
+    `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are import paths, `"module:attribute"`. Exactly one
+    of `kernel` and `ring` is given. `probe` is a function that returns why the backend cannot run here, as one
+    sentence, or `None`. `api` is the backend API that the backend was written for, as a literal number. `reasons` may
+    say why a feature is not supported; messages put "planned:" or "impossible:" before it. `variables` are the
+    environment variables `RINGATTN_...` that the backend reads; core warns of a variable that nobody declares.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Backend:
         return self.features.get(feature) is Support.FULL
 
     def answer(self, feature: Feature) -> str:
-        """How far the backend supports the feature, with its reason where it gives one."""
+        """How far the backend supports the feature, in words, with the reason if it gives one."""
         support = self.features.get(feature)
         word = "not declared" if support is None else support.value
         return f"{word}: {self.reasons[feature]}" if feature in self.reasons else word

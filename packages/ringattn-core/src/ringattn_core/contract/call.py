@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call in canonical form: what validation hands on, and backends receive."""
+"""A call in canonical form: the result of validation, and the input of backends."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +11,10 @@ from ..placement import arrays
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of the per-shard signature: arrays are JAX arrays, one spelling for everything.
+    """The arguments of the per-shard signature. Arrays are JAX arrays, and every option has only one form.
 
     Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not at all.
-    For `batch_axis_name` and `head_axis_name` `None` says that nobody named any, and `()` that there are none.
+    For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the axis.
     """
 
     query: arrays.Query

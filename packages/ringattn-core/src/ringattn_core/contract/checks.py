@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a kernel returned what the block protocol asks for, told when the program is traced."""
+"""Checks, when the program is traced, that a kernel returns what the block protocol asks for."""
 
 import dataclasses
 from typing import Any
@@ -10,11 +10,11 @@ from ..errors import KernelError
 from .protocol import Block, BlockKernel, Gradients, Partial
 
 Expected = tuple[tuple[int, ...], Any]
-"""A shape, and the dtype that may stand for float32 where the block is final."""
+"""A shape, and the dtype that is allowed beside float32 where the block is final."""
 
 
 def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Partial:
-    """`kernel.forward`, refused where its result is no `Partial` of the right shapes and dtypes."""
+    """`kernel.forward`; raises unless the result is a `Partial` of the right shapes and dtypes."""
     result = kernel.forward(block, partial)
     batch, length, heads = block.q.shape[:3]
     rows = ((batch, heads, length), jnp.dtype(jnp.float32))
@@ -25,7 +25,7 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
-    """`kernel.backward`, refused where a gradient is missing or of another shape or dtype."""
+    """`kernel.backward`; raises if a gradient is missing or has a wrong shape or dtype."""
     result = kernel.backward(block, *arrays)
     wanted = {"dq": _like(block.q), "dk": _like(block.k), "dv": _like(block.v)}
     wanted |= {} if block.bias is None or block.bias_fixed else {"dbias": _like(block.bias)}
@@ -40,7 +40,7 @@ def _like(x: Any) -> Expected:
 def _checked(
     kernel: BlockKernel, method: str, result: Any, kind: type, wanted: dict[str, Expected], final: bool
 ) -> Any:
-    """The result without what was not asked for."""
+    """The result, checked, with `None` in the place of arrays that were not asked for."""
     if not isinstance(result, kind):
         raise KernelError(kernel, method, f"returned {type(result).__name__}", f"Return a {kind.__name__}")
     for name, (shape, narrow) in wanted.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which probabilities dropout keeps: Philox by global index, so the bits are the same on every ring, tile and backend.
 
-The entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share one draw of two words, where `i % 16 < 8` and
-`j % 16 < 8`. Each takes 16 of its bits.
+Where `i % 16 < 8` and `j % 16 < 8`, the entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share one
+draw of two 32-bit words. Each entry takes 16 of the bits.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, UInt32
 from .protocol import Block
 
 LEVELS: Final = 2**16
-"""How many probabilities 16 bits can tell apart."""
+"""The number of values of an entry's 16 random bits."""
 _MULTIPLIERS_4X32: Final = (0xD2511F53, 0xCD9E8D57)
 _MULTIPLIER_2X32: Final = 0xD256D193
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
@@ -24,12 +24,12 @@ Word = UInt32[Array, "..."]
 
 
 def threshold(probability: float) -> int:
-    """An entry is kept where its 16 bits are at least this."""
+    """The least value of an entry's 16 bits with which the entry is kept."""
     return math.floor(probability * LEVELS)
 
 
 def kept(block: Block) -> Bool[Array, "B N T S"]:
-    """Which probabilities of the block, or of a tile of it, survive; needs a seed and `0 < rule.dropout < 1`."""
+    """Which probabilities of the block dropout keeps; needs a seed and `0 < rule.dropout < 1`."""
     i, j = _unsigned(block.q_index)[:, None, :, None], _unsigned(block.kv_index)[:, None, None, :]
     words = philox_2x32((draw_number(i), draw_number(j)), keys(block)[:, :, None, None])
     shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
@@ -44,19 +44,19 @@ def keys(block: Block) -> UInt32[Array, "B N"]:
 
 
 def draw_number(index: Word) -> Word:
-    """Which draw an index takes: 8 of every 16 indices, and the 8 that follow them, share theirs."""
+    """The number of the draw for an index. The indices `i` and `i + 8` share one, where `i % 16 < 8`."""
     return ((index >> 4) << 3) | (index & 7)
 
 
 def survives(words: tuple[Word, Word], i: Word, j: Word, probability: float) -> Bool[Array, "..."]:
-    """Whether entry `(i, j)` is kept, given the words of its draw."""
+    """Whether dropout keeps entry `(i, j)`, given the two words of its draw."""
     word = jnp.where(i & 8 == 0, words[0], words[1])
     half = jnp.where(j & 8 == 0, word & 0xFFFF, word >> 16)
     return half >= jnp.uint32(threshold(probability))
 
 
 def philox_2x32(counter: tuple[Any, Any], key: Any) -> tuple[Word, Word]:
-    """Philox 2x32-7 of Salmon et al. (2011): two random words for each counter; all of uint32, broadcast."""
+    """Philox 2x32-7 of Salmon et al. (2011): two random words for each counter. Arguments broadcast, as uint32."""
     a, b, key = (jnp.asarray(x, jnp.uint32) for x in (*counter, key))
     for step in range(7):
         high, low = _product(a, _MULTIPLIER_2X32)
@@ -65,7 +65,7 @@ def philox_2x32(counter: tuple[Any, Any], key: Any) -> tuple[Word, Word]:
 
 
 def philox_4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Word, Word, Word, Word]:
-    """Philox 4x32-10 of Salmon et al. (2011): four random words for each counter; all of uint32, broadcast."""
+    """Philox 4x32-10 of Salmon et al. (2011): four random words for each counter. Arguments broadcast, as uint32."""
     a, b, c, d, first, second = (jnp.asarray(x, jnp.uint32) for x in (*counter, *key))
     for step in range(10):
         high_a, low_a = _product(a, _MULTIPLIERS_4X32[0])

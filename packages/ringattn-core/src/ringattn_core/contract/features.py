@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend can be asked for, a sentence each, and how far it answers."""
+"""The features that a call can need, a sentence each, and how far a backend can support one."""
 
 import enum
 
 
 class Feature(enum.Enum):
-    """One capability that a backend declares; what it does not declare, core refuses in its name."""
+    """One capability that a backend may declare. Core refuses a call that needs an undeclared one."""
 
     GRADIENTS = "The gradients of query, key and value."
     FLOAT32 = "float32 inputs, exact to float32 unless `precision` says otherwise."
@@ -35,7 +35,7 @@ class Feature(enum.Enum):
 
 
 class Support(enum.Enum):
-    """How far a backend answers a feature. Only FULL runs; everything else raises, undeclared ones too."""
+    """How far a backend supports a feature. A call runs only with FULL support for all that it needs."""
 
     FULL = "supported"
     PLANNED = "planned"

@@ -17,14 +17,14 @@ def empty(block: Block) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Both sets of keys at once. Associative and commutative up to rounding; `empty` is the identity."""
+    """The partial result over the keys of both. Associative and commutative up to rounding; `empty` is the identity."""
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
-    """The sinks enter the denominator, once: they have weight but no value."""
+    """Adds the sinks to the denominator: they have weight but no value. To be done once, after all hops."""
     if sinks is None:
         return partial
     largest = jnp.max(sinks, axis=-1)
@@ -35,12 +35,12 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
 
 
 def log_sum_exp(partial: Partial) -> Float32[Array, "B N T"]:
-    """The logarithm of the weight of each row, counted from 0."""
+    """The log-sum-exp of each row, `shift + lse`."""
     return partial.lse if partial.shift is None else partial.lse + partial.shift
 
 
 def _on_one_shift(a: Partial, b: Partial) -> tuple[Partial, Partial]:
-    """The same results, both counted from the shift that their merged rows need; without shifts, as they are."""
+    """Rewrites both results with the shift of the merged row. Results without shifts stay as they are."""
     if a.shift is None and b.shift is None:
         return a, b
     largest = jnp.maximum(log_sum_exp(a), log_sum_exp(b))
@@ -52,7 +52,7 @@ def _on_one_shift(a: Partial, b: Partial) -> tuple[Partial, Partial]:
 def combined(
     a: Float32[Array, "*#x"], b: Float32[Array, "*#x"]
 ) -> tuple[Float32[Array, "*x"], Float32[Array, "*x"], Float32[Array, "*x"]]:
-    """`ln(e^a + e^b)`, and the shares of `a` and `b` in it. `-inf` is the identity, with a share of 0; NaN absorbs."""
+    """`ln(e^a + e^b)`, and the shares of `a` and `b` in it. `-inf` is the identity, with share 0; NaN gives NaN."""
     largest = jnp.maximum(a, b)
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight_a, weight_b = jnp.exp(a - safe), jnp.exp(b - safe)
@@ -67,7 +67,7 @@ def _over_out(share: Float32[Array, "B N T"]) -> Float32[Array, "B T N 1"]:
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
-    """A kernel that only computes its own block becomes one that continues from a partial result."""
+    """Turns a forward function of one block into one that continues from a partial result, by `merge`."""
 
     def continued(block: Block, partial: Partial | None) -> Partial:
         return forward(block) if partial is None else merge(partial, forward(block))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What core and a block kernel say to each other: a `Block` in, a `Partial` or `Gradients` out."""
+"""The interface between core and a block kernel: a `Block` in, a `Partial` or `Gradients` out."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,14 +28,14 @@ class Block:
 
     q: Float[Array, "B T N H"]
     kv: Packed | tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
-    """Keys and values: one array, as they travel, or a pair on a ring of one. `k` and `v` read either."""
+    """Keys and values: one packed array, as they travel, or on a ring of one a pair. `k` and `v` read both forms."""
     q_positions: Int32[Array, "b T"]
     kv_positions: Int32[Array, "b S"]
     """Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the caller."""
     q_index: Int32[Array, "b T"]
     kv_index: Int32[Array, "b S"]
-    """Indices in the global sequence decide dropout and masks that are indexed. A negative `kv_index` marks a key that
-    `padded_to` added; nobody sees it."""
+    """Indices in the global sequence decide dropout, and masks that index an array. A negative `kv_index` marks a key
+    that `padded_to` added; no query sees it."""
     batch_index: Int32[Array, " B"]
     head_index: Int32[Array, " N"]
     q_segments: Int32[Array, "B T"] | None
@@ -51,9 +51,9 @@ class Block:
     final: bool = dataclasses.field(default=False, metadata={"static": True})
     """Nothing continues, sums or merges the result: outputs and gradients may have the dtypes of the inputs."""
     bias_fixed: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Nobody asks for the gradient of the bias: `dbias` may be `None`."""
+    """The bias is not differentiated: `dbias` may be `None`."""
     shift: Float32[Array, "B N T"] | None = None
-    """In `backward` alone: what the `lse` of each row is counted from, where `forward` returned a `Partial.shift`."""
+    """For `backward` only: the `shift` of each row, if `forward` returned one. The log-sum-exp is `shift + lse`."""
 
     @property
     def k(self) -> Float[Array, "B S K H"]:
@@ -105,7 +105,7 @@ class Block:
         return rows.map_keys(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, kv_start, kv_size, axis))
 
     def padded_to(self, q_length: int, kv_length: int) -> "Block":
-        """The block grown to these lengths: nobody sees the new keys, and the caller cuts the new queries."""
+        """The block padded to these lengths: no query sees the new keys, and the caller drops the new queries."""
         q_more, kv_more = q_length - self.q_length, kv_length - self.kv_length
         block = self
         if q_more:

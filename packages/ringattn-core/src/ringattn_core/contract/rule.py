@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is the same for every score of a call and known when the program is traced."""
+"""The static part of a call: masks, scale, dropout probability and tile sizes."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ from ..masks import Mask
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The static half of a `Block`: hashable, and equal when equal, so that one kernel serves all hops.
+    """The static half of a `Block`: hashable and compared by value, so that one kernel serves all hops.
 
-    `masks` are the distinct masks that `mask_builder` made, `mask_of_head` says which one each *global* head
-    obeys (empty where there are none); `window` is `(left, right)`, both inclusive, `None` for unbounded.
+    `masks` are the distinct masks that `mask_builder` made, `mask_of_head` is the number of the mask of each *global*
+    head (both empty without a builder); `window` is `(left, right)`, both inclusive, `None` for unbounded.
     `increasing` promises that positions grow within each shard, so that visible tiles form ranges.
     `dropout` is rounded down to a multiple of 2^-16, the resolution of its random bits.
     """

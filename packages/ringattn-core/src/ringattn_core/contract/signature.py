@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The per-shard signature that every backend answers to."""
+"""The signature of the per-shard function, which every backend offers."""
 
 import inspect
 from collections.abc import Callable
@@ -59,7 +59,7 @@ SIGNATURE = inspect.Signature(PARAMETERS)
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:
-    """Why a function does not answer to the signature: the first name or default that differs, or `None`."""
+    """Why a function does not have this signature: the first name or default that differs, or `None`."""
     given = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
     for wanted in PARAMETERS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles see each other: what a kernel may skip, and where it need not mask."""
+"""Which pairs of tiles a kernel may skip, and which need no mask."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,11 @@ from .visibility import of_positions
 
 
 class Tiles(NamedTuple):
-    """`some` is false only where no pair of two tiles is visible, `full` true only where every pair is, to every head.
+    """For each query tile and key tile: `some`, whether any head may see any pair; `full`, whether all heads see all.
 
-    `g` is 1 where nothing depends on the batch, else `B`. Both err on the side of work: a tile that is not `some`
-    may be skipped, one that is `full` needs no mask, and `full` implies `some`.
+    A kernel may skip a tile that is not `some`, and needs no mask for a tile that is `full`. Both are conservative:
+    `some` may be true for an invisible tile, `full` may be false for a visible one. `full` implies `some`. `g` is 1
+    where nothing depends on the batch, else `B`.
     """
 
     some: Bool[Array, "g nq nk"]
@@ -24,10 +25,10 @@ class Tiles(NamedTuple):
 
 
 def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
-    """The bitmap of a block whose lengths divide by the tiles (`Block.padded_to` sees to that).
+    """The tiles of a block, whose lengths are multiples of the tile sizes (`Block.padded_to`).
 
-    Exact for a causal mask, and for a window or chunks over consecutive positions. Several conditions are ANDed, each
-    by its own bounds. Masks that have no bounds are evaluated, a row of tiles at a time.
+    Exact for a causal mask, and for a window or chunks over consecutive positions. With several masks, the bounds of
+    each are ANDed. A mask without bounds is evaluated, a row of tiles at a time.
     """
     rule = block.rule
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
@@ -54,9 +55,9 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
 
 
 def near_equal(length: int, longest: int, multiple: int = 1) -> int:
-    """The size of the tiles when `length` is cut into the fewest near-equal ones of at most `longest`.
+    """The tile size that cuts `length` into the fewest tiles of at most `longest`, all nearly equal.
 
-    It is rounded up to a multiple of `multiple`, which divides `longest`.
+    It is rounded up to a multiple of `multiple`, which must divide `longest`.
     """
     count = -(-length // longest)
     return -(-length // (count * multiple)) * multiple
@@ -67,7 +68,7 @@ def _by_tile(x: jax.Array, tile: int) -> jax.Array:
 
 
 def _unpadded(x: jax.Array, padding: jax.Array | None) -> jax.Array:
-    """Padding keys look like the first key of their tile, so that they do not widen its bounds."""
+    """Gives padding keys the value of the first key of their tile, so that they do not widen the tile's bounds."""
     return x if padding is None else jnp.where(padding, x[..., :1], x)
 
 

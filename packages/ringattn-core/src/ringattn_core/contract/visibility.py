@@ -10,7 +10,7 @@ from .rule import Rule
 
 
 def of_positions(rule: Rule) -> list[Mask]:
-    """The masks that every head obeys, as masks of the algebra."""
+    """The options `causal`, `window` and `chunk` as masks of the mask algebra."""
     masks: list[Mask] = []
     if rule.causal:
         masks.append(Causal())
@@ -22,7 +22,7 @@ def of_positions(rule: Rule) -> list[Mask]:
 
 
 def visible(block: Block) -> Bool[Array, "b n t s"] | None:
-    """Whether each query of the block sees each key, broadcastable to `[B, N, T, S]`; `None` where all do."""
+    """Whether each query of the block sees each key, broadcastable to `[B, N, T, S]`; `None` if all do."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index).rows()
     kv = Coordinates(block.kv_positions, block.kv_index).columns()
@@ -48,7 +48,7 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
 
 
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
-    """How many keys a query can see at most, as far as window and chunk say."""
+    """An upper bound on the number of keys that a query sees, from window and chunk; 2^30 without a bound."""
     spans = [2**30] if chunk is None else [chunk]
     if window is not None:
         left, right = window

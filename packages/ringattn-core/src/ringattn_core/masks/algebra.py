@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mask is: a set of (query, key) pairs, evaluated lazily, tile by tile, and combined by `&`, `|` and `~`."""
+"""What a mask is: a set of (query, key) pairs, combined by `&`, `|` and `~`, and evaluated lazily, tile by tile."""
 
 import dataclasses
 import functools
@@ -18,41 +18,41 @@ from ..errors import InputError
 
 
 class Coordinates(NamedTuple):
-    """Where some tokens are: the positions that masks compare, and the index in the whole sequence.
+    """The positions of some tokens, which masks compare, and their indices in the whole sequence.
 
-    Masks use operators and methods only, so that NumPy arrays serve as well as traced ones.
+    The arrays may be NumPy's or JAX's: masks use only operators and methods that both have.
     """
 
     positions: Int32[Array | np.ndarray, "*tokens"]
     index: Int32[Array | np.ndarray, "*tokens"]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def rows(self) -> "Coordinates":
-        """Tokens as queries: an axis for the keys follows."""
+        """The tokens as queries: adds an axis for the keys at the end."""
         return Coordinates(self.positions[..., None], self.index[..., None])
 
     def columns(self) -> "Coordinates":
-        """Tokens as keys: an axis for the queries precedes."""
+        """The tokens as keys: adds an axis for the queries before the last."""
         return Coordinates(self.positions[..., None, :], self.index[..., None, :])
 
 
 class Mask:
-    """A set of (query, key) pairs; `&`, `|` and `~` are those of sets.
+    """A set of (query, key) pairs: the pairs in which the query sees the key. `&`, `|` and `~` are set operations.
 
-    Positions are below 2^30 in magnitude, so that differences of two fit an int32; masks compare differences.
-    `visible(q, kv)` broadcasts `rows` of queries against `columns` of keys. `tiles(q, kv)` takes the tokens of
+    Masks compare differences of positions. Positions are below 2^30 in magnitude, so that differences fit int32.
+    `visible(q, kv)` broadcasts queries (`q.rows()`) against keys (`kv.columns()`). `tiles(q, kv)` takes the tokens of
     each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, all)`, each
-    `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. Where `bounded`,
-    both come from minima and maxima, at no cost of size `T * S`.
+    `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. A `bounded` mask
+    computes both from the minima and maxima of a tile, without arrays of size `T * S`.
     """
 
     bounded: bool = True
-    __array_ufunc__ = None  # NumPy arrays on the left leave the operators to the mask.
+    __array_ufunc__ = None  # for `array & mask`, NumPy then calls `mask.__rand__`
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        """By evaluation: exact, one row of tiles at a time."""
+        """Evaluates every pair, one row of tiles at a time: exact, also for a mask that is not `bounded`."""
 
         def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
             seen = self.visible(
@@ -72,7 +72,7 @@ class Mask:
         return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of how many queries and keys every array in it knows: as many as there are."""
+        """The `(queries, keys)` shapes of the arrays in the mask; each must equal the global lengths."""
         shape = getattr(self, "shape", None)
         return () if shape is None else (tuple(shape),)
 
@@ -133,7 +133,7 @@ class _Pair(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class And(_Pair):
-    """The pairs that are in both."""
+    """The intersection of two masks, `a & b`."""
 
     a: Mask
     b: Mask
@@ -142,7 +142,7 @@ class And(_Pair):
 
 @dataclasses.dataclass(frozen=True)
 class Or(_Pair):
-    """The pairs that are in either."""
+    """The union of two masks, `a | b`."""
 
     a: Mask
     b: Mask
@@ -151,7 +151,7 @@ class Or(_Pair):
 
 @dataclasses.dataclass(frozen=True)
 class Not(Mask):
-    """The pairs that are not in it."""
+    """The complement of a mask, `~a`."""
 
     a: Mask
 
@@ -175,11 +175,11 @@ class Not(Mask):
 
 
 def all_of(sets: Iterable[Any]) -> Any:
-    """The intersection of masks, or of boolean arrays; `None` of no set, which is every pair."""
+    """The intersection of masks or of boolean arrays; `None`, meaning every pair, if there are none."""
     found = list(sets)
     return functools.reduce(operator.and_, found) if found else None
 
 
 def any_of(sets: Iterable[Any]) -> Any:
-    """The union of masks, or of boolean arrays, of which there is one at least."""
+    """The union of one or more masks or boolean arrays."""
     return functools.reduce(operator.or_, sets)

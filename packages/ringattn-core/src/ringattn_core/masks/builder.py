@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mask each head obeys: what a `mask_builder` returns, as masks of the algebra."""
+"""Which mask each head obeys: calls a `mask_builder` and converts its results to masks."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ Builder = Callable[[int, int, int, int, int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """The distinct masks, and which of them each global head obeys. Is itself a `mask_builder`."""
+    """The distinct masks, and for each global head the number of its mask. Can itself be used as a `mask_builder`."""
 
     masks: tuple[Mask, ...]
     of_head: tuple[int, ...]
@@ -28,7 +28,7 @@ class Built:
 
 
 def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads: int) -> Built:
-    """Asks the builder once for each global head; lengths and heads are global."""
+    """Calls the builder once for each global head; lengths and numbers of heads are global."""
     if isinstance(builder, Built):
         return builder
     _takes_five(builder)
@@ -43,7 +43,7 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
 def _takes_five(builder: Builder) -> None:
     try:
         signature = inspect.signature(builder)
-    except (TypeError, ValueError):  # Some builtins have none.
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(*range(5))
@@ -65,7 +65,7 @@ def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: in
         raise InputError(
             "mask_builder",
             f"raised {type(error).__name__} when called with {called}: {error}",
-            "Mend the function so that it returns a mask for every head",
+            "Make the function return a mask for every head",
         ) from error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller knows about visibility, in one pytree: ids, positions, a dense mask, and how they shard."""
+"""A pytree of the arrays that say which keys are visible (ids, positions, a dense mask), and their sharding."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from .int32 import INT32, POSITION, Limits, fitting, size
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MaskInfo:
-    """Whatever is given forbids; what is `None` forbids nothing.
+    """Arrays that say which keys a query sees. They are ANDed; a field that is `None` hides nothing.
 
-    Every form is kept as it was given: a dense mask is never turned into ids, nor ids into a mask.
-    `dataclasses.replace` adds one form to another; they are ANDed.
+    No form is converted to another: a dense mask stays dense, ids stay ids. To combine two forms, add a field with
+    `dataclasses.replace`.
     """
 
     q_segment_ids: arrays.QueryIds | None = None
@@ -34,7 +34,7 @@ class MaskInfo:
 
     @classmethod
     def from_segments(cls, q: Any, kv: Any = None) -> Self:
-        """Tokens see their own segment; a negative id is padding. One array serves both sides."""
+        """Queries see the keys of their own segment; a negative id is padding. Without `kv`, keys have the ids `q`."""
         q_ids = _integers("q_segment_ids", q, ranks=(2,))
         return cls(q_ids, q_ids if kv is None else _integers("kv_segment_ids", kv, ranks=(2,)))
 
@@ -42,9 +42,9 @@ class MaskInfo:
     def from_lengths(
         cls, q_lengths: Any, kv_lengths: Any = None, q_max: int | None = None, kv_max: int | None = None
     ) -> Self:
-        """Row `b` has so many tokens and then padding, up to `q_max` and `kv_max`, or else to the longest row.
+        """Row `b` has `q_lengths[b]` queries and `kv_lengths[b]` keys, then padding to `q_max` and `kv_max`.
 
-        The keys are those of the queries where only the queries are given.
+        Without a maximum, rows are padded to the longest row. Without `kv_lengths`, keys have the lengths of queries.
         """
         q_ids = _ids_of_lengths("q_lengths", q_lengths, "q_max", q_max)
         if kv_lengths is None and kv_max is None:
@@ -63,7 +63,7 @@ class MaskInfo:
     def from_documents(cls, lengths: Any, total: int | None = None, restart_positions: bool = False) -> Self:
         """Documents packed one after another, then padding up to `total`, or to the longest row.
 
-        `lengths` holds those of one row, or a sequence of them for each row. Ids count the documents from 0.
+        `lengths` are the lengths of one row's documents, or a sequence of such for each row. Ids count from 0.
         With `restart_positions` every document starts at position 0 again.
         """
         rows = _rows_of_documents(lengths)
@@ -106,15 +106,15 @@ class MaskInfo:
 
     @classmethod
     def from_positions(cls, q: Any, kv: Any = None) -> Self:
-        """Positions of the caller's own, `[T]` or `[B, T]`, in any order. One array serves both sides."""
+        """Your own positions, `[T]` or `[B, T]`, in any order. Without `kv`, keys have the positions `q`."""
         q_positions = _integers("q_positions", q, ranks=(1, 2), limits=POSITION)
         kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2), limits=POSITION)
         return cls(q_positions=q_positions, kv_positions=kv_positions)
 
     def specs(self, batch_axes: AxisName, sequence_axis: AxisName, head_axes: AxisName = None) -> "MaskInfo":
-        """The `PartitionSpec` of each array that is there: batch, heads and sequence over these mesh axes.
+        """The `PartitionSpec` of each array that is not `None`: batch, sequence and heads over these mesh axes.
 
-        Axes of length 1 of the dense mask, and its columns, stay whole.
+        The columns of the dense mask, and its axes of length 1, are not split.
         """
 
         roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses integers that do not fit: a cast would silently change a position, an id or a seed."""
+"""Refuses integers outside int32: a cast would silently change a position, an id or a seed."""
 
 from typing import Any, Final
 
@@ -10,14 +10,14 @@ import numpy as np
 from ..errors import InputError
 
 Limits = tuple[int, int, str]
-"""The least and the largest value, and what to do where one is exceeded."""
+"""The least and the largest value, and the remedy for an error."""
 INT32: Final[Limits] = (-(2**31), 2**31 - 1, "Pass values that fit int32")
 POSITION: Final[Limits] = (1 - 2**30, 2**30 - 1, "Pass positions below 2^30: then the difference of two fits int32")
 SEED: Final[Limits] = (-(2**31), 2**32 - 1, "Pass an integer of 32 bits")
 
 
 def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
-    """Refuses an array of integers beyond the limits; arrays that are traced or on other hosts pass."""
+    """Raises if an array of integers exceeds the limits. Does not check arrays that are traced or on other hosts."""
     least, most, remedy = limits
     if isinstance(given, jax.core.Tracer):
         return
@@ -31,7 +31,7 @@ def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
 
 
 def size(argument: str, x: Any) -> int:
-    """A Python integer of 0 or more, as which arrays count their axes and lengths."""
+    """`x` as a Python integer; raises unless it is an integer of 0 or more."""
     if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.core.Tracer) or np.ndim(x) or x < 0:
         raise InputError(argument, f"got {x!r}", "It needs an integer of 0 or more")
     return int(x)

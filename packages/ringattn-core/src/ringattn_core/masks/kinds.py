@@ -50,7 +50,7 @@ class Full(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """Keys no later than the query, or than `offset` after it."""
+    """Keys at most `offset` positions after the query; by default none after it."""
 
     offset: int = 0
 
@@ -70,9 +70,9 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Local(Mask):
-    """Keys within `left` before and `right` after the query, both ends inclusive; `None` is unbounded.
+    """Keys at most `left` positions before and `right` positions after the query; `None` is unbounded.
 
-    Each side is the rule of `Causal` with an offset, on the left with queries and keys exchanged.
+    The right side is `Causal(right)`; the left side is `Causal(left)` with queries and keys exchanged.
     """
 
     left: int | None = None
@@ -102,7 +102,7 @@ class Local(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """The query's own chunk of `size` positions, causally."""
+    """Keys in the query's own chunk of `size` positions, and not after the query."""
 
     size: int
 
@@ -122,7 +122,7 @@ class Chunked(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """The first `length` positions, for every query. `Prefix(n) | Causal()` is a prefix language model."""
+    """Keys at the first `length` positions. `Prefix(n) | Causal()` is the mask of a prefix language model."""
 
     length: int
 
@@ -140,7 +140,7 @@ class Prefix(Mask):
 
 
 class _Held:
-    """A host array that a mask holds: hashed by content, once."""
+    """A host array in a mask. It is hashed by content, once, so that the mask can be a static argument."""
 
     __slots__ = ("array", "digest")
 
@@ -181,7 +181,7 @@ def _document_ids(name: str, x: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Document(Mask):
-    """Pairs of one document, by the id of each token of the whole sequence; a negative id is padding."""
+    """Keys of the query's own document. Ids are given for the whole sequence; a negative id is padding."""
 
     q_ids: _Held
     kv_ids: _Held
@@ -235,7 +235,7 @@ class Numpy(Mask):
 
 
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """`(some, all)` of "equal ids, both non-negative", for tiles of ids `[g, nq, tq]` and `[g, nk, tk]`."""
+    """`Mask.tiles` for "equal ids, not negative", of tiles of ids `[g, nq, tq]` and `[g, nk, tk]`."""
     some, every = _same_span(q_ids, kv_ids)
     some = some & _rows(q_ids.max(-1) >= 0) & _columns(kv_ids.max(-1) >= 0)
     return some, every & _rows(q_ids.min(-1) >= 0)
@@ -254,7 +254,7 @@ def _take(ids: np.ndarray, index: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Predicate(Mask):
-    """Where `seen(q_positions, kv_positions)` is true: any function of `jax.numpy` that broadcasts."""
+    """Pairs where `seen(q_positions, kv_positions)` is true. `seen` uses `jax.numpy` and broadcasts."""
 
     seen: Callable[[Any, Any], Any]
     bounded = False

@@ -2,7 +2,7 @@
 """Which axes each array of a call has, in letters, and over which mesh axes those axes are split.
 
 The letters are those of `docs/notation.md`. A small `b`, `n` or `t` is an axis that may be 1, and is then broadcast.
-`S_global` are the keys of the whole sequence, in natural order. This file is the only one that spells them out.
+`S_global` are the keys of the whole sequence, in natural order. No other file lists the axes of arrays.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ LogSumExp = Float[Array, "B N T"]
 
 
 def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
-    """The letters of an array's axes; of an array whose first axes may be absent, those of its last `rank` axes."""
+    """The letters of an array's axes; with `rank`, of its last `rank` axes (some arrays may lack the first axis)."""
     found = tuple(array.dim_str.replace("*", "").split())
     return found if rank is None else found[len(found) - rank :]
 
 
 @functools.cache
 def axes_with(kind: type, *wanted: str) -> dict[str, int]:
-    """Which axis of each array in a dataclass has one of these letters, as the types of its fields say.
+    """For each array field of a dataclass, the number of the axis that has one of these letters.
 
-    A letter means itself alone, so `"B"` leaves out an axis `b`. Fields that may hold arrays of several kinds are left
-    out.
+    The types of the fields give the letters. `"B"` does not match an axis `b`. Fields without such an axis, and fields
+    with several array types, are left out.
     """
     found: dict[str, int] = {}
     for field in dataclasses.fields(kind):
@@ -54,7 +54,7 @@ def axes_with(kind: type, *wanted: str) -> dict[str, int]:
 
 
 def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-    """Whether an array of this shape has the axes that its letters say."""
+    """Whether the shape agrees with the array's letters and their `sizes`."""
     if len(shape) > len(letters(array)) or (len(shape) < len(letters(array)) and "*" not in array.dim_str):
         return False
     named = zip(letters(array, len(shape)), shape, strict=True)
@@ -80,7 +80,7 @@ class Roles:
         return carried.get(letter.upper() if broadcasts(letter) else letter, ())
 
     def spec(self, array: Any, shape: tuple[int, ...] | None = None) -> PartitionSpec:
-        """How an array of this shape is split; an axis that is 1 and broadcast stays whole."""
+        """How an array is split over the mesh; an axis that is 1 and broadcast is not split."""
         names = letters(array, None if shape is None else len(shape))
         whole = [shape is not None and broadcasts(name) and shape[i] == 1 for i, name in enumerate(names)]
         return PartitionSpec(*(None if w else _entry(self.of(name)) for name, w in zip(names, whole, strict=True)))

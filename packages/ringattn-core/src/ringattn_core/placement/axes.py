@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an axis name means where the call is made: its size, its coordinate, and whether it is bound at all."""
+"""What a mesh axis name means inside a traced function: its size, this rank's coordinate, whether it is bound."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ AxisName = str | Sequence[str] | None
 
 
 def names(axis: AxisName, argument: str = "axis_name") -> tuple[str, ...]:
-    """No axis, one axis or several, as a tuple."""
+    """The axis names as a tuple, from no name, one name or several."""
     if axis is None:
         return ()
     found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else (axis,)
@@ -45,7 +45,7 @@ def _size_of(argument: str, name: str) -> int:
 
 
 def bound(axis: tuple[str, ...]) -> bool:
-    """Whether the names are known here. Those of a `vmap` are not on the way back, though collectives are mapped."""
+    """Whether all names are bound here. In a backward pass the axis name of a `vmap` is not, yet collectives work."""
     try:
         for name in axis:
             jax.lax.axis_size(name)
@@ -60,17 +60,17 @@ def manual() -> frozenset[str]:
 
 
 def tracked() -> frozenset[str]:
-    """Those of them of which JAX knows which values vary over them: all under `check_vma=True`, else none."""
+    """The `manual` axes for which JAX tracks which values vary: all of them under `check_vma=True`, else none."""
     return frozenset(name for name in manual() if name in varying(jax.lax.axis_index(name)))
 
 
 def varying(x: Array) -> frozenset[str]:
-    """The mesh axes over which an array varies, as far as they are `tracked`."""
+    """The `tracked` mesh axes over which an array varies."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
-    """Which rank this is along the product of the axes, the first name slowest."""
+    """This rank's number along the product of the axes; the first name varies slowest."""
     return jax.lax.axis_index(axis) if axis else 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order a ring visits the devices of a grid, so that every hop of it is short, the closing one too."""
+"""In which order a ring visits the devices of a grid: every hop is short, also from the last rank to the first."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ Cell = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a device is: in a slice whose chips form a grid, and on one of the cores of its chip."""
+    """Where a device is: the slice, the chip's coordinates in the grid of the slice, and the core on the chip."""
 
     slice: int
     chip: Cell
@@ -21,11 +21,11 @@ class Place:
 
 
 def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
-    """Rings of `ranks` devices each, as indices into `places`; every device is in one of them.
+    """Splits the devices into rings of `ranks` devices each, given as indices into `places`.
 
-    A hop leads to another core of the chip or to the next chip, or to the one after that where the box of a ring has
-    no closed round trip. A ring lies within a slice, in the smallest box that makes its hops short, and consecutive
-    rings in neighbouring boxes; only a ring of whole slices has other hops, as many as it has slices.
+    A ring fills a box of the grid within one slice, and consecutive rings fill neighbouring boxes. Each hop goes to
+    another core of the chip or to a neighbouring chip; where the box has no closed path of such hops, some go two
+    chips. If `ranks` exceeds a slice, a ring is made of whole slices, with one hop between slices for each of them.
     """
     slices: dict[int, dict[Cell, int]] = {}
     for index, place in enumerate(places):
@@ -44,10 +44,10 @@ def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
 
 
 def round_trip(box: Cell) -> list[Cell]:
-    """Every cell of a box of chips and, last, cores: each hop is one step, or at most two where `closes` says no.
+    """A closed path through every cell of a box, whose last axis is the cores. Hops are one step, two if not `closes`.
 
-    The cores of a chip follow one another, so that no link carries two hops, unless only a way out over one core of
-    each chip and back over the other is closed.
+    The cores of a chip follow one another, so that no link carries two hops. Where the chips alone have no closed path,
+    the path goes out over one core of each chip and back over the other.
     """
     *chips, cores = box
     if _closes(chips):
@@ -56,12 +56,12 @@ def round_trip(box: Cell) -> list[Cell]:
 
 
 def closes(box: Cell) -> bool:
-    """Whether the box of chips and cores has a round trip in which every hop is one step."""
+    """Whether the box of chips and cores has a closed path in which every hop is one step."""
     return _closes(box[:-1]) or _closes(box)
 
 
 def _closes(sizes: Sequence[int]) -> bool:
-    """A grid has a closed path through all cells exactly if it is no line, and the number of cells is even."""
+    """Whether a grid has a closed path through all cells: if it is no line and their number is even, or below 3."""
     cells = math.prod(sizes)
     return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)
 
@@ -71,7 +71,7 @@ def _loop(sizes: Sequence[int]) -> list[Cell]:
     if cells <= 2 or not _closes(sizes):
         path = _path(sizes)
         return path[::2] + path[1::2][::-1]
-    # A path through all axes but one and that axis span a grid of two axes, whose neighbours are neighbours.
+    # A path through all axes but the last forms, with the last axis, a grid of two axes that keeps neighbours.
     last = max(axis for axis, size in enumerate(sizes) if size > 1)
     rows, across = _path([*sizes[:last], *sizes[last + 1 :]]), range(sizes[last])
     if len(rows) % 2:
@@ -80,14 +80,14 @@ def _loop(sizes: Sequence[int]) -> list[Cell]:
 
 
 def _closed(even: int, other: int) -> list[tuple[int, int]]:
-    """Down the first column of a grid, and back up through the others, row by row, from side to side."""
+    """A closed path in a grid of two axes: down the first column, and back up through the other columns in a zigzag."""
     down = [(i, 0) for i in range(even)]
     sides = itertools.cycle((range(1, other), range(other - 1, 0, -1)))
     return down + [(i, j) for i, side in zip(reversed(range(even)), sides, strict=False) for j in side]
 
 
 def _path(sizes: Sequence[int]) -> list[Cell]:
-    """Every cell once, each one step from the one before."""
+    """An open path: every cell once, each one step from the cell before."""
     if not sizes:
         return [()]
     sides = itertools.cycle((range(sizes[-1]), range(sizes[-1] - 1, -1, -1)))
@@ -95,7 +95,7 @@ def _path(sizes: Sequence[int]) -> list[Cell]:
 
 
 def _from_origin(number: int, cells: dict[Cell, int], places: Sequence[Place]) -> dict[Cell, int]:
-    """The cells of a slice, counted from its corner; they must fill the box that they span."""
+    """The cells of a slice, with coordinates counted from its corner; raises unless they fill a box."""
     least = [min(axis) for axis in zip(*cells, strict=True)]
     box = _box(cells)
     if math.prod(box) != sum(place.slice == number for place in places) or len(cells) != math.prod(box):
@@ -111,7 +111,7 @@ def _box(cells: dict[Cell, int]) -> Cell:
 
 
 def _tiled(grid: dict[Cell, int], ranks: int) -> list[list[int]]:
-    """The rings of one slice: boxes of equal shape, each visited in the same order."""
+    """Splits one slice into rings: boxes of equal shape, each visited in the same order."""
     box = _box(grid)
     tile = _tile(box, ranks)
     corners = round_trip(tuple(size // side for size, side in zip(box, tile, strict=True)))
@@ -123,14 +123,16 @@ def _tiled(grid: dict[Cell, int], ranks: int) -> list[list[int]]:
 
 
 def _tile(box: Cell, ranks: int) -> Cell:
-    """The box of `ranks` devices that tiles the grid: of those with the shortest hops, whole chips first, then the
-    most compact one. There is one for every divisor: what a side cannot take of it, the others can."""
+    """The best box of `ranks` devices that tiles the grid: shortest hops first, then whole chips, then compactness.
+
+    Every divisor of the number of devices has such a box.
+    """
     sides = [[n for n in range(1, size + 1) if size % n == 0] for size in box]
     fitting = [tile for tile in itertools.product(*sides) if math.prod(tile) == ranks]
     return min(fitting, key=lambda tile: (not closes(tile), -tile[-1], sum(tile[:-1]), tile))
 
 
 def _written(box: Cell) -> str:
-    """Chips along each axis, and how many cores where there are several."""
+    """The size of a box as text: chips along each axis, and the number of cores if a chip has several."""
     *chips, cores = box
     return "x".join(map(str, chips)) + (f" (times {cores} cores)" if cores > 1 else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens live: which token of the whole sequence each rank holds, and in which order."""
+"""Which tokens of the whole sequence each rank holds, and in which order."""
 
 from typing import Any, Final, Literal
 
@@ -16,7 +16,7 @@ ALIASES: Final = {"dual_chunk_swap": "zigzag"}
 
 
 def canonical(layout: Any) -> str:
-    """The one name of a layout."""
+    """The canonical name of a layout; raises for an unknown one."""
     name = ALIASES.get(layout, layout) if isinstance(layout, str) else None
     if name not in LAYOUTS:
         known = ", ".join(repr(n) for n in (*LAYOUTS, *ALIASES))
@@ -25,14 +25,14 @@ def canonical(layout: Any) -> str:
 
 
 def pieces(layout: str) -> int:
-    """How many runs of equal length a shard must divide into."""
+    """The number of equal parts into which the length of a shard must divide."""
     return 2 if layout == "zigzag" else 1
 
 
 def indices(layout: str, ranks: int, rank: Any, length: int) -> Int32[Array, " length"]:
     """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
 
-    `rank` may be traced. Over all ranks they are a permutation of `range(ranks * length)`.
+    `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`.
     """
     step = jnp.arange(length, dtype=jnp.int32)
     if layout == "contiguous":
@@ -44,7 +44,7 @@ def indices(layout: str, ranks: int, rank: Any, length: int) -> Int32[Array, " l
 
 
 def order(layout: str, ranks: int, length: int) -> np.ndarray:
-    """The global index of each token of the sequence as laid out, for a whole sequence of `length`."""
+    """The global index of each token of the whole sequence, in layout order: rank by rank."""
     layout = canonical(layout)
     natural = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
@@ -98,7 +98,7 @@ def _whole(x: Any) -> bool:
 
 
 def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:
-    """The part of the last axis, in natural order over the whole sequence, that `rank` holds; in its order."""
+    """The entries of `rank`'s tokens, in its order, from a last axis over the whole sequence in natural order."""
     length = x.shape[-1] // ranks
     if layout == "contiguous":
         return jax.lax.dynamic_slice_in_dim(x, rank * length, length, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device stands where in a mesh for rings: neighbours on the ring are neighbours on the wire."""
+"""Builds a mesh for rings: neighbours on the ring are devices with a direct link."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from .device_order import Place, rings
 def ring_mesh(
     devices: Sequence[Any] | None = None, axis_name: str = "sp", axis_sizes: Mapping[str, int] | None = None
 ) -> Mesh:
-    """A mesh whose axis `axis_name` is a ring of short hops; by default of all devices, and its only axis.
+    """A mesh whose axis `axis_name` is a ring of short hops. By default it is the only axis, over all devices.
 
-    On TPUs every hop of the ring, the closing one too, is one link of the grid, or at most two where the devices form
-    a line or are odd in number. With `axis_sizes`, such as `{"data": 8, "sp": 8}`, each ring is a compact box of the
-    grid, and the other axes count the boxes. Devices without coordinates (CPU, GPU) keep their order: each ring is a
-    run of them.
+    On TPUs every hop of the ring, also from the last rank to the first, is one link of the grid; at most two where the
+    devices form a line or are odd in number. With `axis_sizes`, such as `{"data": 8, "sp": 8}`, each ring is a compact
+    box of the grid, and the other axes count the boxes. Devices without coordinates (CPU, GPU) keep their order: each
+    ring has consecutive devices.
     """
     found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
     sizes = {axis_name: len(found)} if axis_sizes is None else dict(axis_sizes)
@@ -43,7 +43,7 @@ def ring_mesh(
 
 
 def _place(device: Any) -> Place | None:
-    """Where a TPU says it is; its slice where there are several, its core where a chip has several."""
+    """The slice, chip and core of a TPU; `None` for a device without coordinates."""
     coordinates = getattr(device, "coords", None)
     if coordinates is None:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which platform a call will run: that of its mesh, not of the default device."""
+"""On which platform a call will run: the platform of its mesh before that of the default device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def platform_of(mesh: Any, arrays: Sequence[Any]) -> str:
 
 
 def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
-    """One of the devices that a call will run on, or what an abstract mesh says of them; has a `device_kind`."""
+    """One device of the call, or the `AbstractDevice` of an abstract mesh. Both have a `device_kind`."""
     for candidate in (mesh, jax.sharding.get_abstract_mesh()):
         named = _of_mesh(candidate)
         if named is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass round the ring: while a hop computes, keys arrive and the gradients of the last keys leave."""
+"""The backward pass round the ring: while a kernel runs, the next keys arrive and the last keys' gradients leave."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from .second_derivatives import first_derivative_only
 from .sends import Wires, after, after_hop, aligned, permuted, wire
 
 Sums = tuple[Sum, ...]
-"""The sums over the hops so far, one for every direction round the ring."""
+"""Gradients summed over the hops so far, one entry for each direction round the ring."""
 KeyGradients = tuple[jax.Array, ...]
-"""`dk` and `dv` packed in one array, one for every direction."""
+"""`dk` and `dv` packed in one array, for each direction."""
 
 
 class Rows(NamedTuple):
-    """What a kernel reads of each query in the backward pass, beside its block."""
+    """Arrays with a value for each query, which the backward kernel reads beside the block."""
 
     dout: jax.Array
     lse: jax.Array
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     shift: jax.Array | None
 
     def parts(self, count: int) -> list["Rows"]:
-        """The rows of each of `count` equal shares of the heads."""
+        """Splits the arrays along their heads into `count` equal shares."""
         arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 1), strict=True)]
         return [Rows(*share) for share in zip(*arrays, strict=True)]
 
@@ -68,10 +68,10 @@ def _on_one_rank(ring: Ring, kept: Residuals, bias_fixed: bool, rows: Rows) -> D
 
 
 def _rows(kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Rows:
-    """What the kernels read of each query; the cotangents of padding are zero."""
+    """The arrays of `Rows`; the cotangents of padding are set to zero."""
     ids = kept.fixed.q_segments
     dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
-    # Not an einsum: on a GPU XLA makes a batch of vector products of it, one for every row.
+    # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
     products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
     return Rows(dout, kept.lse, jnp.swapaxes(products.sum(-1), 1, 2) - dlse, kept.shift)
 
@@ -84,7 +84,7 @@ def _in_input_dtypes(kept: Residuals, rows: Rows, dq: Any, dk: Any, dv: Any, dbi
 
 
 def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array:
-    """Minus the sum over rows of each sink's probability times `delta`."""
+    """The gradient of each sink: minus the sum over rows of the sink's probability times `delta`."""
     sinks = sinks_of(kept.inputs)[None, :, None, :]
     above = sinks if kept.shift is None else sinks - kept.shift[..., None]
     probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
@@ -92,7 +92,7 @@ def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array:
 
 
 def _array(cotangent: Any, inputs: Differentiable) -> jax.Array:
-    """A cotangent as an array: for a result that nothing depends on JAX gives only its shape."""
+    """The cotangent as an array; JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
     return aligned(jnp.zeros(cotangent.shape, cotangent.dtype), inputs)
@@ -100,7 +100,7 @@ def _array(cotangent: Any, inputs: Differentiable) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """What stays the same from hop to hop. `rows` has an entry for each direction."""
+    """What all hops of the backward pass share. `rows` has an entry for each direction."""
 
     ring: Ring
     inputs: Differentiable
@@ -113,9 +113,9 @@ class _Pass:
     def all_hops(self, dout: jax.Array) -> Sums:
         """The sums over all hops: the other ranks' keys first, this rank's own last.
 
-        The first send waits for the raw cotangent; tying it to a derived array would make XLA compute that first.
-        Where keys and gradients travel apart, half of the heads of the rank's own keys are computed while the first
-        keys arrive, and the other half while the last gradients do.
+        The first send is tied to the raw cotangent; tying it to a derived array would make XLA compute that first.
+        With separate sends, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
+        and the other half while the last gradients arrive.
         """
         plan, sums = self.ring.plan, tuple(self._zeros(direction) for direction in self.directions)
         if len(plan.offsets) == 1:
@@ -131,9 +131,9 @@ class _Pass:
         return tuple({**of_direction, "kv": kv} for of_direction, kv in zip(sums, total, strict=True))
 
     def _visitors(self, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
-        """The hops with other ranks' keys: the key gradients of the last of them, and the sums.
+        """Runs the hops with other ranks' keys. Returns the key gradients of the last of these hops, and the sums.
 
-        On a long ring all but the first and the last are a scan.
+        On a long ring a `scan` runs all of them but the first and the last.
         """
         offsets, shifts = self.ring.plan.offsets[1:], self.ring.plan.shifts
         onward = (*shifts[1:], None)
@@ -160,10 +160,11 @@ class _Pass:
         back: int | None,
         early: KeyGradients | None = None,
     ) -> tuple[Any, Any, Sums]:
-        """Computes with the keys in `wires`, while they go `onward` and the gradients `behind` them follow by `back`.
+        """Computes with the keys in `wires`; meanwhile sends them `onward` ranks, and `behind` by `back` ranks.
 
-        With `early`, the gradients of half of the heads, only the other half is computed. Returns the keys and the
-        key gradients that arrive, and the sums.
+        `behind` are the key gradients of the hop before. `early` are this hop's key gradients for half of the heads,
+        where these are known; then the kernel computes the other half. Returns the keys that arrive, the gradients of
+        the keys in `wires` (this hop's plus those that arrive for them), and the sums.
         """
         done = [of_direction["q"] for of_direction in sums]
         wires = tuple(after(self.ring, x, done) for x in wires)
@@ -199,7 +200,7 @@ class _Pass:
         onward: int | None,
         back: int | None,
     ) -> tuple[Wires, Wires | None, KeyGradients | None]:
-        """Sends keys, then gradients. Keys are awaited first, because the next hop needs them first."""
+        """Sends keys and gradients as two arrays. Waits for the keys first, because the next hop needs them first."""
         ring = self.ring
         following = None if onward is None else permuted(ring, self.directions, wires, onward)
         if back is None or behind is None:
@@ -209,14 +210,14 @@ class _Pass:
         if following is not None:
             arrived = tuple(after(ring, x, following) for x in arrived)
         elif not ring.plan.joint:
-            # The gradients that go home leave before the last kernel begins, and arrive behind it.
+            # The last send of gradients starts before the last kernel, which hides it.
             wires = tuple(after(ring, x, behind) for x in wires)
         return wires, following, arrived
 
     def _visit(
         self, direction: Direction, rows: Rows, x: parcels.Wire, sums: Sum, offset: Any
     ) -> tuple[jax.Array, Sum]:
-        """The key gradients of one block, packed, and the sums with its other gradients."""
+        """Runs the kernel on one block. Returns its dk,dv, packed, and the sums with its other gradients added."""
         offset = direction.signed(offset)
         fixed = after_hop(direction.fixed, sums["q"])
         visited = block(self.ring, direction.inputs, parcels.from_wire(x, self.dtype), fixed, offset)
@@ -236,7 +237,7 @@ class _Pass:
         return mine, sums
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
-        """The sums with the gradients of one hop; every hop has its own columns of the bias."""
+        """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
         bias, slopes = sums["bias"], sums["slopes"]
         if bias is not None and found.dbias is not None:
             bias = put_columns(bias, found.dbias, self.ring.layout, self.ring.plan.ranks, origin)
@@ -245,7 +246,7 @@ class _Pass:
         return {"q": found.dq, "bias": bias, "slopes": slopes}
 
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:
-        """This rank's keys and values, packed twice: keeping them between the first hop and the last costs memory."""
+        """This rank's K,V, packed anew at each call: keeping them from the first hop to the last would cost memory."""
         pairs = [[after(self.ring, x, tokens) for x in (each.inputs.k, each.inputs.v)] for each in self.directions]
         return tuple(wire(self.ring, packing.pack(k, v)) for k, v in pairs)
 

@@ -15,7 +15,7 @@ from ..placement.arrays import axes_with
 
 _PER_EXAMPLE, _BROADCAST = axes_with(Block, "B"), axes_with(Block, "b")
 _MAY_BE_SHARED = [name.removeprefix("d") for name in axes_with(Gradients, "b")]
-"""The arrays with a gradient that all rows of a batch may have in common."""
+"""The differentiable arrays whose batch axis may be 1: all rows of the batch then share them."""
 
 
 def forward(kernel: BlockKernel) -> Callable[[Block, Partial | None], Partial]:
@@ -45,7 +45,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
             return _one_by_one(call, size, batched, block, *arrays)
         folded = _fold_block(size, block_batched, block, expand=_MAY_BE_SHARED)
         if _shared(block, block_batched, "bias"):
-            # The gradients of a shared bias are summed below, and rounded to the dtype of the bias once, after that.
+            # `_reduce_like` sums the gradient of a shared bias: it stays float32 until then, and is rounded once.
             folded = dataclasses.replace(folded, final=False)
         given = [_fold(size, is_batched, x) for is_batched, x in zip(arrays_batched, arrays, strict=True)]
         result, every = _unfolded(size, call(folded, *given))
@@ -55,7 +55,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
 
 
 def _fold_block(size: int, batched: Any, block: Block, expand: Sequence[str]) -> Block:
-    """Every array per example of the vmapped axis times the batch; those with batch 1 stay so unless in `expand`."""
+    """The block with the vmapped axis folded into the batch. Arrays with batch 1 keep it unless `expand` names them."""
     examples = block.q.shape[1 if batched.q else 0]
     changes: dict[str, Any] = {name: _fold(size, getattr(batched, name), getattr(block, name)) for name in _PER_EXAMPLE}
     for name in _BROADCAST:
@@ -70,7 +70,7 @@ def _fold_block(size: int, batched: Any, block: Block, expand: Sequence[str]) ->
 
 
 def _fold_before(size: int, batched: bool, x: jax.Array) -> jax.Array:
-    """Folds the vmapped axis into the batch of K,V, which has an axis before its batch where it is `[2 B S K H]`."""
+    """Folds the vmapped axis into the batch of K,V; in `[2 B S K H]` the batch is the second axis."""
     axis = x.ndim - batched - 4
     x = jnp.moveaxis(x, axis + 1, 1) if batched else jnp.moveaxis(x, axis, 0)
     return jnp.moveaxis(_fold(size, batched, x), 0, axis)
@@ -84,12 +84,12 @@ def _fold(size: int, batched: bool, x: jax.Array | None) -> Any:
 
 
 def _unfolded(size: int, result: Any) -> tuple[Any, Any]:
-    """The result with the vmapped axis first, and that every array has it."""
+    """The result with the vmapped axis split off as its first axis, and `True` for every array: all are batched."""
     return _all_batched(jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), result))
 
 
 def _reduce_like(result: Gradients, block: Block, batched: Any) -> Gradients:
-    """Sums each example's gradient of an input that its batch shares over that batch."""
+    """Sums the gradient of a shared input over the batch of each example."""
     changes = {}
     for name in _MAY_BE_SHARED:
         if _shared(block, batched, name) and getattr(result, f"d{name}") is not None:
@@ -98,13 +98,13 @@ def _reduce_like(result: Gradients, block: Block, batched: Any) -> Gradients:
 
 
 def _shared(block: Block, batched: Any, name: str) -> bool:
-    """Whether all rows of an example's batch have this array in common."""
+    """Whether the batch axis of this array is 1, so that all rows of an example's batch share it."""
     x = getattr(block, name)
     return x is not None and x.shape[1 if getattr(batched, name) else 0] == 1
 
 
 def _one_by_one(call: Callable[..., Any], size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
-    """Examples in sequence, where what differs between them is shared by a whole batch."""
+    """Runs the examples one after another. `head_index` differs between them, and a batch has only one."""
     flags, leaves = jax.tree.leaves(batched), jax.tree.leaves(args)
     treedef = jax.tree.structure(args)
 

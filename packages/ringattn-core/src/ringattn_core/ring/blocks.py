@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one hop works on: this rank's queries, the visiting keys, and everything global about both."""
+"""The block of one hop: this rank's queries, the visiting keys, and the global positions and indices of both."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from .hops import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The static half of a call to the engine."""
+    """Everything about a call to the engine that is static."""
 
     kernel: BlockKernel
     rule: Rule
@@ -29,7 +29,7 @@ class Ring:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Differentiable:
-    """The inputs with a gradient. Replicated ones are aligned, so that JAX sums their gradients."""
+    """The differentiable inputs. `varying.align` has marked replicated ones, so that JAX sums their gradients."""
 
     q: arrays.Query
     k: arrays.Key
@@ -42,9 +42,10 @@ class Differentiable:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """The inputs without a gradient; those of the keys are gathered over the ring.
+    """The inputs without a gradient. Ids and positions of keys are all-gathered over the ring.
 
-    `rank`, and the global indices of batch and heads, are inputs because a vmapped axis is bound in the forward only.
+    `rank`, `batch_index` and `head_index` are inputs, because the backward pass cannot compute them: the axis name of
+    a `vmap` is bound in the forward pass only.
     """
 
     rank: Int32[Array, ""]
@@ -59,7 +60,7 @@ class Fixed:
 
 
 def gathered(ring: Ring, fixed: Fixed) -> Fixed:
-    """Ids and positions of all keys, in the order of the ranks: gathered once, so that only K,V travels."""
+    """All-gathers the ids and positions of keys, in the order of the ranks, so that the hops send only K,V."""
     if not ring.axis:
         return fixed
 
@@ -70,12 +71,12 @@ def gathered(ring: Ring, fixed: Fixed) -> Fixed:
 
 
 def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
-    """The rank whose keys this rank works on after they have come `offset` ranks onward; below 0 is back."""
+    """The rank that owns the keys which have travelled `offset` ranks onward to this rank; negative: the other way."""
     return (fixed.rank - offset) % ring.plan.ranks
 
 
 def block(ring: Ring, inputs: Differentiable, kv: Any, fixed: Fixed, offset: Any) -> Block:
-    """This rank's queries against the keys `kv` that have come `offset` ranks onward; `fixed` is gathered."""
+    """This rank's queries against the keys `kv`, which have travelled `offset` ranks. `fixed` has been `gathered`."""
     origin, ranks = source(ring, fixed, offset), ring.plan.ranks
     batch, q_length = inputs.q.shape[:2]
     kv_length = jax.tree.leaves(kv)[0].shape[-3]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the ring as one function with a derivative: the forward and the backward pass under one custom_vjp."""
+"""Attention over the ring as one differentiable function: a `custom_vjp` of the forward and the backward pass."""
 
 import functools
 from typing import Any
@@ -20,11 +20,11 @@ def attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> Result:
 
 
 def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
-    """The forward pass of inputs that JAX gives together with whether each one is differentiated.
+    """The forward rule. JAX passes each input together with whether it is differentiated.
 
-    The backward pass must know whether the bias is. The first residual says so by its length, 1 for a bias that is
-    not: JAX keeps one tree of residuals for each function that it
-    has traced, whichever inputs are differentiated.
+    The backward pass must know whether the bias is differentiated. The length of the first residual says so: 1 for a
+    bias that is not, else 0. A static value could not, because JAX keeps one tree structure of residuals for each
+    function that it has traced, whichever inputs are differentiated.
     """
     inputs, fixed = jax.tree.map(lambda x: x.value, given)
     bias_fixed = inputs.bias is not None and not given[0].bias.perturbed

@@ -12,16 +12,16 @@ from ..placement import arrays
 from .blocks import Differentiable, Fixed
 
 INPUT_HEADS, FIXED_HEADS = (arrays.axes_with(kind, "N", "n", "K") for kind in (Differentiable, Fixed))
-"""The axis of each array that counts its heads."""
+"""For each array with heads, the number of its head axis."""
 Sum = dict[str, Any]
-"""The gradients summed over the hops so far, under the names of their inputs."""
+"""Gradients summed over the hops so far, under the names of their inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """One direction round the ring with the share of the heads that travel in it: `sign` is 1 for onward, -1 for back.
+    """One direction round the ring, and the inputs of the heads whose keys travel that way.
 
-    A key head travels with all query heads that read it; the first heads go in the first direction.
+    `sign` is 1 for onward, -1 for the other way. A key head stays with all query heads that read it.
     """
 
     sign: int
@@ -29,12 +29,12 @@ class Direction:
     fixed: Fixed
 
     def signed(self, distance: Any) -> Any:
-        """`distance` with the sign of this direction round the ring."""
+        """`distance` with the sign of this direction."""
         return distance if self.sign == 1 else -distance
 
 
 def split(signs: tuple[int, ...], inputs: Differentiable, fixed: Fixed) -> tuple[Direction, ...]:
-    """The directions, each with an equal share of the heads."""
+    """Splits the heads evenly between the directions; the first direction gets the first heads."""
     shares = {name: parts(getattr(inputs, name), axis, len(signs)) for name, axis in INPUT_HEADS.items()}
     of_fixed = {name: parts(getattr(fixed, name), axis, len(signs)) for name, axis in FIXED_HEADS.items()}
     return tuple(
@@ -48,7 +48,7 @@ def split(signs: tuple[int, ...], inputs: Differentiable, fixed: Fixed) -> tuple
 
 
 def parts(x: Any, axis: int, count: int) -> Sequence[Any]:
-    """An array in equal parts along its heads; one that all heads share, or `None`, belongs to every part."""
+    """Splits an array along its head axis into equal parts. `None`, or an array that all heads share, is repeated."""
     return [x] * count if count == 1 or x is None or x.shape[axis] == 1 else jnp.split(x, count, axis)
 
 
@@ -58,14 +58,14 @@ def joined(found: Sequence[jax.Array], axis: int) -> jax.Array:
 
 
 def gradient(found: Sequence[Any], x: jax.Array | None, axis: int) -> Any:
-    """The gradient of `x` from the gradients of its `parts`: summed where all heads share it."""
+    """Joins the gradients of the `parts` of `x`: summed where all heads share `x`, else concatenated."""
     if x is None or len(found) == 1:
         return found[0]
     return sum(found[1:], found[0]) if x.shape[axis] == 1 else joined(found, axis)
 
 
 def of_half(sums: Sum, half: int) -> Sum:
-    """The sums of one half of the heads; where all heads share an array, zeros."""
+    """The sums of one half of the heads; zeros for an array that all heads share, because `with_half` adds those."""
 
     def take(x: jax.Array | None, axis: int) -> jax.Array | None:
         return jnp.zeros_like(x) if x is not None and x.shape[axis] == 1 else parts(x, axis, 2)[half]
@@ -74,7 +74,7 @@ def of_half(sums: Sum, half: int) -> Sum:
 
 
 def with_half(sums: Sum, found: Sum, half: int) -> Sum:
-    """The sums with those of one half of the heads replaced, or added where all heads share an array."""
+    """Puts `found` in the place of one half of the heads; adds it for an array that all heads share."""
 
     def put(x: jax.Array | None, new: Any, axis: int) -> jax.Array | None:
         if x is None or x.shape[axis] == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a block kernel answers a whole call: the per-shard function that core makes of it."""
+"""Runs a call on one rank with a block kernel: prepares the inputs, then runs the ring."""
 
 import functools
 
@@ -22,13 +22,13 @@ from .parcels import joint
 def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     """`(out, lse)` of one shard, by the ring engine over `kernel`."""
     ring, inputs, fixed = prepared(kernel, call)
-    # Masked scores, and the lse of a row that sees no key, are -inf on purpose.
+    # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
         return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
 
 
 def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fixed]:
-    """What the engine makes of the call of one shard: its plan and rule, and its inputs in canonical form."""
+    """Splits the call of one shard into its static part, its differentiable inputs and its other inputs."""
     axis = call.axis_name or ()
     ranks = axes.size("axis_name", axis)
     rule = _rule(call)
@@ -57,12 +57,12 @@ def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fix
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
-    """Compiled once for equal calls, also where the caller does not use `jax.jit`."""
+    """`attend` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
     return attend(ring, inputs, fixed)
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
-    """The global indices of this rank's share of an axis."""
+    """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes split."""
     return jnp.asarray(axes.coordinate(axis or ()) * count + jnp.arange(count), jnp.int32)
 
 

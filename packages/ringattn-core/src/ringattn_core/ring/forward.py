@@ -20,13 +20,13 @@ from .sends import Wires, after, after_hop, permuted, wire
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
 Partials = tuple[Partial, ...]
-"""One partial result for every direction round the ring."""
+"""One partial result for each direction round the ring."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass reads: `out` as the caller has it, and `lse` counted from `shift`. `fixed` is gathered."""
+    """What the backward pass reads. `out` is as returned, the log-sum-exp is `shift + lse`, `fixed` is gathered."""
 
     inputs: Differentiable
     fixed: Fixed
@@ -36,7 +36,7 @@ class Residuals:
 
 
 def forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, Residuals]:
-    """The result and the residuals."""
+    """`(out, lse)`, and the residuals for the backward pass."""
     inputs, fixed = _without_padding(inputs, fixed), gathered(ring, fixed)
     kernel = batching.forward(ring.kernel)
     if ring.plan.ranks == 1:
@@ -52,7 +52,7 @@ def forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, R
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """What stays the same from hop to hop."""
+    """What all hops of the forward pass share."""
 
     ring: Ring
     directions: Sequence[Direction]
@@ -60,7 +60,7 @@ class _Pass:
     dtype: Any
 
     def all_hops(self) -> Partials:
-        """The partial results after every hop. On a long ring all hops but the first and the last are a scan."""
+        """Runs all hops. On a long ring a `scan` runs all of them but the first and the last."""
         offsets, shifts = self.ring.plan.offsets, (*self.ring.plan.shifts, None)
         wires = tuple(wire(self.ring, packing.pack(each.inputs.k, each.inputs.v)) for each in self.directions)
         wires, partials = self.hop(wires, None, offsets[0], shifts[0])
@@ -91,14 +91,14 @@ class _Pass:
         return following, tuple(made)
 
     def visit(self, direction: Direction, x: parcels.Wire, partial: Partial | None, offset: Any) -> Partial:
-        """The partial result of one direction, continued with the keys in `x`."""
+        """Continues the partial result of one direction with the keys in `x`."""
         fixed = direction.fixed if partial is None else after_hop(direction.fixed, partial.lse)
         kv = parcels.from_wire(x, self.dtype)
         return self.kernel(block(self.ring, direction.inputs, kv, fixed, direction.signed(offset)), partial)
 
 
 def sinks_of(inputs: Differentiable) -> Float32[Array, "N n"] | None:
-    """The sinks in float32; an infinite one is NaN, because it would hide every key."""
+    """The sinks in float32. +inf becomes NaN, because an infinite sink would silently hide every key."""
     if inputs.sinks is None:
         return None
     sinks = inputs.sinks.astype(jnp.float32)
@@ -112,7 +112,7 @@ def _without_padding(inputs: Differentiable, fixed: Fixed) -> Differentiable:
 
 
 def _joined(partials: Partials) -> Partial:
-    """The partial result of all heads."""
+    """Joins the heads of all directions to one partial result."""
     out, lse = joined([x.out for x in partials], 2), joined([x.lse for x in partials], 1)
     shifts = [x.shift for x in partials if x.shift is not None]
     return Partial(out, lse, joined(shifts, 1) if shifts else None)

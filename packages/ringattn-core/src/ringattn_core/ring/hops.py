@@ -14,14 +14,15 @@ from ..masks import Coordinates, Mask, all_of, any_of
 from ..placement.layout import order
 
 UNROLLED: Final = 8
-"""A ring of more hops is a scan, which keeps programs small; XLA overlaps an unrolled ring best."""
+"""A ring of more hops runs in a `scan`, which keeps programs small; XLA overlaps an unrolled ring best."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """One permute: every rank sends `shift` ranks onward; `keys` is a packed K,V, `gradients` its float32 dk,dv.
+    """One permute: every rank sends an array `shift` ranks onward.
 
-    Each of several `directions` round the ring has a send of its own, with its share of the heads.
+    The array holds packed K,V if `keys`, and float32 dk,dv if `gradients`. With two `directions` round the ring, each
+    has its own sends, of half of the heads.
     """
 
     shift: int
@@ -30,7 +31,7 @@ class Send:
     directions: int = 1
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """How much one rank sends, where a shard's packed K,V has so many elements of this size."""
+        """The bytes that one rank sends; a shard's packed K,V has `elements` elements of `itemsize` bytes."""
         return elements // self.directions * (itemsize * self.keys + 4 * self.gradients)
 
 
@@ -38,14 +39,14 @@ class Send:
 class Plan:
     """At hop `t` rank `r` works on the keys of rank `(r - offsets[t]) % ranks`; hop 0 is its own shard.
 
-    With `two_way` this is so for half of the heads; the other half works on the keys of `(r + offsets[t]) % ranks`.
+    With `two_way` this holds for half of the heads; the other half works on the keys of `(r + offsets[t]) % ranks`.
     """
 
     ranks: int
     offsets: tuple[int, ...]
     two_way: bool = False
     joint: bool = True
-    """Whether keys and the gradients behind them travel as one array, where both travel equally far."""
+    """Whether keys and the gradients behind them travel as one array, at hops where both travel equally far."""
 
     @property
     def signs(self) -> tuple[int, ...]:
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def shifts(self) -> tuple[int, ...]:
-        """How far the keys go after each hop but the last, which sends nothing."""
+        """How many ranks the keys travel after each hop but the last, after which nothing is sent."""
         return tuple(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
 
     @property
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def backward(self) -> tuple[Send, ...]:
-        """The own shard comes last: its gradients are not sent, and its kernel hides the last send of the others."""
+        """The sends of the backward pass. A rank's own keys come last: their kernel hides the last gradients' send."""
         shifts = self.shifts
         sends = [Send(shift, keys=True, gradients=False) for shift in shifts[:1]]
         for onward, behind in zip((*shifts[1:], None), (None, *shifts[1:]), strict=True):
@@ -73,15 +74,15 @@ class Plan:
 
     @property
     def homeward(self) -> int | None:
-        """How far the gradients of the last visiting keys still have to travel; `None` on a ring without sends."""
+        """How many ranks the gradients of the last visiting keys must travel to their owner; `None` without sends."""
         return self.ranks - self.offsets[-1] if self.offsets[-1] else None
 
     def halves(self, kv_heads: int) -> bool:
-        """Whether the backward pass computes half of the own shard's heads first, to hide the first send too."""
+        """Whether the backward pass computes half of the heads of the own keys first, to hide the first send too."""
         return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.signs)) == 0
 
     def parcel(self, onward: int | None, behind: int | None) -> tuple[Send, ...]:
-        """What is sent during one hop of the backward pass: keys `onward`, and behind them the last hop's gradients."""
+        """The sends during one hop of the backward pass: keys by `onward` ranks, the last hop's dk,dv by `behind`."""
         if self.joint and onward is not None and onward == behind:
             return (Send(onward, keys=True, gradients=True),)
         keys = () if onward is None else (Send(onward, keys=True, gradients=False),)
@@ -107,11 +108,11 @@ def plan(
     two_way: bool = False,
     joint: bool = True,
 ) -> Plan:
-    """The hops on which some rank's queries can see some key; lengths are those of one shard.
+    """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
-    Masks without bounds by position, segment ids (known at run time only) and the caller's own positions exclude no
-    hop. Where hops are left out, `two_way` has no effect: a shard that is near in one direction is far in the other.
-    Nor has it on two ranks, where both directions are the same.
+    No hop is left out for segment ids (known only at run time), for masks without bounds by position, or if the caller
+    passes positions. `two_way` has no effect where hops are left out, because a shard that is near in one direction is
+    far in the other; nor on two ranks, where both directions are the same.
     """
     made = _offsets(rule, layout, ranks, q_length, kv_length)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
@@ -132,7 +133,7 @@ def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int)
 
 
 def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int) -> np.ndarray:
-    """Whether any query of each rank may see any key of each rank, `[ranks, ranks]`, from minima and maxima."""
+    """Whether any query of rank `i` may see any key of rank `j`, `[ranks, ranks]`, from bounds of their positions."""
     q, q_parts = _shards(layout, ranks, q_length)
     kv, kv_parts = _shards(layout, ranks, kv_length)
     some = all_of(np.asarray(mask.tiles(q, kv)[0]) for mask in masks)
@@ -141,7 +142,7 @@ def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_leng
 
 
 def _shards(layout: str, ranks: int, length: int) -> tuple[Coordinates, int]:
-    """Every rank's tokens, in as many runs as keep the bounds of a run tight."""
+    """Every rank's tokens, cut into tiles with tight position bounds; and the number of tiles of a rank."""
     parts = 2 if layout == "zigzag" else 1
     index = order(layout, ranks, ranks * length).reshape(1, ranks * parts, length // parts)
     return Coordinates(index, index), parts

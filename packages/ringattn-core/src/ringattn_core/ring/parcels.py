@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How keys, values and the gradients behind them travel as one array: a parcel."""
+"""How K,V and the gradients of the hop before travel as one array, a parcel."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ Wire = Float[Array, "..."] | UInt16[Array, "..."]
 
 
 def joint(kernel: Any) -> bool:
-    """Whether keys travel with gradients in one array: unless the kernel's `separate_sends` says otherwise."""
+    """Whether keys and gradients travel in one array: yes, unless the kernel sets `separate_sends`."""
     return not getattr(kernel, "separate_sends", False)
 
 
 def to_wire(kv: Packed) -> Wire:
-    """K,V as it travels in a parcel: narrow floats as integers, because XLA widens floats on some platforms."""
+    """K,V as they travel in a parcel: 16-bit floats as integers, because XLA widens such floats on some platforms."""
     return kv if kv.dtype == jnp.float32 else jax.lax.bitcast_convert_type(kv, jnp.uint16)
 
 
@@ -30,7 +30,7 @@ def from_wire(wire: Wire, dtype: Any) -> Packed:
 def join(wire: Wire, gradients: Float32[Array, "..."]) -> Wire:
     """A parcel: K,V and their float32 gradients as one array; `split` is the inverse.
 
-    Beside integers the gradients travel as integers too, because half of a float32 is not a number that may be rounded.
+    If K,V travel as 16-bit integers, each float32 of the gradients travels as two of them, bit for bit.
     """
     if wire.dtype == jnp.float32:
         return jnp.stack([wire, gradients])

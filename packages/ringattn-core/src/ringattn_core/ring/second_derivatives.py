@@ -10,7 +10,7 @@ from ..errors import DerivativeError
 
 @jax.custom_jvp
 def first_derivative_only(x: Any) -> Any:
-    """`x`; differentiating it raises."""
+    """The identity; differentiating it raises `DerivativeError`."""
     return x
 
 

@@ -18,11 +18,11 @@ from .blocks import Differentiable, Fixed, Ring
 from .directions import Direction
 
 Wires = tuple[parcels.Wire, ...]
-"""One packed array for every direction round the ring."""
+"""One packed array for each direction round the ring."""
 
 
 def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int) -> Wires:
-    """The arrays that arrive when every rank sends each direction's array `shift` ranks along that direction."""
+    """Sends each direction's array `shift` ranks along that direction; returns the arrays that arrive."""
     return tuple(_permuted(ring, x, each.signed(shift)) for each, x in zip(directions, wires, strict=True))
 
 
@@ -34,7 +34,7 @@ def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
     def as_integers(x: jax.Array) -> jax.Array:
         return parcels.from_wire(send(parcels.to_wire(x)), x.dtype)
 
-    if not axes.bound(ring.axis):  # then a branch of `platform_dependent` may not name the axis
+    if not axes.bound(ring.axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound
         return as_integers(x)
     return jax.lax.platform_dependent(x, tpu=send, default=as_integers)
 
@@ -45,12 +45,12 @@ def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
 
 
 def after_hop(fixed: Fixed, token: jax.Array) -> Fixed:
-    """`fixed`, ordered after `token`, so that a kernel's tables for one hop are not computed for all hops at once."""
+    """`fixed`, ordered after `token`: XLA must not compute the kernels' tile lists of all hops at once."""
     return dataclasses.replace(fixed, rank=ordering.number(fixed.rank, token))
 
 
 def wire(ring: Ring, kv: Packed) -> parcels.Wire:
-    """K,V as the engine carries it; it stays in the kernel's dtype where it never joins a parcel.
+    """K,V as the engine carries them from hop to hop: in their own dtype, or, for parcels, as `to_wire` has them.
 
     The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
     """
@@ -58,5 +58,5 @@ def wire(ring: Ring, kv: Packed) -> parcels.Wire:
 
 
 def aligned(tree: Any, inputs: Differentiable) -> Any:
-    """Fresh accumulators, varying over the mesh axes that the inputs vary over."""
+    """Marks new accumulators as varying over the mesh axes that the inputs vary over."""
     return align(tree, axes_of(inputs))

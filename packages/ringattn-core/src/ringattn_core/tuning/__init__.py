@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters a kernel runs with: those of the call, an overlay, an earlier tuning, a new one, or its default."""
+"""Which kernel parameters a call runs with: its own, an overlay's, tuned ones, or the backend's default."""
 
 from .choice import forget as forget
 from .choice import tune as tune

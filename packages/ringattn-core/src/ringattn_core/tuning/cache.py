@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tuned configurations are stored between processes: a JSON file for each problem. Disk errors only warn."""
+"""Stores tuned configurations on disk, a JSON file for each problem. Disk errors only warn."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from .policy import CACHE_VARIABLE
 from .problem import Problem
 
 LOCK_SECONDS: Final = 10.0
-"""How long a write waits for the lock; each process holds it for milliseconds."""
+"""How long a write waits for the lock. A process normally holds it for milliseconds."""
 
 _FORMAT: Final = 1
 _ASIDE: Final = ".corrupt"
@@ -25,7 +25,7 @@ _reported: Final[set[str]] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One file: the problem, the chosen configuration, and the time of every candidate."""
+    """The content of one file: the problem, the chosen configuration, and the time of every candidate."""
 
     problem: Mapping[str, Any]
     config: RingAttentionConfig
@@ -37,7 +37,7 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """The directory of the entries; `None` for a user without a home directory."""
+    """The directory of the cache files; `None` for a user without a home directory."""
     asked = os.environ.get(CACHE_VARIABLE)
     if asked:
         root = os.path.abspath(os.path.expanduser(asked))
@@ -54,7 +54,7 @@ def directory() -> Path | None:
 
 
 def read(problem: Problem) -> Entry | None:
-    """The entry for this problem, or `None`. A file that cannot be parsed is reported, renamed and ignored."""
+    """The entry for this problem, or `None`. A file that cannot be parsed is ignored, renamed and logged."""
     root = directory()
     if root is None:
         return None
@@ -101,7 +101,7 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Removes every entry and every file that was renamed; returns how many."""
+    """Removes every entry, and every corrupt file that `read` renamed; returns how many files."""
     root = directory()
     if root is None or not root.is_dir():
         return 0
@@ -145,19 +145,19 @@ def _set_aside(path: Path, reason: str) -> None:
         os.replace(path, aside)
         where = f"It is now {aside.name}"
     except OSError as error:
-        where = f"It stays where it is, for it cannot be renamed: {_told(error)}"
+        where = f"It cannot be renamed: {_told(error)}"
     _report(f"the tuned configuration in {path} cannot be used: {reason}. {where}")
 
 
 def _without_home(found: object) -> None:
     _report(
-        f"there is no cache directory for this user ({found}), so that what is tuned holds for this process only. "
+        f"there is no cache directory for this user ({found}): tuning results hold for this process only. "
         f"Set {CACHE_VARIABLE} to a directory"
     )
 
 
 def _report(message: str) -> None:
-    """Warns once for each message: the same disk error would come with every call."""
+    """Logs each message once, because the same disk error would recur at every call."""
     if message not in _reported:
         _reported.add(message)
         _logger.warning("%s", message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters a call runs with: its own, an overlay's, a tuned configuration's, or the backend's default."""
+"""Chooses the kernel parameters of a call: its own, an overlay's, a tuned configuration's, or the default."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("ringattn")
 _tuned: Final[dict[tuple[Registration, Problem], RingAttentionConfig]] = {}
-"""What this process has tuned; the default where its tuning failed."""
+"""What this process has tuned; the backend's default where tuning failed."""
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -41,9 +41,9 @@ on_clear.append(forget)
 
 
 def settled(registration: Registration, call: Call, ranks: int | None = None, mesh: Any = None) -> Call:
-    """The call of one shard with the parameters that it runs with; those that it brings stay.
+    """Fills in the kernel parameters that the call of one shard does not set.
 
-    Forward and backward parameters are chosen separately: a call may bring one of them and leave the other open.
+    Forward and backward parameters are chosen separately: a call may set one of them only.
     """
     forward, backward = overlaid(registration.name, call.fwd_params, call.bwd_params)
     if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
@@ -62,7 +62,7 @@ def settled(registration: Registration, call: Call, ranks: int | None = None, me
 def settled_over(
     mesh: Any, registration: Registration, options: Call, specs: Mapping[str, PartitionSpec], arrays: Any
 ) -> Call:
-    """`options`, a call without its arrays, with the parameters that each shard of the global `arrays` runs with."""
+    """As `settled`, for global `arrays`: `options` is the call without them, `specs` say how each is split."""
     shards = {
         name: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(arrays[name].shape), arrays[name].dtype)
         for name, spec in specs.items()
@@ -73,7 +73,7 @@ def settled_over(
 
 
 def configured(registration: Registration, problem: Problem, built: Built | None = None) -> RingAttentionConfig:
-    """The configuration from memory, from the disk, from a tuning if the policy is "on", or the backend's default."""
+    """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
     policy = current()
     if policy is not Policy.OFF:
         found = _tuned.get((registration, problem)) or _stored(registration, problem)
@@ -110,7 +110,7 @@ def tune(
 
 @functools.cache
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
-    """The configuration on the disk; each problem is looked up once."""
+    """The configuration from the disk. Each problem is looked up once, also if there is none."""
     if registration.in_process:
         return None
     from . import cache
@@ -120,7 +120,7 @@ def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig
 
 
 def _tuned_now(registration: Registration, problem: Problem, built: Built | None) -> RingAttentionConfig:
-    """Tunes, unless another thread has just done so: two tunings at once would disturb each other's times."""
+    """Tunes, unless another thread did so meanwhile. The lock keeps two tunings from disturbing each other's times."""
     with _one_at_a_time:
         if (registration, problem) not in _tuned:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters the calls inside a `with overlay(...)` block get, if they bring none."""
+"""Sets kernel parameters for the calls in a `with overlay(...)` block that set none themselves."""
 
 import contextlib
 import contextvars
@@ -19,9 +19,9 @@ _context: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.
 
 @contextlib.contextmanager
 def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
-    """Sets forward or backward parameters for the calls in this context that bring none.
+    """Sets forward or backward parameters for the calls in this context that set none.
 
-    The innermost overlay that sets them wins. One that names a backend applies to calls which that backend runs.
+    The innermost overlay that sets them wins. An overlay that names a backend applies to that backend's calls only.
     Overlays are read when a call is traced: a function that `jax.jit` has already compiled does not change.
     """
     if isinstance(cfg, Mapping):
@@ -36,7 +36,7 @@ def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
 
 
 def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[FwdParams, BwdParams]:
-    """The parameters of a call that `backend` runs, with those that it leaves open taken from the overlays."""
+    """The parameters of a call that `backend` runs; overlays give those that the call does not set."""
     for cfg in _context.get():
         if cfg.backend_name in (None, backend):
             forward = cfg.fwd_params if forward == OPEN.fwd_params else forward

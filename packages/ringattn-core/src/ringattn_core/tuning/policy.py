@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call without parameters of its own may use earlier tunings, and whether it may tune."""
+"""Whether a call without parameters may read tuned configurations, and whether it may tune."""
 
 import enum
 import os
@@ -27,8 +27,8 @@ class Policy(enum.Enum):
 def current() -> Policy:
     """The policy that the environment asks for, `CACHED` by default.
 
-    Where several processes run one program, all must compile the same: no call tunes, and the cache is read only where
-    the environment names its directory, which then is the same for all.
+    Where several processes run one program, all must compile the same program. No call tunes then, and the cache is
+    read only if `RINGATTN_CACHE_DIR` is set, which must name the same directory for all.
     """
     named = os.environ.get(VARIABLE, "").strip().lower() or Policy.CACHED.value
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a tuning: everything about a call that can change which configuration is fastest."""
+"""The key of a tuning result: everything about a call that can change which configuration is fastest."""
 
 import dataclasses
 import functools
@@ -22,10 +22,11 @@ from ..placement.platforms import device_of, platform_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One rank's share of a call. Calls with equal problems are equally fast with equal configurations.
+    """What decides the speed of one rank's share of a call. Calls with equal problems share a tuning result.
 
-    Lengths are those of a shard; a shape is `None` where the call has no such array. `masks` are the distinct masks of
-    the heads, as text. `device` is the kind of device, `versions` are those of JAX, core and the backend.
+    Lengths are those of a shard. `positions`, `bias` and `attention_mask` are shapes, `None` where the call has no such
+    array. `masks` are the distinct masks of the heads, as text. `device` is the kind of device; `versions` are the
+    versions of JAX, core and the backend.
     """
 
     backend: str
@@ -70,10 +71,10 @@ class Problem:
 
 @runtime_checkable
 class Tunable(Protocol):
-    """Two functions that a kernel may have so that core can choose its parameters. Each is optional."""
+    """Two optional functions of a kernel, by which core chooses its parameters."""
 
     def default_config(self, problem: Problem) -> RingAttentionConfig:
-        """The configuration of an untuned problem; a kernel without this function gets parameters that are `None`."""
+        """The configuration of an untuned problem. A kernel without this function gets `None` for every size."""
         ...
 
     def candidate_configs(self, problem: Problem) -> Sequence[RingAttentionConfig]:
@@ -87,7 +88,7 @@ def tunable(registration: Registration) -> bool:
 
 
 def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None) -> Problem:
-    """The problem of a call whose arrays are those of one shard; only their shapes are read."""
+    """The problem of a call on one shard. Only the shapes and dtypes of arrays are read."""
     batch, q_length, heads, head_dim = call.query.shape
     given = (mesh, (call.query, call.key, call.value))
     return Problem(
@@ -124,7 +125,7 @@ def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None
 
 @functools.cache
 def machine(kind: str) -> str:
-    """The kind of a device. For a CPU, whose kind is just "cpu", its architecture and its number of cores."""
+    """The kind of a device; for a CPU with its architecture and number of cores, because its kind is just "cpu"."""
     return f"cpu, {platform.machine()}, {os.cpu_count()} cores" if kind == "cpu" else kind
 
 

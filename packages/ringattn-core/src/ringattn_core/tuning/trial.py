@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs that tuning times: the kernel on the hops of one rank, forward and backward, on random arrays."""
+"""Builds the programs that tuning times: the kernel on the hops of one rank, forward and backward, on random arrays."""
 
 import dataclasses
 import functools
@@ -24,18 +24,18 @@ from ..ring.hops import plan
 from .problem import Problem
 
 HOPS: Final = 4
-"""The most hops of a trial: the first is with the rank's own keys, and the later ones are much alike."""
+"""The most hops of a trial. The first has the rank's own keys; the later ones hardly differ from each other."""
 DOCUMENTS: Final = 4
-"""The documents of equal length in a shard of a trial, where the call has segment ids."""
+"""If the call has segment ids, a trial has this number of equally long documents in a shard."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """The inputs of one rank on one device, and the programs that run them through the kernel.
 
-    The rank is the last, which has the most work under a causal mask. Nothing is sent; with `two_way` the heads are
-    those of one direction. Each hop calls one compiled program, so that XLA cannot merge hops, and donates the result
-    that it continues.
+    It is the last rank, which has the most work under a causal mask. Nothing is sent. With `two_way`, the arrays hold
+    the heads of one direction. Each hop is a call of one compiled program, so that XLA cannot merge hops; the partial
+    result is donated from hop to hop.
     """
 
     ring: Ring
@@ -73,7 +73,7 @@ class Trial:
 
 
 def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Built | None = None) -> Trial:
-    """The trial of `problem` on `device`; `built` are its masks. Equal problems get equal inputs."""
+    """Makes the trial of `problem` on `device`; `built` holds its masks. Equal problems get equal inputs."""
     with jax.default_device(device):
         rule = Rule(
             scale=1.0 / math.sqrt(problem.head_dim),
@@ -133,7 +133,7 @@ def _inputs(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
 
 
 def _visited(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array) -> Block:
-    """The block of a hop as the engine makes it: on a ring of one final, with keys and values that are not packed."""
+    """The block of a hop, as the engine makes it: a ring of one gets a final block, with K and V not packed."""
     alone = ring.plan.ranks == 1
     kv = (inputs.k, inputs.v) if alone else pack(inputs.k, inputs.v)
     return dataclasses.replace(block(ring, inputs, kv, fixed, offset), final=alone)
@@ -146,7 +146,7 @@ def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.A
 
 @jax.jit
 def _rows(whole: Partial, dout: jax.Array) -> Rows:
-    """What the backward pass of every hop reads of the queries."""
+    """The arrays of queries that the backward pass of every hop reads."""
     products = dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
     return Rows(dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2), whole.shift)
 
@@ -161,7 +161,7 @@ def _backward_hop(
 
 
 def release() -> None:
-    """Frees the programs that trials compiled."""
+    """Frees the compiled programs of all trials."""
     programs: tuple[Any, ...] = (_forward_hop, _rows, _backward_hop)
     for program in programs:
         program.clear_cache()

@@ -24,15 +24,15 @@ from .trial import release, trial
 Params = TypeVar("Params", FwdParams, BwdParams)
 
 TIE: Final = 0.02
-"""A candidate replaces the default only if it is faster by more than this part."""
+"""A candidate replaces the default only if it is faster by more than this fraction."""
 DROPPING_OUT: Final = ((1, 2.0), (3, 1.3), (7, 1.1))
-"""`(rounds, factor)`: after so many rounds a candidate drops out if its best time is over `factor` times the best.
+"""`(rounds, factor)`: after `rounds`, a candidate drops out if its least time exceeds `factor` times the least of all.
 
-The best time counts, because other work on the machine only adds to a time. The default never drops out.
+Least times are compared, because other work on the machine only adds to a time. The default never drops out.
 """
 ROUNDS: Final = 15
 LEAST_SECONDS: Final = 0.01
-"""The least duration of one measurement; a faster program is called several times in it."""
+"""The least duration of one measurement: a faster program is called several times in a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The chosen configuration, and every candidate, the default first."""
+    """The chosen configuration, and the results of all candidates; the default is the first of them."""
 
     config: RingAttentionConfig
     forward: tuple[Timed, ...]
@@ -67,8 +67,8 @@ def fastest(
 ) -> Outcome:
     """The fastest of the backend's candidates; the default if none is faster by more than `TIE`.
 
-    A candidate that does not compile, or runs out of memory, is recorded and skipped. All work is done in another
-    thread, so that a trace that is under way in the caller's thread does not see it.
+    A candidate that does not compile, or runs out of memory, is recorded and skipped. All work runs in another thread,
+    because the caller's thread may be tracing a program, which must not capture it.
     """
     kernel = registration.implementation()
     if not tunable(registration):
@@ -106,7 +106,7 @@ def fastest(
 
 
 def _progress_bar() -> Any:
-    """On a terminal a bar of rich, which the extra `cli` installs; else `None`, in a context as well."""
+    """A context manager that gives rich's progress bar, or `None` without a terminal or without rich."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()
     try:
@@ -114,7 +114,7 @@ def _progress_bar() -> Any:
         from rich.progress import Progress
     except ImportError:
         return contextlib.nullcontext()
-    # No thread of its own: it would disturb the times.
+    # `auto_refresh` would start a thread, which would disturb the times.
     return Progress(console=Console(stderr=True), transient=True, auto_refresh=False)
 
 
@@ -127,7 +127,7 @@ class _Race:
     def run(
         self, part: str, candidates: Sequence[Params], program: Callable[[Params], Callable[[], Any]]
     ) -> tuple[tuple[Timed, ...], Params]:
-        """The times of each distinct candidate, and the chosen one; the first candidate is the default."""
+        """Times each distinct candidate; returns all results and the chosen parameters. The first is the default."""
         candidates = list(dict.fromkeys(candidates))
         task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) * (1 + ROUNDS))
         runs: dict[Params, Callable[[], Any]] = {}
@@ -157,7 +157,7 @@ class _Race:
     def _timed(
         self, task: Any, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params
     ) -> dict[Params, list[float]]:
-        """The seconds of each candidate in each round that it took part in."""
+        """The seconds of each candidate in every round until it drops out."""
         least = {params: _seconds(run, 1) for params, run in runs.items()}
         calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
         seconds: dict[Params, list[float]] = {params: [] for params in runs}
@@ -182,7 +182,10 @@ class _Race:
 
 
 def _chosen(default: Params, medians: Mapping[Params, float], seconds: Mapping[Params, Sequence[float]]) -> Params:
-    """The least median of those that stayed to the end; the default if that is faster by less than `TIE`."""
+    """The finalist with the least median time; the default unless that is faster by more than `TIE`.
+
+    Finalists are the candidates that did not drop out.
+    """
     rounds = max(map(len, seconds.values()))
     best = min((params for params in medians if len(seconds[params]) == rounds), key=medians.__getitem__)
     return default if default in medians and medians[default] <= medians[best] * (1 + TIE) else best
