@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test of core stands on: eight CPU devices, strict promotion, and distributions that a test makes up."""
+"""Setup of all tests of core: eight CPU devices, strict promotion, and fixtures for made-up distributions and logs."""
 
 import os
 
@@ -18,7 +18,7 @@ import jax
 import jaxtyping
 import pytest
 
-# Shapes and dtypes of the annotations are checked at run time, in the modules that compute.
+# Checks annotated shapes and dtypes at run time, in the modules that compute.
 COMPUTING = (
     *(f"contract.{name}" for name in ("dropout", "merge", "ordering", "packing", "tiles", "visibility")),
     "placement.layout",
@@ -39,7 +39,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Writes a distribution of these modules and entry points, in a group that nothing else registers in."""
+    """Installs a made-up distribution of modules and entry points, in a group without real backends."""
     monkeypatch.setattr(discovery, "GROUP", "ringattn.backends.of.a.test")
     before = set(sys.modules)
 
@@ -74,6 +74,6 @@ def _no_backend_from_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the logger "ringattn" says, at every level."""
+    """Captures the logger "ringattn" at every level."""
     caplog.set_level(logging.DEBUG, logger="ringattn")
     return caplog

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend whose kernel wants keys and gradients sent as two arrays, as those of TPUs do."""
+"""A backend whose kernel sets `separate_sends`, as the TPU kernels do."""
 
 from typing import Final
 

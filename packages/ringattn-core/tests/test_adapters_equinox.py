@@ -25,7 +25,7 @@ def mesh() -> Mesh:
 
 
 def gradients(module: Any, *inputs: jax.Array, **call: Any) -> Any:
-    """The output, and the gradients of the parameters and the inputs."""
+    """The output of a module, and the gradients of its parameters and inputs."""
     parameters, structure = eqx.partition(module, eqx.is_inexact_array)
 
     def loss(parameters: Any, inputs: Any) -> Any:
@@ -78,7 +78,7 @@ def test_a_mesh_gives_what_one_device_gives_in_every_layout(layout: str):
     spread = RingMultiheadAttention(N, C, **options, mesh=mesh(), axis_name="sp", layout=layout)
     x = to_layout(X, layout, 4)
     got, want = gradients(spread, x, x, x), gradients(RingMultiheadAttention(N, C, **options), X, X, X)
-    places = [0, *range(-3, 0)]  # the output and the gradients of the inputs lie in the layout
+    places = [0, *range(-3, 0)]  # the output and the gradients of the inputs are in layout order
     for place in places:
         got[place] = from_layout(got[place], layout, 4)
     agree(got, want)
@@ -169,6 +169,6 @@ class TestWhatItRefuses:
 
 
 def test_two_modules_of_equal_settings_have_one_structure():
-    """So that what is compiled for one serves the other."""
+    """So that a program compiled for one module serves the other."""
     one, other = (RingMultiheadAttention(N, C, key=KEY, causal=True, mesh=mesh(), axis_name="sp") for _ in range(2))
     assert jax.tree.structure(one) == jax.tree.structure(other)

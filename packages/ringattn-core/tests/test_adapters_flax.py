@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the `attention_fn` for Flax: both its layers compute what they compute without it, or it refuses."""
+"""Promises of the `attention_fn` for Flax: Linen and NNX layers compute the same with it as without, or it raises."""
 
 import inspect
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ KEYS = (jnp.arange(T) < 11)[None, None, None, :]
 
 @pytest.fixture(autouse=True)
 def _promotion_of_flax() -> Iterator[None]:
-    """Flax's own attention mixes dtypes."""
+    """Allows promotion, because Flax's own attention mixes dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -109,7 +109,7 @@ def test_half_precision_layers_give_half_precision(of: Any):
 
 
 def test_a_bias_and_mixed_dtypes_are_those_of_flax():
-    """The layers pass no bias; who calls the function does."""
+    """The function is called directly here, because the layers of Flax pass no bias."""
     query = jax.random.normal(jax.random.key(3), (B, T, N, 8))
     key, value = (jax.random.normal(jax.random.key(seed), (B, T, N, 8)).astype(jnp.bfloat16) for seed in (4, 5))
     bias = jax.random.normal(jax.random.key(6), (N, T, T))
@@ -119,7 +119,7 @@ def test_a_bias_and_mixed_dtypes_are_those_of_flax():
 
 
 class TestMixedPrecision:
-    """Dtypes of the output are those of Flax, whatever mixture goes in."""
+    """The output has the dtype that Flax's attention gives, for any mixture of input dtypes."""
 
     MIXED = (jnp.float32, jnp.bfloat16, jnp.bfloat16)
 
@@ -288,7 +288,7 @@ def test_the_precision_is_that_of_the_ring_or_else_of_the_layer():
 
 @pytest.mark.parametrize("theirs", [nn.dot_product_attention, nnx.dot_product_attention], ids=["linen", "nnx"])
 def test_it_names_every_argument_of_flax_in_their_order_with_their_defaults(theirs: Any):
-    """Linen drops what a function does not name."""
+    """Linen silently drops arguments that the function does not name."""
     ours = inspect.signature(ring_attention_fn()).parameters
     wanted = inspect.signature(theirs).parameters
     assert set(wanted) <= set(ours)

@@ -36,13 +36,13 @@ def mesh(name: str = "sp") -> Mesh:
 
 
 def both(function: Any, arrays: tuple[jax.Array, ...], **options: Any) -> tuple[Any, Any]:
-    """Value and gradients of a function of ours and of JAX's own."""
+    """Value and gradients of `function(output)`, with our attention and with JAX's."""
 
     def of(attend: Any) -> Any:
         return jax.value_and_grad(lambda arrays: function(attend(*arrays, **options)))
 
     with jax.numpy_dtype_promotion("standard"):
-        # JAX's own chooses another product for float16 on a CPU only where it is not compiled as a whole.
+        # JAX's is not jitted as a whole: for float16 on a CPU it would then choose another matrix product.
         return jax.jit(of(dot_product_attention))(arrays), of(jax.nn.dot_product_attention)(arrays)
 
 
@@ -126,7 +126,7 @@ def test_the_residual_has_the_shape_the_dtype_and_the_missing_gradient_of_jax(dt
 
 
 class TestRowsWithHugelyNegativeScores:
-    """A bias such as -1e9 on a whole row, which many models use as a mask: the row still weighs its keys."""
+    """A bias such as -1e9 on a whole row, which many models use as a mask, leaves the row's weights exact."""
 
     LEAST = float(jnp.finfo(jnp.float32).min)
 
@@ -174,7 +174,7 @@ def test_a_query_that_sees_no_key_gets_zero_where_jax_gives_it_the_mean():
 def test_a_mesh_gives_what_one_device_gives_in_every_layout(name: str, layout: str):
     options, there = dict(CASES[name]), mesh()
     laid = tuple(to_layout(x, layout, 4) for x in operands())
-    if name == "mask":  # its rows lie as the queries do
+    if name == "mask":  # its rows are in layout order, like the queries
         options["mask"] = to_layout(options["mask"], layout, 4, axis=2)
 
     def ours(arrays: Any) -> jax.Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What JAX and Flax test of their own attention holds through the adapters, or is refused with a reason.
+"""The attention tests of JAX and Flax pass through the adapters, or the adapter refuses with a reason.
 
 The installed packages bring no tests, so the cases are written anew: those of `dot_product_attention` in JAX's
 `tests/nn_test.py`, and of attention in Flax's `tests/linen/linen_attention_test.py`, `tests/nnx/nn/attention_test.py`
@@ -31,7 +31,7 @@ LOWER = jnp.tril(jnp.ones((1, 1, T, T), bool))
 
 @pytest.fixture(autouse=True)
 def _promotion_of_the_libraries() -> Iterator[None]:
-    """Both libraries mix dtypes in their own functions."""
+    """Allows promotion, because both libraries mix dtypes in their own functions."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -47,7 +47,7 @@ def close(got: Any, want: Any, atol: float) -> None:
 
 
 class TestOfJax:
-    """Output and the gradients of a random cotangent, within the tolerance of JAX's tests."""
+    """Compares the output, and the gradients for a random cotangent, within the tolerance of JAX's tests."""
 
     def agree(self, ours: Callable[..., Any], theirs: Callable[..., Any], *arrays: jax.Array, atol: float) -> None:
         cotangent = normal(9, *arrays[0].shape, dtype=arrays[0].dtype)
@@ -107,7 +107,7 @@ class TestOfJax:
         "float64": ({"dtype": jnp.float64}, InputError, "query: has dtype float64"),
         "traced scale": ({"scale": jnp.float32(2.0)}, InputError, "softmax_scale: is traced"),
     }
-    """A kernel of one device; a dtype that no ring has; a number by which kernels are compiled."""
+    """cudnn runs on one device; no backend has float64; the scale is static, because kernels are compiled for it."""
 
     @pytest.mark.parametrize("case", REFUSED)
     def test_what_is_refused(self, case: str):
@@ -127,7 +127,7 @@ def linen(attention_fn: Any = None, kind: Any = nn.MultiHeadDotProductAttention,
 
 
 class TestOfLinen:
-    """A layer with our function gives what the same layer gives with Flax's own, from the same parameters."""
+    """A layer with our function equals the same layer with Flax's, given the same parameters."""
 
     @pytest.mark.parametrize("shape", [(4, 6, 5), (4, 2, 3, 5), (6, 5)], ids=str)
     @pytest.mark.parametrize("kind", [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention])
@@ -189,7 +189,7 @@ class TestOfLinen:
         "one dropout for all heads": ({"dropout_rate": 0.1, "deterministic": False}, {}, jnp.float32, "broadcast_dro"),
         "64 bits": ({}, {}, jnp.float64, "query: has dtype float64"),
     }
-    """Dtypes that no ring has; weights that never exist as one array; dropout that heads and examples share."""
+    """No backend has complex64 or float64; a ring never holds all weights; our dropout differs between heads."""
 
     @pytest.mark.parametrize("case", REFUSED)
     def test_what_is_refused(self, case: str):

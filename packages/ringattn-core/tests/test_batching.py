@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap folds into the batch, inside and outside, and every example has the gradient it would have alone."""
+"""A vmapped axis is folded into the batch, and every example has the gradient that it has without vmap."""
 
 import dataclasses
 from typing import Any
@@ -85,7 +85,7 @@ def test_a_kernel_without_batching_rules_is_never_vmapped():
     shapes = []
 
     class Spy:
-        """Attends to nothing, and notes what it is given."""
+        """A kernel that computes nothing, and records the shapes of its inputs."""
 
         def forward(self, block: Any, partial: Partial) -> Partial:
             shapes.append((block.q.shape, block.k.shape, block.q_positions.shape))
@@ -102,10 +102,10 @@ def test_a_kernel_without_batching_rules_is_never_vmapped():
 
 
 def test_what_the_rows_of_an_example_add_to_a_bias_is_rounded_once():
-    """200 times 1.0038 is 201 in bfloat16; each by itself would be rounded to 1."""
+    """200 rows add 1.0038 each: 201 in bfloat16, but 200 if each were rounded first."""
 
     class Adder:
-        """Sees nothing, and every row of the batch adds the same to the bias."""
+        """A kernel that computes nothing but `dbias`, to which every row of the batch adds 1.0038."""
 
         def forward(self, block: Any, partial: Partial | None) -> Partial:
             return dataclasses.replace(empty(block), lse=jnp.zeros_like(empty(block).lse))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of `ringattn explain`: what it says is what the compiled program does, and what its blocks hold."""
+"""Promises of `ringattn explain`: its sends, tiles and bytes are those of the compiled program and its blocks."""
 
 import re
 from collections import Counter
@@ -64,7 +64,7 @@ PLANS = (
     "many queries", "documents whose positions restart", "padded keys", "everything else", "alone",
     "two ways", "two ways, one of them",
 )  # fmt: skip
-"""Those whose programs send different things."""
+"""The requests whose programs differ in their sends."""
 
 
 def explained(name: str, **options: Any) -> CallAnalysis:
@@ -72,7 +72,10 @@ def explained(name: str, **options: Any) -> CallAnalysis:
 
 
 def moved(program: str, operation: str, of: Collection[str] = SIZES.keys()) -> Counter[int]:
-    """How many arrays of how many bytes one device gets by an operation; a start names what it sends as well."""
+    """The sizes in bytes of the arrays that one device receives by an operation, with the number of each size.
+
+    The result of a `-start` operation lists the arrays that it sends, then those that it receives.
+    """
     found: Counter[int] = Counter()
     for result, named, start in MOVED.findall(program):
         shapes = [(kind, dims.split(",")) for kind, dims in ARRAY.findall(result) if kind in of]
@@ -120,13 +123,13 @@ def test_without_gradients_it_sends_the_forward_messages(name: str) -> None:
 def test_what_is_said_to_be_gathered_is_gathered_once(name: str) -> None:
     request, found = REQUESTS[name], explained(name)
     whole = moved(program(request, gradients=False), "all-gather", of={"s32"})
-    # A gather gives all shards, of which one is the rank's own.
+    # An all-gather returns all shards; the rank already has one of them.
     assert sum(size * count for size, count in whole.items()) * (request.ring - 1) == found.gathered * request.ring
     assert bool(found.gathered) == ("documents" in name or name == "padded")
 
 
 class Recorder:
-    """A kernel that computes nothing, and notes which tiles of its block are visible."""
+    """A kernel that computes nothing, and records which tiles of its blocks are visible."""
 
     def __init__(self, sizes: tuple[int, int]):
         self.sizes = sizes
@@ -220,7 +223,7 @@ def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
     assert compiled is not None
     held = {entry.what.split()[0]: entry.bytes for entry in found.memory if entry.phase == "call"}
     assert held["inputs"] == compiled.argument_size_in_bytes
-    # XLA counts a pointer for each of several results.
+    # With several results, XLA adds the size of a pointer to each.
     assert 0 <= compiled.output_size_in_bytes - held["output"] <= 64
 
 

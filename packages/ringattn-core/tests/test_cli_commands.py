@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the command line: each subcommand answers, a mistake takes one line and 2, a closed pipe is no fault."""
+"""Promises of the command line: each subcommand works, an error is one line and status 2, a closed pipe is no error."""
 
 import importlib
 import json

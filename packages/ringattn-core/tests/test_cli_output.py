@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of what commands print: aligned tables with the extra `cli`, plain ones and one line about it without."""
+"""Promises of printing: aligned tables with the extra `cli`; without it plain tables, and one line that names it."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ CALL = ["explain", "--query", "1,64,4,8", "--ring", "4", "--causal"]
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without the extra `cli`."""
+    """Hides the libraries of the extra `cli`."""
     for library in ("rich", "matplotlib"):
         for name in [name for name in sys.modules if name.partition(".")[0] == library]:
             monkeypatch.delitem(sys.modules, name)

@@ -66,7 +66,7 @@ def _span(cell: int, cells: int, tiles: int) -> slice:
 
 
 def image_of(svg: Path) -> np.ndarray:
-    """The pixels of the picture's only image, with opacity."""
+    """The RGBA pixels of the only image in the picture."""
     (image,) = ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}image")
     assert "pixelated" in image.get("style", ""), "a viewer would blur the tiles"
     data = image.get("{http://www.w3.org/1999/xlink}href", "").partition("base64,")[2]

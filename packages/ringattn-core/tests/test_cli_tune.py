@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of `ringattn tune` and `ringattn cache`: what they tune is what the call then runs with."""
+"""Promises of `ringattn tune` and `ringattn cache`: a call runs with the configuration that they stored for it."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ OUTCOME = Outcome(
 
 @pytest.fixture(autouse=True)
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The problems that were tuned, which takes no time and gives `OUTCOME`."""
+    """Replaces tuning by a function that returns `OUTCOME`; gives the list of problems that it was called with."""
     problems = []
 
     def fastest(registration: Any, problem: Any, *_: Any) -> Outcome:

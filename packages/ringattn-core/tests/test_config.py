@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the configuration: equal when equal, round trips, and nothing unknown is taken."""
+"""Promises of the configuration: compared by value, converted without loss, and unknown fields are refused."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ FULL = RingAttentionConfig(
 
 @dataclasses.dataclass
 class ForeignParams:
-    """The shape of `ejkernel`'s parameters."""
+    """A dataclass with the fields of `ejkernel`'s parameters."""
 
     blocksize_m: int | None = None
     blocksize_n: int | None = None

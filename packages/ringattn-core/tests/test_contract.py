@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel that breaks the block protocol is told what it returned and what was asked for."""
+"""A kernel that breaks the block protocol gets an error that says what it returned and what it must return."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", featur
 
 
 class Odd:
-    """Returns nothing but zeros, with some results replaced."""
+    """A kernel that returns zeros, with some results replaced."""
 
     def __init__(self, **replaced: Any):
         self.replaced = replaced
@@ -60,7 +60,7 @@ def test_a_result_of_another_shape_is_refused(replaced: dict[str, Any], message:
 
 
 class Final(XlaKernel):
-    """Returns outputs and gradients in the dtypes of the inputs where the block is final, and remembers what it got."""
+    """A kernel that returns the dtypes of the inputs where the block is final, and records what it was given."""
 
     def __init__(self) -> None:
         self.forward_blocks: list[Any] = []
@@ -134,7 +134,7 @@ def test_a_gradient_that_nobody_asked_for_is_dropped():
 
 
 class Remembering(XlaKernel):
-    """Remembers whether the gradient of the bias was asked for, and gives none where it was not."""
+    """A kernel that records `bias_fixed`, and returns no `dbias` where it is set."""
 
     def __init__(self) -> None:
         self.fixed: list[bool] = []
@@ -186,7 +186,7 @@ def wrapped(transform: str, loss: Any) -> Any:
 @pytest.mark.parametrize("ring", [1, 4])
 @pytest.mark.parametrize("fixed_first", [False, True])
 def test_a_bias_that_is_fixed_in_one_call_is_learned_in_another(fixed_first: bool, ring: int, transform: str):
-    """JAX traces a call once, and differentiates it in both ways."""
+    """JAX traces the call once, and differentiates that trace with respect to the bias and without it."""
     mesh = jax.make_mesh((ring,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
     draw = np.random.default_rng(1)
     q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((1, 8, 2, 4), (1, 2, 8, 8)))

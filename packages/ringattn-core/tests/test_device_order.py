@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On every grid of TPUs the hops of a ring are short, the closing one too; elsewhere devices keep their order."""
+"""On every grid of TPUs each hop of a ring is short, also the last; devices without coordinates keep their order."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ GRIDS = [(*grid, cores) for grid in (*PLANES, *SOLIDS) for cores in (1, 2)]
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """As much of a TPU as tells where it is."""
+    """The attributes of a TPU that say where it is."""
 
     coords: tuple[int, ...]
     core_on_chip: int = 0
@@ -40,7 +40,7 @@ def devices(*box: int, cores: int = 1, slices: int = 1, corner: int = 0) -> list
 
 
 def distance(a: Device, b: Device) -> int:
-    """Links between two devices of a slice; the cores of a chip are none apart."""
+    """The number of links between two devices of a slice; 0 between cores of one chip."""
     assert a.slice_index == b.slice_index
     return sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True))
 
@@ -50,7 +50,7 @@ def hops(ring: Any) -> list[int]:
 
 
 def has_a_cycle(box: tuple[int, ...]) -> bool:
-    """Whether a search finds a closed way; a core's neighbours are those of its chip and of the chips beside it."""
+    """Whether a search finds a closed path. Neighbours of a core are on its chip or on a neighbouring chip."""
     everything = list(itertools.product(*map(range, box)))
     near = {
         a: [b for b in everything if a != b and sum(abs(i - j) for i, j in zip(a[:-1], b[:-1], strict=True)) <= 1]

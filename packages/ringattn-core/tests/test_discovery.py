@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of discovery: it loads nothing heavy, and a broken backend is told apart and takes no other along."""
+"""Promises of discovery: it imports no kernel, and a broken backend has its own error and does not affect others."""
 
 import sys
 import types

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises on dropout: Philox bit by bit, by global index, whatever the tile."""
+"""Promises of dropout: Philox bit for bit, by global index, equal for every tile size."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from ringattn_core.contract.rule import Rule
 
 
 def in_python(counter: tuple[int, int], key: int) -> tuple[int, int]:
-    """Philox 2x32-7 with true 64-bit products."""
+    """Philox 2x32-7 in Python, whose integers hold 64-bit products."""
     a, b = counter
     for step in range(7):
         high, low = divmod(0xD256D193 * a, 2**32)
@@ -55,7 +55,7 @@ def test_philox_agrees_with_64_bit_arithmetic() -> None:
 
 
 def _block(probability: float = 0.3) -> Block:
-    """Shards, heads and batch rows from the middle of something larger; keys at a stride."""
+    """A block whose shards, heads and batch rows are from the middle of a larger call; its keys are strided."""
     length, keys, heads, batch = 10, 14, 3, 2
     return Block(
         q=jnp.zeros((batch, length, heads, 1)),

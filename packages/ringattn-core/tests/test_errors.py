@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the errors: each says the fact, the value and the remedy, and is caught as what it is."""
+"""Promises of the errors: each says the fact, the value and the remedy, and has the right base classes."""
 
 import inspect
 from typing import Any

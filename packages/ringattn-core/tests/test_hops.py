@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hops that no query can use are not made, and what is sent is what the plan says."""
+"""The plan leaves out hops that no query can use, and its sends bring every key and take every gradient home."""
 
 import itertools
 
@@ -27,7 +27,7 @@ RULES = {
 
 
 def seen(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> set[int]:
-    """The offsets on which some pair is visible, from the dense mask."""
+    """The offsets at which some pair is visible, by the dense mask."""
     q, kv = (order(layout, ranks, ranks * n) for n in (q_length, kv_length))
     everyone = [*of_positions(rule)] or [masks.Full()]
     rows, columns = Coordinates(q, q).rows(), Coordinates(kv, kv).columns()

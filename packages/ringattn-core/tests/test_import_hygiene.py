@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the import: core brings in no backend and nothing heavy, touches no device, and writes nothing."""
+"""Promises of `import ringattn_core`: it imports no backend and nothing heavy, touches no device, writes nothing."""
 
 import json
 import os
@@ -26,7 +26,7 @@ print(json.dumps({{"modules": sorted(sys.modules), "initialised": xla_bridge.bac
 
 
 def after(body: str, home: Path | None = None) -> dict[str, Any]:
-    """What a fresh interpreter has loaded after `import jax` and this code."""
+    """The modules that a fresh interpreter has loaded after `import jax` and this code."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RINGATTN_")}
     if home is not None:
         environment |= {name: str(home) for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "RINGATTN_CACHE_DIR")}

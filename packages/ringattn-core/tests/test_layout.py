@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the layouts: every token is somewhere, once, in increasing order, and gets back."""
+"""Promises of the layouts: ranks hold every token once, in increasing order, and conversions are inverse."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ import pytest
 from ringattn_core.errors import InputError
 from ringattn_core.placement import layout as layouts
 
-unchecked = inspect.unwrap(layouts.to_layout)  # without the checks that tests add to annotations
+unchecked = inspect.unwrap(layouts.to_layout)  # without the run-time checks of annotations
 NAMES = pytest.mark.parametrize("layout", layouts.LAYOUTS)
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 SHARDS = st.tuples(st.sampled_from(layouts.LAYOUTS), st.integers(1, 6), st.integers(1, 5))

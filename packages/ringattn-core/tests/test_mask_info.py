@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of MaskInfo: what goes in comes out, nothing is converted, and every array knows how it shards."""
+"""Promises of MaskInfo: it keeps every form as given, refuses wrong arrays, and gives each array its sharding."""
 
 import dataclasses
 from typing import Any

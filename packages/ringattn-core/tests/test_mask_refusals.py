@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What masks and mask builders refuse, and what they say then."""
+"""Masks and mask builders refuse wrong arguments, and each error says why and what to do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "JAX or": (lambda: DEVICE | Causal(), "mask: got ArrayImpl", ARRAY),
     "a truth value": (lambda: True & Causal(), "mask: got bool", ARRAY),
     "arity": (lambda: built(lambda q, kv: Causal()), "it takes (q, kv)", "(q_len, kv_len, num_heads, head_idx"),
-    "raises": (lambda: built(fails), "mask_builder: raised KeyError when called with (4, 4, 2, 0, 2)", "Mend"),
+    "raises": (lambda: built(fails), "mask_builder: raised KeyError when called with (4, 4, 2, 0, 2)", "Make"),
     "own error": (lambda: built(lambda *_: Local(-1)), "Local(left=...): got -1", "at least 0"),
     "traced": (
         lambda: jax.jit(lambda x: built(lambda *_: x) and x)(HOST),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the mask algebra: what is visible, which tiles are, and the laws of sets."""
+"""Promises of the mask algebra: which pairs and which tiles are visible, and the laws of sets."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -83,7 +83,7 @@ def on_device(where: Coordinates) -> Coordinates:
 
 
 def seen(mask: Mask, q: Coordinates, kv: Coordinates) -> np.ndarray:
-    """What is visible, in full."""
+    """Which pairs are visible, as a dense array."""
     pairs = np.asarray(mask.visible(q.rows(), kv.columns()))
     return np.broadcast_to(pairs, (*np.shape(q.positions), kv.index.shape[-1]))
 
@@ -98,7 +98,7 @@ def by_tile(pairs: np.ndarray, q_size: int, kv_size: int) -> np.ndarray:
 
 
 def orders() -> Iterator[tuple[str, np.ndarray]]:
-    """Positions in the orders that a caller may give."""
+    """Positions in orders that a caller may pass."""
     yield "natural", np.arange(LENGTH, dtype=np.int32)
     yield "restarts", np.arange(LENGTH, dtype=np.int32) % 7
     for seed in range(4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of merging: a commutative monoid, whose sums are the softmax over all keys and sinks."""
+"""Promises of merging: a commutative monoid, and merging all parts gives the softmax over all keys and sinks."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ LSE = st.one_of(st.just(-INF), st.floats(-1e4, 1e4, width=32, allow_subnormal=Fa
 
 
 def partial(lse: Any, seed: int = 0) -> Partial:
-    """A partial of this lse, whose `out` is 0 where there are no keys."""
+    """A random partial result with this `lse`; `out` is 0 where `lse` is -inf."""
     lse = np.broadcast_to(np.float32(lse), (B, N, T))
     out = np.random.default_rng(seed).standard_normal((B, T, N, H)).astype(np.float32)
     return Partial(jnp.asarray(out * np.isfinite(lse).swapaxes(1, 2)[..., None]), jnp.asarray(lse))
@@ -30,7 +30,7 @@ def identity() -> Partial:
 
 
 def attention(scores: np.ndarray, values: np.ndarray, sinks: np.ndarray | None = None) -> Partial:
-    """The definition, in float64: `scores [B, N, T, S]`, `values [B, S, N, H]`, `sinks [N, n]`."""
+    """Attention by its definition, in float64: `scores [B, N, T, S]`, `values [B, S, N, H]`, `sinks [N, n]`."""
     scores, values = scores.astype(np.float64), values.astype(np.float64)
     extra = np.zeros((N, 0)) if sinks is None else sinks.astype(np.float64)
     every = np.concatenate([scores, np.broadcast_to(extra[None, :, None], (B, N, T, extra.shape[-1]))], -1)
@@ -65,7 +65,7 @@ class TestMonoid:
     def test_it_is_associative_up_to_rounding(self, a: float, b: float, c: float) -> None:
         x, y, z = partial(a, 1), partial(b, 2), partial(c, 3)
         left, right = merge(merge(x, y), z), merge(x, merge(y, z))
-        # A weight is exp of a difference of two lse, each rounded at its own size.
+        # A weight is exp(lse - lse): the rounding error of each lse is relative to its size.
         rounding = 4 * max(abs(v) if np.isfinite(v) else 0 for v in (a, b, c)) * 2.0**-23
         np.testing.assert_allclose(left.lse, right.lse, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(left.out, right.out, rtol=0, atol=4 * rounding + 4e-6)

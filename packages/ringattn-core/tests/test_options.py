@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the options: each has one row, every argument goes by keyword, and a wrong name is told the right one."""
+"""Promises of the options: each has one row, all work by keyword, and the error for a wrong name has the right one."""
 
 import dataclasses
 import inspect

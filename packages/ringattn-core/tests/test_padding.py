@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding may hold anything and reaches nothing; NaN in any other token reaches every row that sees it."""
+"""Values in padding affect no result; NaN in any other token reaches every row that sees it."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: unrolled or looped it is one computation, and its memory does not grow with the ring."""
+"""Promises of the engine: a scan and an unrolled ring agree bit for bit, and memory does not grow with the ring."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -90,7 +90,7 @@ def compiled(ranks: int, length: int, gradient: bool) -> Any:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a program and of all programs inside it."""
+    """The equations of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):
@@ -103,12 +103,12 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
     small, large = (compiled(n, n * 1024, gradient).memory_analysis().temp_size_in_bytes for n in (5, 8))
     one = compiled(1, 1024, gradient).memory_analysis().temp_size_in_bytes
     assert large <= small + packed // 4
-    # One device packs nothing: the ring holds its own K,V packed, the K,V that arrive, and half as much again.
+    # Beyond one device, a ring holds its own K,V packed, the K,V that arrive, and at most 0.6 of that size more.
     assert large <= one + 2.6 * packed * (2 if gradient else 1)
 
 
 def kernels_before_sends(jaxpr: Any) -> list[set[int]]:
-    """For each permute of a program, in order, the kernels that it waits for, by number."""
+    """For each permute of a program, in order, the numbers of the kernels that it depends on."""
     waits: dict[Any, set[int]] = {}
     found, kernels = [], 0
     for equation in jaxpr.eqns:
@@ -123,7 +123,7 @@ def kernels_before_sends(jaxpr: Any) -> list[set[int]]:
 
 @pytest.mark.parametrize("two_way", [False, True])
 def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(two_way: bool):
-    """So a scheduler may run the sends of a hop behind its kernels, forward and backward, whatever it prefers."""
+    """So any scheduler may hide the sends of a hop behind its kernels, in both passes."""
     program = jax.make_jaxpr(differentiated(4, two_way=two_way, causal=True))(*arrays(16))
     bodies = {id(body): body for e in equations(program.jaxpr) for body in jaxprs_in_params(e.params)}
     forward, backward = (found for body in bodies.values() if (found := kernels_before_sends(body)))
@@ -134,7 +134,7 @@ def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(
 
 def test_keys_that_need_no_second_way_have_the_program_of_one():
     def program(ranks: int, **options: Any) -> str:
-        # Functions among the parameters are printed with their addresses.
+        # Parameters that are functions print with their addresses, which differ.
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(differentiated(ranks, **options))(*arrays(16))))
 
     for ranks, options in ((2, {}), (1, {}), (4, dict(sliding_window=3))):
@@ -187,7 +187,7 @@ def test_sending_keys_and_gradients_apart_gives_the_same_gradients(
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
 def test_the_tie_orders_two_computations_on_cpu(dtype: str):
-    """A barrier leaves nothing between the two in a program compiled for CPU; the tie does, and changes no bit."""
+    """XLA for CPU drops an optimisation barrier; the tie stays in the compiled program, and changes no bit."""
     x, token = jnp.arange(4).astype(dtype), jnp.full((2, 2), jnp.nan)
 
     def reads_the_token(tied: Any) -> bool:
@@ -208,7 +208,7 @@ def test_the_tie_hands_on_every_float_as_it_is(bits: int):
 
 
 def test_float32_is_exact_whatever_precision_jax_is_set_to():
-    """On a GPU the default of the program decides how exact a product is that does not say it itself."""
+    """Otherwise JAX's default precision would decide how exact a matrix product is on a GPU."""
     q, k, v = arrays(16)
 
     def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of a ring over a tuple of mesh axes: the order of the names says which rank holds which tokens."""
+"""Promises of a ring over a tuple of mesh axes: the order of the names decides which rank holds which tokens."""
 
 from typing import Any
 

@@ -55,7 +55,7 @@ def installed(
 
 @pytest.fixture
 def fast_and_safe(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`fast`: for cuda, without BIAS (planned), SINKS (impossible) or ALIBI. `safe`: everything, everywhere."""
+    """Backend `fast` for cuda, without BIAS (planned), SINKS (impossible) and ALIBI; `safe` with all, everywhere."""
     lacks = {Feature.BIAS: Support.PLANNED, Feature.SINKS: Support.IMPOSSIBLE, Feature.ALIBI: None}
     with installed("fast", "cuda", priority=10, lacks=lacks), installed("safe", "cpu", "cuda", "tpu", priority=-10):
         yield
@@ -63,7 +63,7 @@ def fast_and_safe(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.fixture
 def dead(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`dead` has the highest priority for cuda, and no device."""
+    """Backend `dead`, with the highest priority for cuda, whose probe finds no device."""
     monkeypatch.setattr(discovery.Registration, "_load", lambda self, path: no_device)
     with installed("dead", "cuda", priority=99, available=False):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of a call inside one's own shard_map: what the ranks must say of the mesh is asked for, and counts."""
+"""Promises of a call in the caller's own shard_map: it refuses missing axis names, and uses those that it gets."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 
 
 def on_ranks(*more: Any, specs: Any = TOKENS, more_specs: Any = (), check_vma: bool = True, **options: Any) -> Any:
-    """`ring_attention` on a mesh of two by two by two, with arrays beside query, key and value by position."""
+    """`ring_attention` in a shard_map over a 2 x 2 x 2 mesh. `arrays` are passed after query, key and value."""
 
     def local(q: Any, k: Any, v: Any, *more: Any) -> Any:
         given = {name: x(*more) if callable(x) and name != "mask_builder" else x for name, x in options.items()}

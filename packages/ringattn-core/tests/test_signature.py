@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The per-shard signature is ejkernel's, plus options by keyword; and who does not answer to it is told."""
+"""The per-shard signature is ejkernel's plus keyword options, and a function without it is refused."""
 
 import inspect
 from typing import Any

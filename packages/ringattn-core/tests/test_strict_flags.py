@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls work under the flags by which JAX finds mistakes: strict promotion, leak checks, NaN and infinity checks."""
+"""Calls work under JAX's debugging flags: strict promotion, leak checks, NaN and infinity checks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "sp"))
 
 
-# Each line is the arrays that are differentiated, beside query, key and value, and the other options.
+# In each line: the arrays that are differentiated beside query, key and value; and the other options.
 CALLS: dict[str, tuple[dict[str, jax.Array], dict[str, Any]]] = {
     "plain": ({}, {}),
     "causal": ({}, {"causal": True}),
@@ -57,7 +57,7 @@ EVERYWHERE = pytest.mark.parametrize("on_mesh", [False, True], ids=["one device"
 
 
 def gradient_of(call: str, on_mesh: bool, dtype: Any = jnp.float32) -> tuple[Any, tuple[Any, ...]]:
-    """A function that gives the loss of a call and its gradients, and the arguments of the function."""
+    """A function that returns the loss of a call and its gradients, and arguments for it."""
     extra, options = CALLS[call]
     options = options | ({"mesh": mesh(), "axis_name": "sp"} if on_mesh else {})
 
@@ -118,7 +118,7 @@ class TestLeaks:
 
 
 class TestNansAndInfinities:
-    """With both flags JAX looks at every result that it computes outside `jax.jit`."""
+    """With both flags, JAX checks every result that it computes outside `jax.jit`."""
 
     @pytest.mark.parametrize("call", ["rows that see nothing", "shared sinks and padding", "bias of -1e9"])
     @EVERYWHERE

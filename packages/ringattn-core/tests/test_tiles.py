@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises on tiles: what is skipped is invisible, what is not masked is visible, and ranges say what bitmaps say."""
+"""Promises of tiles: skipped tiles are invisible, tiles without a mask are fully visible."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ PAIRS[LENGTH:, 16:40] = True
 
 
 def _ids(draw: np.random.Generator) -> np.ndarray:
-    """Documents in order with padding at the end, for a shard."""
+    """The segment ids of a shard: documents in order, then padding."""
     ids = np.sort(draw.integers(0, 4, (BATCH, LENGTH)), -1).astype(np.int32)
     ids[:, LENGTH - 5 :] = -1
     return ids
@@ -69,7 +69,7 @@ FIELDS = {
 
 
 def by_force(block: Block, q_tile: int, kv_tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whether any, and every, pair of two tiles is visible to any, or every, head."""
+    """For each pair of tiles, whether any head sees any pair and whether all heads see all, by the dense mask."""
     seen = visible(block)
     shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
     pairs = np.broadcast_to(True if seen is None else np.asarray(seen), shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of what is kept of tuning: it comes back, in any process, and no fault of a disk or a file is fatal."""
+"""Promises of the tuning cache: every process reads what one wrote, and no disk or file error is fatal."""
 
 import errno
 import json
@@ -38,7 +38,7 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 
 
 def put(root: Path, text: str | bytes) -> Path:
-    """A file with this text where the entry of `problem()` belongs."""
+    """Writes this text to the cache file of `problem()`."""
     path = root / f"{problem().digest}.json"
     root.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode() if isinstance(text, str) else text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the choice: given, overlaid, tuned before, tuned now, the backend's own; and it reaches the kernel."""
+"""Promises of the choice: kernels run with the call's parameters, else an overlay's, else tuned ones, else defaults."""
 
 import json
 import os
@@ -60,7 +60,7 @@ X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
 
 @pytest.fixture
 def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The kernel of an installed backend, whose tuning takes no time and gives `TUNED`."""
+    """The kernel of an installed backend; tuning it returns `TUNED` at once, and `tunings` records each problem."""
     monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path / "kept"))
     install("ringattn-mine", {"mine": "mine_kernel:BACKEND"}, {"mine_kernel": KERNEL})
     kernel = discovery.get("mine").implementation()
@@ -240,7 +240,7 @@ class TestThePolicy:
     def test_several_processes_run_one_program(
         self, unset: str, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """None tunes; and what is in a cache is used only where all have been given the same directory."""
+        """No process tunes then, and the cache is read only if all processes were given the same directory."""
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         ran(mine)
         if unset == "RINGATTN_CACHE_DIR":
@@ -326,7 +326,7 @@ class TestABackendWithout:
 
 
 def test_a_backend_of_this_process_is_not_kept(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing would tell what it is tomorrow from what it is today; and another of its name is another backend."""
+    """It has no version, so a stored result could be outdated; and another backend may take its name."""
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     backend = discovery.get("mine").descriptor()
     for tunings in (1, 2):

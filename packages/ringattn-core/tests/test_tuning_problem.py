@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the problem: it has all that can change what is fastest, nothing that cannot, and is what is measured."""
+"""Promises of `Problem`: it holds all that can change which configuration is fastest, and trials measure it."""
 
 import dataclasses
 import os
@@ -122,7 +122,7 @@ class TestWhatItHas:
 
 @dataclasses.dataclass(frozen=True)
 class Opaque(Predicate):
-    """A mask that prints like any object."""
+    """A mask whose `repr` contains the address of an object."""
 
     seen: Any
 
@@ -133,7 +133,7 @@ class Opaque(Predicate):
 class TestWhatIsMeasured:
     @pytest.mark.parametrize("name", MATTERS)
     def test_the_kernel_sees_the_block_that_the_engine_would_give_it(self, name: str) -> None:
-        """Shapes and rule of every hop, but for values that a problem does not have."""
+        """Compares shapes and rule, except for values that a problem does not hold."""
         options = MATTERS[name]
         ranks = options.get("ranks", 1)
         call = validated(**_named({"ranks": ranks, **options}))
@@ -201,7 +201,7 @@ def _ringed(kernel: Any, call: Any, ranks: int) -> Any:
 
 
 class Seen:
-    """A kernel that computes nothing, and says what it was given."""
+    """A kernel that computes nothing, and records the blocks and parameters that it was given."""
 
     def __init__(self, concrete: bool = False):
         self.blocks: list[Any] = []

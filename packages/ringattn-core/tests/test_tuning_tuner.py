@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of tuning: the fastest is found, a tie is the default's, and a candidate that fails is passed over."""
+"""Promises of tuning: it finds the fastest candidate, keeps the default on a tie, and skips candidates that fail."""
 
 import concurrent.futures
 import dataclasses
@@ -40,7 +40,7 @@ def problem(**changes: Any) -> Problem:
 
 
 class Kernel:
-    """Computes nothing; `failing` says what each size of a part raises when it is traced."""
+    """A kernel that computes nothing. `failing` maps (part, block size) to the exception that its trace raises."""
 
     def __init__(self, failing: Mapping[tuple[str, int | None], Exception] | None = None):
         self.failing = dict(failing or {})
@@ -68,7 +68,7 @@ class Kernel:
 
 @dataclasses.dataclass
 class Clock:
-    """Says how long each candidate takes, by its size, instead of looking at the time."""
+    """Replaces the clock: `takes` says how long a candidate of a given block size runs."""
 
     takes: Callable[[str, int, int], float]
     measured: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
@@ -82,7 +82,7 @@ class Clock:
 
 
 def inspected(run: Any) -> Any:
-    """The parameters of the program: forward and backward programs close over their ring."""
+    """The kernel parameters of a program, read from the `ring` that it closes over."""
     ring = next(cell.cell_contents for cell in run.__closure__ if hasattr(cell.cell_contents, "rule"))
     forward = "partial" in run.__code__.co_varnames
     return ring.rule.fwd_params if forward else ring.rule.bwd_params
@@ -129,7 +129,7 @@ class TestTheFastestIsChosen:
         assert outcome.config == RingAttentionConfig(FwdParams(chosen), BwdParams(chosen))
 
     def test_a_slow_minute_that_hits_one_candidate_does_not_decide(self, mine: Any, times: Any) -> None:
-        # The best one is disturbed in a third of its rounds, by far more than what it leads by.
+        # The fastest candidate is slow in a third of its rounds, by far more than its lead.
         takes = {8: 1.0, 16: 0.95, 32: 0.8, 64: 0.95}
         times(lambda part, size, number: takes[size] * (50.0 if size == 32 and number % 3 == 1 else 1.0))
         outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)

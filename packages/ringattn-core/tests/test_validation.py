@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is refused at the door, by one error that names argument, value and remedy."""
+"""Validation refuses bad input with one error that names the argument, the value and the remedy."""
 
 from typing import Any
 
