@@ -63,7 +63,7 @@ def test_masks_are_those_of_equinox(mask: jax.Array):
     agree(gradients(ours, X[0], X[0], X[0], mask=mask), gradients(theirs, X[0], X[0], X[0], mask=mask))
 
 
-def test_a_batch_is_each_example():
+def test_a_batch_gives_the_result_of_each_example():
     module = RingMultiheadAttention(N, C, key=KEY, causal=True)
     together = gradients(module, X, X, X)
     theirs = eqx.nn.MultiheadAttention(N, C, key=KEY)
@@ -84,7 +84,7 @@ def test_a_mesh_gives_what_one_device_gives_in_every_layout(layout: str):
     agree(got, want)
 
 
-def test_fewer_key_heads_are_those_repeated():
+def test_fewer_key_heads_give_the_result_of_repeated_key_heads():
     few = RingMultiheadAttention(N, C, num_key_heads=2, key=KEY)
     many = eqx.nn.MultiheadAttention(N, C, key=KEY)
 
@@ -100,7 +100,7 @@ def test_fewer_key_heads_are_those_repeated():
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_heads_may_be_processed_on_the_way(batched: bool):
+def test_process_heads_changes_query_key_and_value(batched: bool):
     def halved(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
         return query / 2, key, value
 
@@ -110,7 +110,7 @@ def test_heads_may_be_processed_on_the_way(batched: bool):
     np.testing.assert_allclose(got, plain(x, x, x), atol=2e-5)
 
 
-def test_arrays_of_one_call_are_options_of_the_call():
+def test_options_that_are_arrays_are_passed_to_the_call():
     module = RingMultiheadAttention(N, C, key=KEY)
     ids = jnp.arange(T, dtype=jnp.int32) // 6
     same = ids[:, None] == ids[None, :]
@@ -123,7 +123,7 @@ def test_arrays_of_one_call_are_options_of_the_call():
 
 
 class TestDropout:
-    def test_it_follows_the_key_on_one_device_and_on_a_mesh(self):
+    def test_the_key_decides_it_on_one_device_and_on_a_mesh(self):
         options = {"dropout_p": 0.5, "key": KEY}
         module = RingMultiheadAttention(N, C, **options)
         spread = RingMultiheadAttention(N, C, **options, mesh=mesh(), axis_name="sp")
@@ -168,7 +168,7 @@ class TestWhatItRefuses:
         assert caught.value.__notes__ == ["Here attention_mask is called mask."]
 
 
-def test_two_modules_of_equal_settings_have_one_structure():
+def test_modules_with_equal_settings_have_equal_tree_structures():
     """So that a program compiled for one module serves the other."""
     one, other = (RingMultiheadAttention(N, C, key=KEY, causal=True, mesh=mesh(), axis_name="sp") for _ in range(2))
     assert jax.tree.structure(one) == jax.tree.structure(other)

@@ -79,7 +79,7 @@ CAUSAL = nn.make_causal_mask(X[..., 0])
 @pytest.mark.parametrize("where", [{}, {"mesh": mesh, "axis_name": "sp"}], ids=["one device", "mesh"])
 @pytest.mark.parametrize("mask", [None, CAUSAL, KEYS], ids=["no mask", "causal mask", "mask of keys"])
 @BOTH
-def test_a_layer_computes_what_it_computes_without_it(of: Any, mask: Any, where: dict[str, Any]):
+def test_a_layer_computes_the_same_with_it_as_without(of: Any, mask: Any, where: dict[str, Any]):
     ring = where | ({"mesh": mesh()} if where else {})
     agree(of(ring_attention_fn(**ring), mask=mask), of(None, mask=mask))
 
@@ -154,7 +154,7 @@ class TestMixedPrecision:
         [(nn.dtypes.promote_dtype, "does not turn the tuple"), (lambda arrays: arrays, "raised TypeError: .*dtype")],
         ids=["that of Linen", "of another signature"],
     )
-    def test_a_promotion_of_another_form_is_refused(self, promote: Any, fact: str):
+    def test_a_promote_dtype_with_another_signature_is_refused(self, promote: Any, fact: str):
         x = X.reshape(B, T, N, -1)
         with pytest.raises(errors.InputError, match=f"promote_dtype: {fact}.* Pass a function of a tuple"):
             ring_attention_fn()(x, x, x, promote_dtype=promote)
@@ -175,7 +175,7 @@ def test_a_mask_of_keys_makes_no_array_of_the_square_of_the_length():
 class TestDropout:
     LAYER = {"dropout_rate": 0.5, "broadcast_dropout": False}  # noqa: RUF012
 
-    def test_it_follows_the_key_and_nothing_else(self):
+    def test_the_key_alone_decides_it(self):
         def out(seed: int, ring: dict[str, Any]) -> jax.Array:
             module = linen(ring_attention_fn(**ring), **self.LAYER)
             parameters = linen().init(jax.random.key(1), X)
@@ -218,7 +218,7 @@ class TestWhatItRefuses:
             of(ring_attention_fn(), sow_weights=True)
 
     @pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum", "einsum_dot_general"])
-    def test_another_product(self, name: str):
+    def test_a_custom_einsum(self, name: str):
         x = X.reshape(B, T, N, -1)
         with pytest.raises(errors.InputError, match=f"{name}: needs the attention weights"):
             ring_attention_fn()(x, x, x, **{name: jnp.einsum})
@@ -237,7 +237,7 @@ class TestWhatItRefuses:
         with pytest.raises(errors.InputError, match=f"{name}: is no option of this adapter"):
             ring_attention_fn(**{name: None})
 
-    def test_an_option_that_flax_calls_otherwise(self):
+    def test_an_option_under_its_name_in_ring_attention(self):
         with pytest.raises(errors.InputError, match=r"attention_mask: has another name here\. Pass mask"):
             ring_attention_fn(attention_mask=CAUSAL)
 
@@ -260,14 +260,14 @@ class TestWhatItRefuses:
             ring_attention_fn()(x, x, x, **{name: jnp.ones(shape)})
 
     @pytest.mark.parametrize("option", [{"causal": True}, {"sliding_window": 4}, {"chunk_size": 4}], ids=str)
-    def test_a_step_of_decoding_under_a_mask_by_position(self, option: dict[str, Any]):
+    def test_a_decoding_step_with_a_mask_by_position(self, option: dict[str, Any]):
         layer = linen(ring_attention_fn(**option), decode=True)
         parameters = linen(decode=True).init(jax.random.key(1), X)
         with pytest.raises(errors.InputError, match=r"one query against 16 keys is a step of decoding\. Decode with"):
             layer.apply(parameters, X[:, :1], mutable=["cache"])
 
 
-def test_a_step_of_decoding_without_one_is_that_of_flax():
+def test_a_decoding_step_without_a_mask_by_position_agrees_with_flax():
     parameters = linen(decode=True).init(jax.random.key(1), X)
     got, want = (
         linen(function, decode=True).apply(parameters, X[:, :1], mutable=["cache"])[0]
@@ -276,7 +276,7 @@ def test_a_step_of_decoding_without_one_is_that_of_flax():
     agree(got, want)
 
 
-def test_the_precision_is_that_of_the_ring_or_else_of_the_layer():
+def test_the_precision_option_overrides_that_of_the_layer():
     x = X.reshape(B, T, N, -1)
 
     def precision(ring: Any, layer: Any) -> str:

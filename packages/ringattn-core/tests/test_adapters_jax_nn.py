@@ -107,7 +107,7 @@ def test_lengths_of_queries_and_keys_may_differ():
     agree(*both(loss, operands(keys=24), is_causal=True, key_value_seq_lengths=LENGTHS, query_seq_lengths=LENGTHS))
 
 
-def test_arrays_without_a_batch_give_one_without():
+def test_arrays_without_a_batch_axis_give_an_output_without_one():
     agree(*both(loss, tuple(x[0] for x in operands()), is_causal=True))
 
 
@@ -202,7 +202,7 @@ def test_inside_a_shard_map_lengths_and_masks_of_keys_are_those_of_the_whole_seq
     np.testing.assert_allclose(from_layout(out, layout, 4), one, atol=2e-5)
 
 
-def test_lengths_and_segment_ids_both_hold():
+def test_lengths_and_segment_ids_are_anded():
     ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 8)[None].repeat(B, 0)
     same = ids[:, None, :, None] == ids[:, None, None, :]
     got = dot_product_attention(*operands(), q_segment_ids=ids, key_value_seq_lengths=LENGTHS)
@@ -231,18 +231,18 @@ def test_a_kernel_of_jax_nn_is_no_backend_and_the_error_says_so():
 
 
 class TestWhatItRefuses:
-    def test_a_name_of_ring_attention_that_jax_calls_otherwise(self):
+    def test_an_option_under_its_name_in_ring_attention(self):
         with pytest.raises(errors.InputError, match=r"causal: has another name here\. Pass is_causal"):
             dot_product_attention(*operands(), causal=True)
 
-    def test_a_name_that_is_none(self):
+    def test_an_unknown_name(self):
         with pytest.raises(
             errors.InputError, match=r"unheard_of: is no option of this adapter\. Options: alibi_slopes, "
         ):
             dot_product_attention(*operands(), unheard_of="sp")
 
     @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
-    def test_a_name_that_is_nearly_one_and_says_which(self, name: str, meant: str):
+    def test_a_misspelt_name_and_suggests_the_right_one(self, name: str, meant: str):
         with pytest.raises(errors.InputError, match=rf"{name}: is no option of this adapter \(did you mean {meant}\?"):
             dot_product_attention(*operands(), **{name: True})
 

@@ -72,7 +72,7 @@ def test_a_gradient_may_be_vmapped_too():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=5e-5), got, wanted)  # noqa: B023
 
 
-def test_two_vmaps_and_a_vmapped_seed_are_examples_like_any_other():
+def test_nested_vmaps_and_a_vmapped_seed_give_the_result_of_each_example():
     x = inputs()
     seeds = jnp.arange(V, dtype=jnp.uint32)
     got = jax.vmap(lambda s: jax.vmap(one, (0, None))(x, s))(seeds)
@@ -101,7 +101,7 @@ def test_a_kernel_without_batching_rules_is_never_vmapped():
     assert shapes[-1] == ((V * B, T, N, H), (V * B, T, N, H), (1, T))
 
 
-def test_what_the_rows_of_an_example_add_to_a_bias_is_rounded_once():
+def test_the_gradient_of_a_bias_that_a_batch_shares_is_rounded_once():
     """200 rows add 1.0038 each: 201 in bfloat16, but 200 if each were rounded first."""
 
     class Adder:
@@ -132,7 +132,7 @@ def test_what_the_rows_of_an_example_add_to_a_bias_is_rounded_once():
     np.testing.assert_array_equal(got.astype(jnp.float32), 201)
 
 
-def test_examples_whose_heads_have_other_indices_are_computed_one_by_one():
+def test_examples_with_different_head_indices_run_one_by_one():
     x = inputs()
 
     def sharded(q: Any, k: Any, v: Any) -> Any:

@@ -96,14 +96,14 @@ def program(request: AbstractCall, gradients: bool, backend: str = "xla") -> str
     return jax.jit(both if gradients else forward).lower(*arguments).compile().as_text() or ""
 
 
-def test_the_reader_of_programs_counts_what_is_there() -> None:
+def test_moved_counts_the_collectives_of_a_program() -> None:
     text = "  %a = f32[2,3]{1,0} collective-permute(%x)\n  %b = (u16[4], u16[4]) collective-permute-start(%y)\n"
     assert moved(text + "%c = s32[1,8] all-gather(%z)", "collective-permute") == Counter({24: 1, 8: 1})
     assert moved(text + "%c = s32[1,8] all-gather(%z)", "all-gather") == Counter({32: 1})
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_compiled_program_sends_the_messages_that_are_said(name: str) -> None:
+def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> None:
     found = explained(name)
     wanted = Counter(message.bytes for message in (*found.forward, *found.backward))
     text = program(REQUESTS[name], gradients=True)
@@ -120,7 +120,7 @@ def test_without_gradients_it_sends_the_forward_messages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["documents", "documents whose positions restart", "padded", "causal"])
-def test_what_is_said_to_be_gathered_is_gathered_once(name: str) -> None:
+def test_the_compiled_program_gathers_the_bytes_of_the_analysis(name: str) -> None:
     request, found = REQUESTS[name], explained(name)
     whole = moved(program(request, gradients=False), "all-gather", of={"s32"})
     # An all-gather returns all shards; the rank already has one of them.
@@ -179,7 +179,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     assert Counter({place: len(blocks) for place, blocks in got.items()}) == expected, "blocks that nobody told of"
 
 
-def test_a_kernel_that_wants_keys_and_gradients_sent_apart_is_said_to_get_them_so() -> None:
+def test_separate_sends_of_a_kernel_are_in_the_analysis() -> None:
     with discovery.registered(APART, SendsApart()):
         found = analysis.analyse(REQUESTS["bfloat16"], "cpu", "apart")
         text = program(REQUESTS["bfloat16"], gradients=True, backend="apart")
@@ -192,7 +192,7 @@ def test_a_kernel_that_wants_keys_and_gradients_sent_apart_is_said_to_get_them_s
     assert more == {"dk, dv of half of the own heads": gradients // 2} and set(together.memory) < set(found.memory)
 
 
-def test_hops_that_are_said_to_be_skipped_hold_no_visible_tile() -> None:
+def test_skipped_hops_have_no_visible_tile() -> None:
     for name, skipped in (
         ("three hops by window", (4, 5, 6, 7)),
         ("no hop by chunk", (1, 2, 3)),
@@ -204,7 +204,7 @@ def test_hops_that_are_said_to_be_skipped_hold_no_visible_tile() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_memory_that_is_named_is_most_of_what_the_compiled_program_takes(dtype: str) -> None:
+def test_the_memory_listed_is_most_of_what_xla_plans(dtype: str) -> None:
     request = AbstractCall((1, 8192, 8, 64), (1, 8192, 8, 64), (1, 8192, 8, 64), 4, dtype, causal=True)
     found = analysis.analyse(request, "cpu", "xla", compiled=True)
     assert found.compiled and found.compiled.forward and found.compiled.both
@@ -235,7 +235,7 @@ def test_ids_and_positions_are_counted_as_gathered() -> None:
     assert not [x for x in explained("causal").memory if x.what.startswith("ids")]
 
 
-def test_nothing_large_is_made_to_explain_a_large_call() -> None:
+def test_explaining_a_large_call_allocates_nothing_large() -> None:
     tokens = 2**20
     request = AbstractCall((8, tokens, 128, 256), (8, tokens, 128, 256), (8, tokens, 128, 256), 16, causal=True)
     found = analysis.analyse(request, "tpu", "xla")

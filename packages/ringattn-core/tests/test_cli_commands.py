@@ -102,7 +102,7 @@ def test_without_any_backend_list_says_how_to_get_one(install, capsys) -> None:
     assert said(capsys, "list", "--json") == (0, "[]\n", "")
 
 
-def test_info_tells_the_kernel_the_probe_and_every_feature(install, capsys) -> None:
+def test_info_shows_the_kernel_the_probe_and_every_feature(install, capsys) -> None:
     add(install, "good")
     status, out, _ = said(capsys, "info", "good")
     assert status == 0
@@ -180,7 +180,7 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
         (["--svg", os.sep.join(("", "proc", "nowhere", "x.svg"))], "--svg: cannot write"),
     ],
 )
-def test_what_only_a_command_line_can_get_wrong_is_said_in_one_line(arguments, fault, capsys) -> None:
+def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsys) -> None:
     status, out, err = said(capsys, *CALL, *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"ringattn explain: {fault}")
@@ -241,7 +241,7 @@ def test_the_module_and_the_script_are_one_program() -> None:
     assert getattr(importlib.import_module(module), attribute) is main
 
 
-def test_a_reader_that_goes_away_is_no_fault() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     run = subprocess.Popen(
         [sys.executable, "-m", "ringattn_core", *CALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -172,7 +172,7 @@ def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnaly
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
 
 
-def test_both_ways_round_are_columns_of_one_hop_and_count_half(capsys, tmp_path: Path) -> None:
+def test_two_directions_are_columns_of_one_hop_and_count_half(capsys, tmp_path: Path) -> None:
     found, one_way = explained(layout="zigzag", two_way=True), explained(layout="zigzag")
     said = text(found, capsys)
     heads = ["tiles", "hop 0", *(f"hop {number}" for number in (1, 1, 2, 2, 3, 3)), "sum"]
@@ -220,7 +220,7 @@ def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
     assert re.search(r"^->  xla .* runs this call$", out, re.MULTILINE)
 
 
-def test_a_backend_with_a_ring_of_its_own_is_said_to_have_one(capsys) -> None:
+def test_the_report_says_that_a_backend_drives_its_own_ring(capsys) -> None:
     def ring(query: Any, key: Any, value: Any, **options: Any) -> Any: ...
 
     backend = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:ring", priority=5)

@@ -177,7 +177,7 @@ class TestTune:
 
 
 class TestCache:
-    def test_lists_what_is_kept_without_what_a_problem_has_not(self, capsys: Any) -> None:
+    def test_lists_entries_without_the_empty_fields_of_a_problem(self, capsys: Any) -> None:
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--causal")
         capsys.readouterr()
         assert ringattn("cache") == 0

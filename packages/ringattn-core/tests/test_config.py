@@ -44,13 +44,15 @@ class TestParams:
 
     @pytest.mark.parametrize("field", ["q_blocksize", "kv_blocksize", "num_warps", "num_stages"])
     @pytest.mark.parametrize("value", [0, -1, 1.5, "128", True])
-    def test_a_size_that_is_no_positive_integer_is_refused_by_name(self, params: Any, field: str, value: Any) -> None:
+    def test_a_size_that_is_not_a_positive_integer_is_refused_by_name(
+        self, params: Any, field: str, value: Any
+    ) -> None:
         with pytest.raises(InputError) as caught:
             params(**{field: value})
         assert f"self.{field}={value!r} must be a positive integer" in str(caught.value)
         assert "Leave it None" in str(caught.value)
 
-    def test_what_cannot_be_hashed_is_refused(self, params: Any) -> None:
+    def test_unhashable_values_are_refused(self, params: Any) -> None:
         with pytest.raises(InputError, match=r"table=\{1: 2\} cannot be hashed"):
             params(extra={"table": {1: 2}})
 
@@ -82,12 +84,12 @@ class TestParams:
         with pytest.raises(InputError, match=f"Pass a {params.__name__}, a dict of its fields, or None"):
             params.of(value)
 
-    def test_plain_data_gives_them_back(self, params: Any) -> None:
+    def test_they_round_trip_through_plain_data(self, params: Any) -> None:
         given = params(kv_blocksize=64, extra={"order": (1, 2)})
         assert params.of(given.to_dict()) == given
 
 
-def test_forward_and_backward_parameters_are_not_each_other() -> None:
+def test_forward_and_backward_parameters_are_different_types() -> None:
     assert FwdParams() != BwdParams()
     with pytest.raises(InputError, match="FwdParams: got BwdParams"):
         FwdParams.of(BwdParams())
@@ -113,7 +115,7 @@ class TestRingAttentionConfig:
         with pytest.raises(dataclasses.FrozenInstanceError):
             FULL.backend = "xla"  # pyright: ignore[reportAttributeAccessIssue]
 
-    def test_json_gives_it_back(self) -> None:
+    def test_it_round_trips_through_json(self) -> None:
         assert RingAttentionConfig.from_json(FULL.to_json()) == FULL
         assert RingAttentionConfig.from_json(RingAttentionConfig().to_json()) == RingAttentionConfig()
 
@@ -155,6 +157,6 @@ class TestRingAttentionConfig:
 
     @pytest.mark.parametrize("field", ["platform", "backend"])
     @pytest.mark.parametrize("value", ["", None, 3])
-    def test_a_name_that_is_none_is_refused(self, field: str, value: Any) -> None:
+    def test_an_invalid_name_is_refused(self, field: str, value: Any) -> None:
         with pytest.raises(InputError, match=rf"RingAttentionConfig\.{field}: got {value!r}"):
             RingAttentionConfig(**{field: value})

@@ -110,7 +110,7 @@ def test_a_block_is_final_where_nothing_comes_before_or_after(options: dict[str,
     assert (None in kernel.given) and (ring > 1) == any(x is not None for x in kernel.given)
 
 
-def test_the_backward_pass_keeps_the_output_as_the_caller_has_it():
+def test_the_backward_pass_keeps_the_output_in_the_dtype_of_the_caller():
     q = jnp.linspace(-1, 1, 2 * 16 * 3 * 8).reshape(2, 16, 3, 8).astype(jnp.bfloat16)
     value = jnp.linspace(1, 2, 2 * 16 * 5).reshape(2, 16, 1, 5).astype(jnp.bfloat16)
     out, pullback = jax.vjp(lambda q, v: ring_attention(q, q[:, :, :1], v, causal=True), q, value)
@@ -118,7 +118,7 @@ def test_the_backward_pass_keeps_the_output_as_the_caller_has_it():
     assert [leaf.dtype.name for leaf in kept] == ["bfloat16"] and (kept[0] == out).all()
 
 
-def test_a_narrow_result_is_refused_where_the_block_is_not_final():
+def test_a_16_bit_result_is_refused_where_the_block_is_not_final():
     class Narrow(Final):
         def forward(self, block: Any, partial: Partial | None) -> Partial:
             return super().forward(dataclasses.replace(block, final=True), partial)
@@ -129,7 +129,7 @@ def test_a_narrow_result_is_refused_where_the_block_is_not_final():
         ring_attention(q, q, q, jnp.zeros(2), backend="odd")
 
 
-def test_a_gradient_that_nobody_asked_for_is_dropped():
+def test_a_gradient_of_an_absent_input_is_dropped():
     assert (differentiate(Odd(dslopes=jnp.ones((1, 2)))) == 0).all()
 
 
@@ -150,7 +150,7 @@ class Remembering(XlaKernel):
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 @pytest.mark.parametrize("options", [{}, {"ring": 4}, {"ring": 2, "two_way": True}], ids=str)
-def test_the_gradient_of_a_bias_is_computed_for_those_who_differentiate_by_it(options: dict[str, Any], transform: Any):
+def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(options: dict[str, Any], transform: Any):
     kernel, options = Remembering(), dict(options)
     mesh = jax.make_mesh((options.pop("ring", 1),), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
     draw = np.random.default_rng(0)
@@ -169,7 +169,7 @@ def test_the_gradient_of_a_bias_is_computed_for_those_who_differentiate_by_it(op
             np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-def test_the_gradient_of_a_bias_is_computed_for_many_examples_if_one_asks():
+def test_under_vmap_too_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated():
     kernel, q, bias = Remembering(), jnp.linspace(-1, 1, 96).reshape(3, 1, 8, 2, 2), jnp.ones((1, 2, 8, 8))
     with discovery.registered(EVERYTHING, kernel):
         for by in (0, 1):
@@ -185,7 +185,9 @@ def wrapped(transform: str, loss: Any) -> Any:
 @pytest.mark.parametrize("transform", ["plain", "jit", "remat"])
 @pytest.mark.parametrize("ring", [1, 4])
 @pytest.mark.parametrize("fixed_first", [False, True])
-def test_a_bias_that_is_fixed_in_one_call_is_learned_in_another(fixed_first: bool, ring: int, transform: str):
+def test_one_trace_may_differentiate_the_bias_of_one_call_and_not_of_another(
+    fixed_first: bool, ring: int, transform: str
+):
     """JAX traces the call once, and differentiates that trace with respect to the bias and without it."""
     mesh = jax.make_mesh((ring,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
     draw = np.random.default_rng(1)

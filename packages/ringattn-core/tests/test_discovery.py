@@ -182,7 +182,7 @@ class TestImplementation:
             ("ring='good_kernel:number'", "a ring function must be callable, got 3"),
         ],
     )
-    def test_what_is_no_implementation_is_a_load_error(self, install: Any, where: str, message: str) -> None:
+    def test_an_object_that_is_no_kernel_is_a_load_error(self, install: Any, where: str, message: str) -> None:
         registration = good(install, where=where)
         for _ in range(2):
             with pytest.raises(BackendLoadError, match=message):
@@ -206,7 +206,7 @@ class TestAvailability:
         ("probe", "reason"),
         [("good_kernel:crash", "OSError: libfoo.so is missing"), ("good_kernel:gone", "AttributeError")],
     )
-    def test_a_probe_that_fails_is_a_reason_and_no_crash(self, install: Any, probe: str, reason: str) -> None:
+    def test_a_probe_that_raises_is_a_reason_and_not_an_error(self, install: Any, probe: str, reason: str) -> None:
         told = good(install, probe=probe).why_unavailable()
         assert told is not None
         assert probe in told
@@ -243,7 +243,7 @@ class TestRegisteredInThisProcess:
         ):
             registration.implementation()
 
-    def test_what_is_no_descriptor_is_refused(self) -> None:
+    def test_an_object_that_is_no_descriptor_is_refused(self) -> None:
         with pytest.raises(InputError, match=r"Pass a ringattn_core\.Backend"), discovery.registered(Kernel()):  # pyright: ignore[reportArgumentType]
             pass
 

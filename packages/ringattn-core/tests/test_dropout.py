@@ -86,7 +86,7 @@ def test_each_pair_is_kept_by_its_global_indices_alone() -> None:
                     assert got[b, n, t, s] == (half[2 * (i // 8 % 2) + j // 8 % 2] >= least), (batch, head, i, j)
 
 
-def test_a_tile_keeps_what_the_whole_keeps() -> None:
+def test_a_tile_keeps_the_same_entries_as_the_whole_block() -> None:
     whole, tile = np.asarray(kept(_block())), _block().tile(3, 5, 2, 7)
     np.testing.assert_array_equal(np.asarray(kept(tile)), whole[:, :, 3:8, 2:9])
 

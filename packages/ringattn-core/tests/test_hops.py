@@ -87,7 +87,7 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(ranks: int, off
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 8])
-def test_two_ways_send_half_of_everything_each(ranks: int):
+def test_each_of_two_directions_sends_half(ranks: int):
     one, two = (plan(Rule(1.0, causal=True), "zigzag", ranks, 4, 4, two_way) for two_way in (False, True))
     assert (one.signs, two.signs) == ((1,), (1, -1))
     for whole, halves in ((one.forward, two.forward), (one.backward, two.backward)):
@@ -99,7 +99,7 @@ def test_two_ways_send_half_of_everything_each(ranks: int):
 @pytest.mark.parametrize(
     ("rule", "ranks"), [(Rule(1.0), 1), (Rule(1.0), 2), (Rule(1.0, window=(3, 3)), 8), (Rule(1.0, chunk=4), 8)]
 )
-def test_all_keys_go_one_way_where_hops_are_left_out_or_both_ways_are_one(rule: Rule, ranks: int):
+def test_two_way_has_no_effect_with_hops_left_out_or_on_two_ranks(rule: Rule, ranks: int):
     assert plan(rule, "contiguous", ranks, 4, 4, two_way=True) == plan(rule, "contiguous", ranks, 4, 4)
 
 

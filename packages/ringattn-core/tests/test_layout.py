@@ -142,7 +142,7 @@ class TestReordering:
 class TestColumns:
     @NAMES
     @RANKS
-    def test_they_are_those_of_the_tokens_that_the_rank_holds(self, layout: str, ranks: int) -> None:
+    def test_columns_are_those_of_the_tokens_that_the_rank_holds(self, layout: str, ranks: int) -> None:
         whole = jnp.asarray(np.random.default_rng(0).random((2, 3, 6 * ranks)))
         for rank in range(ranks):
             held = np.asarray(layouts.indices(layout, ranks, rank, 6))

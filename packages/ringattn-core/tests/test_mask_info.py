@@ -44,7 +44,7 @@ class TestSegments:
             ([[1], [1, 2]], "is not an array"),
         ],
     )
-    def test_ids_that_are_none_are_refused(self, ids: Any, fact: str) -> None:
+    def test_arrays_that_are_not_ids_are_refused(self, ids: Any, fact: str) -> None:
         with pytest.raises(InputError, match=f"q_segment_ids: {fact}"):
             MaskInfo.from_segments(ids)
 
@@ -116,7 +116,7 @@ class TestDocuments:
             MaskInfo.from_documents(lengths, total=6)
 
     @pytest.mark.parametrize("total", [6.0, "6", True, -1, [6]])
-    def test_a_total_that_is_no_length_is_refused(self, total: Any) -> None:
+    def test_a_total_that_is_not_a_length_is_refused(self, total: Any) -> None:
         with pytest.raises(InputError, match=r"total: got .* It needs an integer of 0 or more"):
             MaskInfo.from_documents([2], total=total)
 
@@ -146,7 +146,7 @@ class TestDenseMask:
             (np.ones(3, bool), r"has shape \(3,\)"),
         ],
     )
-    def test_what_is_no_mask_is_refused(self, mask: Any, fact: str) -> None:
+    def test_arrays_that_are_not_masks_are_refused(self, mask: Any, fact: str) -> None:
         with pytest.raises(InputError, match=f"attention_mask: .*{fact}"):
             MaskInfo.from_mask(mask)
 
@@ -211,7 +211,7 @@ class TestSpecs:
         jax.tree.map(np.testing.assert_array_equal, out, info)
 
 
-def test_it_is_a_pytree_that_keeps_what_is_absent() -> None:
+def test_it_is_a_pytree_that_keeps_absent_fields() -> None:
     info = MaskInfo.from_segments([[1, 2]])
     leaves, structure = jax.tree.flatten(info)
     assert len(leaves) == 2

@@ -110,7 +110,7 @@ def orders() -> Iterator[tuple[str, np.ndarray]]:
 class TestVisible:
     @named(EVERY)
     @pytest.mark.parametrize("place", [on_device, lambda where: where], ids=["jax", "numpy"])
-    def test_it_is_the_set_that_the_definition_says(self, mask: Mask, definition: Definition, place: Any) -> None:
+    def test_visible_is_the_set_of_the_definition(self, mask: Mask, definition: Definition, place: Any) -> None:
         where = place(natural())
         expected = [[bool(definition(i, j)) for j in range(LENGTH)] for i in range(LENGTH)]
         np.testing.assert_array_equal(seen(mask, where, where), expected)
@@ -150,7 +150,7 @@ class TestVisible:
 class TestTiles:
     @named(EVERY)
     @pytest.mark.parametrize("sizes", [(1, 1), (4, 6), (8, 3), (24, 2)])
-    def test_they_never_err_on_the_wrong_side(self, mask: Mask, definition: Definition, sizes: tuple[int, int]) -> None:
+    def test_tiles_are_conservative(self, mask: Mask, definition: Definition, sizes: tuple[int, int]) -> None:
         tiles = mask.tiles if mask.bounded else jax.jit(mask.tiles)
         for kind, positions in orders():
             where = Coordinates(positions, natural().index)
@@ -173,7 +173,7 @@ class TestTiles:
         np.testing.assert_array_equal(np.asarray(every)[0], truth.all((-2, -1)))
 
     @pytest.mark.parametrize("offset", [-3, 0, 4])
-    def test_causal_ones_are_exact_in_any_order(self, offset: int) -> None:
+    def test_causal_tiles_are_exact_in_any_order(self, offset: int) -> None:
         where = Coordinates(np.random.default_rng(2).permutation(LENGTH).astype(np.int32), natural().index)
         some, every = Causal(offset).tiles(tiled(where, 4), tiled(where, 6))
         truth = by_tile(seen(Causal(offset), where, where), 4, 6)
@@ -194,7 +194,7 @@ class TestTiles:
         for got, expected in zip(jax.jit(mask.tiles)(q, kv), mask.tiles(q, kv), strict=True):
             np.testing.assert_array_equal(got, expected)
 
-    def test_evaluated_ones_follow_the_positions_of_each_row_of_the_batch(self) -> None:
+    def test_evaluated_tiles_use_the_positions_of_each_batch_row(self) -> None:
         positions = np.stack([np.arange(LENGTH), np.arange(LENGTH)[::-1]]).astype(np.int32)
         index = natural().index[None]
         mask = Predicate(lambda i, j: j <= i)
@@ -209,7 +209,7 @@ class TestTiles:
             np.testing.assert_array_equal(every[row], truth.all((-2, -1)))
 
     @pytest.mark.parametrize("mask", [mask for mask, _ in EVERY if mask.bounded], ids=str)
-    def test_bounded_ones_cost_no_square_of_the_length_even_on_the_host(self, mask: Mask) -> None:
+    def test_bounded_masks_never_make_an_array_of_the_square_of_the_length(self, mask: Mask) -> None:
         length = 2**21
         where = natural(length)
         some, every = mask.tiles(tiled(where, length // 4), tiled(where, length // 4))
@@ -232,7 +232,7 @@ class TestTiles:
 
 class TestLaws:
     @hypothesis.given(a=MASKS, b=MASKS, c=MASKS)
-    def test_they_are_those_of_sets(self, a: Mask, b: Mask, c: Mask) -> None:
+    def test_the_laws_of_sets_hold(self, a: Mask, b: Mask, c: Mask) -> None:
         laws = [
             (a & b, b & a),
             (a | b, b | a),
@@ -253,7 +253,7 @@ class TestLaws:
                 seen(left, where, where), seen(right, where, where), err_msg=f"{left} {right}"
             )
 
-    def test_the_operators_build_what_they_say(self) -> None:
+    def test_the_operators_build_the_compound_masks(self) -> None:
         assert Causal() & Full() == And(Causal(), Full())
         assert Causal() | Full() == Or(Causal(), Full())
         assert ~Causal() == Not(Causal())

@@ -57,7 +57,7 @@ def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
 
 class TestMonoid:
     @hypothesis.given(a=LSE, b=LSE)
-    def test_it_is_commutative_to_the_bit(self, a: float, b: float) -> None:
+    def test_it_is_commutative_bit_for_bit(self, a: float, b: float) -> None:
         x, y = partial(a, 1), partial(b, 2)
         jax.tree.map(np.testing.assert_array_equal, merge(x, y), merge(y, x))
 
@@ -71,15 +71,15 @@ class TestMonoid:
         np.testing.assert_allclose(left.out, right.out, rtol=0, atol=4 * rounding + 4e-6)
 
     @hypothesis.given(a=LSE)
-    def test_what_saw_no_key_is_the_identity_to_the_bit(self, a: float) -> None:
+    def test_a_result_without_keys_is_the_identity_bit_for_bit(self, a: float) -> None:
         x = partial(a)
         for merged in (merge(x, identity()), merge(identity(), x)):
             jax.tree.map(np.testing.assert_array_equal, merged, x)
 
-    def test_nothing_and_nothing_is_nothing_without_nan(self) -> None:
+    def test_merging_two_identities_gives_the_identity_without_nan(self) -> None:
         jax.tree.map(np.testing.assert_array_equal, merge(identity(), identity()), identity())
 
-    def test_nan_absorbs_in_its_own_row_and_in_no_other(self) -> None:
+    def test_nan_stays_in_its_own_row(self) -> None:
         lse = np.zeros((B, N, T), np.float32)
         lse[0, 1, 2] = np.nan
         for other in (partial(1.0), identity()):
@@ -98,7 +98,7 @@ class TestMonoid:
 
 class TestMeaning:
     @hypothesis.given(seed=st.integers(0, 2**16), cut=st.integers(0, 6), hidden=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-    def test_the_parts_of_the_keys_make_the_whole(self, seed: int, cut: int, hidden: float) -> None:
+    def test_merging_parts_gives_attention_over_all_keys(self, seed: int, cut: int, hidden: float) -> None:
         scores, values = case(seed, 6, hidden)
         left = attention(scores[..., :cut], values[:, :cut])
         right = attention(scores[..., cut:], values[:, cut:])
@@ -117,7 +117,7 @@ class TestMeaning:
         np.testing.assert_array_equal(got.out, 0)
         np.testing.assert_allclose(got.lse[1, :, 2], jax.nn.logsumexp(sinks, -1), rtol=1e-6)
 
-    def test_no_sinks_change_nothing(self) -> None:
+    def test_without_sinks_nothing_changes(self) -> None:
         x = partial(0.5)
         jax.tree.map(np.testing.assert_array_equal, with_sinks(x, None), x)
         jax.tree.map(np.testing.assert_array_equal, with_sinks(x, jnp.full((N, 2), -INF)), x)
@@ -150,17 +150,17 @@ class TestCombined:
         ("a", "b", "shares"),
         [(-INF, -INF, (0, 0)), (-INF, 3.0, (0, 1)), (3.0, -INF, (1, 0)), (1e4, 1e4, (0.5, 0.5)), (1e30, 0.0, (1, 0))],
     )
-    def test_the_shares_add_up_to_one_where_there_is_anything(self, a: float, b: float, shares: Any) -> None:
+    def test_the_shares_add_up_to_one_unless_both_are_empty(self, a: float, b: float, shares: Any) -> None:
         assert tuple(float(x) for x in combined(jnp.float32(a), jnp.float32(b))[1:]) == shares
 
 
-def test_a_kernel_of_one_block_becomes_one_that_continues() -> None:
+def test_merging_makes_a_kernel_of_one_block_continue() -> None:
     own, before = partial(1.0, 1), partial(2.0, 2)
     block = object.__new__(Block)
     jax.tree.map(np.testing.assert_array_equal, merging(lambda _: own)(block, before), merge(before, own))
 
 
-def test_a_kernel_of_one_block_starts_from_nothing_too() -> None:
+def test_merging_makes_a_kernel_of_one_block_start_without_a_partial() -> None:
     own = partial(1.0, 1)
     assert merging(lambda _: own)(object.__new__(Block), None) is own
 

@@ -30,7 +30,7 @@ def tokens_with_nan(x: jax.Array) -> set[int]:
     return set(np.flatnonzero(np.isnan(np.asarray(x)).any((0, 2, 3))))
 
 
-def test_a_token_of_a_negative_id_is_zero_and_no_other_is_changed():
+def test_cleaned_zeroes_tokens_of_negative_ids_and_no_others():
     x = jnp.arange(1.0, 7.0).reshape(1, 3, 2)
     np.testing.assert_array_equal(cleaned(x, jnp.array([[0, -1, 7]])), [[[1, 2], [0, 0], [5, 6]]])
     assert cleaned(x, None) is x
@@ -38,7 +38,7 @@ def test_a_token_of_a_negative_id_is_zero_and_no_other_is_changed():
 
 @pytest.mark.parametrize("ranks", MESHES)
 @pytest.mark.parametrize("value", GARBAGE)
-def test_what_padding_holds_reaches_no_output_and_no_gradient(ranks: int | None, value: float):
+def test_values_in_padding_affect_no_output_and_no_gradient(ranks: int | None, value: float):
     ids = jnp.zeros((1, LENGTH), jnp.int32).at[0, BAD].set(-1)
 
     def differentiated(value: float) -> Any:
@@ -72,25 +72,25 @@ def test_every_row_that_sees_nan_is_nan_and_so_are_its_gradients(ranks: int | No
 
 
 @pytest.mark.parametrize("ranks", MESHES)
-def test_nan_in_a_cotangent_reaches_what_its_row_saw(ranks: int | None):
+def test_nan_in_a_cotangent_reaches_all_that_its_row_sees(ranks: int | None):
     out, pull = jax.vjp(jax.jit(lambda *x: attend(ranks, *x, causal=True, sliding_window=3)), *arrays())
     dq, dk, dv = pull(jnp.ones_like(out).at[0, BAD, 1, 2].set(jnp.nan))
     assert {BAD} <= tokens_with_nan(dq)
     assert set(range(BAD - 3, BAD + 1)) <= tokens_with_nan(dk) & tokens_with_nan(dv)
 
 
-def test_nan_in_a_bias_is_seen_where_the_mask_lets_it():
+def test_nan_in_a_bias_reaches_rows_where_it_is_visible():
     bias = jnp.zeros((1, 1, LENGTH, LENGTH)).at[0, 0, BAD, BAD - 1].set(jnp.nan).at[0, 0, 2, 7].set(jnp.nan)
     assert tokens_with_nan(ring_attention(*arrays(), None, bias, causal=True)) == {BAD}
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_a_sink_that_is_nan_or_infinite_is_seen_by_every_row_of_its_head(value: float):
+def test_a_sink_that_is_nan_or_infinite_reaches_every_row_of_its_head(value: float):
     out, lse = ring_attention(*arrays(), jnp.array([0.0, value]), return_lse=True)
     assert jnp.isfinite(out[:, :, 0]).all() and jnp.isnan(out[:, :, 1]).all() and jnp.isnan(lse[:, 1]).all()
 
 
-def test_a_sink_of_minus_infinity_is_no_sink():
+def test_a_sink_of_minus_infinity_has_no_effect():
     x = arrays()
     a, pull = jax.vjp(lambda s: ring_attention(*x, s, causal=True), jnp.full(2, -jnp.inf))
     assert (a == ring_attention(*x, causal=True)).all()

@@ -50,7 +50,7 @@ def differentiated(ranks: int, **options: Any) -> Callable[..., Any]:
     ],
     ids=str,
 )
-def test_a_looped_ring_gives_the_bits_of_an_unrolled_one(
+def test_a_ring_in_a_scan_equals_an_unrolled_ring_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, options: dict[str, Any]
 ):
     operands = arrays(32, dtype)
@@ -132,7 +132,7 @@ def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(
     assert backward == [set(range(ways * hop)) for hop in (0, 0, 1, 2, 3) for _ in range(ways)]
 
 
-def test_keys_that_need_no_second_way_have_the_program_of_one():
+def test_two_way_changes_no_program_where_it_has_no_effect():
     def program(ranks: int, **options: Any) -> str:
         # Parameters that are functions print with their addresses, which differ.
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(differentiated(ranks, **options))(*arrays(16))))
@@ -152,9 +152,7 @@ def test_keys_that_need_no_second_way_have_the_program_of_one():
         (jnp.bfloat16, False, False, 1),
     ],
 )
-def test_sending_keys_and_gradients_apart_gives_the_same_gradients(
-    dtype: Any, emulated: bool, two_way: bool, bias_heads: int
-):
+def test_separate_sends_give_the_same_gradients(dtype: Any, emulated: bool, two_way: bool, bias_heads: int):
     heads = (N, N, N) if two_way else (N, K, K)
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v = (jax.random.normal(key, (4, 1, 8, n, H), dtype) for key, n in zip(keys, heads, strict=False))
@@ -201,7 +199,7 @@ def test_the_tie_orders_two_computations_on_cpu(dtype: str):
 
 
 @pytest.mark.parametrize("bits", [0x7FC00001, 0xFF800000, 0x80000000, 0x00000001])
-def test_the_tie_hands_on_every_float_as_it_is(bits: int):
+def test_the_tie_keeps_every_bit_of_a_float(bits: int):
     x = jax.lax.bitcast_convert_type(jnp.full(3, bits, jnp.uint32), jnp.float32)
     tied = jax.jit(ordering.tie)(x, jnp.ones(2))
     assert (jax.lax.bitcast_convert_type(tied, jnp.uint32) == jnp.uint32(bits)).all()
@@ -272,12 +270,12 @@ TWICE: dict[str, Callable[[jax.Array], Any]] = {
 
 
 @pytest.mark.parametrize("how", TWICE)
-def test_a_second_derivative_is_refused_and_not_wrong(how: str):
+def test_a_second_derivative_is_refused(how: str):
     with pytest.raises(DerivativeError, match=r"differentiated once more, and there is no rule"):
         TWICE[how](arrays(8)[1])
 
 
-def test_a_gradient_of_what_is_held_fixed_may_be_part_of_a_loss():
+def test_a_gradient_at_stopped_inputs_may_be_part_of_a_loss():
     x = arrays(8)[1]
 
     def loss(x: Any) -> Any:

@@ -80,21 +80,23 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.usefixtures("fast_and_safe")
 class TestAName:
     @pytest.mark.parametrize("name", ["fast", "safe"])
-    def test_it_is_taken_whatever_the_priorities(self, name: str) -> None:
+    def test_a_named_backend_is_taken_whatever_the_priorities(self, name: str) -> None:
         assert chosen(name) == name
 
     @pytest.mark.parametrize(
         ("feature", "declared"),
         [(Feature.BIAS, "planned"), (Feature.SINKS, "impossible"), (Feature.ALIBI, "not declared")],
     )
-    def test_what_it_does_not_support_is_refused_with_those_that_do(self, feature: Feature, declared: str) -> None:
+    def test_an_unsupported_feature_is_refused_and_lists_backends_that_support_it(
+        self, feature: Feature, declared: str
+    ) -> None:
         with pytest.raises(UnsupportedFeatureError) as caught:
             chosen("fast", frozenset({feature, Feature.CAUSAL}))
         assert (caught.value.feature, caught.value.others) == (feature.name, ("safe",))
         assert f"does not support {feature.name} ({declared})" in str(caught.value)
         assert "backend=('fast', 'safe')" in str(caught.value)
 
-    def test_why_it_does_not_is_said_where_it_says_so(self) -> None:
+    def test_the_refusal_has_the_reason_that_the_backend_gives(self) -> None:
         backend = Backend(
             "thin", 1, ("cuda",), {Feature.BIAS: Support.PLANNED}, kernel="a:b", reasons={Feature.BIAS: "soon"}
         )
@@ -123,11 +125,11 @@ class TestAName:
         with installed("hollow", "cuda", implementation=object()), pytest.raises(BackendLoadError, match="hollow"):
             chosen("hollow")
 
-    def test_the_platform_is_the_business_of_its_probe(self) -> None:
+    def test_a_named_backend_is_taken_on_any_platform_that_its_probe_accepts(self) -> None:
         assert chosen("fast", platform="cpu") == "fast"
 
     @pytest.mark.parametrize("backend", ["", (), (1,), 7, ("safe", "")])
-    def test_what_names_nothing_is_refused(self, backend: Any) -> None:
+    def test_an_empty_name_or_a_wrong_type_is_refused(self, backend: Any) -> None:
         with pytest.raises(InputError, match="Pass the name of a backend, or a sequence of names"):
             chosen(backend)
 
@@ -135,7 +137,7 @@ class TestAName:
 @pytest.mark.usefixtures("fast_and_safe", "dead")
 class TestASequence:
     @pytest.mark.parametrize("make", [tuple, list])
-    def test_the_first_that_can_is_taken(self, make: Any) -> None:
+    def test_the_first_backend_that_can_run_the_call_is_taken(self, make: Any) -> None:
         assert chosen(make(["safe", "fast"])) == "safe"
         assert chosen(make(["fast", "safe"])) == "fast"
         assert chosen(make(["fast", "safe"]), BIAS) == "safe"
@@ -154,7 +156,7 @@ class TestASequence:
         assert chosen(("triton", "safe")) == "safe"
         assert [message.split(" passed")[0] for message in warnings(log)] == ["backend 'absent'", "backend 'triton'"]
 
-    def test_it_is_its_own_error_where_it_names_one(self) -> None:
+    def test_a_sequence_of_one_name_gives_the_error_of_that_name(self) -> None:
         with pytest.raises(BackendUnavailableError):
             chosen(("dead",))
 
@@ -170,7 +172,7 @@ class TestASequence:
 
 @pytest.mark.usefixtures("fast_and_safe")
 class TestContextAndEnvironment:
-    def test_the_context_names_it_and_is_left_again(self) -> None:
+    def test_use_backend_names_it_until_the_block_ends(self) -> None:
         with selection.use_backend("safe"):
             assert chosen(None) == "safe"
             with selection.use_backend(["fast", "safe"]):
@@ -179,7 +181,7 @@ class TestContextAndEnvironment:
             assert chosen(None) == "safe"
         assert chosen(None) == "fast"
 
-    def test_the_context_is_of_one_thread(self) -> None:
+    def test_use_backend_is_for_one_thread(self) -> None:
         seen = []
         with selection.use_backend("safe"):
             thread = threading.Thread(target=lambda: seen.append(chosen(None)))
@@ -232,7 +234,7 @@ class TestTheBest:
         assert chosen(None, platform=platform) == name
 
     @pytest.mark.usefixtures("fast_and_safe", "dead")
-    def test_one_that_cannot_is_passed_over_and_that_is_logged_once(self, log: Any) -> None:
+    def test_a_backend_that_cannot_run_the_call_is_passed_over_and_logged_once(self, log: Any) -> None:
         for _ in range(2):
             assert chosen(None, BIAS) == "safe"
         said = warnings(log)
@@ -241,7 +243,7 @@ class TestTheBest:
         assert "'fast' passed over: it does not support BIAS (planned)" in said[1]
 
     @pytest.mark.usefixtures("fast_and_safe", "dead")
-    def test_one_that_is_for_another_platform_is_mentioned_once_and_warned_of_never(self, log: Any) -> None:
+    def test_a_backend_for_another_platform_is_logged_once_but_not_as_a_warning(self, log: Any) -> None:
         log.set_level(logging.INFO)
         for _ in range(2):
             assert chosen(None, platform="cpu") == "safe"
@@ -271,7 +273,7 @@ class TestTheBest:
             assert chosen("fast") == "fast"
 
     @pytest.mark.usefixtures("fast_and_safe")
-    def test_a_tie_below_the_best_is_none(self) -> None:
+    def test_a_tie_below_the_best_is_no_error(self) -> None:
         with installed("other", "cuda", priority=-10):
             assert chosen(None) == "fast"
 
@@ -298,7 +300,7 @@ class TestCandidates:
         able = [r.name for r, reason in selection.candidates(required, platform) if reason is None]
         assert chosen(None, required, platform) == able[0]
 
-    def test_all_are_told_best_first(self) -> None:
+    def test_all_backends_are_listed_best_first(self) -> None:
         told = [(r.name, reason) for r, reason in selection.candidates(BIAS, "cuda")]
         assert told == [
             ("dead", "it cannot run here: no GPU is visible"),
@@ -318,7 +320,7 @@ class TestEnvironmentVariables:
         assert len(warnings(log)) == 1
         assert "RINGATTN_BACKENDS is not known (did you mean RINGATTN_BACKEND?)" in warnings(log)[0]
 
-    def test_a_known_one_is_not(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_known_variable_gives_no_warning(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for variable in selection.VARIABLES[1:]:
             monkeypatch.setenv(variable, "1")
         chosen("safe")
@@ -334,7 +336,7 @@ class TestEnvironmentVariables:
         assert "RINGATTN_MINE is not known" in warnings(log)[0]
 
 
-def test_every_refusal_is_one_of_the_library(install: Any) -> None:
+def test_every_refusal_is_a_ringattn_error(install: Any) -> None:
     for backend in (None, "absent", ("absent", "gone")):
         with pytest.raises(RingAttnError):
             chosen(backend)

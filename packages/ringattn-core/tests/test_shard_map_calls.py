@@ -69,7 +69,7 @@ def test_keys_and_values_that_are_the_same_on_all_ranks_are_refused() -> None:
             )(*local)
 
 
-def test_where_jax_does_not_track_what_varies_nothing_is_refused() -> None:
+def test_without_check_vma_nothing_is_refused() -> None:
     shape = on_ranks(axis_name="sp", check_vma=False, q_positions=lambda: jnp.arange(T // 2)).shape
     assert shape == (B, T, N, H)
 
@@ -168,7 +168,7 @@ def test_sinks_that_are_split_with_the_heads_are_those_of_each_head(shape: tuple
 
 
 @pytest.mark.parametrize("argument", ["batch_axis_name", "head_axis_name"])
-def test_an_axis_that_the_mesh_has_not_is_refused(argument: str) -> None:
+def test_an_axis_that_the_mesh_lacks_is_refused(argument: str) -> None:
     with pytest.raises(MeshError, match=f"{argument}='rows' is not an axis of the surrounding shard_map"):
         on_ranks(axis_name="sp", **{argument: "rows"})
 

@@ -127,7 +127,7 @@ def test_a_vmapped_call_with_a_mesh_and_its_gradients_are_those_of_each_example(
         close(got, wanted)
 
 
-def test_arrays_that_are_bound_to_one_device_are_spread():
+def test_arrays_that_are_committed_to_one_device_are_sharded():
     q, k, v = (jax.device_put(x, jax.devices()[3]) for x in arrays())
     close(ring_attention(q, k, v, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v))
 

@@ -95,7 +95,7 @@ class TestStrictPromotion:
         ids=["lengths", "lengths and mask", "mask and bias", "residual"],
     )
     @EVERYWHERE
-    def test_the_adapter_promotes_none_either(self, options: dict[str, Any], on_mesh: bool):
+    def test_the_adapter_promotes_no_rank_and_no_dtype(self, options: dict[str, Any], on_mesh: bool):
         ring = {"mesh": mesh(), "axis_name": "sp"} if on_mesh else {}
         with strict_promotion():
             jax.make_jaxpr(lambda q: dot_product_attention(q, q, q, **options, **ring))(normal(0, B, T, N, H))
@@ -112,7 +112,7 @@ class TestLeaks:
         with jax.check_tracer_leaks():
             jax.make_jaxpr(gradient)(*arguments)
 
-    def test_vmap_leaks_none(self):
+    def test_vmap_leaks_no_tracer(self):
         with jax.check_tracer_leaks():
             jax.make_jaxpr(jax.vmap(lambda q: ring_attention(q, q, q, causal=True)))(normal(0, 3, B, T, N, H))
 
@@ -122,12 +122,12 @@ class TestNansAndInfinities:
 
     @pytest.mark.parametrize("call", ["rows that see nothing", "shared sinks and padding", "bias of -1e9"])
     @EVERYWHERE
-    def test_what_attention_means_by_infinity_is_not_reported(self, call: str, on_mesh: bool):
+    def test_intended_infinities_are_not_reported(self, call: str, on_mesh: bool):
         gradient, arguments = gradient_of(call, on_mesh)
         with jax.debug_nans(True), jax.debug_infs(True):
             jax.block_until_ready(gradient(*arguments))
 
-    def test_nor_is_it_in_a_shard_map_of_the_caller_under_jit(self):
+    def test_intended_infinities_are_not_reported_in_a_shard_map_under_jit(self):
         split = P("data", "sp")
 
         def local(q: jax.Array, ids: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ class TestNansAndInfinities:
         with jax.debug_nans(True), jax.debug_infs(True), pytest.raises(FloatingPointError, match="nan"):
             jax.block_until_ready(gradient(q, k, v.at[0, 5].set(jnp.nan), extra))
 
-    def test_so_is_an_infinite_output(self):
+    def test_an_infinite_output_is_reported(self):
         q = normal(0, B, T, N, H)
         with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
             ring_attention(q, q, jnp.full_like(q, 3e38)) * 2.0

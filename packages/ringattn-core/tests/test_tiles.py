@@ -107,7 +107,7 @@ STRUCTURED = ({"causal": True}, {"window": (6, 3)}, {"window": (None, 2)}, {"chu
 
 
 @pytest.mark.parametrize("options", STRUCTURED, ids=str)
-def test_positions_in_a_row_make_the_bitmap_exact(options: dict[str, Any]) -> None:
+def test_tiles_are_exact_for_consecutive_positions(options: dict[str, Any]) -> None:
     for ranks in ((0, 0), (2, 1), (1, 2)):
         block = make("contiguous", *ranks, Rule(1.0, **options))
         got, (some, full) = tiles(block, 8, 6), by_force(block, 8, 6)
@@ -116,13 +116,13 @@ def test_positions_in_a_row_make_the_bitmap_exact(options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_causal_hop_to_a_later_shard_costs_nothing_only_where_the_layout_says_so(layout: str) -> None:
+def test_a_causal_hop_to_later_keys_has_no_tiles_only_in_the_contiguous_layout(layout: str) -> None:
     got = tiles(make(layout, 0, 2, Rule(1.0, causal=True)), 6, 6)
     assert bool(got.some.any()) == (layout != "contiguous")
 
 
 @pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 ", "mask 9 "])
-def test_padding_keys_are_seen_by_nobody_and_spoil_no_bounds(name: str) -> None:
+def test_padding_keys_are_invisible_and_do_not_widen_bounds(name: str) -> None:
     name = next(known for known in RULES if known.startswith(name))
     small = make("contiguous", 1, 1, Rule(1.0, **RULES[name]))
     block = small.map_keys(lambda x, axis: x[(slice(None),) * axis + (slice(20),)]).padded_to(27, 36)

@@ -46,14 +46,14 @@ def put(root: Path, text: str | bytes) -> Path:
 
 
 class TestWhatIsKept:
-    def test_it_comes_back_equal(self) -> None:
+    def test_an_entry_is_read_back_equal(self) -> None:
         trials = [{"part": "forward", "seconds": 1.5, "failure": None}]
         cache.write(problem(), CONFIG, trials)
         entry = cache.read(problem())
         assert entry is not None
         assert (entry.config, list(entry.trials)) == (CONFIG, trials)
 
-    def test_what_was_not_kept_is_absent_and_makes_no_directory(self, root: Path, log: Any) -> None:
+    def test_reading_a_missing_entry_gives_none_and_makes_no_directory(self, root: Path, log: Any) -> None:
         assert cache.read(problem()) is None
         assert not root.exists()
         assert warnings(log) == []
@@ -63,7 +63,7 @@ class TestWhatIsKept:
         assert cache.read(problem(q_length=65)) is None
         assert cache.read(problem(versions=(("jax", "2"),))) is None
 
-    def test_the_last_one_holds(self) -> None:
+    def test_the_last_write_holds(self) -> None:
         cache.write(problem(), CONFIG)
         cache.write(problem(), RingAttentionConfig())
         entry = cache.read(problem())
@@ -111,7 +111,7 @@ UNREADABLE = {
 
 class TestAFileThatCannotBeUnderstood:
     @pytest.mark.parametrize("broken", UNREADABLE.values(), ids=UNREADABLE)
-    def test_is_as_good_as_none_reported_once_and_set_aside(
+    def test_is_ignored_reported_once_and_renamed(
         self, broken: Callable[[str], str | bytes], root: Path, log: Any
     ) -> None:
         path = cache.write(problem(), CONFIG)
@@ -173,7 +173,7 @@ class TestADiskThatRefuses:
         assert entry is not None
         assert entry.config == CONFIG
 
-    def test_a_file_in_the_place_of_the_directory_is_no_fault_of_the_call(self, root: Path, log: Any) -> None:
+    def test_a_file_in_the_place_of_the_directory_does_not_fail_the_call(self, root: Path, log: Any) -> None:
         root.parent.write_text("a file")
         assert cache.read(problem()) is None
         assert cache.write(problem(), CONFIG) is None
@@ -181,7 +181,7 @@ class TestADiskThatRefuses:
         assert len(warnings(log)) == 2
         assert "cannot read" in warnings(log)[0]
 
-    def test_a_lock_that_is_never_free_is_given_up(self, root: Path, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_write_gives_up_waiting_for_a_lock(self, root: Path, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         import filelock
 
         monkeypatch.setattr(cache, "LOCK_SECONDS", 0.01)
@@ -191,7 +191,7 @@ class TestADiskThatRefuses:
         assert "cannot keep a tuned configuration" in warnings(log)[0]
         assert cache.write(problem(), CONFIG) is not None
 
-    def test_what_json_cannot_say_is_not_kept(self, log: Any) -> None:
+    def test_values_that_json_cannot_hold_are_not_stored(self, log: Any) -> None:
         odd = RingAttentionConfig(FwdParams(extra={"set": frozenset({1})}))
         assert cache.write(problem(), odd) is None
         assert "cannot keep" in warnings(log)[0]

@@ -93,7 +93,7 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 
 
 class TestTheOrder:
-    def test_where_nobody_says_anything_the_backend_chooses(self, mine: Any) -> None:
+    def test_by_default_the_backend_chooses(self, mine: Any) -> None:
         assert ran(mine) == OWN
 
     def test_what_was_tuned_comes_before_that(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ class TestTheOrder:
         assert mine.tunings == []
 
     @pytest.mark.parametrize("outer", [None, OVER])
-    def test_forward_and_backward_are_settled_apart(
+    def test_forward_and_backward_are_chosen_separately(
         self, outer: RingAttentionConfig | None, mine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
@@ -125,11 +125,11 @@ class TestTheOrder:
 
 
 class TestAnOverlay:
-    def test_the_innermost_that_gives_a_part_decides_it(self, mine: Any) -> None:
+    def test_the_innermost_that_sets_forward_or_backward_decides_it(self, mine: Any) -> None:
         with overlay(OVER), overlay({"fwd_params": GIVEN.fwd_params}):
             assert ran(mine) == mixed(GIVEN, OVER)
 
-    def test_that_names_a_backend_is_for_that_one(self, mine: Any) -> None:
+    def test_that_names_a_backend_applies_to_that_backend_only(self, mine: Any) -> None:
         with overlay({**OVER.to_dict(), "backend": "other"}):
             assert ran(mine) == OWN
         with overlay({**OVER.to_dict(), "backend": "mine"}):
@@ -167,7 +167,7 @@ class TestAnOverlay:
         assert seen == [(OVER.fwd_params, OVER.bwd_params)]
 
     @pytest.mark.parametrize("wrong", [None, 3, FwdParams(3)])
-    def test_of_something_else_is_refused(self, wrong: Any) -> None:
+    def test_of_a_wrong_type_is_refused(self, wrong: Any) -> None:
         with (
             pytest.raises(InputError, match=r"overlay: got .*Pass a RingAttentionConfig, or a dict of its fields"),
             overlay(wrong),
@@ -199,7 +199,7 @@ class TestThePolicy:
         assert ran(mine, causal=True) == OWN
         assert len(mine.tunings) == 1
 
-    def test_off_looks_at_no_cache(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_off_reads_no_cache(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         ran(mine)
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "off")
@@ -207,7 +207,7 @@ class TestThePolicy:
         with overlay(OVER):
             assert ran(mine) == OVER
 
-    def test_a_problem_that_was_not_there_is_tuned_when_the_policy_turns_on(
+    def test_a_problem_without_a_result_is_tuned_when_the_policy_turns_on(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert ran(mine) == OWN
@@ -237,7 +237,7 @@ class TestThePolicy:
         assert warnings(log)[0].endswith("Tune a smaller problem. Its default is used")
 
     @pytest.mark.parametrize("unset", ["RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR"])
-    def test_several_processes_run_one_program(
+    def test_several_processes_all_choose_the_same(
         self, unset: str, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """No process tunes then, and the cache is read only if all processes were given the same directory."""
@@ -304,7 +304,7 @@ class TestUnderATrace:
 
 
 class TestABackendWithout:
-    def test_either_function_runs_as_it_did_and_touches_no_cache(
+    def test_both_functions_runs_with_the_parameters_of_the_call_and_no_cache(
         self, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("default_config", "candidate_configs"):
@@ -325,7 +325,9 @@ class TestABackendWithout:
         assert ran(mine) == RingAttentionConfig()
 
 
-def test_a_backend_of_this_process_is_not_kept(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_for_a_backend_of_this_process_is_not_stored(
+    mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has no version, so a stored result could be outdated; and another backend may take its name."""
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     backend = discovery.get("mine").descriptor()

@@ -78,20 +78,20 @@ class TestWhatItHas:
     def test_equal_calls_have_equal_problems(self) -> None:
         assert (of(causal=True), of(causal=True).key) == (of(causal=True), of(causal=True).key)
 
-    def test_each_option_that_can_change_the_time_makes_another(self) -> None:
+    def test_each_option_that_can_change_the_time_gives_another_problem(self) -> None:
         problems = [of(), *(of(**options) for options in MATTERS.values())]
         assert len(set(problems)) == len({p.digest for p in problems}) == len(problems)
 
-    def test_each_option_is_known_to_change_the_time_or_not(self) -> None:
+    def test_every_option_is_in_one_of_the_two_lists_of_this_file(self) -> None:
         told = {name for options in [*MATTERS.values(), *DOES_NOT] for name in options} - {"q", "k", "v", "ranks"}
         told |= {"kv_segment_ids", "bwd_params", "axis_name", "batch_axis_name", "head_axis_name"}
         assert told == {option.name for option in OPTIONS}
 
     @pytest.mark.parametrize("options", DOES_NOT, ids=str)
-    def test_what_cannot_change_it_does_not(self, options: dict[str, Any]) -> None:
+    def test_options_that_cannot_change_the_time_give_the_same_problem(self, options: dict[str, Any]) -> None:
         assert of(**options) == of()
 
-    def test_nor_do_the_values_of_seed_cap_and_probability(self) -> None:
+    def test_values_of_seed_cap_and_probability_give_the_same_problem(self) -> None:
         first = of(dropout_prob=0.1, dropout_seed=1, logits_soft_cap=2.0)
         assert first == of(dropout_prob=0.2, dropout_seed=2, logits_soft_cap=3.0)
 
@@ -155,7 +155,7 @@ class TestWhatIsMeasured:
         assert hops == {1: 1, 2: 2, 3: 3, 64: trial.HOPS}
         assert len(made(of(ranks=64, sliding_window=(3, 0))).offsets) == 2
 
-    def test_its_rank_is_one_that_every_hop_has_work_for(self) -> None:
+    def test_its_rank_has_work_at_every_hop(self) -> None:
         kernel = Seen(concrete=True)
         run_trial(kernel, of(ranks=4, causal=True), None)
         assert len(kernel.hops) == 4
@@ -165,7 +165,7 @@ class TestWhatIsMeasured:
         first, second = (made(of(q_segment_ids=IDS)) for _ in range(2))
         jax.tree.map(np.testing.assert_array_equal, (first.inputs, first.fixed), (second.inputs, second.fixed))
 
-    def test_the_parameters_are_those_that_are_tried(self) -> None:
+    def test_kernels_get_the_parameters_of_the_candidate(self) -> None:
         kernel = Seen()
         run_trial(kernel, of(), None, FwdParams(3), BwdParams(5))
         assert kernel.params == [("forward", FwdParams(3)), ("backward", BwdParams(5))]
@@ -178,7 +178,7 @@ class TestWhatIsMeasured:
         dq, others = wide.backward(BwdParams(), whole)()
         assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves((whole.out, dq, others)))
 
-    def test_programs_of_the_losers_are_let_go(self) -> None:
+    def test_compiled_programs_of_trials_are_freed(self) -> None:
         run_trial(Seen(), of(), None)
         assert trial._forward_hop._cache_size() > 0
         trial.release()

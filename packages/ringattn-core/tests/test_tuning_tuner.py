@@ -116,13 +116,13 @@ def steady(forward: Mapping[int, float], backward: Mapping[int, float]) -> Calla
 
 
 class TestTheFastestIsChosen:
-    def test_of_forward_and_backward_apart(self, mine: Any, times: Any) -> None:
+    def test_of_forward_and_backward_separately(self, mine: Any, times: Any) -> None:
         times(steady({8: 4.0, 16: 3.0, 32: 1.0, 64: 2.0}, {8: 4.0, 16: 1.0, 32: 3.0, 64: 2.0}))
         outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert outcome.config == RingAttentionConfig(FwdParams(32), BwdParams(16))
 
     @pytest.mark.parametrize(("gain", "chosen"), [(0.9 * tuner.TIE, 8), (2 * tuner.TIE, 32)])
-    def test_a_tie_is_the_defaults(self, gain: float, chosen: int, mine: Any, times: Any) -> None:
+    def test_a_tie_keeps_the_default(self, gain: float, chosen: int, mine: Any, times: Any) -> None:
         takes = {8: 1.0, 16: 1.2, 32: 1.0 / (1 + gain), 64: 1.2}
         times(steady(takes, takes))
         outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
@@ -197,7 +197,7 @@ class TestACandidateThatFails:
         with pytest.raises(TuningError, match=r"no candidate of its backward ran .*never 8; .*never 64"):
             tuner.fastest(mine(Kernel(failing)), problem(), DEFAULT)
 
-    def test_returns_what_no_kernel_may_is_a_failure_too(self, mine: Any, times: Any) -> None:
+    def test_returns_a_wrong_result_is_skipped_too(self, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
         kernel = Kernel()
         right = kernel.forward
@@ -223,7 +223,7 @@ class TestWhatCannotBeTuned:
 
 
 class TestWhereItRuns:
-    def test_no_trace_of_the_caller_sees_it(self, mine: Any, times: Any) -> None:
+    def test_no_trace_of_the_caller_captures_it(self, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
         registration = mine(Kernel())
 
@@ -309,7 +309,7 @@ class TestTheProgressBar:
         assert tuner.fastest(mine(Kernel()), problem(), DEFAULT).config == DEFAULT
         assert stream.getvalue() == ""
 
-    def test_a_file_gets_none(self, mine: Any, times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_terminal_there_is_none(self, mine: Any, times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         times(lambda *_: 1.0)
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         tuner.fastest(mine(Kernel()), problem(), DEFAULT)

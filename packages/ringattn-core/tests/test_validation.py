@@ -237,7 +237,7 @@ def test_an_axis_outside_any_shard_map_is_an_error_that_says_so():
         ring_attention(*arrays(), axis_name="sp")
 
 
-def test_an_unknown_axis_is_an_error_that_lists_those_there_are():
+def test_an_unknown_axis_is_an_error_that_lists_the_axes():
     with pytest.raises(
         MeshError, match="axis_name='ring' is not an axis of the surrounding shard_map, whose axes are 'sp'"
     ):
@@ -276,11 +276,11 @@ def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
 
 
 @pytest.mark.parametrize("axis", [0, [1], ("sp", "sp")])
-def test_axes_that_are_no_different_names_are_refused(axis: Any):
+def test_axis_names_must_be_different_strings(axis: Any):
     with pytest.raises(MeshError, match=r"axis_name=.* does not name mesh axes\. Pass a name, or several"):
         ring_attention(*arrays(), axis_name=axis)
 
 
-def test_a_mesh_that_is_none_is_refused():
+def test_an_object_that_is_no_mesh_is_refused():
     with pytest.raises(MeshError, match=r"mesh is int\. Pass a jax\.sharding\.Mesh"):
         ring_attention(*arrays(), axis_name="sp", mesh=3)  # pyright: ignore[reportArgumentType]
