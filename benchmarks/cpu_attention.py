@@ -40,7 +40,7 @@ def main() -> None:
         inputs = (query, key, value) if name.endswith("forward") else (query, key, value, dout)
         runs[name] = lambda program=program, inputs=inputs: program(*inputs)
     difference = float(jnp.max(jnp.abs(runs["causal forward"]() - runs["dense forward"]())))
-    # Apart, because the dense program takes and returns gigabytes, and what runs after it pays for that.
+    # Two measurements: the dense program allocates gigabytes, which slows the program that runs after it.
     time = medians({name: run for name, run in runs.items() if not name.startswith("dense")}, arguments.rounds)
     beside = medians(
         {name: run for name, run in runs.items() if name.startswith(("dense", "causal"))}, arguments.rounds

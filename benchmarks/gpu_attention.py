@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast one GPU is: TFLOP/s beside cuDNN, what masks save, what each option costs, and float32 beside XLA.
+"""How fast attention is on one GPU: TFLOP/s beside cuDNN, what masks save, what options cost, float32 beside XLA.
 
-A causal mask counts half of the square, and forward+backward 3.5 times the forward.
+TFLOP/s count half of all pairs for a causal mask, and 3.5 times the forward for forward+backward.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Shape:
         )
 
     def tera(self, part: str, share: float) -> float:
-        """Floating-point operations, in 10^12, where queries see this share of the keys."""
+        """Floating-point operations in units of 10^12, if queries see this share of the keys."""
         square = 4 * self.batch * self.heads * self.tokens**2 * self.head_size
         return square * share * WORK[part] / 1e12
 
@@ -58,14 +58,14 @@ def cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An attention, and what it takes besides query, key and value: sinks and bias, differentiated like those."""
+    """An attention function, and its arguments after query, key and value: sinks and bias, differentiated too."""
 
     attend: Attention
     extras: tuple[jax.Array | None, ...] = ()
 
 
 def run(candidate: Candidate, shape: Shape, part: str) -> Callable[[], Any]:
-    """The compiled program on its arrays."""
+    """Compiles the program; returns a function that runs it on its arrays."""
     query, key, value, dout = shape.arrays()
     inputs, program = (query, key, value, *candidate.extras), candidate.attend
     if part != "forward":
@@ -75,7 +75,7 @@ def run(candidate: Candidate, shape: Shape, part: str) -> Callable[[], Any]:
 
 
 class Table:
-    """What was measured, and what was promised of it."""
+    """Measures, and collects the raw numbers and the claims."""
 
     def __init__(self, backend: str, rounds: int) -> None:
         self.backend, self.rounds = backend, rounds
@@ -89,7 +89,7 @@ class Table:
         return medians({name: run(one, shape, part) for name, one in candidates.items()}, self.rounds, ON_A_DEVICE)
 
     def speed(self, name: str, shape: Shape, targets: tuple[float, float]) -> None:
-        """Our rate by ourselves, against a target; and beside cuDNN, whose turns heat the same card, against it."""
+        """Our rate alone, against a target; and our rate in turns with cuDNN on a GPU that both heat, over cuDNN's."""
         for part, target in zip(PARTS, targets, strict=True):
             mine = {"ours": self.ours(causal=True)}
             alone = self.measured(mine, shape, part)["ours"]
@@ -100,7 +100,7 @@ class Table:
             self.claims.append(Claim(f"{name} {part}", shape.tera(part, 0.5) / alone, ">=", target, "TFLOP/s"))
 
     def against_causal(self, name: str, shape: Shape, candidate: Candidate, share: float) -> None:
-        """The time of a mask over that of a causal one, beside what it shows of what that shows."""
+        """The time with a mask over the causal time, divided by `share`: its visible pairs over the causal ones."""
         for part in PARTS:
             time = self.measured({"causal": self.ours(causal=True), name: candidate}, shape, part)
             self.raw |= {f"{name} {part}: {who}, ms": 1e3 * seconds for who, seconds in time.items()}
@@ -108,7 +108,7 @@ class Table:
             self.claims.append(Claim(f"{name} {part}: time over visible share", ratio, "<=", 1.3, "x"))
 
     def cost(self, options: Mapping[str, tuple[Candidate, float]], shape: Shape) -> None:
-        """The time with an option over the time without any."""
+        """The time with each option over the time without options, all causal."""
         for part in PARTS:
             candidates = {name: candidate for name, (candidate, _) in options.items()}
             time = self.measured({"nothing": self.ours(causal=True), **candidates}, shape, part)
@@ -117,7 +117,7 @@ class Table:
                 self.claims.append(Claim(f"{name} {part}: time with", time[name] / time["nothing"], "<=", limit, "x"))
 
     def sparse(self, shape: Shape, limit: float) -> None:
-        """A mask that shows a tenth of the tiles, scattered, against full attention."""
+        """The time with a mask that shows a scattered tenth of the tiles, over the time of full attention."""
 
         def tenth(q: Any, kv: Any) -> Any:
             q_tile, kv_tile = q // 128, kv // 128

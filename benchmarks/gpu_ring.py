@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of one GPU's rate each GPU of a ring keeps, beside gathering all keys first; causal, zigzag layout."""
+"""How much of one GPU's rate each GPU of a ring keeps, compared with an all-gather of the keys; causal, zigzag."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WORK = {"forward": 1.0, "forward+backward": 3.5}
 
 
 def gathered(mesh: Mesh, backend: str) -> Attention:
-    """All keys and values on every device, then one kernel."""
+    """All-gathers keys and values, then runs one kernel."""
     ranks, spec = mesh.size, PartitionSpec(None, "sp")
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, where: jax.Array) -> jax.Array:
@@ -53,7 +53,7 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("sp",))
     claims, raw = [], {}
     for tokens in arguments.tokens:
-        # Alone: one GPU with what one rank holds.
+        # "alone" is one GPU with the tokens of one rank
         sizes = {"ring": tokens, "gather": tokens, "alone": tokens // ranks}
         shapes = {name: (1, length, arguments.heads, arguments.head_size) for name, length in sizes.items()}
         seeds = jax.random.split(jax.random.key(0), 4)

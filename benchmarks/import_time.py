@@ -41,7 +41,7 @@ def main() -> None:
     samples = []
     for number in range(rounds + 1):
         output = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout
-        if number:  # the first one warms the files
+        if number:  # the first run brings the files into the page cache
             samples.append(json.loads(output))
     raw = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
     claims = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the benchmarks compare: rounds that take every candidate in turn, medians, targets beside what is measured."""
+"""How the benchmarks compare: rounds that run every candidate in turn, medians, and claims with targets."""
 
 import dataclasses
 import json
@@ -13,12 +13,12 @@ import jax
 
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 ON_A_DEVICE = 0.1
-"""Seconds of a measurement in which the host of a GPU or TPU has no part worth mentioning."""
+"""Seconds of a measurement on a GPU or TPU that make the share of its host negligible."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One promise: what is measured, how it must compare, and with what."""
+    """One claim: a measured value, and how it must compare with a target."""
 
     what: str
     measured: float
@@ -32,12 +32,12 @@ class Claim:
 
 
 def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[str, float]:
-    """The median seconds of each candidate; each has run before, and a slow minute hits all of them alike.
+    """The median seconds per call of each candidate. All run once in every round, so a slow minute hits all alike.
 
-    A measurement is of as many calls in a row as take `least` seconds, or of one: a GPU takes the next while it works,
-    and waking its host, which takes a millisecond, stays out of it. As many go before it and are not counted: a card
-    slows down where it would take more power than it may, some time after what takes it has begun, so that whoever
-    comes after a candidate that takes less would seem faster.
+    Without `least`, a measurement is one call. With `least`, it is as many calls in a row as take that many seconds.
+    The GPU then queues calls, so the millisecond that it takes to wake the host does not count. The same number of
+    calls runs before, uncounted: a GPU throttles some time after its power limit is reached, and a candidate measured
+    after one that draws less power would seem faster.
     """
     calls = {}
     for name, candidate in candidates.items():
@@ -53,7 +53,7 @@ def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: 
 
 
 def _seconds(candidate: Callable[[], object], calls: int) -> float:
-    """How long a call takes, of so many in a row."""
+    """The seconds per call, of `calls` in a row."""
     start = time.perf_counter()
     for _ in range(calls - 1):
         candidate()
@@ -62,7 +62,7 @@ def _seconds(candidate: Callable[[], object], calls: int) -> float:
 
 
 def report(script: str, claims: Sequence[Claim], raw: Mapping[str, float]) -> None:
-    """The raw numbers, the table of claims, and both again as one line of JSON."""
+    """Prints the raw numbers, the table of claims, and both again as one line of JSON."""
     print(f"\n{script}: jax {jax.__version__}, {jax.devices()[0].device_kind}, {len(jax.devices())} device(s)\n")
     widest = max(map(len, [*raw, *(claim.what for claim in claims)]))
     for name, value in raw.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks compile, and what XLA says of it."""
+"""The programs that the benchmarks compile, and the temporary memory that XLA plans for them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +8,16 @@ import jax
 from ringattn_core import ring_attention
 
 Attention = Callable[..., Any]
-"""Of query, key, value, and of sinks and bias where those are not `None`."""
+"""A function of query, key and value, and optionally of sinks and bias."""
 
 
 def ours(**options: Any) -> Attention:
-    """`ring_attention` with these options, of arrays alone."""
+    """`ring_attention` with these options, as a function of its arrays."""
     return lambda *arrays: ring_attention(*arrays, **options)
 
 
 def with_gradients(attend: Attention) -> Callable[..., tuple[Any, ...]]:
-    """The output and the gradient of each input, from the inputs and, last, the cotangent of the output."""
+    """A function of the inputs and the cotangent of the output, which returns the output and each input's gradient."""
 
     def step(*arrays: Any) -> tuple[Any, ...]:
         out, pullback = jax.vjp(attend, *arrays[:-1])
@@ -27,7 +27,7 @@ def with_gradients(attend: Attention) -> Callable[..., tuple[Any, ...]]:
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """The temporary memory of one device, as XLA planned it."""
+    """The temporary memory of one device, as XLA plans it."""
     memory = program.memory_analysis()
     assert memory is not None, "XLA tells the memory of every program that it compiles for a CPU"
     return memory.temp_size_in_bytes

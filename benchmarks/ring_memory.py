@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ring of 8 adds: temporary memory over one device that holds one shard, and rounding in bfloat16."""
+"""What a ring of 8 adds to one device with one shard: temporary memory, and rounding error in bfloat16."""
 
 import argparse
 
@@ -20,7 +20,7 @@ def attention(mesh: Mesh | None) -> Attention:
 
 
 def temporary(mesh: Mesh | None, tokens: int, heads: int, head_size: int, dtype: str) -> tuple[float, float]:
-    """The temporary bytes of one device, forward and with gradients; compiled only, never run."""
+    """The temporary bytes of one device, forward and with gradients. Compiles the programs only."""
     place = None if mesh is None else NamedSharding(mesh, PartitionSpec(None, "sp"))
     array = jax.ShapeDtypeStruct((1, tokens, heads, head_size), dtype, sharding=place)
     forward = jax.jit(attention(mesh)).lower(array, array, array).compile()

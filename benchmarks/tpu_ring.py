@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of their peak the TPUs of a ring reach, beside splash attention on one, gathering first, and tokamax's ring.
+"""How much of their peak the TPUs of a ring reach, beside splash attention, an all-gather, and tokamax's ring.
 
 `--interpret` runs every part of this script on a CPU, in sizes that say nothing about time.
 """
@@ -24,11 +24,11 @@ from ringattn_core import ring_mesh
 from tpu_rivals import has_tokamax, of_tokens, splash, tokamax_ring
 
 PEAKS: Final = {"v5 lite": 197.0, "v5e": 197.0, "v5p": 459.0, "v5": 459.0, "v6": 918.0, "7x": 1153.5}
-"""TFLOP/s of a device in bfloat16, by what its kind has in its name; two devices share a chip of 7x."""
+"""TFLOP/s of a device in bfloat16, by a part of the name of its kind. A chip of 7x is two devices."""
 
 
 def peak(kind: str) -> float:
-    """What one device can do at most."""
+    """The peak TFLOP/s of one device."""
     for name, rate in PEAKS.items():
         if name in kind:
             return rate
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def measured(mesh: Any, tokens: int, arguments: Any, rivals: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The median seconds of each candidate, forward and with gradients; splash has what one device of the ring has."""
+    """The median seconds of each candidate, forward and with gradients. Splash runs on one device, with one shard."""
     split = NamedSharding(mesh, PartitionSpec(None, "sp"))
     alone = tokens // mesh.size
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which other attentions for TPUs the benchmarks compare with: JAX's splash attention, and tokamax's with its ring."""
+"""The TPU attentions that benchmarks compare with: JAX's splash attention, tokamax's attention and its ring."""
 
 import functools
 import importlib.util
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 TILE: Final = 1024
 _PLACE: Final = "tokamax._src.ops.experimental.tpu.splash_attention"
 Attend = Callable[..., Any]
-"""Of query, key and value with heads before tokens, `[N, T, H]`; the scale is in the queries."""
+"""A function of query, key and value `[N, T, H]`; the queries are already scaled."""
 
 
 def has_tokamax() -> bool:
@@ -24,14 +24,14 @@ def has_tokamax() -> bool:
 
 
 def _tokamax(module: str) -> Any:
-    """A module of tokamax; its ring has no public name."""
+    """Imports a private module of tokamax, because its ring has no public name."""
     return importlib.import_module(f"{_PLACE}.{module}")
 
 
 def splash(
     length: int, heads: int, part: int = 512, fused: bool = True, tile: int = TILE, interpret: bool = False
 ) -> Attend:
-    """JAX's kernels, causal, a `part` of a tile at a time; `fused` has one pass back."""
+    """JAX's splash kernels, causal, which compute `part` keys of a tile at a time. `fused`: one backward kernel."""
     two_passes: Any = {} if fused else {"block_q_dq": tile, "block_kv_dq": tile}
     sizes = splash_attention.BlockSizes(
         block_q=tile,
@@ -67,9 +67,9 @@ def _tokamax_sizes(part: int, tile: int = TILE, **options: Any) -> Any:
 
 
 def tokamax_ring(mesh: Mesh, length: int, part: int = 512, tile: int = TILE, interpret: bool = False) -> Attend:
-    """tokamax's ring over `sp`, with nothing masked: all other masks it wants as dense arrays of the whole sequence.
+    """tokamax's ring over `sp`, without a mask: it takes other masks only as dense arrays of the whole sequence.
 
-    Base 2 is left out: with it the ring's numbers are wrong.
+    `use_base2_exp` is off, because the results of the ring are wrong with it.
     """
     kernel = _tokamax("ring_attention_kernel").make_ring_attention(
         _tokamax("splash_attention_mask").FullMask((length, length)),
@@ -91,7 +91,7 @@ def tokamax_ring(mesh: Mesh, length: int, part: int = 512, tile: int = TILE, int
 
 
 def of_tokens(attend: Attend) -> Attend:
-    """The same of arrays `[1, T, N, H]`, as `ringattn` has them."""
+    """The same attention for `ringattn`'s arrays, `[1, T, N, H]` and not scaled."""
 
     def turned(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         query = query * (1 / math.sqrt(query.shape[-1]))
@@ -102,7 +102,7 @@ def of_tokens(attend: Attend) -> Attend:
 
 
 def program(devices: Sequence[Any], rival: str, length: int, heads: int, **options: Any) -> Any:
-    """Output and gradients on one device, to be compiled: `(function, shapes)`."""
+    """`(function, shapes)` of the output and gradients on one device, for the compiler."""
     attend = splash(length, heads, **options) if rival == "splash" else tokamax(length, **options)
     sharding = NamedSharding(Mesh(np.array(devices[:1]), ("sp",)), PartitionSpec())
     shape = jax.ShapeDtypeStruct((heads, length, 128), jnp.bfloat16, sharding=sharding)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler says of the TPU kernels and rings, beside JAX's splash attention and tokamax's, without a TPU."""
+"""What the TPU compiler reports of our kernels and rings, and of splash attention and tokamax's. Needs no TPU."""
 
 import argparse
 import os
@@ -25,14 +25,14 @@ COMPARED: Final = ("v5e", "v6e", "7x")
 CYCLES_OF_A_HOP: Final = 371_000
 PEAK_MIB: Final = 449
 LARGE: Final = {"length": 8192, "heads": 16}
-"""The shape of those two targets, on v6e."""
+"""The shape for `CYCLES_OF_A_HOP` and `PEAK_MIB`, on v6e."""
 OURS: Final = "block, one pass"
 
 Programs = dict[str, tuple[str, dict[str, Any]]]
 
 
 def kernels() -> Programs:
-    """Everything whose bodies are compared."""
+    """The programs whose kernel bodies are compared."""
     found: Programs = {
         OURS: ("tpu_programs:block", {"length": 4096, "heads": 2}),
         "block, two passes": ("tpu_programs:block", {"length": 16384, "heads": 1}),
@@ -58,9 +58,9 @@ def rings(lengths: tuple[int, ...], heads: int) -> Programs:
 
 
 def bundles(found: dict[str, Report]) -> dict[str, dict[str, tuple[int, int]]]:
-    """By part and program: bundles of a tile of the shorter body, where all is visible, and of the one that masks.
+    """By part and program: the instruction bundles of a tile without a mask, and of a tile with one.
 
-    Those of several kernels are added up. Splash attention has one body, that masks always.
+    Bundles of several kernels are added up. Splash attention has one body, which always masks.
     """
     table: dict[str, dict[str, tuple[int, int]]] = {"forward": {}, "backward": {}}
     for name, one in found.items():
@@ -73,7 +73,7 @@ def bundles(found: dict[str, Report]) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def is_forward(kernel: str) -> bool:
-    """By the names that each library gives: what is no gradient's is forward."""
+    """Whether a kernel is a forward kernel: its name has no word that the libraries use for backward kernels."""
     return not any(word in kernel for word in ("backward", "dkv", "dq", "bwd"))
 
 
@@ -113,7 +113,7 @@ def of_large(found: dict[str, Report]) -> list[Claim]:
 
 
 def of_window(found: dict[str, Report]) -> list[Claim]:
-    """A layer that looks back 4096 of 128k tokens: how often its ring hops, and what it visits of its list of steps."""
+    """Claims for a window of 4096 of 128k tokens: the number of hops, and visited pairs over visible pairs."""
     window, length = 4096, 32768
     block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, window=(window, None))
     sizes = block_sizes.choose(block, block.rule.fwd_params)
@@ -127,7 +127,7 @@ def of_window(found: dict[str, Report]) -> list[Claim]:
 
 
 def checked(chip: str, programs: Programs) -> dict[str, Report]:
-    """The reports; a program that does not compile ends the benchmark."""
+    """Compiles the programs and returns their reports; exits if one does not compile."""
     found = {}
     for name, one in compiled(CHIPS[chip], programs).items():
         if isinstance(one, str):

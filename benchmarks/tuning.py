@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether tuning finds what a sweep of all tile sizes finds, what it gains, and what a call pays to look it up."""
+"""Whether tuning finds the best of a sweep of all tile sizes, what it gains, and what its lookup costs a call."""
 
 import argparse
 import os
@@ -21,9 +21,9 @@ from ringattn_core.tuning.trial import trial
 from ringattn_xla.tiling import cut as tile
 
 SIZES = (64, 128, 256, 512, 1024)
-"""Of the sweep: keys, and queries times heads of a group."""
+"""The sizes of the sweep, for keys, and for queries times the heads of a group."""
 MOST_SCORES = 2**19
-"""Of the tiles of the sweep: twice what the candidates have."""
+"""The most scores of a tile in the sweep: twice the limit of the candidates."""
 SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], str, Mapping[str, Any]]] = {
     "causal": ((1, 1024, 4, 64), (1, 1024, 4, 64), "float32", {"causal": True}),
     "full": ((1, 1024, 8, 64), (1, 1024, 8, 64), "float32", {}),
@@ -34,7 +34,7 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], str, Mapping[str, A
 
 
 def sizes_of_sweep(q_length: int, kv_length: int, group: int) -> list[dict[str, int]]:
-    """Every pair of sizes that cuts the block in a way of its own."""
+    """One pair of sizes for each distinct way to cut the block into tiles."""
     found = {}
     for q in (size // group for size in SIZES):
         for kv in SIZES:
@@ -45,7 +45,7 @@ def sizes_of_sweep(q_length: int, kv_length: int, group: int) -> list[dict[str, 
 
 
 def program(part: str, arrays: Sequence[jax.Array], dout: jax.Array, cfg: Any, options: Mapping[str, Any]) -> Any:
-    """The call itself, compiled: the forward, or the forward and every gradient."""
+    """Compiles a call, forward or with every gradient; returns a function that runs it."""
     attend = ours(cfg=cfg, backend="xla", **options)
     if part == "forward":
         compiled = jax.jit(attend).lower(*arrays).compile()

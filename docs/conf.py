@@ -14,6 +14,6 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"ringattn {version}"
-# The signatures are written in full on the page; types of other libraries have no inventory here to link to.
+# Pages show signatures in full. Types of other libraries have no link target here.
 autodoc_typehints = "none"
 nitpicky = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables of the documents say that the code decides; running this file writes them anew."""
+"""Makes the tables of the documents that follow from the code. Running this file updates the documents."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ WORDS = {Support.FULL: "yes", Support.PLANNED: "planned", Support.IMPOSSIBLE: "i
 
 
 def descriptors() -> list[Backend]:
-    """Those that the packages of this repository register, by name."""
+    """The descriptors of the backends in this repository, sorted by name."""
     found = {}
     for path in ROOT.glob("packages/*/pyproject.toml"):
         points = tomllib.loads(path.read_text())["project"].get("entry-points", {}).get("ringattn.backends", {})
@@ -27,7 +27,7 @@ def descriptors() -> list[Backend]:
 
 
 def backends() -> str:
-    """One row a feature, one column a backend."""
+    """The table of backends: a row for each feature, a column for each backend."""
     columns = descriptors()
     names = " | ".join(f"`{backend.name}`" for backend in columns)
     platforms = " | ".join(", ".join(backend.platforms) for backend in columns)
@@ -40,7 +40,7 @@ def backends() -> str:
 
 
 def saboteurs() -> str:
-    """One row a saboteur: in which way it is broken, and which tests of the suite catch it."""
+    """The table of saboteurs: how each is broken, and which tests of the suite catch it."""
     sys.path.insert(0, str(SABOTEURS))
     try:
         broken = importlib.import_module("saboteurs").SABOTEURS
@@ -54,7 +54,7 @@ def saboteurs() -> str:
 
 
 def short(test: str) -> str:
-    """A test without its parameters and without the parts of its path that all share."""
+    """The id of a test without its parameters and its folders."""
     return test.split("[")[0].rsplit("/")[-1]
 
 
@@ -62,7 +62,7 @@ TABLES = {ROOT / "README.md": ("backends", backends), ROOT / "docs" / "conforman
 
 
 def current(document: Path) -> str:
-    """The document with its table as the code has it now."""
+    """The text of the document with its table made anew."""
     name, table = TABLES[document]
     place = re.compile(rf"(<!-- {name}: this .*? -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
     return place.sub(lambda match: f"{match[1]}\n{table()}\n\n{match[2]}", document.read_text())

@@ -10,7 +10,7 @@ from training import BLOCKS, HEADS, LENGTH, VOCABULARY, WIDTH, Batch, Loss, cros
 
 
 def each(function: Any, x: jax.Array) -> jax.Array:
-    """A function of one token, for all tokens of all examples."""
+    """Applies a function of one token to all tokens of all examples."""
     return jax.vmap(jax.vmap(function))(x)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training examples train on, and how they are judged: each loss on a mesh of 8 beside that on one device.
+"""The task of the training examples, and their check: each loss on a mesh of 8 devices equals that on one device.
 
-The task: tokens go up by one of four strides, which each sequence keeps, so that only by looking back can the loss fall
-below log 4. The mesh is 2 x 4, data by sequence; the sequence is laid out in zigzag, once, where the batch is made.
+Tokens of a sequence increase by a constant stride, one of four, so the loss falls below log 4 only if the model looks
+back. The mesh is 2 x 4, data by sequence. The sequence is put in zigzag order once, where the batch is made.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ FLOOR = math.log(STRIDES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Tokens, the token after each, and where each stands in its sequence; all in the order of the layout."""
+    """Tokens, the token after each, and the position of each in its sequence; all in layout order."""
 
     tokens: Int32[Array, "B T"]
     targets: Int32[Array, "B T"]
@@ -38,7 +38,7 @@ class Batch:
 
 Loss = Callable[[Any, Batch], jax.Array]
 Model = Callable[[dict[str, Any]], tuple[Any, Loss]]
-"""From the ring options, empty on one device, to the first parameters, a pytree of arrays, and the loss."""
+"""A function from the ring options (empty on one device) to the initial parameters, a pytree, and the loss."""
 
 
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int32[Array, "B T"]) -> Float[Array, ""]:
@@ -48,7 +48,7 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Int32[Array, "B T"]) -
 
 
 def batches() -> Iterator[Batch]:
-    """Fresh sequences at every step, the same ones in every run, in natural order."""
+    """New sequences for every step, the same in every run, in natural order."""
     draw = np.random.default_rng(0)
     for _ in range(STEPS):
         start, stride = draw.integers(0, VOCABULARY, (BATCH, 1)), draw.integers(1, STRIDES + 1, (BATCH, 1))
@@ -58,7 +58,7 @@ def batches() -> Iterator[Batch]:
 
 
 def adam(parameters: Any, gradients: Any, state: Any, count: jax.Array) -> tuple[Any, Any]:
-    """One step of Adam; the state is a pair of averages, of the gradients and of their squares."""
+    """One step of Adam. The state is a pair: the running averages of the gradients and of their squares."""
     means = jax.tree.map(lambda mean, g: 0.9 * mean + 0.1 * g, state[0], gradients)
     squares = jax.tree.map(lambda square, g: 0.99 * square + 0.01 * g * g, state[1], gradients)
 
@@ -69,7 +69,7 @@ def adam(parameters: Any, gradients: Any, state: Any, count: jax.Array) -> tuple
 
 
 def losses(model: Model, mesh: Mesh | None) -> list[float]:
-    """The loss at every step, before the step is made."""
+    """The loss at every step, before its update."""
     ring = {} if mesh is None else {"mesh": mesh, "axis_name": "sp", "layout": LAYOUT}
     parameters, loss = model(ring)
     state = (jax.tree.map(jnp.zeros_like, parameters),) * 2
@@ -95,15 +95,17 @@ def losses(model: Model, mesh: Mesh | None) -> list[float]:
 
 
 def judge(name: str, alone: list[float], spread: list[float]) -> str:
-    """The verdict; the program ends with status 1 where the losses differ or do not fall."""
+    """The verdict, a sentence. Exits with status 1 if the losses differ between mesh and device, or do not fall."""
     worst = np.max(np.abs(np.subtract(alone, spread)))
     if not worst <= TOLERANCE:
         raise SystemExit(f"{name}: the losses differ from those of one device by {worst:.1e}, more than {TOLERANCE}.")
     if not spread[-1] < FLOOR:
-        raise SystemExit(f"{name}: the loss ends at {spread[-1]:.4f}, not below {FLOOR:.4f}: it does not look back.")
+        raise SystemExit(
+            f"{name}: the loss ends at {spread[-1]:.4f}, not below {FLOOR:.4f}: the model does not look back."
+        )
     return (
         f"{name}: the loss falls from {spread[0]:.4f} to {spread[-1]:.4f} on a {DATA} x {RING} mesh, "
-        f"and is that of one device: the largest difference is {worst:.0e}."
+        f"and equals that of one device: the largest difference is {worst:.0e}."
     )
 
 

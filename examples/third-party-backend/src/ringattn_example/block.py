@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one block of queries attends to one block of keys, and the gradients of that."""
+"""A block kernel: attention of one block of queries to one block of keys, and its gradients."""
 
 import functools
 
@@ -16,7 +16,7 @@ def grouped(x: Float32[Array, "B T N H"], block: Block) -> Float32[Array, "B T K
 
 
 def weights(block: Block, lse: Float32[Array, "B N T"] | None = None):
-    """`exp(s - lse)`, `[B, K, G, T, S]`, and the lse: the one given, or that of this block alone."""
+    """`exp(s - lse)`, `[B, K, G, T, S]`, and `lse`: the given one, or that of this block alone."""
     s = product("btkgh,bskh->bkgts", grouped(block.q, block), block.k.astype(jnp.float32)) * block.rule.scale
     shape, seen = (s.shape[0], -1, *s.shape[3:]), visible(block)
     heads = s.reshape(shape) if seen is None else jnp.where(seen, s.reshape(shape), -jnp.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this backend tells core about itself."""
+"""The descriptor of this backend: its name, platforms, kernel and features."""
 
 from ringattn_core import Backend, Support
 from ringattn_core import Feature as F
@@ -14,5 +14,5 @@ BACKEND = Backend(
     platforms=("cpu", "gpu", "cuda", "rocm", "tpu"),
     features=dict.fromkeys(CAN, Support.FULL) | {F.SOFT_CAP: Support.PLANNED, F.FUSED_BACKWARD: Support.IMPOSSIBLE},
     kernel="ringattn_example.block:KERNEL",
-    priority=-1000,  # an example is never chosen by itself
+    priority=-1000,  # chosen by name, or where no other backend can run the call
 )

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An example of a backend that owns its ring."""
+"""An example of a backend that drives its own ring."""

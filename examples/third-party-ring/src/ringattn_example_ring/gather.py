@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one rank attends to the keys of all ranks: it gathers them."""
+"""A ring function that all-gathers the keys, so that each rank attends to the keys of all ranks."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ product = functools.partial(jnp.einsum, precision="highest")
 
 
 def ring_attention(*, query, key, value, **options: Any):
-    """Gathers the keys as float32, so that the gradients of all ranks are summed as float32 too."""
+    """Gathers keys as float32, so that JAX sums the gradients of all ranks in float32 too."""
     axis, group = options["axis_name"] or (), query.shape[2] // key.shape[2]
 
     def all_ranks(x: Any) -> Any:
@@ -30,7 +30,7 @@ def ring_attention(*, query, key, value, **options: Any):
     k, v = (jnp.repeat(all_ranks(x.astype(jnp.float32)), group, axis=2) for x in (key, value))
     s = product("btnh,bsnh->bnts", query.astype(jnp.float32), k) * options["softmax_scale"]
     s = jnp.where(visible(options, q_index[None], kv_index[None], all_ranks(options["kv_segment_ids"])), s, -jnp.inf)
-    if (sinks := options["softmax_aux"]) is not None:  # columns without a value
+    if (sinks := options["softmax_aux"]) is not None:  # a sink is a key without a value
         columns = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], (*s.shape[:3], sinks.shape[1]))
         s = jnp.concatenate([s, columns], -1)
     empty = jnp.isneginf(s).all(-1)

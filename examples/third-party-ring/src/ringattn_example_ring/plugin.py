@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this backend tells core about itself."""
+"""The descriptor of this backend: its name, platforms, ring function and features."""
 
 from ringattn_core import Backend, Support
 from ringattn_core import Feature as F
@@ -13,5 +13,5 @@ BACKEND = Backend(
     platforms=("cpu", "gpu", "cuda", "rocm", "tpu"),
     features=dict.fromkeys(CAN, Support.FULL) | {F.BIAS: Support.PLANNED, F.FUSED_BACKWARD: Support.IMPOSSIBLE},
     ring="ringattn_example_ring.gather:ring_attention",
-    priority=-1001,  # an example is never chosen by itself
+    priority=-1001,  # chosen by name, or where no other backend can run the call
 )
