@@ -115,8 +115,9 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
         return found[:, None]  # known to be split with the heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
-    start = axes.coordinate(sizes.head_axes) * heads if every != heads else 0
-    return jax.lax.dynamic_slice_in_dim(found, start, heads)[:, None]
+    if every != heads:
+        found = jax.lax.dynamic_slice_in_dim(found, axes.coordinate(sizes.head_axes) * heads, heads)
+    return found[:, None]
 
 
 def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:

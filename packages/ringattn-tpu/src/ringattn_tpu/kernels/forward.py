@@ -10,7 +10,20 @@ from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST
 from .dropout import kept
-from .scores import LANES, Part, folded, keep_columns, matmul, power, products, scores, to_column, to_row, wide
+from .scores import (
+    LANES,
+    Part,
+    folded,
+    keep_columns,
+    mask_out,
+    matmul,
+    power,
+    products,
+    scores,
+    to_column,
+    to_row,
+    wide,
+)
 
 LARGEST: Final = 0
 TOTAL: Final = 1
@@ -56,7 +69,8 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
 
 def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None:
     settings, v = part.settings, part.rows("v")
-    s, _ = scores(part, products(part, "q", "k"), masked)
+    s, _ = scores(part, products(part, "q", "k"))
+    s = mask_out(part, s) if masked else s
     before = largest[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
     p = power(s - wide(after, part.width), settings)

@@ -113,11 +113,8 @@ def products(part: Part, of_query: str, of_key: str) -> jax.Array:
     )
 
 
-def scores(part: Part, product: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
-    """The scores from the products, and the tanh that the soft cap takes (without a cap, the scaled products).
-
-    Where `masked`, the score of a pair that is masked out is -inf.
-    """
+def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scores before any mask, and the tanh that the soft cap takes (without a cap, the scaled products)."""
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
@@ -128,8 +125,13 @@ def scores(part: Part, product: jax.Array, masked: bool) -> tuple[jax.Array, jax
         s = s + _bias(part)
     if settings.slopes:
         s = s - part.inputs["slopes"][...] * settings.unit * distance(part)
-    seen = _visible(part) if masked else None
-    return s if seen is None else jnp.where(seen, s, -jnp.inf), bent
+    return s, bent
+
+
+def mask_out(part: Part, x: jax.Array) -> jax.Array:
+    """`x`, and -inf where a key is masked out."""
+    seen = _visible(part)
+    return x if seen is None else jnp.where(seen, x, -jnp.inf)
 
 
 def _bias(part: Part) -> jax.Array:

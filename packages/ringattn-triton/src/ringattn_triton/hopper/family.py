@@ -129,9 +129,8 @@ def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
 
 def _too_little(constants: BlockConstants) -> bool:
     """Whether beginning and end dominate a turn: it has few tiles, or short products to mask."""
-    right = 0 if constants.causal or constants.chunked else constants.right if constants.bounded_right else math.inf
-    window = constants.left + right if constants.bounded_left else math.inf
-    seen = min(window, constants.chunk if constants.chunked else math.inf)
+    left, right, chunk = (math.inf if x is None else x for x in (constants.left, constants.right, constants.chunk))
+    seen = min(left + (0 if constants.causal or constants.chunk is not None else right), chunk)
     if constants.head_dim == 128:
         return seen < 1024
     return seen < 2048 or constants.q_length < 4096 or constants.segments or constants.masks

@@ -163,7 +163,7 @@ def _consume(
             mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
         acc = warpgroup_mma(weights, shared.v.index(before), acc, is_async=True)
         head = of_head(P, batch, head_number, F)
-        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), F, RAGGED, False)
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
         old_top, old_total = top, total
@@ -262,7 +262,7 @@ def _keys(
     if MASKED:
         start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
         columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
-        return of_columns(P, batch, start, columns, F, KV_TILE, False)
+        return of_columns(P, batch, start, columns, 0, F, KV_TILE, False)
     else:
         return 0
 

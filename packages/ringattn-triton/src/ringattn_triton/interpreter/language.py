@@ -27,11 +27,7 @@ def num_programs(axis: int) -> Tensor:
     return Tensor(np.int32(current.launch.grid[plain(axis)]), tl.int32)
 
 
-def load(
-    pointer: Any,
-    mask: Any = None,
-    other: Any = None,
-) -> Tensor:
+def load(pointer: Any, mask: Any = None, other: Any = None) -> Tensor:
     """The elements pointed at; where the mask forbids, `other`, or without it what nobody should rely on."""
     _need_pointer(pointer)
     dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)
@@ -44,11 +40,7 @@ def load(
     return Tensor(pointer.buffer.load(pointer.data, allowed, fill), dtype)
 
 
-def store(
-    pointer: Any,
-    value: Any,
-    mask: Any = None,
-) -> None:
+def store(pointer: Any, value: Any, mask: Any = None) -> None:
     _need_pointer(pointer)
     data = cast(tensor(value), pointer.buffer.dtype).data
     pointer.buffer.store(pointer.data, data, _mask(pointer, mask))
@@ -146,12 +138,6 @@ def static_range(arg1: Any, arg2: Any = None, step: Any = None) -> range:
     """An unrolled loop: its bounds are known when the kernel is compiled, and so is its variable."""
     start, end = (0, arg1) if arg2 is None else (arg1, arg2)
     return range(plain(start), plain(end), 1 if step is None else plain(step))
-
-
-def static_assert(cond: Any, msg: str = "") -> None:
-    if isinstance(cond, Tensor):
-        raise TypeError(f"static_assert takes what is known at compile time, got the tensor {cond}")
-    assert cond, msg
 
 
 def inline_asm_elementwise(

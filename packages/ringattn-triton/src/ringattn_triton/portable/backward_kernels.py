@@ -134,7 +134,7 @@ def backward_queries(
 
     `DSLOPES` is what each row adds to the gradient of its head's slope, `[B, N, T]`, or unused without slopes. `FRESH`:
     there is no `DQ_BEFORE` to continue. `IN_STRIPS`: the programs are for one strip of `S` (`bias_gradient.Strips`)
-    alone, whose first tile `FIRST` holds, and write the derivatives by their scores into `DS`.
+    alone, whose first tile `FIRST` holds, and write the derivatives by their scores into `DS`; else `S` is `T`.
     """
     first_own = 0
     if IN_STRIPS:

@@ -56,11 +56,10 @@ class BiasSums:
     summed_rows: bool
 
 
-def strips(block: Block, rows: int, columns: int, kept: bool) -> Strips:
-    """The strips of a block with so many tiles; all of it is one where nothing is kept."""
+def strips(block: Block, rows: int, columns: int) -> Strips:
+    """The strips of a block with so many tiles."""
     batch, _, heads, _ = block.q.shape
-    some = max(FILLING // (batch * heads), -(-rows // MOST), 1)
-    rows = min(some, rows) if kept else rows
+    rows = min(max(FILLING // (batch * heads), -(-rows // MOST), 1), rows)
     return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
 
 

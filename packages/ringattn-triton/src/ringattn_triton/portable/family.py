@@ -39,19 +39,12 @@ class PortableFamily:
             arrays,
             results(block),
             grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
-            warps=schedule.warps,
-            stages=schedule.stages,
             aliases={len(arrays) - 3 + i: i for i, x in enumerate(before) if x is not None},
             name="ringattn_forward",
-            F=constants,
             T=table.shape,
-            Q_TILE=schedule.q_tile,
-            KV_TILE=schedule.kv_tile,
-            DIM=kernel_inputs.padded_dim(constants.head_dim),
-            VALUE_DIM=kernel_inputs.padded_dim(constants.value_dim),
-            HELD=schedule.held,
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
+            **schedules.launch_options(constants, schedule),
         )
         return Partial(out, lse, shift if constants.bias else None)
 

@@ -2,7 +2,7 @@
 """How large the tiles of the portable kernels are, and how many warps and stages they have, on each kind of device."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from ringattn_core import BwdParams, FwdParams
 from ringattn_core.errors import InputError
@@ -203,6 +203,20 @@ def _fitting(
             f"Ask for smaller blocks or fewer stages; the default is {default}",
         )
     return schedule
+
+
+def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, Any]:
+    """The options of a launch that every portable kernel has."""
+    return {
+        "F": constants,
+        "Q_TILE": schedule.q_tile,
+        "KV_TILE": schedule.kv_tile,
+        "DIM": padded_dim(constants.head_dim),
+        "VALUE_DIM": padded_dim(constants.value_dim),
+        "HELD": schedule.held,
+        "warps": schedule.warps,
+        "stages": schedule.stages,
+    }
 
 
 def refuse_large_heads(constants: BlockConstants) -> None:
