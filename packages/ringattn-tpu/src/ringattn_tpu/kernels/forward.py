@@ -68,7 +68,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
 
 
 def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None:
-    settings, v = part.settings, part.rows("v")
+    settings = part.settings
     s, _ = scores(part, products(part, "q", "k"))
     s = mask_out(part, s) if masked else s
     before = largest[...]
@@ -79,4 +79,4 @@ def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None
     largest[...] = after
     if settings.rule.dropout:
         p = p * kept(part, 1.0)
-    acc[...] = wide(decay, acc.shape[1]) * acc[...] + matmul(p, v, settings)
+    acc[...] = wide(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)

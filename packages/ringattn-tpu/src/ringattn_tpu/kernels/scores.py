@@ -78,16 +78,11 @@ class Part(NamedTuple):
         return wide(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
 
 
-def own_integers(settings: Settings, by_keys: bool) -> tuple[str, ...]:
-    """The integers that a kernel keeps as columns."""
-    return settings.kv_rows if by_keys else settings.q_rows
-
-
 def keep_columns(settings: Settings, inputs: Any, columns: Any, by_keys: bool) -> None:
     """Turns the integers of the own tile to columns, once for all tiles that visit it."""
-    rows = "kv_integers" if by_keys else "q_integers"
-    for row in range(len(own_integers(settings, by_keys))):
-        columns[row] = to_column(inputs[rows][row : row + 1, :])
+    name, rows = ("kv_integers", settings.kv_rows) if by_keys else ("q_integers", settings.q_rows)
+    for row in range(len(rows)):
+        columns[row] = to_column(inputs[name][row : row + 1, :])
 
 
 def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:

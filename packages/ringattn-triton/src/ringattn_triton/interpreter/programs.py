@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a compiled kernel's source runs here: with globals in which `triton.language` is the interpreter's."""
+"""Runs a kernel's own code with other globals, in which the interpreter stands for `triton.language`."""
 
 import builtins
 import inspect

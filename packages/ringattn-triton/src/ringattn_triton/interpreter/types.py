@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which types values have, as Triton promotes them, and in which NumPy type each is held.
+"""The types of values, promoted by Triton's rules, and the NumPy type that holds each.
 
 bfloat16 and float16 are held in float32, rounded after every operation: sums and products of two such numbers are
 exact or correctly rounded in float32 first, so that the result is the one of the narrow type.

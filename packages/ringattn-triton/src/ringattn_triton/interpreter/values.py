@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of a kernel's source compute: tensors and pointers over NumPy arrays."""
+"""Tensors and pointers of interpreted kernels, over NumPy arrays, with Python's operators."""
 
 import functools
 import operator
@@ -110,7 +110,7 @@ def _offsets(value: Any) -> Any:
 
 
 def tensor(value: Any) -> Tensor:
-    """A number of the source as a tensor, which it is wherever Triton computes with it."""
+    """Makes a tensor of a number in the source, as Triton does."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Number):
@@ -123,7 +123,7 @@ _numbers: Final[dict[tuple[Any, ...], Any]] = {}
 
 
 def number(value: Number, dtype: Any) -> Any:
-    """A number of the source in the type of the tensor that it meets."""
+    """A number of the source, converted to the type of the tensor that it is combined with."""
     key = (value, type(value), dtype.name)
     found = _numbers.get(key) if value else None
     if found is None:
@@ -173,7 +173,7 @@ def bitcasted(x: Tensor, dtype: Any) -> Tensor:
 
 
 def met(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
-    """The data of both in the type in which they are computed with, and that type."""
+    """Both operands converted to their common type, and that type."""
     if isinstance(a, Tensor):
         if isinstance(b, Tensor):
             dtype = common_type(a.dtype, b.dtype, division=division)
@@ -227,7 +227,7 @@ def quotient(a: Any, b: Any) -> Tensor:
 
 
 def remainder(a: Any, b: Any) -> Tensor:
-    """What `quotient` leaves: it has the sign of the dividend."""
+    """The remainder of `quotient`; it has the sign of the dividend."""
     x, y, dtype = met(a, b, division=True)
     return Tensor(rounded(np.fmod(x, y), dtype), dtype)
 
@@ -274,12 +274,12 @@ _operators()
 
 
 def constant(value: Any) -> Any:
-    """A compile-time value, of `tl.constexpr` or its own."""
+    """The value of a `tl.constexpr`; other values as they are."""
     return value.value if isinstance(value, tl.constexpr) else value
 
 
 def plain(value: Any) -> int:
-    """An integer known when the kernel is compiled; a tensor is none."""
+    """An integer known when the kernel is compiled; raises on a tensor."""
     value = constant(value)
     if isinstance(value, Tensor):
         raise TypeError(f"an integer known at compile time is needed here, got the tensor {value}")

@@ -184,7 +184,7 @@ def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.co
 
 @triton.jit
 def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Keys` of a tile, that lie so many `columns` after its `start`."""
+    """The `Keys` at these `columns` of a tile that begins at column `start`."""
     position = 0
     index = 0
     segment = 0
@@ -244,7 +244,7 @@ def visible(
 
 @triton.jit
 def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
-    """What the words of a mask say of a tile."""
+    """The bits of a mask for a tile."""
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel

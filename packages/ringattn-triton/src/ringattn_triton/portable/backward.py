@@ -35,14 +35,14 @@ def backward(
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
     dq, dslopes, dbias = _of_queries(block, inputs, rows, dq, target)
     dk, dv = _of_keys(block, inputs.with_transposed_bias(), rows, target)
-    if block.slopes is not None:
-        by_batch = dslopes.sum(2)
-        return Gradients(dq, dk, dv, dbias, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
-    return Gradients(dq, dk, dv, dbias)
+    if block.slopes is None:
+        return Gradients(dq, dk, dv, dbias)
+    by_batch = dslopes.sum(2)
+    return Gradients(dq, dk, dv, dbias, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
 
 
 def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
-    """dk and dv."""
+    """dk and dv, by the kernel that owns keys."""
     schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     return launch(

@@ -16,7 +16,7 @@ from .forward_kernel import forward as forward_kernel
 
 
 class PortableFamily:
-    """Takes every block; refuses heads of more than 256."""
+    """Takes every block, and raises on heads of more than 256."""
 
     backward = staticmethod(backward)
 
@@ -50,7 +50,7 @@ class PortableFamily:
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
-    """What a forward kernel writes: `out`, `lse`, and the shift, or one element where there is none."""
+    """The outputs of a forward kernel: `out`, `lse`, and the shift, which is one element without a bias."""
     batch, length, heads, _ = block.q.shape
     return [
         jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),
