@@ -222,7 +222,8 @@ def _rounded_answer(inputs: Inputs) -> oracle.Answer:
     top = np.max(np.where(oracle.visible(problem), rounded, -np.inf), -1, keepdims=True)
     top = np.where(np.isneginf(top), 0.0, top)
     answer = oracle.attend(dataclasses.replace(problem, bias=rounded - top - exact), inputs.dout, inputs.dlse)
-    axes = tuple(axis for axis, size in enumerate(np.shape(problem.bias)) if size == 1)
+    assert problem.bias is not None
+    axes = tuple(axis for axis, size in enumerate(problem.bias.shape) if size == 1)
     gradients = answer.gradients | {"dbias": answer.gradients["dbias"].sum(axes, keepdims=True)}
     return oracle.Answer(answer.out, answer.lse + top[..., 0], 0.0, gradients)
 
