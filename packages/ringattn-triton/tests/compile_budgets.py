@@ -14,8 +14,10 @@ _THREE_PRODUCTS: Final = "float32 is split in three for the tensor cores, and th
 
 _AT_THE_END: Final = "registers are given out by eights, and what a turn begins and ends with needs a few more"
 _CONTINUED: Final = "where it continues what other keys have left, a turn begins with more"
+_TWO_POINTERS: Final = "keys and values have a pointer each, outside the loops"
 
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
+    ("bfloat16", 64, "ringattn_forward"): dict.fromkeys((80, 86, 89), (8, _TWO_POINTERS)),
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (48, _ON_HOPPER)},
     ("bfloat16", 64, "ringattn_hopper_forward"): {90: (296, _AT_THE_END)},

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter computes what a compiled kernel would, and refuses what a GPU would silently get wrong."""
 
-import itertools
 import threading
 
 import jax
@@ -11,9 +10,7 @@ import numpy as np
 import pytest
 import small_kernels
 import triton.language as tl
-from ringattn_triton.interpreter import types
 from ringattn_triton.interpreter.programs import run
-from triton.language.semantic import TritonSemantic
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 INTEGERS = (np.int32, np.uint32, np.int64)
@@ -164,22 +161,6 @@ def test_reductions_run_along_an_axis():
     (got,) = interpret(small_kernels.rows, [x], [((3, 8), np.float32)], ROWS=8, SIZE=32)
     expected = np.stack([x.sum(1), x.max(1), np.exp2(np.minimum(x, 0)).sum(1)])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_types_meet_as_in_tritons_compiler():
-    semantic = TritonSemantic(None)
-    for a, b in itertools.product(types.OF_ARRAY.values(), repeat=2):
-        for a_number, b_number, division in itertools.product((False, True), repeat=3):
-            try:
-                expected = semantic.computation_type_impl(a, a_number, b, b_number, division)
-            except TypeError:
-                with pytest.raises(TypeError):
-                    types.common_type(a, b, a_number, b_number, division)
-                continue
-            if not (a is b and a_number and b_number):
-                assert types.common_type(a, b, a_number, b_number, division) == expected, (a, a_number, b, b_number)
-        if a.is_int() and b.is_int():
-            assert types.integer_type(a, b) == semantic.integer_promote_impl(a, b)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ PAIRS_AT_ONCE: Final = 2**28
 """How many pairs of a mask that XLA may not fuse are evaluated at a time."""
 
 
-def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"] | None, Int32[Array, " N"] | None]:
-    """The words of the block's masks, and which of the `m` each head obeys; `None`: its own, or the only one.
+def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
+    """The words of a block that has masks, and which of the `m` each head obeys; `None`: its own, or the only one.
 
     A dense mask beside masks of the rule is ANDed into them, head by head.
     """
     if not block.rule.masks:
-        return (None, None) if block.mask is None else (of_dense(block), None)
+        return of_dense(block), None
     words, mask_of_head = of_rule(block)
     if block.mask is None:
         return words, mask_of_head

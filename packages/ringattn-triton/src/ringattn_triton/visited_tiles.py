@@ -110,7 +110,7 @@ def of_bitmap(
 
 
 def together(rows: int, heads: int, programs: int) -> int:
-    """How many heads share the device: enough for these programs, a power of two that divides all."""
+    """How many heads run together: the least power of two that divides `heads` and makes so many programs."""
     enough = 1
     while enough * rows < programs and heads % (2 * enough) == 0:
         enough *= 2
@@ -134,7 +134,7 @@ def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles
 def _of_words(
     words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
 ) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
-    """Which tiles have any bit in any mask, and which have all bits in all; bits past the end are not counted."""
+    """Which tiles have any bit set in any mask, and which all bits in all masks, not counting keys past the end."""
     counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
     valid = jnp.where(counted, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32), 0).sum(-1, dtype=jnp.uint32)
     more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]
@@ -150,6 +150,6 @@ def _of_words(
 
 
 def _scattered(block: Block) -> bool:
-    """Whether a row of tiles may see some that are no run."""
+    """Whether the tiles that a row sees may lie apart from each other."""
     rule = block.rule
     return bool(rule.masks) or block.mask is not None or block.q_segments is not None or not rule.increasing

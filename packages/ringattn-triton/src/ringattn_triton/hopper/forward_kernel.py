@@ -29,7 +29,7 @@ def forward(
     STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, SHIFTED: gl.constexpr,
     BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as the device has multiprocessors. They count their turns in `TAKEN`, which begins at 0.
+    """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
     `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no score needs a row
     maximum taken from it. `REGISTERS`: how many a thread of a consumer has.
@@ -123,7 +123,7 @@ def forward(
 def _consume(
     NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """The results of every turn for 64 of its queries."""
+    """A consumer: it computes and writes 64 queries of every turn."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
@@ -163,7 +163,7 @@ def _consume(
             mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
         acc = warpgroup_mma(weights, shared.v.index(before), acc, is_async=True)
         head = of_head(P, batch, head_number, F)
-        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), F, RAGGED, False)
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
         old_top, old_total = top, total
@@ -220,7 +220,7 @@ def _continued(
     queries, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
     SUMS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One step: the scores of this tile and the last tile's weighted values are in flight together."""
+    """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
@@ -249,7 +249,7 @@ def _continued(
 
 @gluon.jit
 def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
-    """The weights in the registers from which a product takes its left side."""
+    """The weights in the layout of a product's left operand."""
     return gl.convert_layout(p.to(TYPE), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
 
 
@@ -258,18 +258,18 @@ def _keys(
     shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The keys of a tile to mask."""
+    """The `Keys` of a tile to mask, or 0."""
     if MASKED:
         start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
         columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
-        return of_columns(P, batch, start, columns, F, KV_TILE, False)
+        return of_columns(P, batch, start, columns, 0, F, KV_TILE, False)
     else:
         return 0
 
 
 @gluon.jit
 def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
-    """The bias of a tile of scores."""
+    """The bias of a tile of scores, or 0."""
     if F.bias:
         return shared.bias.index((taken % S[2]) * S[0] + NUMBER).load(SCORES)
     else:
@@ -278,7 +278,7 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr,
 
 @gluon.jit
 def _softmax(s, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
-    """The weights of a tile of products, sums and maxima that count it in, and the factor for the sums so far.
+    """The weights of a tile, the updated sums and maxima, and the factor for the sums so far.
 
     Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor is 1.
     """

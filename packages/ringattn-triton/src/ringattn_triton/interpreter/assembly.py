@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,16 +15,10 @@ _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "st.global.b32": lambda pointer, word: pointer.write(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
-"""The results of each, in the order in which PTX writes them. What points into memory is a `Place`."""
+"""The results of each, in the order in which PTX writes them. A pointer has a method `write`."""
 
 
-class Place(Protocol):
-    """Where words of 32 bits can be written; `()` is the result."""
-
-    def write(self, words: Any) -> tuple[()]: ...
-
-
-def computed(assembly: str, inputs: Sequence[np.ndarray | Place], outputs: int) -> list[Any]:
+def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:
     """The outputs `$0` and so on of instructions applied element by element; inputs are numbered after them."""
     registers = {f"${outputs + number}": x for number, x in enumerate(inputs)}
     body = re.sub(r"^\s*\{(.*)\}\s*$", r"\1", assembly, flags=re.DOTALL)

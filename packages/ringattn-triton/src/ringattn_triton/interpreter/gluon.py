@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the names of Gluon mean in an interpreted kernel: shared memory, barriers, fetches, products that run on.
+"""The functions of Gluon over NumPy arrays and threads: shared memory, barriers, TMA fetches, asynchronous products.
 
 The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
 as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as

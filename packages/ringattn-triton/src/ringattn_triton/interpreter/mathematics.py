@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions of `triton.language` compute: elementwise, over an axis, and products of matrices."""
+"""The functions of `triton.language` that compute: elementwise, over an axis, and matrix products."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which types values have, as Triton promotes them, and in which NumPy type each is held.
+"""The types of values, promoted by Triton's rules, and the NumPy type that holds each.
 
 bfloat16 and float16 are held in float32, rounded after every operation: sums and products of two such numbers are
 exact or correctly rounded in float32 first, so that the result is the one of the narrow type.
@@ -10,36 +10,20 @@ from typing import Any, Final
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 
+_INTEGER_NAMES: Final = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 HELD: Final[dict[str, Any]] = {
+    **{name: getattr(np, name) for name in _INTEGER_NAMES},
     "int1": np.bool_,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
     "fp16": np.float32,
     "bf16": np.float32,
     "fp32": np.float32,
     "fp64": np.float64,
 }
-OF_ARRAY: Final = {
+OF_ARRAY: Final[dict[str, Any]] = {
+    **{name: getattr(tl, name) for name in (*_INTEGER_NAMES, "float16", "bfloat16", "float32", "float64")},
     "bool": tl.int1,
-    "int8": tl.int8,
-    "int16": tl.int16,
-    "int32": tl.int32,
-    "int64": tl.int64,
-    "uint8": tl.uint8,
-    "uint16": tl.uint16,
-    "uint32": tl.uint32,
-    "uint64": tl.uint64,
-    "float16": tl.float16,
-    "bfloat16": tl.bfloat16,
-    "float32": tl.float32,
-    "float64": tl.float64,
 }
 """The Triton type of a NumPy (or ml_dtypes) array."""
 
@@ -106,45 +90,21 @@ _INTEGERS: Final = (
 _BY_NAME: Final[dict[str, Any]] = {dtype.name: dtype for dtype in OF_ARRAY.values()}  # pyright: ignore
 
 
-@functools.cache
-def _widest(a: str, b: str) -> Any:
-    first, second = _BY_NAME[a], _BY_NAME[b]
-    if first.int_signedness == second.int_signedness:
-        return first if first.int_bitwidth > second.int_bitwidth else second
-    unsigned, signed = (first, second) if first.is_int_unsigned() else (second, first)
-    return unsigned if unsigned.int_bitwidth >= signed.int_bitwidth else signed
-
-
-def integer_type(a: Any, b: Any) -> Any:
-    """The type of two integers that meet: the wider one, unsigned where both are as wide."""
-    return a if a is b else _widest(a.name, b.name)
+_SEMANTIC: Final[Any] = TritonSemantic(None)  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache
 def _common(a: str, a_number: bool, b: str, b_number: bool, division: bool) -> Any:
-    first, second = _BY_NAME[a], _BY_NAME[b]
-    if a_number != b_number:
-        number, tensor = (first, second) if a_number else (second, first)
-        if _kind(number) <= _kind(tensor):
-            return tl.float32 if division and tensor in (tl.float16, tl.bfloat16) else tensor
-    for wide in (tl.float64, tl.float32):
-        if wide in (first, second):
-            return wide
-    if tl.float16 in (first, second):
-        return tl.float32 if division else tl.float16
-    if tl.bfloat16 in (first, second):
-        return tl.bfloat16 if first == second and not division else tl.float32
-    if division and first.int_signedness != second.int_signedness:
-        raise TypeError(f"cannot divide {first} by {second}: one is signed, the other is not")
-    return _widest(a, b)
+    return _SEMANTIC.computation_type_impl(_BY_NAME[a], a_number, _BY_NAME[b], b_number, division)
+
+
+def integer_type(a: Any, b: Any) -> Any:
+    """The type of two integers that meet, as Triton's compiler has it."""
+    return a if a is b else _SEMANTIC.integer_promote_impl(a, b)
 
 
 def common_type(a: Any, b: Any, a_number: bool = False, b_number: bool = False, division: bool = False) -> Any:
-    """The type in which two values are computed with; numbers of the source give way to tensors of their kind."""
+    """The type in which Triton computes with two values; `a_number`: `a` is a number of the source."""
     if a is b and not division:
         return a
     return _common(a.name, a_number, b.name, b_number, division)
-
-
-def _kind(dtype: Any) -> int:
-    return 0 if dtype.is_int1() else 1 if dtype.is_int() else 2

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of a kernel's source compute: tensors and pointers over NumPy arrays."""
+"""Tensors and pointers of interpreted kernels, over NumPy arrays, with Python's operators."""
 
+import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import triton.language as tl
@@ -26,10 +27,6 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
-
-    @property
-    def type(self) -> Any:
-        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
 
     @property
     def numel(self) -> int:
@@ -72,105 +69,12 @@ class Tensor:
     def __add__(self, other: Any) -> "Tensor":
         return other + self if isinstance(other, Pointer) else arithmetic(np.add, self, other)
 
-    def __radd__(self, other: Any) -> "Tensor":
-        return arithmetic(np.add, other, self)
-
-    def __sub__(self, other: Any) -> "Tensor":
-        return arithmetic(np.subtract, self, other)
-
-    def __rsub__(self, other: Any) -> "Tensor":
-        return arithmetic(np.subtract, other, self)
-
-    def __mul__(self, other: Any) -> "Tensor":
-        return arithmetic(np.multiply, self, other)
-
-    def __rmul__(self, other: Any) -> "Tensor":
-        return arithmetic(np.multiply, other, self)
-
-    def __truediv__(self, other: Any) -> "Tensor":
-        return divided(self, other)
-
-    def __rtruediv__(self, other: Any) -> "Tensor":
-        return divided(other, self)
-
-    def __floordiv__(self, other: Any) -> "Tensor":
-        return quotient(self, other)
-
-    def __rfloordiv__(self, other: Any) -> "Tensor":
-        return quotient(other, self)
-
-    def __mod__(self, other: Any) -> "Tensor":
-        return remainder(self, other)
-
-    def __rmod__(self, other: Any) -> "Tensor":
-        return remainder(other, self)
-
-    def __and__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, self, other)
-
-    def __rand__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, other, self)
-
-    def __or__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, self, other)
-
-    def __ror__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, other, self)
-
-    def __xor__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_xor, self, other)
-
-    def __rxor__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_xor, other, self)
-
-    def __lshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.left_shift, self, other)
-
-    def __rlshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.left_shift, other, self)
-
-    def __rshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.right_shift, self, other)
-
-    def __rrshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.right_shift, other, self)
-
-    def __lt__(self, other: Any) -> "Tensor":
-        return compared(np.less, self, other)
-
-    def __le__(self, other: Any) -> "Tensor":
-        return compared(np.less_equal, self, other)
-
-    def __gt__(self, other: Any) -> "Tensor":
-        return compared(np.greater, self, other)
-
-    def __ge__(self, other: Any) -> "Tensor":
-        return compared(np.greater_equal, self, other)
-
-    def __eq__(self, other: Any) -> "Tensor":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return compared(np.equal, self, other)
-
-    def __ne__(self, other: Any) -> "Tensor":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return compared(np.not_equal, self, other)
-
     def __neg__(self) -> "Tensor":
         return Tensor(np.negative(self.data), self.dtype)
-
-    def __pos__(self) -> "Tensor":
-        return self
 
     def __invert__(self) -> "Tensor":
         _need(self.dtype.is_int(), "~", self.dtype)
         return Tensor(np.invert(self.data), self.dtype)
-
-    def logical_not(self) -> "Tensor":
-        return Tensor(np.logical_not(self.data), tl.int1)
-
-    def logical_and(self, other: Any) -> "Tensor":
-        return cast(self, tl.int1) & cast(tensor(other), tl.int1)
-
-    def logical_or(self, other: Any) -> "Tensor":
-        return cast(self, tl.int1) | cast(tensor(other), tl.int1)
 
 
 class Pointer(Tensor):
@@ -194,12 +98,6 @@ class Pointer(Tensor):
     def __sub__(self, other: Any) -> "Pointer":
         return Pointer(self.buffer, np.subtract(self.data, _offsets(other)))
 
-    def _refuse(self, other: Any = None) -> NoReturn:
-        raise TypeError(f"a pointer into {self.buffer} moves by integers, and has no other arithmetic")
-
-    __mul__ = __rmul__ = __rsub__ = __truediv__ = __floordiv__ = __mod__ = _refuse
-    __and__ = __or__ = __xor__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = __invert__ = _refuse  # pyright: ignore
     __hash__ = Tensor.__hash__
 
 
@@ -212,7 +110,7 @@ def _offsets(value: Any) -> Any:
 
 
 def tensor(value: Any) -> Tensor:
-    """A number of the source as a tensor, which it is wherever Triton computes with it."""
+    """Makes a tensor of a number in the source, as Triton does."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Number):
@@ -225,7 +123,7 @@ _numbers: Final[dict[tuple[Any, ...], Any]] = {}
 
 
 def number(value: Number, dtype: Any) -> Any:
-    """A number of the source in the type of the tensor that it meets."""
+    """A number of the source, converted to the type of the tensor that it is combined with."""
     key = (value, type(value), dtype.name)
     found = _numbers.get(key) if value else None
     if found is None:
@@ -275,7 +173,7 @@ def bitcasted(x: Tensor, dtype: Any) -> Tensor:
 
 
 def met(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
-    """The data of both in the type in which they are computed with, and that type."""
+    """Both operands converted to their common type, and that type."""
     if isinstance(a, Tensor):
         if isinstance(b, Tensor):
             dtype = common_type(a.dtype, b.dtype, division=division)
@@ -329,7 +227,7 @@ def quotient(a: Any, b: Any) -> Tensor:
 
 
 def remainder(a: Any, b: Any) -> Tensor:
-    """What `quotient` leaves: it has the sign of the dividend."""
+    """The remainder of `quotient`; it has the sign of the dividend."""
     x, y, dtype = met(a, b, division=True)
     return Tensor(rounded(np.fmod(x, y), dtype), dtype)
 
@@ -352,13 +250,36 @@ def _need(fact: bool, what: str, *dtypes: Any) -> None:
         raise TypeError(f"{what} takes integers, got {' and '.join(map(str, dtypes))}")
 
 
+def _operators() -> None:
+    """Gives tensors the operators of Python, each with its reflection; `Tensor.__add__` also takes pointers."""
+
+    def defined(name: str, apply: Callable[[Any, Any], Tensor]) -> None:
+        if name != "add":
+            setattr(Tensor, f"__{name}__", lambda a, b: apply(a, b))
+        setattr(Tensor, f"__r{name}__", lambda a, b: apply(b, a))
+
+    for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
+        defined(name, functools.partial(arithmetic, function))
+    for name, apply in {"truediv": divided, "floordiv": quotient, "mod": remainder}.items():
+        defined(name, apply)
+    of_bits = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    for name, function in (of_bits | {"lshift": np.left_shift, "rshift": np.right_shift}).items():
+        defined(name, functools.partial(bitwise, function))
+    comparisons = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    for name, function in (comparisons | {"eq": np.equal, "ne": np.not_equal}).items():
+        setattr(Tensor, f"__{name}__", lambda a, b, function=function: compared(function, a, b))
+
+
+_operators()
+
+
 def constant(value: Any) -> Any:
-    """A compile-time value, of `tl.constexpr` or its own."""
+    """The value of a `tl.constexpr`; other values as they are."""
     return value.value if isinstance(value, tl.constexpr) else value
 
 
 def plain(value: Any) -> int:
-    """An integer known when the kernel is compiled; a tensor is none."""
+    """An integer known when the kernel is compiled; raises on a tensor."""
     value = constant(value)
     if isinstance(value, Tensor):
         raise TypeError(f"an integer known at compile time is needed here, got the tensor {value}")

@@ -25,28 +25,44 @@ def weights(
     Four entries share a draw where the indices of both sides count on from multiples of 16. Whether they do is data (a
     striped shard skips), so both ways are compiled.
     """
+    found = tl.zeros([KV_TILE, Q_TILE] if BY_KEYS else [Q_TILE, KV_TILE], tl.float32)
+    if (queries.counter >= 0) & (keys.counter >= 0):
+        found = _in_fours(queries, keys, head, KEPT, F, Q_TILE, KV_TILE, BY_KEYS)
+    else:
+        found = _one_by_one(queries, keys, head, KEPT, F)
+    return found
+
+
+@triton.jit
+def _in_fours(
+    queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The weights where four entries share a draw."""
     ROWS: tl.constexpr = KV_TILE if BY_KEYS else Q_TILE
     COLUMNS: tl.constexpr = Q_TILE if BY_KEYS else KV_TILE
-    if (queries.counter >= 0) & (keys.counter >= 0):
-        in_rows = tl.arange(0, ROWS // 2)[:, None]
-        in_columns = tl.arange(0, COLUMNS // 2)[None, :]
-        if BY_KEYS:
-            first, second = philox(queries.counter + in_columns, keys.counter + in_rows, head.dropout_key, F)
-        else:
-            first, second = philox(queries.counter + in_rows, keys.counter + in_columns, head.dropout_key, F)
-        # The words are for queries 8 apart, their halves for keys 8 apart.
-        in_first = tl.join(_weight(first & 0xFFFF, KEPT, F), _weight(first >> 16, KEPT, F))
-        in_second = tl.join(_weight(second & 0xFFFF, KEPT, F), _weight(second >> 16, KEPT, F))
-        four = tl.reshape(tl.join(in_first, in_second), (ROWS // 16, 8, COLUMNS // 16, 8, 2, 2))
-        KEYS: tl.constexpr = 4 if BY_KEYS else 5
-        found = tl.reshape(tl.permute(four, (0, KEYS, 1, 2, 9 - KEYS, 3)), (ROWS, COLUMNS))
+    in_rows = tl.arange(0, ROWS // 2)[:, None]
+    in_columns = tl.arange(0, COLUMNS // 2)[None, :]
+    if BY_KEYS:
+        first, second = philox(queries.counter + in_columns, keys.counter + in_rows, head.dropout_key, F)
     else:
-        i = unsigned(queries.index)
-        j = unsigned(keys.index)
-        first, second = philox(_counter(i), _counter(j), head.dropout_key, F)
-        word = tl.where((i & 8) == 0, first, second)
-        found = _weight(tl.where((j & 8) == 0, word & 0xFFFF, word >> 16), KEPT, F)
-    return found
+        first, second = philox(queries.counter + in_rows, keys.counter + in_columns, head.dropout_key, F)
+    # The words are for queries 8 apart, their halves for keys 8 apart.
+    in_first = tl.join(_weight(first & 0xFFFF, KEPT, F), _weight(first >> 16, KEPT, F))
+    in_second = tl.join(_weight(second & 0xFFFF, KEPT, F), _weight(second >> 16, KEPT, F))
+    four = tl.reshape(tl.join(in_first, in_second), (ROWS // 16, 8, COLUMNS // 16, 8, 2, 2))
+    KEYS: tl.constexpr = 4 if BY_KEYS else 5
+    return tl.reshape(tl.permute(four, (0, KEYS, 1, 2, 9 - KEYS, 3)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _one_by_one(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr):
+    """The weights where each entry draws for itself."""
+    i = unsigned(queries.index)
+    j = unsigned(keys.index)
+    first, second = philox(_counter(i), _counter(j), head.dropout_key, F)
+    word = tl.where((i & 8) == 0, first, second)
+    return _weight(tl.where((j & 8) == 0, word & 0xFFFF, word >> 16), KEPT, F)
 
 
 @triton.jit

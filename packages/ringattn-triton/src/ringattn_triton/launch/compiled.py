@@ -20,7 +20,6 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from .kernel_call import KernelCall
-from .target import device_architecture, device_capability
 
 _TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1"}
 _TYPES_OF_INTEGERS: Final = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 32)}
@@ -45,11 +44,11 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     from jaxlib import gpu_triton
 
     if platform == "cuda":
-        capability = capability or device_capability()
+        capability = capability or int(jax.local_devices()[0].compute_capability.replace(".", ""))
         target = GPUTarget("cuda", capability, 32)
     else:
         capability = gpu_triton.get_compute_capability(0)
-        target = GPUTarget("hip", device_architecture(), 64)
+        target = GPUTarget("hip", jax.local_devices()[0].compute_capability.split(":")[0], 64)
     made = compile_kernel(call, tuple(x.dtype.name for x in (*arrays, *call.outputs)), target)
     code = made.code
     if platform == "rocm":
