@@ -94,8 +94,7 @@ def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray
     """`[B, T, N]`: the queries that are or see the bad token; `[B, S, K]`: the keys that any of these sees."""
     visible = oracle.visible(inputs.problem)
     batch, token, head, _ = SPOT
-    group = case.heads // case.kv_heads
-    rows = np.zeros((case.batch, case.q_length, case.heads), bool)
+    group, rows = case.heads // case.kv_heads, np.zeros((case.batch, case.q_length, case.heads), bool)
     if operand == "q":
         rows[batch, token, head] = visible[batch, head, token].any()
     else:
@@ -193,7 +192,7 @@ def test_rows_of_hugely_negative_scores_are_those_of_float32(ringattn_backend: s
 
 
 def _of_exact_scores(placed: Placed) -> Placed:
-    """Scores are odd multiples of 1/8 below 2, exact in float32, and no sum with a bias lies between two floats."""
+    """Scores are odd multiples of 1/8 below 2: exact in float32, no sum with a bias is midway between two floats."""
     problem, draw = placed.inputs.problem, np.random.default_rng(0)
     q = 2 * draw.integers(-1, 2, problem.q.shape).astype(np.float32)
     k = draw.integers(-1, 2, problem.k.shape).astype(np.float32)
@@ -222,7 +221,7 @@ def _rounded_answer(inputs: Inputs) -> oracle.Answer:
     top = np.max(np.where(oracle.visible(problem), rounded, -np.inf), -1, keepdims=True)
     top = np.where(np.isneginf(top), 0.0, top)
     answer = oracle.attend(dataclasses.replace(problem, bias=rounded - top - exact), inputs.dout, inputs.dlse)
-    axes = tuple(axis for axis, size in enumerate(np.shape(problem.bias)) if size == 1)
+    axes = tuple(axis for axis, size in enumerate(np.asarray(problem.bias).shape) if size == 1)
     gradients = answer.gradients | {"dbias": answer.gradients["dbias"].sum(axes, keepdims=True)}
     return oracle.Answer(answer.out, answer.lse + top[..., 0], 0.0, gradients)
 
