@@ -88,7 +88,7 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     asked: dict[str, Any] = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
     if target.backend == "cuda":
         # What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older.
-        asked |= {"maxnreg": call.registers, "ptx_version": 87 if target.arch < 100 else 88}
+        asked |= {"maxnreg": call.registers, "ptx_version": 87 if int(target.arch) < 100 else 88}
     options = backend.parse_options(asked)
     context = ir.context()
     ir.load_dialects(context)
