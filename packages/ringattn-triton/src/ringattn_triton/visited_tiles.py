@@ -64,8 +64,8 @@ def table(
     queries where `by_keys`, is never seen whole.
     """
     found = seen(inputs, block, q_tile, kv_tile)
-    listed = _scattered(block)
     run = not (block.rule.masks or block.mask is not None)
+    listed = not run or block.q_segments is not None or not block.rule.increasing
     bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
     groups, rows, _ = bounds.shape
     heads = block.kv_heads if by_keys else block.q.shape[2]
@@ -148,9 +148,3 @@ def _of_words(
     some = reduced(words & valid, jax.lax.bitwise_or, 0)
     full = reduced(words | ~valid, jax.lax.bitwise_and, 2**32 - 1)
     return some != 0, full == np.uint32(2**32 - 1)
-
-
-def _scattered(block: Block) -> bool:
-    """Whether the tiles that a row sees may lie apart from each other."""
-    rule = block.rule
-    return bool(rule.masks) or block.mask is not None or block.q_segments is not None or not rule.increasing
