@@ -100,9 +100,7 @@ def judge(name: str, alone: list[float], spread: list[float]) -> str:
     if not worst <= TOLERANCE:
         raise SystemExit(f"{name}: the losses differ from those of one device by {worst:.1e}, more than {TOLERANCE}.")
     if not spread[-1] < FLOOR:
-        raise SystemExit(
-            f"{name}: the loss ends at {spread[-1]:.4f}, not below {FLOOR:.4f}: the model does not look back."
-        )
+        raise SystemExit(f"{name}: the loss ends at {spread[-1]:.4f}, not below {FLOOR:.4f}: it does not look back.")
     return (
         f"{name}: the loss falls from {spread[0]:.4f} to {spread[-1]:.4f} on a {DATA} x {RING} mesh, "
         f"and equals that of one device: the largest difference is {worst:.0e}."

@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
     result = run(f"train_{library}.py")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "on a 2 x 4 mesh, and is that of one device" in result.stdout.splitlines()[-1]
+    assert "on a 2 x 4 mesh, and equals that of one device" in result.stdout.splitlines()[-1]
 
 
 def test_every_training_example_is_run():

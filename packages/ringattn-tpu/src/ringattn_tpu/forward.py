@@ -60,8 +60,10 @@ def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
 
 def _result(given: KernelInputs, out: jax.Array, softmax: jax.Array) -> Partial:
     """The partial result of the rows whose largest score and sum are `softmax`."""
-    largest, total = softmax[:, :, 0] / given.settings.unit, softmax[:, :, 1]
+    largest, total = softmax[:, :, 0], softmax[:, :, 1]
+    nothing = total == 0.0
     if not given.settings.bias:
-        return Partial(out, jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(total)))
-    shift = jnp.where((largest < SHIFT_BELOW) & (total != 0.0), largest, 0.0)
-    return Partial(out, jnp.where(total == 0.0, -jnp.inf, (largest - shift) + jnp.log(total)), shift)
+        # Added in units of log2, so that a block which nobody sees gives back the bits of an lse.
+        return Partial(out, jnp.where(nothing, -jnp.inf, (largest + jnp.log2(total)) / given.settings.unit))
+    shift = jnp.where((largest < SHIFT_BELOW) & ~nothing, largest, 0.0)
+    return Partial(out, jnp.where(nothing, -jnp.inf, (largest - shift) + jnp.log(total)), shift)

@@ -26,9 +26,9 @@ def backward(
     dq: Float32[Array, "B T N H"] | None,
 ) -> Gradients:
     """`dq` continued with the keys of the block, and the gradients that the block adds to everything else."""
-    asked, dq = block, jnp.zeros(block.q.shape, jnp.float32) if dq is None else dq
-    axes = axes_of(block, dout, lse, delta, dq)
-    block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes)
+    asked, before = block, jnp.zeros(block.q.shape, jnp.float32) if dq is None else dq
+    axes = axes_of(block, dout, lse, delta, before)
+    block, dout, lse, delta, before = align((block, dout, lse, delta, before), axes)
     size = choose(block, block.rule.bwd_params)
     block = pad(block, size)
     dout = padded(dout, block.q_length, 1)
@@ -37,17 +37,17 @@ def backward(
     of_rows = [row_values(x, block) for x in (lse, padded(delta, block.q_length, 2))]
     if block.shift is not None:
         of_rows.append(row_values(block.shift, block))
-    total = {"dq": jnp.swapaxes(rows(padded(dq, block.q_length, 1), block), 2, 3)}
-    total |= {"dk": ordering.zeros(block.k.shape, dq), "dv": ordering.zeros(block.v.shape, dq)}
-    total |= {} if block.bias is None or block.bias_fixed else {"dbias": ordering.zeros(block.bias.shape, dq)}
-    total |= {} if block.slopes is None else {"dslopes": ordering.zeros(block.slopes.shape, dq)}
+    total = {"dq": jnp.swapaxes(rows(padded(before, block.q_length, 1), block), 2, 3)}
+    total |= {"dk": ordering.zeros(block.k.shape, before), "dv": ordering.zeros(block.v.shape, before)}
+    total |= {} if block.bias is None or block.bias_fixed else {"dbias": ordering.zeros(block.bias.shape, before)}
+    total |= {} if block.slopes is None else {"dslopes": ordering.zeros(block.slopes.shape, before)}
     total = align(total, axes)
 
     def step(start: Cut, size: Cut, total: dict[str, Any]) -> dict[str, Any]:
         row = [take(x, "BKR", block, start, size) for x in of_rows]
         added = _of_tile(part(block, start, size), take(dout, "BTN.", block, start, size), *row)
-        before = {name: take(x, _AXES[name], block, start, size) for name, x in total.items()}
-        return {name: put(x, before[name] + added[name], _AXES[name], block, start, size) for name, x in total.items()}
+        old = {name: take(x, _AXES[name], block, start, size) for name, x in total.items()}
+        return {name: put(x, old[name] + added[name], _AXES[name], block, start, size) for name, x in total.items()}
 
     total = over_visible_tiles(block, size, step, total)
     dq = unrows(jnp.swapaxes(total["dq"], 2, 3), block)

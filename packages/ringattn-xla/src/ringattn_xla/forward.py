@@ -18,13 +18,13 @@ _CARRIED = ("BTN.", ".BKR")
 
 def forward(block: Block, partial: Partial | None) -> Partial:
     """`partial` continued with the keys of the block."""
-    partial = empty(block) if partial is None else partial
-    block, partial = align((block, partial), axes_of(block, partial))
+    before = empty(block) if partial is None else partial
+    block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    largest, total = _begun(partial)
+    largest, total = _begun(before)
     softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
-    out = padded(partial.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
+    out = padded(before.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
     surviving = 1.0 - block.rule.dropout
 
     def step(start: Cut, size: Cut, carry: Any) -> Any:

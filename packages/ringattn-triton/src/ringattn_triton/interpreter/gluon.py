@@ -260,7 +260,7 @@ def warp_specialize(partitions: Sequence[tuple[Any, tuple[Any, ...]]], warps: An
     team.finish()
 
 
-def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, value: Any = None) -> Shared:
+def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any) -> Shared:
     sizes = [plain(size) for size in shape]
     if type(layout).__name__ == "MBarrierLayout":
         barriers = np.empty(sizes, object)
@@ -268,10 +268,7 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, v
             barriers[at] = Barrier()
         return Shared(barriers, element_ty)
     shared = Shared(np.empty(sizes, held(element_ty)), element_ty)
-    if value is None:
-        shared.spoil()
-    else:
-        shared.store(value)
+    shared.spoil()
     return shared
 
 

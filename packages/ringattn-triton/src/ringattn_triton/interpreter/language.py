@@ -62,8 +62,6 @@ def _mask(pointer: Pointer, mask: Any) -> Any:
     if mask is None or mask is True:
         return None
     data = cast(tensor(mask), tl.int1).data
-    if data.ndim and not pointer.data.ndim:
-        raise TypeError("a block of masks needs a block of pointers, got one pointer")
     return data
 
 

@@ -43,8 +43,6 @@ class Tensor:
         index = index if isinstance(index, tuple) else (index,)
         if any(part is not None and part != slice(None) for part in index):
             raise TypeError(f"a tensor is indexed with : and None alone, got {index}")
-        if sum(part is not None for part in index) != len(self.shape):
-            raise TypeError(f"{index} does not name each of the {len(self.shape)} axes of the tensor once")
         return self._like(np.asarray(self.data)[index])
 
     def _like(self, data: Any) -> "Tensor":
