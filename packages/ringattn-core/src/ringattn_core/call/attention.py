@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call a user makes: exact attention over a sequence that is spread round a ring of devices."""
+"""The function `ring_attention`: exact attention over a sequence that is sharded over a ring of devices."""
 
 import inspect
 from typing import Any
@@ -26,16 +26,16 @@ def ring_attention(
     bias: arrays.Bias | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """Softmax attention, exact to the dtype in value and gradients, whatever the ring, layout and backend.
+    """Softmax attention. Values and gradients are exact up to rounding, for every ring size, layout and backend.
 
-    Inside your own `jax.shard_map` pass `axis_name`, and arrays are local. With `mesh` arrays are global: the batch
-    goes over the mesh axes named dp, fsdp or data, heads over tp or model, the sequence over `axis_name`; lengths
-    that the ring does not divide are padded (contiguous layout). Without either it is one device.
+    With `mesh`, arrays are global: mesh axes named dp, fsdp or data split the batch, tp or model the heads, and
+    `axis_name` the sequence. Lengths that the ring does not divide are padded (contiguous layout). Inside your own
+    `jax.shard_map`, pass `axis_name` alone: arrays are local. Without both, the call runs on one device.
 
     `causal`, `sliding_window` (both ends inclusive), `chunk_size`, segment ids, `mask_builder` and `attention_mask`
-    are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` says in which order the sequence is
-    ("contiguous", "zigzag", "striped"); `to_layout` brings it there. With `two_way` half of the key heads travel the
-    other way round, so that links are used in both directions. With `return_lse` the result is `(out, lse)`.
+    are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` is the order of the tokens in the arrays
+    ("contiguous", "zigzag", "striped"); `to_layout` puts arrays in that order. With `two_way`, half of the key heads
+    travel the other way round the ring, to use links in both directions. With `return_lse` the result is `(out, lse)`.
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)
@@ -67,7 +67,7 @@ _OPTIONS = [
     for name, kind in Options.__annotations__.items()
 ]
 _NAMES = [parameter.name for parameter in (*_NAMED, *_OPTIONS)]
-# Editors and `help` show every option with its default.
+# so that editors and `help` show every option with its default
 ring_attention.__signature__ = inspect.Signature([*_NAMED, *_OPTIONS])  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -82,7 +82,7 @@ def _config(cfg: Any) -> RingAttentionConfig:
 
 
 def _with_mask_info(options: dict[str, Any], mask_info: Any) -> dict[str, Any]:
-    """The options, with those that `mask_info` holds; one that both give is refused."""
+    """Adds the arrays of `mask_info` to the options; raises for an array that is given in both."""
     if mask_info is None:
         return options
     if not isinstance(mask_info, MaskInfo):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the value of one argument makes sense, and its canonical form."""
+"""Checks the value of one argument at a time, and converts it to its canonical form."""
 
 import dataclasses
 import numbers
@@ -24,10 +24,10 @@ PRECISIONS: Final = ("default", "high", "highest")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes that the operands of a call set.
+    """The sizes of query, key and value, against which other arguments are checked.
 
-    `of` has the size of each letter, in capitals. `lengths` and `heads`, of queries and of keys, are those of the whole
-    problem; the arrays of a call inside `shard_map` hold a share of them. `head_axes` split the heads there.
+    `of` is the size of each axis letter, in capitals, in the arrays as passed. `lengths` and `heads` are the global
+    sizes, of queries and of keys. Inside a `shard_map`, `head_axes` are the mesh axes that split the heads.
     """
 
     of: Mapping[str, int]
@@ -46,7 +46,7 @@ def as_array(argument: str, x: Any) -> jax.Array:
 
 
 def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
-    """`x` as an array with the axes and the kind of numbers of `wanted`; integers become int32."""
+    """Converts `x` to an array with the axes and the kind of numbers of `wanted`; integers become int32."""
     found = as_int32(argument, x, limits) if wanted.dtype is Int else typed(argument, x, wanted)
     if not arrays.fits(wanted, found.shape, sizes.of):
         names = arrays.letters(wanted)
@@ -59,7 +59,7 @@ def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT
 
 
 def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
-    """`x` as an array of floating-point numbers or of booleans, whichever `wanted` holds."""
+    """Converts `x` to an array of floating-point numbers or of booleans, as `wanted` says; raises for other dtypes."""
     found = as_array(argument, x)
     if wanted.dtype is Float and not jnp.issubdtype(found.dtype, jnp.floating):
         raise InputError(argument, f"has dtype {found.dtype}", "It needs floating-point numbers")
@@ -69,14 +69,15 @@ def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
 
 
 def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """A check for positions, which are smaller than 2^30."""
+    """A check for positions: integers below 2^30 in magnitude."""
     return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes, POSITION)
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
-    """Sinks with a row for each head of this rank. One axis alone counts all heads, wherever they are.
+    """Converts sinks to `[N, n]`, a row for each head of this rank.
 
-    Only where JAX knows that it is split over the heads it counts those of this rank.
+    A single axis holds one sink for each head if its length is the number of heads of all ranks; else the heads share
+    the sinks. If JAX tracks that the axis is split with the heads, it holds one sink for each head of this rank.
     """
     if x is None:
         return None
@@ -91,7 +92,7 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
             f"It needs ({every},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
         )
     if found.shape[0] == heads and set(sizes.head_axes) & axes.varying(found):
-        return found[:, None]  # known to be split with the heads
+        return found[:, None]  # `check_vma` says that it is split with the heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
     if every != heads:
@@ -100,7 +101,7 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
 
 
 def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
-    """The masks of all heads, built once."""
+    """Calls the builder for every head; equal masks are kept once."""
     if builder is None:
         return None
     if not callable(builder):
@@ -113,7 +114,7 @@ def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
 
 
 def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None] | None:
-    """`(left, right)`; a side is `None` where no two positions are farther apart."""
+    """`(left, right)`. A side that is wider than any distance of two positions becomes `None`, unbounded."""
     if x is None:
         return None
     sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
@@ -124,13 +125,13 @@ def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None] | N
 
 
 def chunk(argument: str, x: Any, _: Sizes) -> int | None:
-    """A chunk size; larger ones than all positions cut where the largest does, at 0."""
+    """A chunk size. Sizes beyond the largest position become 2^30, which cuts at the same place: 0."""
     size = _integer(argument, x, 1)
     return None if size is None else min(size, MOST_POSITION)
 
 
 def static(argument: str, x: Any) -> Any:
-    """A Python value, of an array of one entry too; traced ones are refused."""
+    """`x` as a Python value; an array with no axes is converted, a traced value raises."""
     if isinstance(x, jax.core.Tracer):
         raise InputError(
             argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
@@ -167,13 +168,13 @@ def scale(argument: str, x: Any, sizes: Sizes) -> float:
 
 
 def probability(argument: str, x: Any, _: Sizes) -> float:
-    """Dropout counts in steps of 2^-16: a smaller probability would drop nothing."""
+    """A dropout probability. Its resolution is 2^-16: a smaller probability would drop nothing, and raises."""
     wanted = "0, or a probability of at least 2^-16 and below 1"
     return _number(argument, x, wanted, lambda p: p == 0 or 2**-16 <= p < 1) or 0.0
 
 
 def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
-    """The 32 bits of a seed."""
+    """A seed as uint32; negative integers wrap."""
     if x is None:
         return None
     whole = isinstance(x, int) and not isinstance(x, bool)
@@ -200,7 +201,7 @@ def two_way(argument: str, x: Any, sizes: Sizes) -> bool:
 
 
 def halves_go_both_ways(key_heads: int) -> None:
-    """Refuses a number of key heads on one rank that two directions round the ring cannot share."""
+    """Raises if two directions round the ring cannot share a rank's key heads evenly."""
     if key_heads % 2:
         raise InputError(
             "two_way",

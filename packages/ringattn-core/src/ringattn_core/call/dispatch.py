@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a validated call reaches the backend chosen for it."""
+"""Runs a validated call of one shard on the chosen backend."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from .validation import validated
 
 @contextlib.contextmanager
 def reverse_mode_only() -> Iterator[None]:
-    """Says in our words that JAX finds no forward-mode rule; a program that is jitted before gives JAX's own error."""
+    """Replaces JAX's error about forward mode by ours. If `jax.jit` traced the call before, JAX's error remains."""
     try:
         yield
     except TypeError as error:
@@ -39,7 +39,7 @@ def reverse_mode_only() -> Iterator[None]:
 
 @reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
-    """The backend's result for one shard; its gradient raises where the backend has none."""
+    """The backend's result for one shard. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = settled(registration, call)
     if backend.kernel is None:
@@ -51,9 +51,9 @@ def answer(registration: Registration, call: Call) -> Any:
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
-    """The result of a ring function, for which padding holds zeros, as it does for block kernels.
+    """Calls a ring function with zeros in the padding, as block kernels get it.
 
-    The selections of the result do nothing but send no cotangent back from padding.
+    The selects on the result only stop cotangents of padding from entering the function's backward pass.
     """
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
     if q_ids is None:
@@ -67,7 +67,7 @@ def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
 
 
 def per_shard(name: str) -> Callable[..., Any]:
-    """The function of `signature.RingAttention` that a backend's own module offers under its name."""
+    """Makes the per-shard function, with the signature `RingAttention`, that a backend's package exports."""
 
     def ring_attention(*args: Any, **kwargs: Any) -> Any:
         call = validated(*args, **kwargs)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a call, a row for each: its array, its check, and the feature that a backend needs for it.
 
-The letters of the array say how it is padded, split over a mesh and compared with the operands. An array of
-floating-point numbers is differentiable, and no other one is. Defaults are those of the per-shard signature.
+The axis letters of an array decide its padding, its sharding and its shape. An array is differentiable exactly if it
+holds floating-point numbers. Defaults are those of the per-shard signature.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ DEFAULTS: Final = {parameter.name: parameter.default for parameter in PARAMETERS
 class Option:
     """One option of a call. `check(argument, value, sizes)` gives its canonical form, or raises `InputError`.
 
-    A row with an `array` and no check of its own is checked by its letters. `feature` is needed where the canonical
-    value is not the one that switches the option off: `None`, `False` or 0.
+    A row with an `array` and no `check` is checked by its axis letters. A call needs `feature` unless the canonical
+    value is `None`, `False` or 0, which mean that the option is off.
     """
 
     name: str
@@ -81,12 +81,12 @@ OPTIONS: Final = (
 ARRAYS: Final = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None
 }
-"""The letters of every array of a call, by its name."""
+"""The type of every array of a call, with its axis letters, by name."""
 _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 
 
 def needs(call: Call) -> frozenset[Feature]:
-    """What a backend must support to answer this call, gradients aside."""
+    """The features that a backend must support to run this call, without `GRADIENTS`."""
     heads, dim = call.query.shape[2:]
     of_operands = {
         Feature.GROUPED_HEADS: call.key.shape[2] != heads,
@@ -99,7 +99,7 @@ def needs(call: Call) -> frozenset[Feature]:
 
 
 class TokenOptions(TypedDict, total=False):
-    """Arrays of tokens and heads that other libraries have no name for."""
+    """Options that are arrays with an axis of tokens or heads, and for which other libraries have no name."""
 
     q_segment_ids: arrays.QueryIds | None
     kv_segment_ids: arrays.KeyIds | None
@@ -109,7 +109,7 @@ class TokenOptions(TypedDict, total=False):
 
 
 class RingSettings(TypedDict, total=False):
-    """What shapes the program, and other libraries have no name for."""
+    """Static options for which other libraries have no name."""
 
     axis_name: axes.AxisName
     batch_axis_name: axes.AxisName
@@ -128,7 +128,7 @@ class RingSettings(TypedDict, total=False):
 
 
 class AttentionSettings(RingSettings, total=False):
-    """All settings, by the names of `ring_attention`."""
+    """All static options, under their names in `ring_attention`."""
 
     causal: bool
     sliding_window: int | tuple[int | None, int | None] | None
@@ -137,7 +137,7 @@ class AttentionSettings(RingSettings, total=False):
 
 
 class Options(TokenOptions, AttentionSettings, total=False):
-    """The keyword arguments of `ring_attention`, sinks and bias aside."""
+    """The keyword arguments of `ring_attention`, except sinks and bias."""
 
     mask_info: MaskInfo | None
     attention_mask: arrays.DenseMask | None
@@ -168,11 +168,11 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "bwd_params": ("cfg",),
     "cfg": ("fwd_params", "bwd_params"),
 }
-"""What other libraries, and the other form of the call, call an argument."""
+"""Names of other libraries, and of the other form of the call, with our names for the same argument."""
 
 
 def refuse_unknown(given: Collection[str], known: Collection[str]) -> None:
-    """Refuses keywords that no argument has, and names the right one where it can be guessed."""
+    """Raises for an unknown keyword; the error names the right one if it can be guessed."""
     for name in given:
         if name in known:
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ringattn_core` offers by name; `ringattn_core` itself loads this at the first use of any name."""
+"""The public names of `ringattn_core`, which imports this module when one of them is first used."""
 
 from .. import errors as errors
 from .. import masks as masks

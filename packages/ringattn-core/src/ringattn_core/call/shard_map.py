@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call inside the caller's own `shard_map` must say about the axes of that mesh."""
+"""Checks a call inside the caller's own `shard_map`: its tokens are sharded, and it names the axes that matter."""
 
 import jax
 
@@ -11,9 +11,9 @@ _OF_TOKENS = ("query", "key", "value", "q_positions", "kv_positions")
 
 
 def refuse_replicated(call: Call) -> None:
-    """Refuses tokens that are equal on all ranks of the ring: each rank would take them for its own share.
+    """Raises if tokens are replicated over the ring: each rank would take them for its own shard.
 
-    `shard_map` knows that under `check_vma=True`. Segment ids pass, because a constant id on all ranks is usual.
+    JAX tracks this under `check_vma=True` only. Segment ids are not checked: a constant id on all ranks is usual.
     """
     ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
     tracked = ring and ring & axes.tracked()
@@ -24,15 +24,15 @@ def refuse_replicated(call: Call) -> None:
             raise InputError(
                 argument,
                 f"is replicated over {missing}, over which axis_name={call.axis_name} spreads the sequence",
-                "Shard its length over the ring in in_specs, or make it of jax.lax.axis_index",
+                "Shard its length over the ring in in_specs, or compute it from jax.lax.axis_index",
             )
 
 
 def refuse_unnamed_axes(call: Call) -> None:
-    """Refuses dropout, and masks that differ between heads, where batch or heads are split over axes without a name.
+    """Raises for dropout, or masks that differ between heads, if the call does not name the axes that split these.
 
-    Both count batch rows or heads of the whole problem. Where `check_vma=False` hides what the query varies over, any
-    further axis of the mesh may split it.
+    Both need the global indices of batch rows or heads. Under `check_vma=False` JAX does not say over which axes the
+    query varies; then any axis of the mesh that the call does not name may split it.
     """
     of_heads = call.mask_builder is not None and len(call.mask_builder.masks) > 1
     unsaid = [name for name in ("batch_axis_name", "head_axis_name") if getattr(call, name) is None]
@@ -46,5 +46,5 @@ def refuse_unnamed_axes(call: Call) -> None:
         raise InputError(
             asked,
             f"needs the global indices of batch and heads, and the mesh axes {over} may split them",
-            f"Say which split them in {' and '.join(unsaid)}, () for none",
+            f"Name those that do in {' and '.join(unsaid)}; () means none",
         )

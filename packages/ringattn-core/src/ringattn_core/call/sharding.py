@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How global arrays are laid over a mesh: the specs of every input, and the padding of uneven lengths."""
+"""How a call shards global arrays over a mesh: the specs of every input, and the padding of uneven lengths."""
 
 import dataclasses
 import functools
@@ -30,14 +30,14 @@ HEAD_AXES: Final = ("tp", "model")
 
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
-    """How every array that the call has is split; axes of size 1 are broadcast and stay whole."""
+    """The `PartitionSpec` of every array of the call. Axes of size 1 that are broadcast are not split."""
     given = {name: getattr(call, name) for name in ARRAYS if getattr(call, name) is not None}
     return {name: roles.spec(ARRAYS[name], x.shape) for name, x in given.items()}
 
 
 @reverse_mode_only()
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-    """The call on global arrays: padded where the ring does not divide it, sharded, answered and cut."""
+    """Runs a call on global arrays: pads uneven lengths, shards the arrays, runs every shard, and cuts the padding."""
     length = call.query.shape[1]
     call, roles = prepared(call, mesh, in_specs, out_specs)
     split = specs(call, roles)
@@ -45,7 +45,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     placed = {name: _placed(getattr(call, name), mesh, spec) for name, spec in split.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
     options = settled_over(mesh, registration, options, split, placed)
-    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf on purpose
+    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
         result = _run(registration, options, mesh, roles, tuple(split.items()), placed)
     if call.query.shape[1] == length:
         return result
@@ -53,7 +53,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
 
 
 def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None) -> tuple[Call, Roles]:
-    """The call with lengths that the ring divides and the axes of every shard; and the roles of the mesh axes."""
+    """The call, padded to lengths that the ring divides, with its axis names set; and the roles of the mesh axes."""
     roles = _roles(call, mesh, in_specs, out_specs)
     call = _padded(call, math.prod(mesh.shape[name] for name in roles.sequence))
     named = {"axis_name": roles.sequence or None, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
@@ -64,14 +64,14 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
 def _run(
     registration: Registration, options: Call, mesh: Mesh, roles: Roles, split: Any, placed: dict[str, jax.Array]
 ) -> Any:
-    """Compiled once for equal calls, also where the caller does not use `jax.jit`."""
+    """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
     out, lse = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
     shard = jax.shard_map(
         lambda local: answer(registration, dataclasses.replace(options, **local)),
         mesh=mesh,
         in_specs=(dict(split),),
         out_specs=(out, lse) if options.return_lse else out,
-        check_vma=False,  # kernels of Triton and Pallas cannot say what their results vary over
+        check_vma=False,  # Triton and Pallas kernels do not declare over which axes results vary
     )
     return shard(placed)
 
@@ -86,7 +86,7 @@ def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`device_put`, and under `vmap` that of the whole batch: JAX would put it by the axes of one example."""
+    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to the batch."""
     put = jax.custom_batching.custom_vmap(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
     put.def_vmap(lambda size, batched, x: (_put(x, mesh, P(None, *spec)), True))
     return put(x)
@@ -137,7 +137,7 @@ def _known(argument: str, names: tuple[str, ...], mesh: Any) -> None:
 
 
 def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -> Roles:
-    """The roles that the specs of query, key and value spell out; the specs of all other arrays follow from them."""
+    """The roles of the mesh axes in the specs of query, key and value; all other specs follow from the roles."""
     given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, P) else ()
     if len(given) != 3 or any(not isinstance(spec, P) for spec in given):
         raise MeshError(
@@ -156,7 +156,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
     for argument, found in (("batch_axis_name", batch), ("head_axis_name", heads)):
         named = getattr(call, argument)
         if named is not None and named != found:
-            raise MeshError(f"{argument}={named} disagrees with in_specs[0]={given[0]}. Pass one of the two")
+            raise MeshError(f"{argument}={named} disagrees with in_specs[0]={given[0]}. Pass only one")
     return Roles(batch, tokens, heads)
 
 
@@ -187,7 +187,7 @@ def _divisible(call: Call, mesh: Any, roles: Roles) -> None:
 
 
 def _padded(call: Call, ranks: int) -> Call:
-    """Lengths that the ring divides: keys that are padding belong to no segment, queries are cut later."""
+    """Pads to lengths that the ring divides. Padding keys get a negative segment id; `sharded` cuts padding queries."""
     more = (-call.query.shape[1] % ranks, -call.key.shape[1] % ranks)
     if more == (0, 0):
         return call

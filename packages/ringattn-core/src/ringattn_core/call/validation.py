@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the arguments of a call fit together: a call leaves here in canonical form, or as an error."""
+"""Checks that the arguments of a call fit together, and makes the call in canonical form."""
 
 import inspect
 from typing import Any, Final
@@ -22,10 +22,10 @@ _ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_posit
 
 
 def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call:
-    """The call in canonical form, of the arguments of the per-shard signature.
+    """The call in canonical form, from the arguments of the per-shard signature. Raises if they do not fit together.
 
-    By default its arrays are those of one rank of `axis_name`. `ranks` says over how many shards the keys given are
-    spread where the call is made outside the `shard_map` that will run it: 1 for global arrays.
+    By default the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`. Outside, `ranks`
+    is the number of shards of the sequence of which the arrays hold one: 1 for global arrays.
     """
     given = _named(arguments, options)
     q, k, v = _operands(*(given.pop(name) for name in ("query", "key", "value")))
@@ -64,7 +64,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
 
 
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Every argument by its one name; those that are not given have their defaults."""
+    """Every argument under its canonical name, with defaults for arguments that are not given."""
     refuse_unknown(options, DEFAULTS)
     by_position = dict(zip(_POSITIONAL, arguments, strict=False))
     given = DEFAULTS | by_position | options
@@ -80,7 +80,7 @@ def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any
 
 
 def _unbound(arguments: tuple[Any, ...], options: dict[str, Any]) -> InputError:
-    """What Python says of arguments that are missing, given twice or too many."""
+    """An error with Python's own message about missing, repeated or surplus arguments."""
     try:
         SIGNATURE.bind(*arguments, **options)
     except TypeError as error:
@@ -119,7 +119,7 @@ def _operands(*given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _refuse_overlaps(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
-    """No mesh axis splits two axes of an array."""
+    """Raises if one mesh axis would split two axes of an array."""
     for argument, names, other, taken in (
         ("batch_axis_name", batch, "the ring's axis_name", ring),
         ("head_axis_name", heads, "the ring's axis_name", ring),
@@ -141,7 +141,7 @@ def _layout_fits(layout: str, q: jax.Array, k: jax.Array, ranks: int) -> None:
 
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:
-    """One of the two arrays given alone serves queries and keys, where there are as many of both."""
+    """If one array of a pair is given, uses it for queries and keys; raises unless they have equal lengths."""
     missing = [name for name in names if found[name] is None]
     if len(missing) != 1:
         return
