@@ -263,7 +263,7 @@ class TestWhatItRefuses:
     def test_a_decoding_step_with_a_mask_by_position(self, option: dict[str, Any]):
         layer = linen(ring_attention_fn(**option), decode=True)
         parameters = linen(decode=True).init(jax.random.key(1), X)
-        with pytest.raises(errors.InputError, match=r"one query against 16 keys is a step of decoding\. Decode with"):
+        with pytest.raises(errors.InputError, match=r"one query against 16 keys, a decoding step\. Decode with"):
             layer.apply(parameters, X[:, :1], mutable=["cache"])
 
 

@@ -161,9 +161,9 @@ def test_devices_without_coordinates_keep_their_order():
 REFUSED = {
     "no size for the ring": (devices(4), dict(axis_sizes={"data": 4}), r"axis_name='sp' is not in axis_sizes={'data'"),
     "another number of devices": (
-        devices(4), dict(axis_sizes={"sp": 8}), r"axis_sizes={'sp': 8} do not make 4, the number of devices. Pass sizes"
+        devices(4), dict(axis_sizes={"sp": 8}), "axis_sizes={'sp': 8} do not fit 4 devices. Pass positive sizes"
     ),
-    "no devices": ([], {}, "axis_sizes={'sp': 0} do not make 0"),
+    "no devices": ([], {}, "axis_sizes={'sp': 0} do not fit 0 devices"),
     "a grid with a hole": (
         devices(4, 4)[:-1], {}, "the devices of slice 0 do not fill the 4x4 grid that they span. Pass devices that do"
     ),

@@ -116,7 +116,7 @@ class TestBrokenOnes:
             ("bad_plugin:NAME", "", BackendLoadError, "AttributeError: .*NAME"),
             ("bad_plugin:B", "raise RuntimeError('boom')", BackendLoadError, "RuntimeError: boom"),
             ("bad_plugin:B", "B = 3", BackendLoadError, "expected a ringattn_core.Backend, got 3"),
-            ("bad_plugin:BACKEND", plugin("other"), BackendLoadError, "it calls itself 'other'"),
+            ("bad_plugin:BACKEND", plugin("other"), BackendLoadError, "its name is 'other'"),
             ("bad_plugin:BACKEND", plugin("bad", api=2), BackendVersionError, "speaks backend API 2"),
             ("bad_plugin:BACKEND", plugin("bad", api=True), BackendVersionError, "speaks backend API True"),
             ("bad_plugin:BACKEND", plugin("bad", where="kernel=None"), BackendLoadError, "exactly one of"),

@@ -67,9 +67,9 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         "Reinstall it (pip install --force-reinstall ringattn-mine) or name another backend.",
     ),
     (
-        errors.BackendLoadError("mine", "ringattn-mine", "its descriptor", "it calls itself 'other'"),
+        errors.BackendLoadError("mine", "ringattn-mine", "its descriptor", "its name is 'other'"),
         ImportError,
-        "backend 'mine' of ringattn-mine cannot load its descriptor: it calls itself 'other'. "
+        "backend 'mine' of ringattn-mine cannot load its descriptor: its name is 'other'. "
         "Reinstall it (pip install --force-reinstall ringattn-mine) or name another backend.",
     ),
     (
@@ -109,9 +109,9 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         "backends 'a', 'b' have the same priority 10 on 'cuda'. Choose one: backend='a', or RINGATTN_BACKEND=a",
     ),
     (
-        errors.TuningError("mine", "it gives no candidate_configs", "Pass its parameters with cfg="),
+        errors.TuningError("mine", "it has no candidate_configs", "Pass its parameters with cfg="),
         RuntimeError,
-        "backend 'mine' cannot be tuned: it gives no candidate_configs. Pass its parameters with cfg=",
+        "backend 'mine' cannot be tuned: it has no candidate_configs. Pass its parameters with cfg=",
     ),
     (
         errors.KernelError("a kernel", "backward", "returned dbias = None", "Return float32[1, 2]"),

@@ -317,7 +317,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "negative prefix": (lambda: Prefix(-1), "Prefix(length=...): got -1"),
     "documents of fractions": (lambda: Document(IDS / 2), "Document(q_ids=...): got float64 of shape (24,)"),
     "documents of two axes": (lambda: Document(IDS, IDS[None]), "Document(kv_ids=...): got int64 of shape (1, 24)"),
-    "documents beyond int32": (lambda: Document(IDS + 2**31), "Document(q_ids=...): reaches from 2147483647"),
+    "documents beyond int32": (lambda: Document(IDS + 2**31), "Document(q_ids=...): has values from 2147483647"),
     "traced documents": (lambda: jax.jit(lambda ids: Document(ids) and ids)(IDS), "Document(q_ids=...): is traced"),
     "a traced array": (lambda: jax.jit(lambda x: Numpy(x) and x)(DENSE), "Numpy: is traced"),
     "an array of one axis": (lambda: Numpy(DENSE[0]), "Numpy: got bool of shape (24,)"),

@@ -271,7 +271,7 @@ TWICE: dict[str, Callable[[jax.Array], Any]] = {
 
 @pytest.mark.parametrize("how", TWICE)
 def test_a_second_derivative_is_refused(how: str):
-    with pytest.raises(DerivativeError, match=r"differentiated once more, and there is no rule"):
+    with pytest.raises(DerivativeError, match=r"differentiated again, and there is no rule"):
         TWICE[how](arrays(8)[1])
 
 

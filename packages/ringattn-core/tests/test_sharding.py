@@ -190,7 +190,7 @@ REFUSED = {
     ),
     "keys laid out otherwise": (
         dict(axis_name="sp", in_specs=(P("data", "sp"), P(None, "sp"), P(None, "sp"))), MeshError,
-        r"in_specs\[1\].* must be that of the query",
+        r"in_specs\[1\].* must equal that of the query",
     ),
     "a fourth spec": (
         dict(axis_name="sp", in_specs=(P("data", "sp"),) * 4), MeshError, "and of nothing else.*Pass three"
@@ -201,13 +201,13 @@ REFUSED = {
     "an axis of specs that is none": (
         dict(axis_name="sp", in_specs=(P("rows", "sp"),) * 3), MeshError, r"in_specs\[0\]='rows' is not an axis"
     ),
-    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs 3 must be that of the query"),
+    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs 3 must equal that of the query"),
     "one axis for batch and heads": (
         dict(axis_name="sp", batch_axis_name="data", head_axis_name="data"), InputError,
         r"head_axis_name: \('data',\) overlaps batch_axis_name \('data',\)",
     ),
     "a number as axis": (dict(axis_name="sp", head_axis_name=3), MeshError, "head_axis_name=3 does not name mesh axes"),
-    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must be that of the query"),
+    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must equal that of the query"),
 }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ class TestADiskThatRefuses:
             assert cache.write(problem(), CONFIG) is None
             assert cache.write(problem(), CONFIG) is None
         assert len(warnings(log)) == 1
-        assert "cannot keep a tuned configuration" in warnings(log)[0]
+        assert "cannot store a tuned configuration" in warnings(log)[0]
         assert os.strerror(number) in warnings(log)[0]
         assert [path for path in root.glob("*") if path.name != ".lock"] == []
 
@@ -188,13 +188,13 @@ class TestADiskThatRefuses:
         root.mkdir(parents=True)
         with filelock.FileLock(root / ".lock"):
             assert cache.write(problem(), CONFIG) is None
-        assert "cannot keep a tuned configuration" in warnings(log)[0]
+        assert "cannot store a tuned configuration" in warnings(log)[0]
         assert cache.write(problem(), CONFIG) is not None
 
     def test_values_that_json_cannot_hold_are_not_stored(self, log: Any) -> None:
         odd = RingAttentionConfig(FwdParams(extra={"set": frozenset({1})}))
         assert cache.write(problem(), odd) is None
-        assert "cannot keep" in warnings(log)[0]
+        assert "cannot store" in warnings(log)[0]
 
 
 class TestWhereItIs:

@@ -344,7 +344,7 @@ def test_no_call_depends_on_a_disk(mine: Any, log: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     assert ran(mine) == ran(mine) == TUNED
     assert len(mine.tunings) == 1
-    assert any("cannot keep" in warning for warning in warnings(log))
+    assert any("cannot store" in warning for warning in warnings(log))
 
 
 def test_what_one_process_tunes_another_uses(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,10 +80,13 @@ OPTIONS = {
     "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is no array"),
     "a seed beyond 32 bits, without dropout": (
         dict(dropout_seed=2**32),
-        "dropout_seed: reaches from 4294967296 to 4294967296. Pass an integer of 32 bits",
+        "dropout_seed: has values from 4294967296 to 4294967296. Pass an integer of 32 bits",
     ),
-    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: reaches from -118059"),
-    "a seed of 64 bits": (dict(dropout_prob=0.1, dropout_seed=np.uint64(2**40)), "dropout_seed: reaches from 1099511"),
+    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: has values from -118059"),
+    "a seed of 64 bits": (
+        dict(dropout_prob=0.1, dropout_seed=np.uint64(2**40)),
+        "dropout_seed: has values from 1099511",
+    ),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
     "dropout of less than a step": (dict(dropout_prob=2.0**-17, dropout_seed=0), "dropout_prob: got 7.62939453125e-06"),
     "two ways by word": (dict(two_way="both"), "two_way: got 'both'. It must be True or False"),
@@ -95,28 +98,28 @@ OPTIONS = {
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
     "segment ids beyond int32": (
         dict(q_segment_ids=np.full((B, T), 2**32 + 5)),
-        "q_segment_ids: reaches from 4294967301 to 4294967301. Pass values that fit int32",
+        "q_segment_ids: has values from 4294967301 to 4294967301. Pass values that fit int32",
     ),
     "segment ids that would wrap": (
         dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
-        "q_segment_ids: reaches from 2147483649",
+        "q_segment_ids: has values from 2147483649",
     ),
     "rows of segment ids beyond int32": (
         dict(q_segment_ids=[np.array([2**32 + 5] * T)] * B),
-        "q_segment_ids: reaches from 4294967301",
+        "q_segment_ids: has values from 4294967301",
     ),
-    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: reaches from 1099511627776"),
+    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has values from 1099511627776"),
     "positions of 2^30": (
         dict(q_positions=np.arange(T) + 2**30),
-        "q_positions: reaches from 1073741824 to 1073741831. Pass positions below 2^30",
+        "q_positions: has values from 1073741824 to 1073741831. Pass positions below 2^30",
     ),
     "positions on the device": (
         lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))),
-        "kv_positions: reaches from -1073741824",
+        "kv_positions: has values from -1073741824",
     ),
     "mask_info with positions of 2^30": (
         lambda: dict(mask_info=MaskInfo.from_positions(np.full(T, 2**30))),
-        "q_positions: reaches from 1073741824",
+        "q_positions: has values from 1073741824",
     ),
     "short key positions": (dict(kv_positions=np.arange(3)), "kv_positions: has shape (3,)"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
@@ -142,7 +145,7 @@ OPTIONS = {
     ),
     "predicate of another shape": (
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))),
-        "returned shape (3, 5). It needs what broadcasts with that of the pairs",
+        "returned shape (3, 5). It must broadcast with the shape of the pairs",
     ),
     "a stranger's mask of another shape": (
         dict(mask_builder=lambda *_: ~Strange()),
@@ -150,7 +153,7 @@ OPTIONS = {
     ),
     "mask_info whose ids would wrap": (
         lambda: dict(mask_info=MaskInfo.from_segments(jnp.full((B, T), 2**31 + 1, jnp.uint32))),
-        "reaches from 2147483649",
+        "has values from 2147483649",
     ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
@@ -233,7 +236,7 @@ def in_shard_map(axes: tuple[str, ...] = ("sp",), **options: Any) -> Any:
 
 
 def test_an_axis_outside_any_shard_map_is_an_error_that_says_so():
-    with pytest.raises(MeshError, match="axis_name='sp' is bound by no shard_map"):
+    with pytest.raises(MeshError, match="axis_name='sp' is not an axis of any shard_map"):
         ring_attention(*arrays(), axis_name="sp")
 
 

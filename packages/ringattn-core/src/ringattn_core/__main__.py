@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m ringattn_core` does: the same as the command `ringattn`."""
+"""Makes `python -m ringattn_core` the same as the command `ringattn`."""
 
 from .cli.main import main
 

@@ -51,7 +51,7 @@ _OWN = ("xla", "triton", "tpu")
 
 
 class BackendNotFoundError(RingAttnError, LookupError):
-    """No installed distribution registers a backend of this name, or any backend at all.
+    """No installed distribution registers a backend of this name; with `name=None`, none registers any backend.
 
     `meant` is the known name that `name` probably misspells, or `None`.
     """
@@ -75,7 +75,7 @@ class BackendNotFoundError(RingAttnError, LookupError):
 
 
 class BackendLoadError(RingAttnError, ImportError):
-    """An installed backend whose entry point, kernel or probe cannot be imported."""
+    """The entry point, kernel or probe of an installed backend cannot be imported."""
 
     def __init__(self, name: str, distribution: str, what: str, reason: BaseException | str):
         self.backend = name
@@ -87,7 +87,7 @@ class BackendLoadError(RingAttnError, ImportError):
 
 
 class BackendVersionError(RingAttnError):
-    """A backend written for another version of the backend API."""
+    """A backend was written for another version of the backend API."""
 
     def __init__(self, name: str, distribution: str, api: object, supported: range):
         self.backend, self.api = name, api
@@ -128,7 +128,7 @@ class TuningError(RingAttnError, RuntimeError):
 
 
 class BackendUnavailableError(RingAttnError, RuntimeError):
-    """A backend that is installed but cannot run on these devices."""
+    """A backend is installed but cannot run on these devices."""
 
     def __init__(self, name: str, reason: str):
         self.backend, self.reason = name, reason

@@ -76,7 +76,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
             if broadcast_dropout:
                 raise InputError(
                     "broadcast_dropout",
-                    "is True, but every head and example drops entries of its own here",
+                    "is True, but here every head and example drops different entries",
                     "Pass broadcast_dropout=False to the layer",
                 )
             chosen |= {"dropout_prob": dropout_rate, "dropout_seed": seed("dropout_rng", dropout_rng, dropout_rate)}
@@ -142,7 +142,7 @@ def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
     if queries == 1 < keys and by_position and options.get("q_positions") is None:
         raise InputError(
             by_position[0],
-            f"compares positions, but one query against {keys} keys is a step of decoding",
+            f"compares positions, but Flax passes none for one query against {keys} keys, a decoding step",
             "Decode with Flax's own attention_fn, whose parameters are the same",
         )
 

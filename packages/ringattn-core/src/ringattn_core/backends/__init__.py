@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backends are installed, and which one answers a call."""
+"""Which backends are installed, and which one runs a call."""

@@ -195,7 +195,7 @@ def _defect(backend: Any, name: str, owner: str) -> RingAttnError | None:
     if type(backend.api) is not int or backend.api not in API_VERSIONS:
         return BackendVersionError(name, owner, backend.api, API_VERSIONS)
     if backend.name != name:
-        return BackendLoadError(name, owner, "its descriptor", f"it calls itself {backend.name!r}")
+        return BackendLoadError(name, owner, "its descriptor", f"its name is {backend.name!r}")
     if isinstance(backend.platforms, str):
         reason = f"platforms={backend.platforms!r} must be a tuple of names"
         return BackendLoadError(name, owner, "its descriptor", reason)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a user's call into a checked one and hands it to a backend."""
+"""Validates a user's call and runs it on a backend."""

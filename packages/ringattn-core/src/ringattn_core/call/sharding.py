@@ -123,7 +123,7 @@ def _roles(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     wanted = roles.spec(arrays.Output)
     first = out_specs[0] if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
     if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
-        raise MeshError(f"out_specs {first} must be that of the query, {wanted}. Pass that, or leave out_specs out")
+        raise MeshError(f"out_specs {first} must equal that of the query, {wanted}. Pass that, or leave out_specs out")
     return roles
 
 
@@ -152,7 +152,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
         raise MeshError(f"in_specs[0]={given[0]} must shard axis 1 over axis_name={sequence} and leave axis 3 whole")
     for number in (1, 2):
         if _entries("", given[number]) != _entries("", given[0]):
-            raise MeshError(f"in_specs[{number}]={given[number]} must be that of the query, {given[0]}")
+            raise MeshError(f"in_specs[{number}]={given[number]} must equal that of the query, {given[0]}")
     for argument, found in (("batch_axis_name", batch), ("head_axis_name", heads)):
         named = getattr(call, argument)
         if named is not None and named != found:
@@ -211,5 +211,5 @@ def _padded(call: Call, ranks: int) -> Call:
 
 def _entries(argument: str, spec: P) -> tuple[tuple[str, ...], ...]:
     if len(spec) > 4:
-        raise MeshError(f"{argument}={spec} has {len(spec)} entries, and the arrays four axes. Pass at most four")
+        raise MeshError(f"{argument}={spec} has {len(spec)} entries, but the arrays have four axes. Pass at most four")
     return tuple(axes.names(entry, argument) for entry in (*spec, *[None] * (4 - len(spec))))

@@ -20,7 +20,7 @@ from .shards import Shard, default_tile, shard, tile_states
 SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
 WORDS: Final = {WHOLE: "computed without a mask", MASKED: "masked, or in part skipped", SKIPPED: "skipped"}
-"""The legend of a picture, in which one cell may stand for several tiles."""
+"""The legend of a picture. A cell of the picture may stand for several tiles."""
 
 
 @dataclasses.dataclass(frozen=True)

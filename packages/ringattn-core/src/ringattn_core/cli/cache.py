@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _text(entry: "Entry") -> str:
-    """The file, the problem without its empty fields, and the chosen parameters."""
+    """An entry as text: its file, its problem without empty fields, and the chosen parameters."""
     from ..tuning.tuner import shown
 
     problem = {name: value for name, value in entry.problem.items() if value not in (None, False, [], ())}

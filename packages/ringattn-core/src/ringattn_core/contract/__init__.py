@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What core and a backend say to each other: all that a backend may import of core's arithmetic."""
+"""The interface between core and backends, and the arithmetic of core that backends may import."""

@@ -45,7 +45,7 @@ class Block:
     slopes: Float32[Array, "b N"] | None
     seed: UInt32[Array, " B"] | None
     rule: Rule = dataclasses.field(metadata={"static": True})
-    """What is the same for every score: scale, masks, soft cap, dropout, tile sizes."""
+    """The static part of the call: scale, masks, soft cap, dropout, tile sizes."""
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether `padded_to` added keys."""
     final: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -91,16 +91,16 @@ class Block:
         return self.kv.shape[-1] if self.kv.ndim == 5 else self.kv.shape[-1] - self.q.shape[-1]
 
     def map_queries(self, f: Callable[[jax.Array, int], jax.Array]) -> "Block":
-        """The block whose every array `x` with a query axis `a` of full length is `f(x, a)`."""
+        """Replaces every array `x` that has a query axis `a` of full length by `f(x, a)`."""
         return self._mapped(f, axes_with(Block, "T", "t"), self.q_length)
 
     def map_keys(self, f: Callable[[jax.Array, int], jax.Array]) -> "Block":
-        """The block whose every array `x` with a key axis `a` is `f(x, a)`."""
+        """Replaces every array `x` that has a key axis `a` by `f(x, a)`."""
         kv = jax.tree.map(lambda x: f(x, x.ndim - 3), self.kv)
         return dataclasses.replace(self._mapped(f, axes_with(Block, "S"), self.kv_length), kv=kv)
 
     def tile(self, q_start: Any, q_size: int, kv_start: Any, kv_size: int) -> "Block":
-        """The block of these queries against these keys; the starts may be traced."""
+        """The part of the block with these queries and keys; the starts may be traced."""
         rows = self.map_queries(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, q_start, q_size, axis))
         return rows.map_keys(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, kv_start, kv_size, axis))
 
@@ -133,7 +133,7 @@ SHIFT_BELOW: Final = -4096.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Partial:
-    """What some keys contribute to each query: `out` normalised over them, `lse` the natural logarithm of their weight.
+    """Attention over some of the keys: `out`, normalised over them, and `lse`, their log-sum-exp (natural logarithm).
 
     A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32, or, where `block.final`, may have
     the dtype of the queries.
@@ -168,8 +168,8 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` returns `x`
-    such that nothing that reads the result starts before `token` is computed; the default is `ordering.tie`.
+    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` orders
+    `x` after `token`: nothing that reads the result starts before `token` is computed. The default is `ordering.tie`.
     `separate_sends = True` says that the platform keeps several permutes in flight: keys and the gradients behind them
     then travel as two arrays.
     """

@@ -11,9 +11,9 @@ from ..placement import arrays
 
 
 class RingAttention(Protocol):
-    """Exact attention over a ring, seen from one shard.
+    """Exact attention of one rank's queries to the keys of all ranks of a ring.
 
-    `axis_name=None` is one device and no ring; a tuple of names is one ring over their product. With
+    `axis_name=None` means one device and no ring; a tuple of names is one ring over the product of these axes. With
     `return_lse=True` the result is `(out, lse)`. Names, order and defaults up to `fused_backward` never change.
     """
 

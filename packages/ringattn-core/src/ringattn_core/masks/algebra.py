@@ -101,7 +101,7 @@ class Mask:
 
 def _mask(x: Any) -> Mask:
     if not isinstance(x, Mask):
-        raise InputError("mask", f"got {type(x).__name__}", "Combine masks with masks: masks.Numpy holds an array")
+        raise InputError("mask", f"got {type(x).__name__}", "Combine masks with masks: wrap an array in masks.Numpy")
     return x
 
 

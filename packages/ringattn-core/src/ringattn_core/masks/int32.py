@@ -28,7 +28,7 @@ def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
         return
     known = np.asarray(given)
     if known.size and (known.min() < least or known.max() > most):
-        raise InputError(argument, f"reaches from {known.min()} to {known.max()}", remedy)
+        raise InputError(argument, f"has values from {known.min()} to {known.max()}", remedy)
 
 
 def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:

@@ -162,7 +162,7 @@ class _Held:
 
 def _host(what: str, x: Any) -> np.ndarray:
     if isinstance(x, jax.core.Tracer):
-        raise InputError(what, "is traced", "A mask shapes the program: pass NumPy, or segment ids for what varies")
+        raise InputError(what, "is traced", "A mask is static: pass a NumPy array, or use segment ids")
     return np.array(x)
 
 
@@ -173,7 +173,7 @@ def _document_ids(name: str, x: Any) -> np.ndarray:
         raise InputError(
             argument,
             f"got {ids.dtype} of shape {ids.shape}",
-            "It needs one integer for each token; for those of each batch row there is q_segment_ids",
+            "It needs one integer for each token. Pass ids that differ between batch rows as q_segment_ids",
         )
     fitting(argument, ids)
     return ids.astype(np.int32, copy=False)
@@ -219,7 +219,9 @@ class Numpy(Mask):
         held = _host("Numpy", array)
         if held.ndim != 2 or np.issubdtype(held.dtype, np.inexact):
             raise InputError(
-                "Numpy", f"got {held.dtype} of shape {held.shape}", "It needs booleans for (queries, keys); add a bias"
+                "Numpy",
+                f"got {held.dtype} of shape {held.shape}",
+                "It needs booleans [T, S]; pass numbers as bias=",
             )
         object.__setattr__(self, "held", _Held(held.astype(bool, copy=False)))
 
@@ -278,7 +280,7 @@ class Predicate(Mask):
             return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, pairs))
         except ValueError as error:
             raise InputError(
-                repr(self), f"returned shape {seen.shape}", f"It needs what broadcasts with that of the pairs, {pairs}"
+                repr(self), f"returned shape {seen.shape}", f"It must broadcast with the shape of the pairs, {pairs}"
             ) from error
 
     def _called(self, q: Any, kv: Any) -> Any:

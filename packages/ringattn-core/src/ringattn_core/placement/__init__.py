@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens and devices are."""
+"""Where tokens and devices are: layouts, meshes, sharding and padding."""

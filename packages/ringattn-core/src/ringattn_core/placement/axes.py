@@ -39,7 +39,7 @@ def _size_of(argument: str, name: str) -> int:
                 f"{', '.join(map(repr, known))}. Pass one of them"
             ) from None
         raise MeshError(
-            f"{argument}={name!r} is bound by no shard_map around this call. Call ring_attention inside "
+            f"{argument}={name!r} is not an axis of any shard_map around this call. Call ring_attention inside "
             f"jax.shard_map over a mesh with that axis, or pass mesh= and let ring_attention do it"
         ) from None
 

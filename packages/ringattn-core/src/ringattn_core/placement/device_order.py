@@ -44,7 +44,7 @@ def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
 
 
 def round_trip(box: Cell) -> list[Cell]:
-    """A closed path through every cell of a box, whose last axis is the cores. Hops are one step, two if not `closes`.
+    """A closed path through every cell of a box, whose last axis is the cores. Hops are one step, or two unless `closes`.
 
     The cores of a chip follow one another, so that no link carries two hops. Where the chips alone have no closed path,
     the path goes out over one core of each chip and back over the other.
@@ -61,7 +61,7 @@ def closes(box: Cell) -> bool:
 
 
 def _closes(sizes: Sequence[int]) -> bool:
-    """Whether a grid has a closed path through all cells: if it is no line and their number is even, or below 3."""
+    """Whether single steps close a path through all cells: for an even number of cells not in a line, and for 1 or 2."""
     cells = math.prod(sizes)
     return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)
 

@@ -77,7 +77,7 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> A
     if not _whole(ring_size) or ring_size < 1:
         raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
     if not _whole(axis) or not -x.ndim <= axis < x.ndim:
-        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis that is the sequence")
+        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
     if layout == "contiguous":
         return x
     length, parts = x.shape[axis], ring_size * pieces(layout)

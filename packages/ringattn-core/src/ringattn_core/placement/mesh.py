@@ -26,11 +26,10 @@ def ring_mesh(
     found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
     sizes = {axis_name: len(found)} if axis_sizes is None else dict(axis_sizes)
     if axis_name not in sizes:
-        raise MeshError(f"axis_name={axis_name!r} is not in axis_sizes={sizes}. Say there how long the ring is")
+        raise MeshError(f"axis_name={axis_name!r} is not in axis_sizes={sizes}. Give it a size there")
     if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(found):
         raise MeshError(
-            f"axis_sizes={sizes} do not make {len(found)}, the number of devices. Pass sizes whose product is that, "
-            f"or as many devices"
+            f"axis_sizes={sizes} do not fit {len(found)} devices. Pass positive sizes whose product is that number"
         )
     ranks = sizes[axis_name]
     places = [_place(device) for device in found]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which shard is where at each hop, which hops are needed, and what is sent between them."""
+"""The plan of a ring: whose keys each rank has at each hop, which hops are needed, and what is sent between them."""
 
 import dataclasses
 import functools

@@ -17,6 +17,6 @@ def first_derivative_only(x: Any) -> Any:
 @first_derivative_only.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     raise DerivativeError(
-        "the gradient of ring_attention was differentiated once more, and there is no rule for that. Take first "
-        "derivatives in reverse mode (grad, vjp), of jax.lax.stop_gradient(inputs) where the gradient is part of a loss"
+        "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
+        "derivatives in reverse mode (grad, vjp); if a gradient is part of a loss, take it at jax.lax.stop_gradient(inputs)"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How shards travel round the ring, and what each send waits for."""
+"""How shards are sent round the ring, and what each send waits for."""
 
 import dataclasses
 import functools

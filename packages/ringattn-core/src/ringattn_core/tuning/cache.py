@@ -84,7 +84,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
             finally:
                 temporary.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError, NotImplementedError) as error:
-        _report(f"cannot keep a tuned configuration in {root}: {_told(error)}. It holds for this process only")
+        _report(f"cannot store a tuned configuration in {root}: {_told(error)}. It holds for this process only")
         return None
     return path
 

@@ -74,8 +74,8 @@ def fastest(
     if not tunable(registration):
         raise TuningError(
             registration.name,
-            "it gives no candidate_configs",
-            "Pass its parameters with cfg=, or name a backend that gives candidates",
+            "it has no candidate_configs",
+            "Pass its parameters with cfg=, or name a backend that has them",
         )
     offered = kernel.candidate_configs(problem)
     if not offered:
@@ -219,5 +219,5 @@ def _device(problem: Problem) -> jax.Device:
         if machine(device.device_kind) == problem.device:
             return device
     raise TuningError(
-        problem.backend, f"no device of this process is {problem.device!r}", "Tune on a machine that has one"
+        problem.backend, f"this process has no device {problem.device!r}", "Tune on a machine that has one"
     )
