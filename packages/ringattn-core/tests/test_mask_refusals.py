@@ -30,7 +30,7 @@ def fails(*_: int) -> Mask:
 
 
 AND = "Combine masks with `&`, `|` and `~`"
-ARRAY = "masks.Numpy holds an array"
+ARRAY = "wrap an array in masks.Numpy"
 JNP = "Use `&`, `|`, `~` and functions of jax.numpy in it"
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "and": (lambda: Causal() and Full(), "mask: Causal has no truth value", AND),

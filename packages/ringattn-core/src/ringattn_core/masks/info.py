@@ -63,7 +63,7 @@ class MaskInfo:
     def from_documents(cls, lengths: Any, total: int | None = None, restart_positions: bool = False) -> Self:
         """Documents packed one after another, then padding up to `total`, or to the longest row.
 
-        `lengths` are the lengths of one row's documents, or for several rows a sequence of such lists. Ids count from 0.
+        `lengths` are the lengths of the documents of one row, or a list of them for each row. Ids count from 0.
         With `restart_positions` every document starts at position 0 again.
         """
         rows = _rows_of_documents(lengths)

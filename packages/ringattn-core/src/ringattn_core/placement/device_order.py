@@ -44,10 +44,11 @@ def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
 
 
 def round_trip(box: Cell) -> list[Cell]:
-    """A closed path through every cell of a box, whose last axis is the cores. Hops are one step, or two unless `closes`.
+    """A closed path through every cell of a box, whose last axis is the cores.
 
-    The cores of a chip follow one another, so that no link carries two hops. Where the chips alone have no closed path,
-    the path goes out over one core of each chip and back over the other.
+    Every hop is one step; if `closes(box)` is false, some hops are two. The cores of a chip follow one another, so that no
+    link carries two hops. If only chips and cores together have a closed path, it goes out over one core of each chip and
+    back over the other.
     """
     *chips, cores = box
     if _closes(chips):
@@ -61,7 +62,7 @@ def closes(box: Cell) -> bool:
 
 
 def _closes(sizes: Sequence[int]) -> bool:
-    """Whether single steps close a path through all cells: for an even number of cells not in a line, and for 1 or 2."""
+    """Whether single steps close a path through all cells: for 1 or 2 cells, or an even number not in a line."""
     cells = math.prod(sizes)
     return cells <= 2 or (cells % 2 == 0 and sum(size > 1 for size in sizes) > 1)
 

@@ -18,5 +18,5 @@ def first_derivative_only(x: Any) -> Any:
 def _(primals: Any, tangents: Any) -> Any:
     raise DerivativeError(
         "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
-        "derivatives in reverse mode (grad, vjp); if a gradient is part of a loss, take it at jax.lax.stop_gradient(inputs)"
+        "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
     )
