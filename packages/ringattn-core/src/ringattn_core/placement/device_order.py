@@ -46,9 +46,9 @@ def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
 def round_trip(box: Cell) -> list[Cell]:
     """A closed path through every cell of a box, whose last axis is the cores.
 
-    Every hop is one step; if `closes(box)` is false, some hops are two. The cores of a chip follow one another, so that no
-    link carries two hops. If only chips and cores together have a closed path, it goes out over one core of each chip and
-    back over the other.
+    Every hop is one step; if `closes(box)` is false, some hops are two steps. The cores of a chip follow one another,
+    so that no link carries two hops. If only chips and cores together have a closed path, it goes out over one core of
+    each chip and back over the other.
     """
     *chips, cores = box
     if _closes(chips):

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def backward(self) -> tuple[Send, ...]:
-        """The sends of the backward pass. A rank's own keys come last: their kernel hides the last gradients' send."""
+        """The sends of the backward pass. A rank computes with its own keys last: that kernel hides the last send."""
         shifts = self.shifts
         sends = [Send(shift, keys=True, gradients=False) for shift in shifts[:1]]
         for onward, behind in zip((*shifts[1:], None), (None, *shifts[1:]), strict=True):
