@@ -13,7 +13,7 @@ from ringattn_core.contract.protocol import Block, Gradients
 
 from .. import tables
 from ..launch import launch
-from ..operands import LOG2_E, Facts, Operands
+from ..operands import LOG2_E, Facts, Operands, power_of_two
 
 _HALF: Final = 64 * 64
 """Numbers in half a tile of dq."""
@@ -44,6 +44,11 @@ class Plan:
     ds_places: int = 2
     dq_places: int = 1
     registers: int = 240
+
+    @property
+    def barriers(self) -> int:
+        """Room for those in `shared.shared_places`; Triton wants a power of two."""
+        return power_of_two(6 + 4 * self.stages + self.ds_places + 4 * self.dq_places)
 
 
 def why_not(block: Block, facts: Facts) -> str | None:

@@ -5,6 +5,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -13,47 +14,61 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.scores import of_columns, of_rows, visible
-from .schedule import work_of
-from .shared import got_number, next_turn
+from .schedule import keys_of
+from .shared import at, got_number, next_turn, shared_places
+
+
+@builtin
+def zero_again(_semantic=None):
+    """Zero, of which the compiler does not know that it is the same in every step.
+
+    It would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
+    """
+    result = _semantic.builder.get_int32_ty()
+    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
+    return gl.tensor(zero.get_result(0), gl.int32)
 
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, shared, P, TABLE, TILES, DK, DV, all_turns,
-    F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+    NUMBER: gl.constexpr, memory, P, DK, DV, all_turns, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr
+):
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
     DIM: gl.constexpr = F.head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < all_turns:
-        work = work_of(turn, TABLE, TILES, F, V, PLAN)
+        whole = got_number(at(shared.whole, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
-        mbarrier.wait(shared.kv_full.index(0), taken & 1)
+        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
         if PLAN.masked:
-            for _ in range(0, F.group):
-                full_from = done + work.masked
-                for step in range(done, full_from):
-                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, work, F, PLAN, True, SCORES, SUMS)
-                done += work.steps
-                for step in range(full_from, done):
-                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, work, F, PLAN, False, SCORES, SUMS)
+            before = got_number(at(shared.before, taken % 2), 4)
+            after = got_number(at(shared.after, taken % 2), 4)
+            # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
+            for part in range(0, 2 * F.group):
+                end = done + gl.where(part % 2 == 0, before, after)
+                for step in range(done, end):
+                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, V, PLAN, True, SCORES, SUMS)
+                done = end + gl.where(part % 2 == 0, whole, 0)
+                for step in range(end, done):
+                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, V, PLAN, False, SCORES, SUMS)
         else:
             first = done
-            done += F.group * work.steps
+            done += F.group * whole
             for step in range(first, done):
-                dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, work, F, PLAN, False, SCORES, SUMS)
-        mbarrier.arrive(shared.kv_empty.index(0), count=1)
+                dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, V, PLAN, False, SCORES, SUMS)
+        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
-        work = work_of(got_number(shared.turn.index(taken % 2), 4), TABLE, TILES, F, V, PLAN)
-        mbarrier.arrive(shared.turn_empty.index(taken % 2), count=1)
-        rows = work.row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-        token = (work.batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-        at = token + work.kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, SUMS))[None, :]
+        row, batch, kv_head = keys_of(got_number(at(shared.turn, taken % 2), 4), F, V, PLAN)
+        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+        token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
+        at = token + kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, SUMS))[None, :]
         inside = (rows < F.kv_length)[:, None]
         gl.store(DK + at, (dk * F.scale).to(DK.dtype.element_ty), mask=inside)
         gl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
@@ -63,8 +78,8 @@ def compute_gradients(
 
 @gluon.jit
 def _step_of(
-    dk, dv, shared, step, NUMBER: gl.constexpr, P, work, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
-    SCORES: gl.constexpr, SUMS: gl.constexpr,
+    dk, dv, shared, step, NUMBER: gl.constexpr, P, turn, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile against the keys, with keys as rows.
 
@@ -74,7 +89,7 @@ def _step_of(
     """
     DIM: gl.constexpr = F.head_dim
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.k.dtype
+    TYPE: gl.constexpr = shared.kv.dtype
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
@@ -82,49 +97,50 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    q = shared.q.index(place)
-    dout = shared.dout.index(place)
-    mbarrier.wait(shared.q_full.index(place), phase)
+    k = shared.kv.index(zero_again())
+    v = shared.kv.index(1 + zero_again())
+    q = shared.queries.index(place)
+    dout = shared.queries.index(PLAN.stages + place)
+    mbarrier.wait(at(shared.q_full, place), phase)
     s = warpgroup_mma(
-        shared.k.slice(NUMBER * 64, 64, dim=0), q.permute((1, 0)), zero, use_acc=False, is_async=True
+        k.slice(NUMBER * 64, 64, dim=0), q.permute((1, 0)), zero, use_acc=False, is_async=True
     )  # fmt: skip
-    mbarrier.wait(shared.dout_full.index(place), phase)
-    # The sum begins at -delta, which needs no registers of its own then.
-    dp, _ = gl.broadcast(shared.minus_delta.index(place).load(SCORES), zero)
-    dp = warpgroup_mma(shared.v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), dp, is_async=True)
+    mbarrier.wait(at(shared.dout_full, place), phase)
+    dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if MASKED:
-        number = got_number(shared.tile.index(place), 4)
+        row, batch, _ = keys_of(turn, F, V, PLAN)
+        number = got_number(at(shared.tile, place), 4)
         rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
-        queries = of_rows(P, work.batch, rows, F, F.q_length % Q_TILE != 0, True)
+        queries = of_rows(P, batch, rows, F, F.q_length % Q_TILE != 0, True)
         columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        keys = of_columns(P, work.batch, work.row * PLAN.kv_tile, columns, F, PLAN.kv_tile, True)
+        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, F, PLAN.kv_tile, True)
     s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * F.fold - shared.lse.index(place).load(SCORES))
+    p = gl.exp2(s * F.fold - shared.rows.index(place).load(SCORES))
     if MASKED:  # rows past the end have lse +inf
         p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
     left = gl.convert_layout(p.to(TYPE), LEFT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, dout, dv, is_async=True)
-    ds = (p * dp).to(TYPE)
+    ds = (p * (dp + shared.rows.index(PLAN.stages + place).load(SCORES))).to(TYPE)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
-    mbarrier.arrive(shared.ds_full.index(ds_place), count=1)
-    mbarrier.wait(shared.ds_full.index(ds_place), (step // PLAN.ds_places) & 1)
+    mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
+    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
     both = shared.ds.index(ds_place)
     if DIM == 128:  # a consumer's half of dq is 64 columns
         dq = warpgroup_mma(
-            both.permute((1, 0)), shared.k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True
+            both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True
         )
     else:  # or 64 rows
         dq = warpgroup_mma(
-            both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), shared.k, zero_dq, use_acc=False, is_async=True
+            both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True
         )
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    mbarrier.arrive(shared.dout_empty.index(place), count=1)
+    mbarrier.arrive(at(shared.dout_empty, place), count=1)
     _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    mbarrier.arrive(shared.q_empty.index(place), count=1)
+    mbarrier.arrive(at(shared.q_empty, place), count=1)
     return dk, dv
 
 
@@ -132,9 +148,9 @@ def _step_of(
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq.finish_dq`."""
     place = (step % PLAN.dq_places) * 2 + NUMBER
-    mbarrier.wait(shared.dq_empty.index(place), ((step // PLAN.dq_places) & 1) ^ 1)
+    mbarrier.wait(at(shared.dq_empty, place), ((step // PLAN.dq_places) & 1) ^ 1)
     # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
     split = gl.permute(gl.reshape(dq, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5))
     shared.dq.index(place).store(gl.reshape(split, (16, 256)))
     fence_async_shared()
-    mbarrier.arrive(shared.dq_full.index(place), count=1)
+    mbarrier.arrive(at(shared.dq_full, place), count=1)

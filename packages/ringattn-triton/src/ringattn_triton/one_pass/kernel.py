@@ -50,7 +50,7 @@ def one_pass(
     lse_rows = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     delta_rows = tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     dq_tiles = tma.make_tensor_descriptor(DQ, [BATCH * F.heads * Q_TILES * 32, 256], [256, 1], [16, 256], PLAIN)
-    shared = shared_memory(TYPE, KEYS, QUERIES, DS, PLAIN, DIM, PLAN)
+    memory = shared_memory(TYPE, KEYS, QUERIES, DS, PLAIN, DIM, PLAN)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, KV_GROUPS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SLOPES,
         MASK_WORDS, MASK_OF_HEAD, DENSE_WORDS, SEED, BATCH_INDEX, HEAD_INDEX,
@@ -58,16 +58,16 @@ def one_pass(
     turns = V.rows * BATCH * F.kv_heads
     gl.warp_specialize(
         [
-            (compute_gradients, (0, shared, P, TABLE, TILES, DK, DV, turns, F, V, PLAN)),
-            (compute_gradients, (1, shared, P, TABLE, TILES, DK, DV, turns, F, V, PLAN)),
+            (compute_gradients, (0, memory, P, DK, DV, turns, F, V, PLAN)),
+            (compute_gradients, (1, memory, P, DK, DV, turns, F, V, PLAN)),
             (
                 fetch_tiles,
                 (
-                    shared, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, TABLE, TILES, COUNTERS, turns,
+                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, TABLE, TILES, COUNTERS, turns,
                     F, V, PLAN,
                 ),
             ),
-            (add_dq, (shared, dq_tiles, TABLE, TILES, RANKS, COUNTERS, turns, F, V, PLAN)),
+            (add_dq, (memory, dq_tiles, TABLE, TILES, RANKS, COUNTERS, turns, F, V, PLAN)),
         ],
         [4, 1, 1],
         [PLAN.registers, 24, 24],

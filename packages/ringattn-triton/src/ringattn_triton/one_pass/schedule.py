@@ -10,23 +10,18 @@ from triton.experimental.gluon import language as gl
 from ..kernels.tiles import full_tile, masked_tile, owned, visit
 
 
-class Work(NamedTuple):
-    """What one turn does: key tile `row` of a key head, against `steps` query tiles of each query head.
+class Steps(NamedTuple):
+    """The query tiles that a turn visits for each head: `before` to mask, `whole` ones, and `after` to mask."""
 
-    The first `masked` steps need a mask. `visited` is the row of the table.
-    """
-
-    row: Any
-    batch: Any
-    kv_head: Any
     visited: Any
-    masked: Any
-    steps: Any
+    before: Any
+    whole: Any
+    after: Any
 
 
 @gluon.jit
-def work_of(turn, TABLE, TILES, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr):
-    """The work of a turn: the lowest key tiles first, which a causal mask shows to most queries.
+def keys_of(turn, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr):
+    """The key tile, batch row and key head of a turn: the lowest tiles first, which a causal mask shows to most.
 
     Key tiles that run side by side (`PLAN.side_by_side`) go backwards, so that those which add to a query tile one
     after the other (`transfers.add_dq`) come to it in that order: under a causal mask each begins at its diagonal.
@@ -37,16 +32,26 @@ def work_of(turn, TABLE, TILES, F: gl.constexpr, V: gl.constexpr, PLAN: gl.const
         first = number // PLAN.side_by_side * PLAN.side_by_side
         last = gl.minimum(first + PLAN.side_by_side, V.rows) - 1
         row = last - (number - first)
-    visited = visit(TABLE, TILES, batch, row, V)
-    steps = visited.masked + visited.full_to - visited.full_from
-    return Work(row, batch, kv_head, visited, visited.masked, steps)
+    return row, batch, kv_head
 
 
 @gluon.jit
-def tile_at(work, step, V: gl.constexpr):
-    """The number of the query tile of a step; any number after the last."""
-    if step < work.masked:
-        tile = masked_tile(work.visited, step, V)
+def steps_of(row, batch, TABLE, TILES, V: gl.constexpr):
+    """What a turn visits. Tiles to mask that are listed come first, ranges from left to right."""
+    visited = visit(TABLE, TILES, batch, row, V)
+    whole = visited.full_to - visited.full_from
+    if V.listed:
+        return Steps(visited, visited.masked, whole, 0)
     else:
-        tile = full_tile(work.visited, work.visited.full_from + (step - work.masked), V)
+        return Steps(visited, visited.before, whole, visited.masked - visited.before)
+
+
+@gluon.jit
+def tile_at(steps, step, V: gl.constexpr):
+    """The number of the query tile of a step; any number after the last."""
+    inside = step - steps.before
+    if (inside >= 0) & (inside < steps.whole):
+        tile = full_tile(steps.visited, steps.visited.full_from + inside, V)
+    else:
+        tile = masked_tile(steps.visited, gl.where(inside < 0, step, step - steps.whole), V)
     return tile
