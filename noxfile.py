@@ -25,27 +25,15 @@ PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
 BACKENDS = ("xla", "triton", "tpu")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
-# (Python, JAX, groups of compilers): the newest JAX of each interpreter, and the floor, which compiles for nothing.
+# (Python, JAX, groups of compilers). `nox -s tests` uses the first, and `nox -s exhaustive` all.
 SUPPORTED = (
     ("3.11", "0.10.2", ("triton-3-6", "libtpu")),
     ("3.12", "0.11.2", ("triton-3-9",)),
     ("3.11", "0.10.0", ()),
 )
-# The tests of core that a new version of JAX breaks first. `nox -s tests` runs all tests on the first version above and
-# these on the second; `nox -s exhaustive` runs all tests on all versions.
-LEAN_ON_JAX = (
-    "ring",
-    "ring_of_several_axes",
-    "sharding",
-    "batching",
-    "masks",
-    "layout",
-    "import_hygiene",
-    "adapters_jax_nn",
-)
 CPU = {"JAX_PLATFORMS": "cpu"}
-# XLA's optimiser for CPUs takes more than half of the time of tests that are not about what it makes of a program.
-# What users run on a CPU, and what libtpu compiles, which reads these flags too, is tested without them.
+# XLA's optimiser for CPUs takes more than half of the time of the tests. Programs that users run on a CPU are tested
+# with it, and programs that libtpu compiles, because libtpu reads these flags too.
 UNOPTIMISED = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -54,15 +42,18 @@ UNOPTIMISED = (
 ONLY_BEFORE_JAX_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 COMPILED_BY_LIBTPU = "packages/ringattn-tpu"
 UNOPTIMISED_TESTS = ("packages", f"--ignore={COMPILED_BY_LIBTPU}")
-# Without a GPU or TPU the suite runs the kernels in their interpreter, and no ring of eight by turns. That of Pallas is
-# slow: what only a kernel can get wrong is tried in every case, the rest as far as the core tier goes.
+# Without a GPU or TPU these kernels are interpreted, and no case that rotates over ring sizes uses a ring of eight.
 INTERPRETED = ("triton", "tpu")
 SUITE = "ringattn_conformance.suite"
-OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "masks", "dropout", "numerics"))
-IN_PARTS = {"tpu": ((SUITE, "--ringattn-tier", "core"), OF_KERNELS)}
-# The examples of strangers' backends, by the name that each registers.
-STRANGERS = {"example": "third-party-backend", "example-ring": "third-party-ring"}
-# Every module of ours, wherever Python finds it, is of the environment that the session made.
+MODULES = tuple(sorted(f"{SUITE}.{path.stem}" for path in ROOT.glob("conformance/src/*/suite/test_*.py")))
+# The modules about a kernel's own arithmetic run in the full tier, the others in the core tier.
+OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "dropout", "masks", "numerics"))
+TIERS = {"full": OF_KERNELS, "core": tuple(module for module in MODULES if module not in OF_KERNELS)}
+# Minutes of each part of `nox -s conformance` on two idle cores.
+MINUTES = {"build": 1, "xla": 4, "triton": 4, "tpu": 5}
+# The examples of third-party backends, by the name that each registers.
+THIRD_PARTIES = {"example": "third-party-backend", "example-ring": "third-party-ring"}
+# Fails where Python finds one of these modules outside the environment of the session.
 INSTALLED = """
 import importlib.util, pathlib, sys
 for name in sys.argv[1:]:
@@ -77,14 +68,14 @@ def group(name: str) -> tuple[str, ...]:
 
 
 def hurried(session: nox.Session) -> dict[str, str]:
-    """The environment of tests that need no optimised programs; a flag that XLA does not know would end the process."""
+    """The environment of tests that need no optimised programs; XLA ends the process at an unknown flag."""
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True, env=CPU)
     old = str(version).startswith("0.10.")
     return CPU | {"XLA_FLAGS": " ".join((*UNOPTIMISED, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
 
 
 def runs(python: str) -> bool:
-    """Whether a command is a Python that starts: a version manager's shim may be there and refuse."""
+    """Whether a Python starts: a version manager may have put a command there that refuses to run."""
     try:
         return subprocess.run([python, "-c", ""], capture_output=True, timeout=30).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -92,9 +83,7 @@ def runs(python: str) -> bool:
 
 
 def reveal(version: str) -> bool:
-    """Whether an interpreter is here. One that pyenv holds, but does not show, is put on the PATH: the first one that
-    runs stays first.
-    """
+    """Whether an interpreter is installed. One that only pyenv knows is put first on the PATH."""
     name = f"python{version}"
     if version == "{}.{}".format(*sys.version_info) or runs(name):
         return True
@@ -108,7 +97,7 @@ def reveal(version: str) -> bool:
 
 for _version in sorted({python for python, *_ in SUPPORTED}):
     reveal(_version)
-# What strangers' wheels are tried with: an interpreter that no other session has, if it is here.
+# The interpreter of third parties' wheels: a newer one than other sessions use, where it is installed.
 NEWEST = "3.13" if reveal("3.13") else None
 
 
@@ -119,32 +108,28 @@ def quickstart(session: nox.Session) -> None:
     session.run("python", "examples/quickstart.py", *session.posargs, env=CPU)
 
 
-@nox.session
-@nox.parametrize("python,jax,compilers", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED[:2]])
-def tests(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
-    """Every test on the oldest JAX that has a compiler; on the newest, those that a new JAX breaks first."""
+@nox.session(python=SUPPORTED[0][0])
+def tests(session: nox.Session) -> None:
+    """Every test of the packages and of the repository, on one JAX."""
+    _, jax, compilers = SUPPORTED[0]
     install_for_tests(session, jax, compilers)
-    core, xla = (f"{path}/tests" for path in EVERYWHERE)
-    parts: tuple[tuple[str, ...], ...] = (("tests", COMPILED_BY_LIBTPU), UNOPTIMISED_TESTS)
-    if jax != SUPPORTED[0][1]:
-        parts = ((*(f"{core}/test_{name}.py" for name in LEAN_ON_JAX), xla),)
-    test(session, *((session.posargs,) if session.posargs else parts))
+    run_tests(session, ("tests", COMPILED_BY_LIBTPU), UNOPTIMISED_TESTS)
 
 
 @nox.session(default=False)
 @nox.parametrize("python,jax,compilers", [nox.param(*case, id="jax-{1}".format(*case)) for case in SUPPORTED[1:]])
-def every_test(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
-    """All tests of the packages on one of the other supported versions of JAX."""
+def tests_elsewhere(session: nox.Session, jax: str, compilers: tuple[str, ...]) -> None:
+    """The tests of the packages on the other supported versions of JAX."""
     install_for_tests(session, jax, compilers)
-    test(session, UNOPTIMISED_TESTS if compilers else EVERYWHERE)
+    run_tests(session, UNOPTIMISED_TESTS if compilers else EVERYWHERE)
 
 
 @nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
-    """All that CI leaves out, three hours or so: all tests on every JAX, and the suite's full tier on every backend."""
+    """All that CI leaves out, in about three hours: the other versions of JAX, and the suite's full tier."""
     session.notify("tests")
     for _, jax, _ in SUPPORTED[1:]:
-        session.notify(f"every_test(jax-{jax})")
+        session.notify(f"tests_elsewhere(jax-{jax})")
     for backend in BACKENDS:
         session.notify(f"conformance({backend})", ["--ringattn-tier", "full", "--ringattn-largest-ring", "8"])
 
@@ -160,17 +145,24 @@ def install_for_tests(session: nox.Session, jax: str, compilers: tuple[str, ...]
     session.install("--no-deps", f"jax-cuda13-plugin=={jax}")
 
 
-def test(session: nox.Session, *parts: Sequence[str]) -> None:
-    """pytest on each part; what libtpu compiles, and what users name, with XLA's optimiser."""
+def run_tests(session: nox.Session, *parts: Sequence[str]) -> None:
+    """pytest on each part, or on what the command line names: that, and what libtpu compiles, with XLA's optimiser."""
     quick = hurried(session)
-    for part in parts:
+    for part in [session.posargs] if session.posargs else parts:
         optimised = session.posargs or COMPILED_BY_LIBTPU in part
         session.run("pytest", "-n", "2", *part, env=CPU if optimised else quick)
 
 
+def announce(session: nox.Session, part: str) -> None:
+    """Says how long `nox -s conformance` takes."""
+    total = sum(MINUTES.values())
+    session.log(f"about {MINUTES[part]} of the {total} minutes that nox -s conformance takes on two idle cores")
+
+
 @nox.session
 def build(session: nox.Session) -> None:
-    """Every distribution: the sdist, the wheel made from that sdist, and what they say of themselves."""
+    """The sdist of every distribution, the wheel made from that sdist, and a check of both."""
+    announce(session, "build")
     shutil.rmtree(DIST, ignore_errors=True)
     session.install(*group("build"))
     for package in PACKAGES:
@@ -182,31 +174,30 @@ def build(session: nox.Session) -> None:
 @nox.session(requires=["build"])
 @nox.parametrize("backend", BACKENDS, ids=BACKENDS)
 def conformance(session: nox.Session, backend: str) -> None:
-    """The suite against one backend, from wheels alone: what a wheel does not declare is not there."""
-    names = ("core", backend, "conformance")
-    wheels = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in names]
+    """The suite against one backend that is installed from wheels, with nothing that they do not declare."""
+    announce(session, backend)
+    wheels = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", backend, "conformance")]
     pins = group("triton-3-6") if backend == "triton" else ()
     session.install(*group("jax"), *pins, *wheels)
-    own_tests = ROOT / "conformance" / "tests"
-    interpreted = backend in INTERPRETED
-    variables = {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else {}
     session.chdir(session.create_tmp())
+    quick, interpreted = hurried(session), backend in INTERPRETED
     chosen = ("--ringattn-backend", backend, *(("--ringattn-largest-ring", "4") if interpreted else ()))
-    quick = hurried(session)
-    environment = quick | variables if interpreted else CPU
-    for part in ((SUITE,),) if session.posargs else IN_PARTS.get(backend, ((SUITE,),)):
+    environment = quick | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else CPU
+    parts = [(SUITE,)] if session.posargs else [("--ringattn-tier", tier, *part) for tier, part in TIERS.items()]
+    for part in parts:
         session.run("pytest", "-n", "2", "--pyargs", *part, *chosen, *session.posargs, env=environment)
     if backend == BACKENDS[0]:
-        session.run("pytest", str(own_tests), "-n", "2", env=quick)
+        # One worker judges all saboteurs, in one process.
+        session.run("pytest", str(ROOT / "conformance" / "tests"), "-n", "2", "--dist", "loadfile", env=quick)
 
 
 @nox.session(requires=["build"], python=NEWEST)
 def thirdparty(session: nox.Session) -> None:
-    """Strangers' wheels beside ours, certified from an empty folder by the command that a stranger has."""
+    """Third parties' wheels beside ours, certified from an empty folder by the command that a third party has."""
     wheels = Path(session.create_tmp())
     shutil.rmtree(wheels)
     session.install(*group("build"))
-    for folder in STRANGERS.values():
+    for folder in THIRD_PARTIES.values():
         project = str(ROOT / "examples" / folder)
         session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), project, silent=True)
     ours = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", "xla", "conformance")]
@@ -215,7 +206,7 @@ def thirdparty(session: nox.Session) -> None:
     environment = CPU | {"PYTHONPATH": None}
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
         session.run("python", "-P", "-c", INSTALLED, *modules, env=environment)
-        for backend in STRANGERS:
+        for backend in THIRD_PARTIES:
             options = session.posargs or ("--tier", "core", "-n", "2")
             session.run("ringattn-conformance", "run", backend, *options, env=environment)
 
@@ -226,7 +217,7 @@ def lint(session: nox.Session) -> None:
     session.install(*group("lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("pytest", "-q", "tests/test_house_rules.py")
+    session.run("pytest", "-q", "tests/test_house_rules.py", "tests/test_rooms.py")
 
 
 @nox.session

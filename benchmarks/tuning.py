@@ -70,7 +70,7 @@ def main() -> None:
     )
     arrays = query, key, value
     call, registration = validated(*arrays, **options), discovery.get("xla")
-    problem = of_call(registration, call, None, 1)
+    problem = of_call(registration, call, 1)
 
     start = time.perf_counter()
     tuned = choice.tune(problem, registration=registration).config

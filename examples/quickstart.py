@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ring of 8 costs, and that it is exact: packed documents, grouped heads, gradients, on 8 CPU devices."""
+"""Runs packed documents with gradients on rings of up to 8 CPU devices, and compares results, memory and time."""
 
 import argparse
 import dataclasses
@@ -25,8 +25,8 @@ MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """One long sequence that packs several documents, and the cotangent of the output."""
+class PackedSequence:
+    """One long sequence of several documents, and the cotangent of the output."""
 
     query: Float[Array, "1 T N H"]
     key: Float[Array, "1 T K H"]
@@ -40,8 +40,8 @@ class Problem:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What one ring size took, and what came out, in natural order."""
+class RingRun:
+    """The times, the memory and the results of one ring size; results are in natural order."""
 
     ring: int
     compile_seconds: float
@@ -51,8 +51,8 @@ class Run:
     results: tuple[np.ndarray, ...]
 
 
-def make_problem(tokens: int) -> Problem:
-    """Documents of random lengths; every document is a segment of its own, and causal within itself."""
+def make_sequence(tokens: int) -> PackedSequence:
+    """Documents of random lengths, each a segment."""
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.choice(np.arange(1, tokens), DOCUMENTS - 1, replace=False))
     segments = np.searchsorted(cuts, np.arange(tokens), side="right").astype(np.int32)
@@ -60,11 +60,13 @@ def make_problem(tokens: int) -> Problem:
     def normal(heads: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal((1, tokens, heads, HEAD_SIZE), np.float32))
 
-    return Problem(normal(HEADS), normal(KEY_HEADS), normal(KEY_HEADS), normal(HEADS), jnp.asarray(segments[None]))
+    return PackedSequence(
+        normal(HEADS), normal(KEY_HEADS), normal(KEY_HEADS), normal(HEADS), jnp.asarray(segments[None])
+    )
 
 
 def gradients(mesh: Mesh | None, layout: str) -> Callable[..., tuple[Any, ...]]:
-    """Output, dq, dk and dv; on one device where there is no mesh."""
+    """The function that returns output, dq, dk and dv; without a mesh it runs on one device."""
     ring = {} if mesh is None else {"mesh": mesh, "axis_name": "sp", "layout": layout}
 
     def step(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array, segments: jax.Array):
@@ -77,11 +79,11 @@ def gradients(mesh: Mesh | None, layout: str) -> Callable[..., tuple[Any, ...]]:
     return step
 
 
-def measure(problem: Problem, ring: int, advance: Callable[[str], None]) -> Run:
-    """One ring size: compiled, looked at, and run. The zigzag layout gives every rank the same causal work."""
+def measure(sequence: PackedSequence, ring: int, advance: Callable[[str], None]) -> RingRun:
+    """Compiles and runs one ring size. The zigzag layout gives every rank the same causal work."""
     layout = "zigzag"
     mesh = Mesh(np.array(jax.devices()[:ring]), ("sp",)) if ring > 1 else None
-    arrays = problem.arrays
+    arrays = sequence.arrays
     if mesh is not None:
         split = NamedSharding(mesh, PartitionSpec(None, "sp"))
         arrays = tuple(jax.device_put(to_layout(x, layout, ring), split) for x in arrays)
@@ -96,16 +98,16 @@ def measure(problem: Problem, ring: int, advance: Callable[[str], None]) -> Run:
     assert memory is not None, "XLA tells the memory of every program that it compiles for a CPU"
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     natural = tuple(np.asarray(x) if mesh is None else from_layout(np.asarray(x), layout, ring) for x in results)
-    return Run(ring, compile_seconds, seconds, held, memory.temp_size_in_bytes, natural)
+    return RingRun(ring, compile_seconds, seconds, held, memory.temp_size_in_bytes, natural)
 
 
-def errors(run: Run, reference: Run) -> list[float]:
-    """The largest difference of the output and of each gradient, in units of its largest entry."""
+def errors(run: RingRun, reference: RingRun) -> list[float]:
+    """The largest difference of the output and of each gradient, relative to its largest entry."""
     pairs = zip(run.results, reference.results, strict=True)
     return [float(np.max(np.abs(got - want)) / np.max(np.abs(want))) for got, want in pairs]
 
 
-def show(runs: list[Run], tokens: int, console: Console) -> None:
+def show(runs: list[RingRun], tokens: int, console: Console) -> None:
     heads = f"{HEADS} query heads on {KEY_HEADS} key heads"
     table = Table(title=f"{tokens} tokens in {DOCUMENTS} documents, {heads}, float32, causal")
     for column in ("ring", "tokens", "compile", "run", "in, out", "temporary", "output", "gradients"):
@@ -129,8 +131,8 @@ def show(runs: list[Run], tokens: int, console: Console) -> None:
     console.print("All devices share this CPU: the memory of each shrinks, the time does not.")
 
 
-def plot(runs: list[Run], tokens: int, path: Path) -> None:
-    """Memory per device against ring size, beside an even split of what one device needs."""
+def plot(runs: list[RingRun], tokens: int, path: Path) -> None:
+    """Draws memory per device by ring size, with a line for an even split of the memory of one device."""
     figure = matplotlib.figure.Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
     place = np.arange(len(runs))
@@ -162,14 +164,14 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", max(RINGS))
 
     console = Console()
-    problem = make_problem(arguments.tokens)
-    runs: list[Run] = []
+    sequence = make_sequence(arguments.tokens)
+    runs: list[RingRun] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=2 * len(RINGS))
         for ring in RINGS:
             progress.update(task, description=f"ring of {ring}: compiling")
-            runs.append(measure(problem, ring, lambda text: progress.update(task, description=text, advance=1)))
+            runs.append(measure(sequence, ring, lambda text: progress.update(task, description=text, advance=1)))
             progress.advance(task)
         progress.update(task, description="done")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which package may import which: arrows go down, never round, and a backend sees only what core declares."""
+"""Which module may import which: arrows go down and form no circle, and a backend imports only what core declares."""
 
 import ast
+import graphlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,13 +18,21 @@ ROOMS = (
     ("ring",),
     ("backends",),
     ("contract",),
-    ("masks", "placement"),
+    ("masks",),
+    ("placement",),
 )
 OUTSIDE_A_ROOM = {"__init__.py", "__main__.py", "config.py", "errors.py", "py.typed"}
+PLUGINS = sorted((*ROOT.glob("packages/*/src/*/plugin.py"), *ROOT.glob("examples/*/src/*/plugin.py")))
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}
+MOST_ENTRIES = 14
 BACKENDS = ("triton", "tpu", "xla")
-# What a backend may name of core, beside the names of `ringattn_core` itself.
-DECLARED = ("ringattn_core.contract", "ringattn_core.tuning", "ringattn_core.errors", "ringattn_core.masks")
+SOURCES = {
+    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", *BACKENDS)},
+    "ringattn_conformance": ROOT / "conformance/src",
+}
+# What a backend may import of core beside public names. `masks` is a public name that is a package.
+DECLARED = ("ringattn_core.contract", "ringattn_core.tuning", "ringattn_core.errors")
+PUBLIC = ("ringattn_core", "ringattn_core.masks")
 
 
 def imported(path: Path, source: Path, text: str | None = None) -> Iterator[str]:
@@ -35,9 +44,49 @@ def imported(path: Path, source: Path, text: str | None = None) -> Iterator[str]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from . import name` imports the module `name`, and `from .module import name` the module.
-            inside = (source / module.replace(".", "/")).is_dir()
-            yield from (f"{module}.{name.name}" if inside else module for name in node.names)
+            yield from (f"{module}.{name.name}" if _is_module(module, name.name) else module for name in node.names)
+
+
+def _is_module(package: str, name: str) -> bool:
+    """Whether `from package import name` imports a module of ours."""
+    source = SOURCES.get(package.split(".")[0])
+    inside = source and source / package.replace(".", "/")
+    return bool(inside) and inside.is_dir() and ((inside / name).is_dir() or (inside / f"{name}.py").is_file())
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Every module of a package by its full name; a package stands for its `__init__.py`."""
+    source = SOURCES[package]
+    paths = {path.relative_to(source).with_suffix(""): path for path in (source / package).rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def module_graph(package: str) -> dict[str, set[str]]:
+    """Which modules of a package each of its modules imports."""
+    known = modules(package)
+    return {
+        name: {other for other in imported(path, SOURCES[package]) if other in known and other != name}
+        for name, path in known.items()
+    }
+
+
+def folder_graph(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same between the folders and files that stand at the top of the package; its `__init__.py` stands aside."""
+    found: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        if "." in name:
+            tops = {other.split(".")[1] for other in others if "." in other}
+            found.setdefault(name.split(".")[1], set()).update(tops - {name.split(".")[1]})
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Some modules that import each other in a circle, if any do."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def room_of(module: str) -> str | None:
@@ -59,20 +108,31 @@ def upward(path: Path, modules: Iterable[str]) -> list[str]:
 
 def undeclared(modules: Iterable[str]) -> list[str]:
     """The imports of a backend that reach past the declared surface of core."""
-    surface = (*DECLARED, "ringattn_core")
-    return [
-        module
-        for module in modules
-        if module.startswith("ringattn_core")
-        and module not in surface
-        and not module.startswith(tuple(f"{name}." for name in DECLARED))
-        and room_of(module) is not None
-    ]
+    inside = tuple(f"{name}." for name in DECLARED)
+    of_core = [module for module in modules if module.split(".")[0] == "ringattn_core"]
+    return [module for module in of_core if module not in (*PUBLIC, *DECLARED) and not module.startswith(inside)]
+
+
+def iterations_over_features(text: str) -> list[int]:
+    """The lines that use `Feature` as a whole, and not as `Feature.NAME`: nothing but going through all of it does."""
+    tree = ast.parse(text)
+    named = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr[0] != "_"}
+    whole = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute) and id(node) not in named]
+    return [node.lineno for node in whole if ast.unparse(node).split(".")[-1] == "Feature"]
 
 
 def test_nothing_of_core_stands_outside_a_room() -> None:
     standing = {path.name for path in CORE.iterdir() if path.name != "__pycache__"}
     assert standing == {*OUTSIDE_A_ROOM, *ROW}
+    assert len(standing) <= MOST_ENTRIES
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_modules_import_each_other_in_no_circle(package: str) -> None:
+    graph = module_graph(package)
+    assert len(graph) > 5 and any(graph.values()), "the search found too few modules to mean anything"
+    assert not (found := circle(graph)), " -> ".join(found)
+    assert not (found := circle(folder_graph(graph))), " -> ".join(found)
 
 
 def test_arrows_between_the_rooms_of_core_go_down() -> None:
@@ -95,6 +155,34 @@ def test_a_backend_imports_only_what_core_declares(backend: str) -> None:
     assert not (reaching := {str(path): modules for path, modules in found.items() if modules}), reaching
 
 
+@pytest.mark.parametrize("path", PLUGINS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_backend_lists_its_features_by_name(path: Path) -> None:
+    """A feature that core adds later is one that the backend has not declared."""
+    assert not (lines := iterations_over_features(path.read_text())), f"lines {lines} go through all of Feature"
+
+
+@pytest.mark.parametrize(
+    ("text", "caught"),
+    [
+        ("features = dict.fromkeys(Feature, FULL)", True),
+        ("features = {one: FULL for one in core.Feature}", True),
+        ("for one in list(Feature): pass", True),
+        ("features = [*Feature]", True),
+        ("for name, one in Feature.__members__.items(): pass", True),
+        ("features = dict.fromkeys([Feature.CAUSAL, core.Feature.BIAS], FULL)", False),
+    ],
+)
+def test_going_through_all_features_is_caught(text: str, caught: bool) -> None:
+    assert bool(iterations_over_features(text)) == caught
+
+
+def test_a_circle_is_caught() -> None:
+    graph = {"p.a.x": {"p.b.y"}, "p.b.y": {"p.c"}, "p.b.z": {"p.a.w"}, "p.c": set(), "p.a.w": set()}
+    assert not circle(graph)
+    assert set(circle(folder_graph(graph))) == {"a", "b"}
+    assert set(circle({**graph, "p.c": {"p.a.x"}})) == {"p.a.x", "p.b.y", "p.c"}
+
+
 @pytest.mark.parametrize(
     ("text", "caught"),
     [
@@ -114,7 +202,10 @@ def test_an_arrow_that_goes_up_is_caught(text: str, caught: bool) -> None:
     [
         ("from ringattn_core.ring.hops import plan", True),
         ("from ringattn_core.placement.axes import size", True),
-        ("from ringattn_core.contract.tiles import tiles\nfrom ringattn_core import FwdParams", False),
+        ("from ringattn_core import ring", True),
+        ("import ringattn_core.config", True),
+        ("from ringattn_core.masks.builder import build", True),
+        ("from ringattn_core.contract.tiles import tiles\nfrom ringattn_core import FwdParams, masks", False),
     ],
 )
 def test_a_backend_that_reaches_past_the_surface_is_caught(text: str, caught: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two right backends, as short as can be: a dense block kernel, and a ring function that gathers all keys."""
+"""Two correct backends, as short as possible: a dense block kernel, and a ring function that gathers all keys."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ringattn_core import Block, Gradients, Partial, Rule
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import merge
+from ringattn_core.contract.protocol import SHIFT_BELOW
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks.builder import build
 from ringattn_core.placement.layout import indices
@@ -32,7 +33,7 @@ def distance(block: Block) -> jax.Array:
 def scores(block: Block) -> tuple[jax.Array, jax.Array]:
     """Every score, -inf where forbidden, and the derivative of the soft cap."""
     s = block.rule.scale * product("btnh,bsnh->bnts", block.q, of_heads(block.k, block))
-    slope = jnp.ones(())
+    slope = jnp.ones((), jnp.float32)
     if block.rule.soft_cap is not None:
         bent = jnp.tanh(s / block.rule.soft_cap)
         s, slope = block.rule.soft_cap * bent, 1 - bent**2
@@ -45,39 +46,55 @@ def scores(block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def keep(block: Block) -> jax.Array:
-    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones(())
+    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones((), jnp.float32)
 
 
-def softmax(s: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and lse over the last axis; differentiable, also in rows of nothing but -inf."""
-    highest = s.max(-1, keepdims=True)
+def softmax(s: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Probabilities over the last axis, the largest score, and the lse counted from it; differentiable.
+
+    In a row of nothing but -inf the probabilities and the largest score are 0, and the lse is -inf.
+    """
+    largest = s.max(-1, keepdims=True)
     if sinks is not None:
-        highest = jnp.maximum(highest, sinks.max(-1)[None, :, None, None])
-    highest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0.0, highest))
-    weights = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(jnp.where(jnp.isneginf(s), 0.0, s - highest)))
+        largest = jnp.maximum(largest, sinks.max(-1)[None, :, None, None])
+    largest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(largest), 0.0, largest))
+    weights = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(jnp.where(jnp.isneginf(s), 0.0, s - largest)))
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks[None, :, None, :] - highest).sum(-1, keepdims=True)
+        total = total + jnp.exp(sinks[None, :, None, :] - largest).sum(-1, keepdims=True)
     some = total != 0
     total = jnp.where(some, total, 1.0)
-    return weights / total, jnp.where(some, highest + jnp.log(total), -jnp.inf)[..., 0]
+    return weights / total, largest[..., 0], jnp.where(some, jnp.log(total), -jnp.inf)[..., 0]
 
 
 class Dense:
     """A block kernel that holds all scores."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
-        p, lse = softmax(scores(block)[0])
-        return merge(partial, Partial(product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block)), lse))
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        p, largest, lse = softmax(scores(block)[0])
+        out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
+        found = self.counted(out, largest, lse, block)
+        return found if partial is None else merge(partial, found)
 
-    def backward(self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array) -> Gradients:
+    def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
+        """The result with the lse counted from 0, or in rows of hugely negative scores from the largest of them."""
+        if block.bias is None:
+            return Partial(out, largest + lse)
+        shift = jnp.where(largest < SHIFT_BELOW, largest, 0.0)
+        return Partial(out, (largest - shift) + lse, shift)
+
+    def backward(
+        self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
+    ) -> Gradients:
         s, slope = scores(block)
-        p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
+        shifted = s if block.shift is None else s - block.shift[..., None]
+        p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(shifted - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
         dp = product("btnh,bsnh->bnts", dout, of_heads(block.v, block))
-        raw = p * (keep(block) * dp - delta[..., None])
-        ds, dz = self.where_seen(raw, s), self.where_seen(block.rule.scale * raw * slope, s)
+        ds = p * (keep(block) * dp - delta[..., None])
+        dz = block.rule.scale * ds * slope
+        own = product("bnts,bsnh->btnh", dz, of_heads(block.k, block))
         return Gradients(
-            dq=dq + product("bnts,bsnh->btnh", dz, of_heads(block.k, block)),
+            dq=own if dq is None else dq + own,
             dk=self.grouped(product("bnts,btnh->bsnh", dz, block.q), block),
             dv=self.grouped(product("bnts,btnh->bsnh", p * keep(block), dout), block),
             dbias=None if block.bias is None else summed_to(ds, block.bias.shape),
@@ -85,10 +102,6 @@ class Dense:
             if block.slopes is None
             else -summed_to(ds * distance(block), (*block.slopes.shape, 1, 1))[..., 0, 0],
         )
-
-    def where_seen(self, x: jax.Array, s: jax.Array) -> jax.Array:
-        """Zero for every pair that does not see each other, whatever its products are."""
-        return jnp.where(jnp.isneginf(s), 0.0, x)
 
     def grouped(self, x: jax.Array, block: Block) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)
@@ -100,7 +113,7 @@ def summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """What the ring function below computes on: one block of all keys, in the order of the ranks."""
+    """The operands of the ring function below: one block of all keys, in the order of the ranks."""
 
     block: Block
     sinks: jax.Array | None
@@ -116,7 +129,7 @@ class Gathering:
     """A ring function without a ring: every rank gathers all keys, and JAX differentiates."""
 
     def prepare(self, gathered: Gathered) -> Gathered:
-        """Where a saboteur meddles."""
+        """The operands as they are; a saboteur overrides it."""
         return gathered
 
     def finish(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -125,9 +138,9 @@ class Gathering:
     def __call__(self, **options: Any) -> Any:
         gathered = self.prepare(gather(options))
         block = gathered.block
-        p, lse = softmax(scores(block)[0], gathered.sinks)
+        p, largest, lse = softmax(scores(block)[0], gathered.sinks)
         out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
-        out, lse = self.finish(out.astype(block.q.dtype), lse)
+        out, lse = self.finish(out.astype(block.q.dtype), largest + lse)
         return (out, lse) if options["return_lse"] else out
 
 

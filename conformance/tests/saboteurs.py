@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that are each broken in one known way, and which tests of the suite must catch each.
+"""Backends that each have one known fault, and the tests of the suite that must catch it.
 
-`-p saboteurs` registers them all, and the two unbroken kernels that they are made of, in a pytest process.
+`-p saboteurs` registers all of them in a pytest process, and the two correct backends that they are made of.
 """
 
 import contextlib
@@ -45,17 +45,17 @@ class LogTwo(Gathering):
 class NarrowLse(Dense):
     """The lse is bfloat16 from hop to hop."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         found = super().forward(block, partial)
-        return Partial(found.out, _narrow(found.lse))
+        return dataclasses.replace(found, lse=_narrow(found.lse))
 
 
 class NarrowOut(Dense):
     """The partial output is rounded to the input's dtype at every hop."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         found = super().forward(block, partial)
-        return Partial(found.out.astype(block.q.dtype).astype(jnp.float32), found.lse)
+        return dataclasses.replace(found, out=found.out.astype(block.q.dtype).astype(jnp.float32))
 
 
 class Swapped(Dense):
@@ -97,23 +97,47 @@ class MeanOfGroup(Dense):
 class NanInEmptyRows(Dense):
     """A row that sees nothing is 0 divided by 0."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         found = super().forward(block, partial)
         empty = jnp.isneginf(found.lse)
-        return Partial(jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out), found.lse)
+        return dataclasses.replace(found, out=jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out))
 
 
-class PaddingWeighed(Dense):
-    """What padding adds to gradients is multiplied by 0, and not left out."""
+class PaddingNotCleaned(Dense):
+    """Padding holds NaN when the kernel reads it, as if core had not put zeros there."""
 
-    def where_seen(self, x: jax.Array, s: jax.Array) -> jax.Array:
-        return x
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return super().forward(_with_nan_in_padding(block), partial)
+
+
+class PaddingSeen(Dense):
+    """Padding sees padding: a negative id is an id like any other."""
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return super().forward(_with_ids_of_padding(block), partial)
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(_with_ids_of_padding(block), *arrays)
+
+
+class LseCountedFromZero(Dense):
+    """The lse of rows of hugely negative scores is counted from 0, and rounded to what float32 has there."""
+
+    def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
+        return Partial(out, largest + lse)
+
+
+class ShiftIgnoredUnderGrad(Dense):
+    """The backward pass counts every lse from 0."""
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(dataclasses.replace(block, shift=None), *arrays)
 
 
 class WindowOffByOne(Dense):
     """The left end of a window is exclusive."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         return super().forward(self._narrowed(block), partial)
 
     def backward(self, block: Block, *arrays: Any) -> Gradients:
@@ -143,7 +167,7 @@ class PositionsRestart(Gathering):
 class LocalDropout(Dense):
     """Dropout counts queries from the start of the shard."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         return super().forward(_local(block), partial)
 
     def backward(self, block: Block, *arrays: Any) -> Gradients:
@@ -153,7 +177,7 @@ class LocalDropout(Dense):
 class OtherDropoutInHalf(Dense):
     """Dropout draws other bits for narrow numbers."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         return super().forward(_other_seed_in_half(block), partial)
 
     def backward(self, block: Block, *arrays: Any) -> Gradients:
@@ -182,30 +206,24 @@ class LastHopMissing(Gathering):
 
 
 class NanHidden(Dense):
-    """A score that is no number counts as masked."""
+    """NaN in keys and values counts as zero."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
-        return super().forward(dataclasses.replace(block, kv=jnp.nan_to_num(block.kv)), partial)
-
-
-class InfinityMasked(Dense):
-    """Queries come as they are, and a product of minus infinity counts as masked."""
-
-    any_queries = True
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return super().forward(dataclasses.replace(block, kv=jax.tree.map(jnp.nan_to_num, block.kv)), partial)
 
 
 class SoftCapIgnored(Dense):
     """The soft cap is ignored, silently."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         return super().forward(_with_rule(block, soft_cap=None), partial)
 
 
 class HalfPrecisionProducts(Dense):
     """Products of float32 are made in bfloat16."""
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
-        narrow = dataclasses.replace(block, q=_narrow(block.q), kv=_narrow(block.kv))
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        narrow = dataclasses.replace(block, q=_narrow(block.q), kv=jax.tree.map(_narrow, block.kv))
         return super().forward(narrow, partial)
 
 
@@ -217,6 +235,20 @@ def _other_seed_in_half(block: Block) -> Block:
     if block.seed is None or block.q.dtype == jnp.float32:
         return block
     return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
+
+
+def _with_nan_in_padding(block: Block) -> Block:
+    if block.kv_segments is None:
+        return block
+    padding = (block.kv_segments < 0)[..., None, None]
+    return dataclasses.replace(block, kv=jax.tree.map(lambda x: jnp.where(padding, jnp.nan, x), block.kv))
+
+
+def _with_ids_of_padding(block: Block) -> Block:
+    if block.q_segments is None or block.kv_segments is None:
+        return block
+    q_ids, kv_ids = (jnp.where(ids < 0, 99, ids) for ids in (block.q_segments, block.kv_segments))
+    return dataclasses.replace(block, q_segments=q_ids, kv_segments=kv_ids)
 
 
 def _local(block: Block) -> Block:
@@ -250,9 +282,9 @@ def _primal(name: str) -> str:
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
 _SEEN: Final = "test_masks::test_the_keys_that_a_query_sees[{}-%s]"
-_LSE: Final = "test_lse::test_it_is_the_natural_logarithm_of_the_whole_denominator[{}-%s]"
 _RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
-_NAN: Final = "test_numerics::test_what_is_not_finite_comes_out_where_it_is_seen_and_nowhere_else[{}-%s]"
+_NAN: Final = "test_numerics::test_a_non_finite_value_reaches_every_row_that_sees_it[{}-%s]"
+_HUGE: Final = "test_numerics::test_rows_of_hugely_negative_scores_are_those_of_float32[{}-%s]"
 _PADDING: Final = "test_numerics::test_what_padding_holds_harms_nobody[{}-%s]"
 _BITS: Final = "test_dropout::test_the_bits_are_those_of_the_specification[{}-%s]"
 _HALF_BITS: Final = "test_dropout::test_they_are_the_same_in_half_precision[{}-4-striped]"
@@ -262,8 +294,8 @@ _ALONE: Final = _point("plain-ring1-contiguous")
 SABOTEURS: Final[dict[str, Sabotage]] = {
     "causal-lost-under-grad": Sabotage(CausalLostUnderGrad(), (_point("causal-ring2-zigzag"),), _primal("causal")),
     "stale-keys": Sabotage(StaleKeys(), (_PLAIN,), _ALONE),
-    "lse-in-log2": Sabotage(LogTwo(), (_LSE % "lse",), _PLAIN),
-    "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN, _LSE % "lse"), _SEEN % "causal"),
+    "lse-in-log2": Sabotage(LogTwo(), (_primal("lse"),), _PLAIN),
+    "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN, _primal("lse")), _SEEN % "causal"),
     "out-rounded-at-every-hop": Sabotage(NarrowOut(), (_RMS,), _PLAIN),
     "dk-dv-swapped": Sabotage(Swapped(), (_PLAIN,), _primal("causal")),
     "sinks-at-every-hop": Sabotage(SinksEveryHop(), (_point("sinks-ring2-contiguous"),), _PLAIN),
@@ -272,9 +304,10 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     ),
     "mean-over-the-group": Sabotage(MeanOfGroup(), (_BLOCK % "gqa-causal-segments",), _PLAIN),
     "nan-in-empty-rows": Sabotage(NanInEmptyRows(), (_primal("segments-unseen-rank"),), _PLAIN),
-    "padding-weighed": Sabotage(
-        PaddingWeighed(), (_PADDING % "huge-plain", _PADDING % "huge-capped"), _PADDING % "no-numbers-plain"
-    ),
+    "padding-not-cleaned": Sabotage(PaddingNotCleaned(), (_PADDING % "nan",), _PLAIN),
+    "padding-sees-padding": Sabotage(PaddingSeen(), (_PADDING % "nan",), _PLAIN),
+    "lse-counted-from-zero": Sabotage(LseCountedFromZero(), (_HUGE % "rows-ring8",), _PLAIN),
+    "shift-ignored-under-grad": Sabotage(ShiftIgnoredUnderGrad(), (_HUGE % "rows-ring1",), _PLAIN),
     "window-off-by-one": Sabotage(WindowOffByOne(), (_SEEN % "window", _point("window-ring2-striped")), _PLAIN),
     "positions-restart": Sabotage(PositionsRestart(), (_SEEN % "causal",), _PLAIN),
     "dropout-by-local-index": Sabotage(LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),
@@ -282,7 +315,6 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "bias-gradient-dropped": Sabotage(BiasGradientDropped(), (_point("bias-ring2-contiguous"),), _primal("bias")),
     "last-hop-missing": Sabotage(LastHopMissing(), (_PLAIN,), _ALONE),
     "nan-hidden": Sabotage(NanHidden(), (_NAN % "k-nan",), _PLAIN),
-    "infinity-masked": Sabotage(InfinityMasked(), (_NAN % "q-minus-inf",), _PLAIN),
     "soft-cap-ignored": Sabotage(SoftCapIgnored(), (_primal("soft-cap"),), _PLAIN),
     "products-in-bfloat16": Sabotage(HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
 }

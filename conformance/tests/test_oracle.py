@@ -69,29 +69,45 @@ def test_a_row_that_sees_nothing_is_zero_and_its_lse_is_that_of_its_sinks():
     assert all(not with_sinks.gradients[name].any() for name in ("dq", "dk", "dv"))
 
 
+ONES, PI = 2**32 - 1, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+
+
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
         ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
+        ((ONES,) * 4, (ONES, ONES), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (PI[:4], PI[4:], "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_philox_gives_the_published_vectors(counter, key, words):
-    assert " ".join(f"{int(word):08x}" for word in oracle.philox(counter, key)) == words
+def test_philox_4x32_gives_the_published_vectors(counter, key, words):
+    assert " ".join(f"{word:08x}" for word in oracle.philox_4x32(counter, key)) == words
 
 
-def test_dropout_keeps_the_words_at_or_above_the_threshold_by_global_index():
-    problem = Problem(np.ones((2, 3, 2, 1)), np.ones((2, 6, 2, 1)), np.ones((2, 6, 2, 1)), dropout=0.5, seed=7)
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0), 0, "257a3673 cd26be2a"),
+        ((ONES, ONES), ONES, "ab302c4d 3dc9d239"),
+        (PI[:2], PI[2], "bedbbe6b e4c770b3"),
+    ],
+)
+def test_philox_2x32_gives_the_published_vectors(counter, key, words):
+    found = oracle.philox_2x32(*(np.asarray(x) for x in counter), key)
+    assert " ".join(f"{int(word):08x}" for word in found) == words
+
+
+def test_dropout_keeps_the_halves_at_or_above_the_threshold_by_global_index():
+    problem = Problem(np.ones((2, 30, 2, 1)), np.ones((2, 50, 2, 1)), np.ones((2, 50, 2, 1)), dropout=0.3, seed=7)
     keep = oracle.kept(problem)
-    assert keep.shape == (2, 2, 3, 6)
-    word = oracle.philox((5 // 4, 2, 1, 1), (7, 0))[5 % 4]
-    assert keep[1, 1, 2, 5] == (int(word) >= 2**31)
-    assert 0.2 < keep.mean() < 0.8
+    assert keep.shape == (2, 2, 30, 50)
+    key = oracle.philox_4x32((1, 0, 0, 0), (7, 0))[0]
+    words = oracle.philox_2x32(np.asarray(8 + 3), np.asarray(16 + 5), key)
+    halves = [int(half) for word in words for half in (word % 2**16, word // 2**16)]
+    found = [bool(keep[0, 1, i, j]) for i in (19, 27) for j in (37, 45)]
+    assert found == [half >= int(0.3 * 2**16) for half in halves]
+    assert 0.6 < keep.mean() < 0.8
+    assert oracle.keep_probability(problem) == 1 - int(0.3 * 2**16) / 2**16
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

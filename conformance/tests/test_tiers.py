@@ -10,8 +10,6 @@ from ringattn_conformance import tiers
 from saboteurs import SABOTEURS
 from small_suites import started
 
-OF_THE_FULL_TIER_ALONE = {"nan-hidden", "infinity-masked"}
-"""A kernel may be useful, and certified for the core tier, whose NaN goes astray."""
 NODE = re.compile(r"suite/(\w+)\.py::(.+)$", re.MULTILINE)
 
 
@@ -35,7 +33,7 @@ def test_the_core_tier_has_something_of_every_file():
     }
 
 
-@pytest.mark.parametrize("saboteur", sorted(SABOTEURS.keys() - OF_THE_FULL_TIER_ALONE))
+@pytest.mark.parametrize("saboteur", SABOTEURS)
 def test_a_saboteur_is_caught_in_the_core_tier(saboteur: str):
     caught_by = {test.format("xla") for test in SABOTEURS[saboteur].caught_by}
     assert caught_by & collected(tiers.CORE), f"none of {caught_by} is in the core tier"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a report looks as a badge: an SVG that says what was certified, or that nothing was."""
+"""The badge of a report: an SVG that says whether, and for what, a backend is certified."""
 
 from typing import Final
 from xml.sax.saxutils import escape
@@ -21,7 +21,7 @@ _WIDE: Final = frozenset("mwMWGOQ%@")
 
 
 def svg(name: str, backend: BackendReport, report: Report) -> str:
-    """One image, whose title is the whole verdict."""
+    """The image; its title is the verdict in full."""
     right, colour = _message(backend, report)
     whole = f"{name} {backend['version']}: {summary.verdict(backend)}"
     left_text, right_text = _width(LEFT), _width(right)
@@ -43,7 +43,7 @@ def svg(name: str, backend: BackendReport, report: Report) -> str:
 
 
 def _message(backend: BackendReport, report: Report) -> tuple[str, str]:
-    """What the right half says, and its colour: the words alone tell the cases apart."""
+    """The words and the colour of the right half; no case is told by its colour alone."""
     certificate, factor = backend["certificate"], report["options"]["tolerance_factor"]
     supported = sum(feature["support"] == "FULL" for feature in backend["features"].values())
     stretched = f", tolerances x{factor:g}" if factor != 1 else ""
@@ -59,7 +59,7 @@ def _message(backend: BackendReport, report: Report) -> tuple[str, str]:
 
 
 def _text(text: str, x: int, width: int) -> str:
-    """The viewer's font fits the width, whichever it is."""
+    """A text that the viewer stretches to `width` in whatever font it has."""
     return f'<text x="{x}" y="14" textLength="{width}" lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
 
 

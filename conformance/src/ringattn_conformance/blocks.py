@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a case becomes blocks, for kernels that are tried without any ring."""
+"""Blocks for kernels that are tested without a ring: those of a case, and any of random numbers."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
+from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract import packing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks.builder import build
@@ -12,10 +16,54 @@ from ringattn_core.masks.builder import build
 from .cases import Case, Inputs
 from .ranks import static_options
 
+_OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
 
-def sinkless(case: Case) -> Case:
-    """The case as a kernel sees it: sinks are not its business."""
-    return dataclasses.replace(case, sinks=None, no_sink=False)
+
+def make_block(
+    batch: int = 2, q_length: int = 7, kv_length: int = 7, heads: int = 2, kv_heads: int | None = None, dim: int = 8,
+    value_dim: int | None = None, dtype: Any = jnp.float32, draw_seed: int = 0,
+    params: Mapping[str, Any] | None = None, offset: int = 0, **fields: Any,
+) -> Block:  # fmt: skip
+    """A block of random numbers, zero where an id is negative; the keys have the indices from `offset` on.
+
+    `params` are the tile sizes of both passes. Other names are fields of `Rule` or of `Block`.
+    """
+    draw, kv_heads, value_dim = np.random.default_rng(draw_seed), kv_heads or heads, value_dim or dim
+    shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
+    q_ids, kv_ids = fields.get("q_segments"), fields.get("kv_segments")
+    q, k, v = (
+        jnp.asarray(without_padding(draw.normal(size=(batch, *shape)), ids), dtype)
+        for shape, ids in zip(shapes, (q_ids, kv_ids, kv_ids), strict=True)
+    )
+    sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
+    rule = Rule(**{"scale": dim**-0.5, **sizes, **{name: x for name, x in fields.items() if name in _OF_RULE}})
+    index, kv_index = np.arange(q_length, dtype=np.int32)[None], np.arange(kv_length, dtype=np.int32)[None] + offset
+    given: dict[str, Any] = {
+        "kv": packing.pack(k, v),
+        "q_positions": index, "kv_positions": kv_index, "q_index": index, "kv_index": kv_index,
+        "batch_index": np.arange(batch, dtype=np.int32), "head_index": np.arange(heads, dtype=np.int32),
+        **dict.fromkeys(("q_segments", "kv_segments", "bias", "mask", "slopes", "seed")),
+        **{name: x for name, x in fields.items() if name not in _OF_RULE},
+    }  # fmt: skip
+    plain = (bool, tuple, type(None))
+    return Block(q=q, rule=rule, **{n: x if isinstance(x, plain) else jnp.asarray(x) for n, x in given.items()})
+
+
+def random_ids(batch: int, length: int) -> np.ndarray:
+    """Segment ids of documents that differ by batch row; the last fifth is padding."""
+    found = np.sort(np.random.default_rng(length).integers(0, 3, (batch, length)), -1)
+    found[:, length - length // 5 :] = -1
+    return found.astype(np.int32)
+
+
+def random_mask(*shape: int) -> np.ndarray:
+    """A dense mask that is true in three of five places."""
+    return np.random.default_rng(3).random(shape) < 0.6
+
+
+def without_padding(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+    """`[B, T, ...]` with zeros where the id is negative, as core hands arrays to kernels."""
+    return x if ids is None else np.where((ids >= 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), x, np.zeros((), x.dtype))
 
 
 def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
@@ -28,11 +76,8 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     )
     q_ids, kv_ids = problem.q_segments, problem.kv_segments
     q_ids, kv_ids = (kv_ids if q_ids is None else q_ids), (q_ids if kv_ids is None else kv_ids)
-    kv = (
-        np.stack([problem.k, problem.v])
-        if problem.k.shape == problem.v.shape
-        else np.concatenate([problem.k, problem.v], -1)
-    )
+    k, v = without_padding(problem.k, kv_ids), without_padding(problem.v, kv_ids)
+    kv = np.stack([k, v]) if k.shape == v.shape else np.concatenate([k, v], -1)
     rule = rule_of(case, rows, columns)
 
     def part(x: np.ndarray | None, axis: int, shard: int) -> jnp.ndarray | None:
@@ -43,7 +88,7 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
 
     return [
         Block(
-            q=jnp.asarray(problem.q),
+            q=jnp.asarray(without_padding(problem.q, q_ids)),
             kv=jnp.asarray(np.split(kv, shards, kv.ndim - 3)[shard]),
             q_positions=jnp.asarray(q_positions),
             kv_positions=jnp.asarray(np.split(kv_positions, shards, 1)[shard]),

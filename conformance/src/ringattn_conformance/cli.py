@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ringattn-conformance`: run the suite, draw a badge of a report, compare two reports."""
+"""The command `ringattn-conformance`: runs the suite, draws a badge from a report, compares two reports."""
 
 import argparse
 import os
@@ -23,19 +23,19 @@ UNUSABLE: Final = 2
 NOT_CERTIFIED: Final = 3
 CODES: Final = f"""exit codes:
   {CERTIFIED}  the certificate is given
-  {FAILED}  a test failed, or one that is expected to fail passed or does not exist
+  {FAILED}  a test failed, or an expected failure passed or does not exist
   {UNUSABLE}  nothing ran: an argument, the backend or its pyproject.toml cannot be used
-  {NOT_CERTIFIED}  nothing failed, and still no certificate: the last line says why
+  {NOT_CERTIFIED}  nothing failed, but no certificate is given: the last line says why
 """
 OF_COMPARE: Final = """exit codes:
   0  nothing is worse in the second report
-  1  a test that fails, a feature or a certificate that is lost
+  1  a test fails that did not, or a feature or the certificate is lost
   2  a report cannot be read
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of the command, as its help describes it; wrong arguments exit with 2."""
+    """Runs one command line; returns its exit code, which the help lists. Wrong arguments exit with 2."""
     parser, line = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     end = line.index("--") if "--" in line else len(line)
     given = parser.parse_args(line[:end])
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(given: argparse.Namespace) -> int:
-    """The suite against one backend, whatever pytest settings lie in the folder where the command is called."""
+    """Runs the suite against one backend; ignores the pytest settings of the current folder."""
     options = {
         BACKEND_OPTION: given.backend,
         TIER_OPTION: given.tier,
@@ -59,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
         written = Path(folder, "report.json")
         line = ["--pyargs", f"{__package__}.suite", "-c", os.devnull, "--rootdir", str(SUITE.parent)]
         line += ["-p", "no:cacheprovider", "--tb=short", "-n", str(given.workers), REPORT_OPTION, str(written)]
-        # This command is itself of the package whose assertions pytest would rewrite.
+        # pytest warns that it cannot rewrite the assertions of this package, which is imported already.
         line += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         line += [text for option, x in options.items() if x is not None for text in (option, str(x))]
         code = pytest.main([*line, *given.pytest])
@@ -72,7 +72,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def exit_code(report: Report) -> int:
-    """What a run comes to."""
+    """The exit code of a run with this report."""
     backends = report["backends"].values()
     bad = any(one["failed"] or one["unexpected_passes"] or one["unknown_expectations"] for one in backends)
     if bad or report["crashes"]:
@@ -108,16 +108,26 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="run the suite against one backend", epilog=CODES, formatter_class=raw)
     one.description = "Run the suite against one backend, and judge it. What follows -- goes to pytest."
     one.add_argument("backend", metavar="NAME", help="the name under which it is registered")
-    one.add_argument("--tier", choices=list(tiers.TIERS), default=tiers.FULL, help="how much is tried (%(default)s)")
+    one.add_argument(
+        "--tier", choices=list(tiers.TIERS), default=tiers.FULL, help="how many cases are run (%(default)s)"
+    )
     one.add_argument("-n", dest="workers", default="0", metavar="N", help="processes, or 'auto' (default: this one)")
     one.add_argument("--report", type=Path, metavar="FILE", help="write the report as JSON")
     one.add_argument(
         "--expectations", type=Path, metavar="PATH", help="the backend's pyproject.toml (./pyproject.toml)"
     )
     one.add_argument(
-        "--largest-ring", type=int, metavar="RANKS", help="spoils the certificate: no larger ring by turns"
+        "--largest-ring",
+        type=int,
+        metavar="RANKS",
+        help="no larger ring in the rotating cases; no certificate is given",
     )
-    one.add_argument("--tolerance-factor", type=factor.parsed, metavar="X", help="above 1, spoils the certificate")
+    one.add_argument(
+        "--tolerance-factor",
+        type=factor.parsed,
+        metavar="X",
+        help="multiplies every tolerance; above 1 no certificate is given",
+    )
     one.set_defaults(command=run)
     image = commands.add_parser("badge", help="draw a report as an SVG badge")
     image.add_argument("report", type=Path, metavar="REPORT.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two reports, for people, and whether any of it is for the worse."""
+"""What changed between two reports, and which changes are for the worse."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -8,7 +8,7 @@ from . import notes, summary
 from .schema import BackendReport, Report
 
 APPRECIABLE: Final = 1.5
-"""An error that grew or shrank by less than this factor counts as the same: machines differ by as much."""
+"""Errors whose ratio is below this count as equal: two machines may differ by as much."""
 ABNORMAL: Final = (
     ("failed", "fails"),
     ("unexpected_passes", "passes unexpectedly"),
@@ -26,7 +26,7 @@ Row = tuple[str, str, str]
 
 
 def pairs(before: Report, after: Report) -> list[tuple[str, BackendReport | None, BackendReport | None]]:
-    """The backends of both reports by name; where each has a single one, these two, whatever their names."""
+    """The backends of both reports, matched by name; if each report has one backend, those two are compared."""
     old, new = before["backends"], after["backends"]
     if len(old) == len(new) == 1:
         (a, before_one), (b, after_one) = *old.items(), *new.items()
@@ -35,7 +35,7 @@ def pairs(before: Report, after: Report) -> list[tuple[str, BackendReport | None
 
 
 def lines(before: Report, after: Report) -> list[str]:
-    """A table for what the runs stood on, and one for each backend; only what changed is in them."""
+    """A table of versions, devices and options, and one for each backend; only with the rows that changed."""
     found = _section("the runs", _changed(_of_runs(before), _of_runs(after)))
     for name, old, new in pairs(before, after):
         if old is None or new is None:
@@ -46,7 +46,7 @@ def lines(before: Report, after: Report) -> list[str]:
 
 
 def worse(before: Report, after: Report) -> list[str]:
-    """What is for the worse, a sentence each: backends, tests, features and certificates that are lost."""
+    """A sentence for each backend, test, feature or certificate that is lost."""
     found = []
     for name, old, new in pairs(before, after):
         if new is None:

@@ -6,10 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
-PHILOX_MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-PHILOX_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
-_LOW: Final = np.uint64(0xFFFFFFFF)
-_WORD: Final = np.uint64(32)
+_LOW: Final = 0xFFFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,36 +46,44 @@ class Answer:
     gradients: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
-def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Philox 4x32-10 of Salmon et al., on counters that broadcast."""
-    x = [np.asarray(word, np.uint64) & _LOW for word in counter]
-    low_key, high_key = key
-    for _ in range(10):
-        first, second = PHILOX_MULTIPLIERS[0] * x[0], PHILOX_MULTIPLIERS[1] * x[2]
-        x = [
-            (second >> _WORD) ^ x[1] ^ np.uint64(low_key),
-            second & _LOW,
-            (first >> _WORD) ^ x[3] ^ np.uint64(high_key),
-            first & _LOW,
-        ]
-        low_key, high_key = (low_key + PHILOX_STEPS[0]) & 0xFFFFFFFF, (high_key + PHILOX_STEPS[1]) & 0xFFFFFFFF
-    return tuple(np.broadcast_arrays(*x))
+def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox 4x32-10 of Salmon et al., of Python's integers."""
+    a, b, c, d = counter
+    for step in range(10):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        of_b, of_d = key[0] + 0x9E3779B9 * step & _LOW, key[1] + 0xBB67AE85 * step & _LOW
+        a, b, c, d = (second >> 32) ^ b ^ of_b, second & _LOW, (first >> 32) ^ d ^ of_d, first & _LOW
+    return a, b, c, d
+
+
+def philox_2x32(first: np.ndarray, second: np.ndarray, key: int) -> tuple[np.ndarray, np.ndarray]:
+    """Philox 2x32-7 of Salmon et al., on counters that broadcast."""
+    a, b = (x.astype(np.uint64) for x in np.broadcast_arrays(first, second))
+    for step in range(7):
+        product = np.uint64(0xD256D193) * a
+        of_step = np.uint64(key + 0x9E3779B9 * step & _LOW)
+        a, b = (product >> np.uint64(32)) ^ of_step ^ b, product & np.uint64(_LOW)
+    return a, b
 
 
 def kept(problem: Problem) -> np.ndarray:
     """Which probabilities survive dropout, `[B, N, T, S]`."""
     batch, rows, heads = problem.q.shape[:3]
     columns = problem.k.shape[1]
-    quads = -(-columns // 4)
-    counter = (
-        np.arange(quads)[None, None, None, :],
-        np.arange(rows)[None, None, :, None],
-        np.arange(heads)[None, :, None, None],
-        np.arange(batch)[:, None, None, None],
-    )
-    words = np.stack(philox(counter, (int(problem.seed) & 0xFFFFFFFF, 0)), -1)
-    words = words.reshape(batch, heads, rows, quads * 4)[..., :columns]
-    return words >= np.uint64(int(np.floor(problem.dropout * 2.0**32)))
+    i, j = np.arange(rows)[:, None], np.arange(columns)[None]
+    number = np.broadcast_to(2 * (i // 8 % 2) + j // 8 % 2, (rows, columns))
+    found = np.empty((batch, heads, rows, columns), bool)
+    for b, n in np.ndindex(batch, heads):
+        key = philox_4x32((n, b, 0, 0), (int(problem.seed) & _LOW, 0))[0]
+        low, high = philox_2x32(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8, key)
+        halves = np.stack([low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16])
+        found[b, n] = np.take_along_axis(halves, number[None], 0)[0] >= np.uint64(np.floor(problem.dropout * 2**16))
+    return found
+
+
+def keep_probability(problem: Problem) -> float:
+    """One minus the probability of dropout, that in steps of 2^-16."""
+    return 1.0 - float(np.floor(problem.dropout * 2**16)) / 2**16
 
 
 def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -172,7 +177,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     lse = highest + np.log(total, where=total > 0, out=np.full_like(total, -np.inf))
     finite_lse = np.where(np.isneginf(lse), 0.0, lse)
     p = np.where(seen, np.exp(s - finite_lse[..., None]), 0.0)
-    keep = kept(problem) / (1.0 - problem.dropout) if problem.dropout else np.ones_like(p)
+    keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = np.einsum("bnts,bsnh->btnh", p * keep, v_heads)
     if dout is None:
         return Answer(out, lse, largest)

@@ -123,8 +123,8 @@ class Placed:
         full = {DATA: self.case.batch, HEADS: 2}
         for mesh_axis, axis in _axes(name, len(shape)).items():
             broadcasts = shape[axis] == 1 and (mesh_axis == RING or full[mesh_axis] > 1) and name in ("bias", "mask")
-            shared = name == "sinks" and shape[axis] != self.case.heads
-            names[axis] = None if broadcasts or shared else mesh_axis
+            counts_all_heads = name == "sinks" and len(shape) == 1
+            names[axis] = None if broadcasts or counts_all_heads else mesh_axis
         return PartitionSpec(*names)
 
     def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of the suite leaves behind: features, rings, outcomes, the worst errors, and the certificate."""
+"""The report of a run of the suite: features, rings, outcomes, the worst errors, and the certificate."""
 
 import dataclasses
 import datetime
@@ -14,7 +14,7 @@ from .schema import FORMAT, UNDECLARED, BackendReport, Error, FeatureReport, Nea
 
 @dataclasses.dataclass
 class Ran:
-    """One test that has come to its end."""
+    """One finished test."""
 
     name: Name
     outcome: Outcome
@@ -23,13 +23,13 @@ class Ran:
 
 @dataclasses.dataclass
 class Run:
-    """What has been reported so far, by node id; and the tests during which a worker died."""
+    """The finished tests by node id, and the tests during which a worker process died."""
 
     tests: dict[str, Ran] = dataclasses.field(default_factory=dict)
     crashes: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, node: str, name: Name, outcome: Outcome, found: Mapping[str, Any]) -> None:
-        """A failure stays, whatever other phases of the test report."""
+        """Records the outcome of one phase of a test. A failure is not overwritten by a later phase."""
         before = self.tests.get(node)
         if before is None or before.outcome != "failed":
             self.tests[node] = Ran(name, outcome, found or (before.notes if before else {}))
@@ -45,7 +45,7 @@ def document(
     options: Options,
     exit_status: int,
 ) -> Report:
-    """The whole report, as JSON takes it; `expected` has the backends that the run is about."""
+    """The whole report as plain data; `expected` has an entry for each backend of the run."""
     import jax
 
     devices = jax.devices()
@@ -103,13 +103,13 @@ def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, 
 
 
 def _counted(tests: list[Ran]) -> dict[str, int]:
-    """How many tests had each outcome, only those that occurred, in one order."""
+    """The number of tests by outcome; outcomes that did not occur are left out."""
     counts = Counter(ran.outcome for ran in tests)
     return {outcome: counts[outcome] for outcome in get_args(Outcome) if counts[outcome]}
 
 
 def _rings(tests: list[Ran]) -> dict[str, dict[str, int]]:
-    """How many tests ran on a ring of each size, on as many devices and played by one."""
+    """The number of tests by the size of the ring: on real devices, and emulated on one."""
     counts = Counter((ranks, how) for ran in tests for ranks, how in ran.notes.get("rings", ()))
     sizes = sorted({ranks for ranks, _ in counts})
     return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
@@ -132,7 +132,7 @@ def _feature(feature: str, support: Any, tests: list[Ran]) -> FeatureReport:
 
 
 def _worst(tests: list[Ran]) -> dict[str, dict[str, Error]]:
-    """By dtype and result, of all errors the one nearest to its tolerance."""
+    """For each dtype and result the error that is nearest to its tolerance."""
     worst: dict[str, dict[str, Error]] = {}
     for ran in tests:
         for dtype, results in ran.notes.get("worst", {}).items():

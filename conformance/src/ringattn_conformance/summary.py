@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says at its end: a table for people, all that was left out, and whether the certificate is given."""
+"""The text at the end of a run: a table of features, the tests left out, and the verdict on the certificate."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from . import notes
 from .schema import BackendReport, FeatureReport, Report
 
 LISTED: Final = 20
-"""Test ids that are listed of each kind; the report has them all."""
+"""The most test ids of a list; the report has all of them."""
+WIDTH: Final = 1000
+"""Wide enough that no test id is wrapped."""
 HEADINGS: Final = ("feature", "declared", "passed", "failed", "expected to fail", "refused", "nearest to its tolerance")
 OUTCOMES: Final = {
     "passed": "passed",
@@ -24,7 +30,7 @@ def title(name: str, backend: BackendReport, report: Report) -> str:
 
 
 def lines(backend: BackendReport, report: Report) -> list[str]:
-    """All that a reader needs to judge the run of one backend."""
+    """The summary of one backend."""
     rows = [_row(feature, found) for feature, found in backend["features"].items()]
     found = [*table((HEADINGS, *rows)), "", "rings: " + (_rings(backend["rings"]) or "none")]
     if report["options"]["tolerance_factor"] != 1:
@@ -45,7 +51,7 @@ def lines(backend: BackendReport, report: Report) -> list[str]:
 
 
 def verdict(backend: BackendReport) -> str:
-    """The last line: the certificate, or why there is none."""
+    """The last line: whether the certificate is given, and why not."""
     certificate, expected = backend["certificate"], len(backend["expected_failures"])
     if certificate["given"]:
         but = f", with {expected} expected failure{'s' * (expected > 1)}" if expected else ""
@@ -54,15 +60,19 @@ def verdict(backend: BackendReport) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as they need to be; the first row is underlined."""
-    rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [found[0], "  ".join("-" * width for width in widths), *found[1:]]
+    """The lines of a table; the first row is its head."""
+    head, *body = rows
+    made = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for row in body:
+        made.add_row(*row)
+    console = Console(width=WIDTH, markup=False, highlight=False, emoji=False, no_color=True)
+    with console.capture() as captured:
+        console.print(made)
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def listed(what: str, tests: Iterable[str]) -> list[str]:
-    """Names under a heading; nothing of nothing."""
+    """Names under a heading; no lines if there are none."""
     tests = list(tests)
     more = [f"  and {len(tests) - LISTED} more"] if len(tests) > LISTED else []
     return [f"{what}:", *(f"  {test}" for test in tests[:LISTED]), *more] if tests else []

@@ -20,8 +20,9 @@ import pytest
 
 # Shapes and dtypes of the annotations are checked at run time, in the modules that compute.
 COMPUTING = (
-    *(f"contract.{name}" for name in ("dropout", "merge", "nonfinite", "ordering", "packing", "tiles", "visibility")),
+    *(f"contract.{name}" for name in ("dropout", "merge", "ordering", "packing", "tiles", "visibility")),
     "placement.layout",
+    "placement.padding",
     *(f"ring.{name}" for name in ("backward", "custom_vjp", "forward", "sends")),
 )
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")

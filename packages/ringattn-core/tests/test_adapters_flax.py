@@ -118,6 +118,54 @@ def test_a_bias_and_mixed_dtypes_are_those_of_flax():
     assert got.dtype == jnp.float32
 
 
+class TestMixedPrecision:
+    """Dtypes of the output are those of Flax, whatever mixture goes in."""
+
+    MIXED = (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+
+    def arrays(self, dtypes: tuple[Any, ...]) -> list[jax.Array]:
+        shape = (B, T, N, 8)
+        return [jax.random.normal(jax.random.key(seed), shape).astype(dtype) for seed, dtype in enumerate(dtypes)]
+
+    @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+    @pytest.mark.parametrize("theirs", [nn.dot_product_attention, nnx.dot_product_attention], ids=["linen", "nnx"])
+    def test_dtype_is_that_of_the_computation(self, theirs: Any, dtype: Any):
+        arrays = self.arrays(self.MIXED)
+        agree(ring_attention_fn()(*arrays, dtype=dtype), theirs(*arrays, dtype=dtype), 4e-2)
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=str)
+    def test_a_float32_softmax_gives_a_float32_output(self, dtype: Any):
+        arrays = self.arrays((dtype,) * 3)
+        want = nn.dot_product_attention(*arrays, force_fp32_for_softmax=True)
+        got = ring_attention_fn()(*arrays, force_fp32_for_softmax=True)
+        assert got.dtype == jnp.float32
+        agree(got, want, 4e-2)
+
+    def test_promote_dtype_is_called_as_flax_calls_it(self):
+        def half(arrays: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, ...]:
+            return tuple(x.astype(jnp.float16) for x in arrays)
+
+        arrays = self.arrays(self.MIXED)
+        options = {"promote_dtype": half, "dtype": jnp.float32}
+        agree(ring_attention_fn()(*arrays, **options), nnx.dot_product_attention(*arrays, **options), 5e-3)
+
+    @pytest.mark.parametrize(
+        ("promote", "fact"),
+        [(nn.dtypes.promote_dtype, "does not turn the tuple"), (lambda arrays: arrays, "raised TypeError: .*dtype")],
+        ids=["that of Linen", "of another signature"],
+    )
+    def test_a_promotion_of_another_form_is_refused(self, promote: Any, fact: str):
+        x = X.reshape(B, T, N, -1)
+        with pytest.raises(errors.InputError, match=f"promote_dtype: {fact}.* Pass a function of a tuple"):
+            ring_attention_fn()(x, x, x, promote_dtype=promote)
+
+    @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64], ids=str)
+    def test_dtypes_without_a_ring_are_refused(self, dtype: Any):
+        x = jnp.ones((B, T, N, 8), dtype)
+        with pytest.raises(errors.InputError, match=f"query: has dtype {jnp.dtype(dtype).name}. Cast query, key and"):
+            ring_attention_fn()(x, x, x)
+
+
 def test_a_mask_of_keys_makes_no_array_of_the_square_of_the_length():
     x = jnp.zeros((1, 4096, 1, 8))
     row = jnp.ones((1, 1, 1, 4096))
@@ -192,6 +240,24 @@ class TestWhatItRefuses:
     def test_an_option_that_flax_calls_otherwise(self):
         with pytest.raises(errors.InputError, match=r"attention_mask: has another name here\. Pass mask"):
             ring_attention_fn(attention_mask=CAUSAL)
+
+    @pytest.mark.parametrize(
+        ("shape", "fact"),
+        [((3, 2, T, N, 8), r"batch axes \(3, 2\) but query has \(2, 3\)"), ((T, N), r"shape \(16, 4\)")],
+        ids=["other order", "too few"],
+    )
+    @pytest.mark.parametrize("name", ["key", "value"])
+    def test_batch_axes_that_differ(self, name: str, shape: tuple[int, ...], fact: str):
+        arrays = {each: jnp.ones((2, 3, T, N, 8)) for each in ("query", "key", "value")}
+        with pytest.raises(errors.InputError, match=f"^{name}: has {fact}"):
+            ring_attention_fn()(**arrays | {name: jnp.ones(shape)})
+
+    @pytest.mark.parametrize("shape", [(3, 2, N, T, T), (1, 2, 3, N, T, T)], ids=str)
+    @pytest.mark.parametrize("name", ["bias", "mask"])
+    def test_a_bias_or_mask_of_other_batch_axes(self, name: str, shape: tuple[int, ...]):
+        x = jnp.ones((2, 3, T, N, 8))
+        with pytest.raises(errors.InputError, match=rf"{name}: has shape .*It must broadcast to \(\*\(2, 3\), heads"):
+            ring_attention_fn()(x, x, x, **{name: jnp.ones(shape)})
 
     @pytest.mark.parametrize("option", [{"causal": True}, {"sliding_window": 4}, {"chunk_size": 4}], ids=str)
     def test_a_step_of_decoding_under_a_mask_by_position(self, option: dict[str, Any]):

@@ -194,8 +194,13 @@ def test_a_mask_of_keys_makes_no_array_of_the_square_of_the_length():
 def test_implementation_names_a_backend_of_the_ring():
     got = dot_product_attention(*operands(), implementation="xla", is_causal=True)
     np.testing.assert_array_equal(got, dot_product_attention(*operands(), is_causal=True))
-    with pytest.raises(errors.BackendNotFoundError, match="no ring-attention backend 'cudnn'"):
+
+
+def test_a_kernel_of_jax_nn_is_no_backend_and_the_error_says_so():
+    with pytest.raises(errors.BackendNotFoundError, match="no ring-attention backend 'cudnn'") as caught:
         dot_product_attention(*operands(), implementation="cudnn")
+    assert "pip install ringattn-xla" not in str(caught.value)
+    assert caught.value.__notes__[0].startswith("Here implementation names a ring backend; the kernels of jax.nn")
 
 
 class TestWhatItRefuses:
@@ -205,9 +210,14 @@ class TestWhatItRefuses:
 
     def test_a_name_that_is_none(self):
         with pytest.raises(
-            errors.InputError, match=r"axisname: is no option of this adapter\. Options: alibi_slopes, "
+            errors.InputError, match=r"unheard_of: is no option of this adapter\. Options: alibi_slopes, "
         ):
-            dot_product_attention(*operands(), axisname="sp")
+            dot_product_attention(*operands(), unheard_of="sp")
+
+    @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
+    def test_a_name_that_is_nearly_one_and_says_which(self, name: str, meant: str):
+        with pytest.raises(errors.InputError, match=rf"{name}: is no option of this adapter \(did you mean {meant}\?"):
+            dot_product_attention(*operands(), **{name: True})
 
     def test_lengths_of_another_batch(self):
         with pytest.raises(errors.InputError, match=r"query_seq_lengths: has shape \(3,\) and dtype int32. It needs"):

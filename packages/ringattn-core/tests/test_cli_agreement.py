@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core.backends import discovery
-from ringattn_core.cli import compiling, explaining, tracing
-from ringattn_core.cli.explanation import Explanation
-from ringattn_core.cli.request import AXIS, Request
+from ringattn_core.cli import analysis, memory, shards
+from ringattn_core.cli.abstract_call import AXIS, AbstractCall
+from ringattn_core.cli.analysis import CallAnalysis
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend, Block, Gradients, Partial
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.placement.layout import order
 from sends_apart import APART, SendsApart
@@ -26,11 +28,11 @@ MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
-def asked(tokens: int = 64, ring: int = 4, keys: int | None = None, **options: Any) -> Request:
+def asked(tokens: int = 64, ring: int = 4, keys: int | None = None, **options: Any) -> AbstractCall:
     keys = tokens if keys is None else keys
     given = {"dtype": "float32", **options}
     value = given.pop("value_size", 8)
-    return Request((2, tokens, 4, 8), (2, keys, 2, 8), (2, keys, 2, value), ring, **given)
+    return AbstractCall((2, tokens, 4, 8), (2, keys, 2, 8), (2, keys, 2, value), ring, **given)
 
 
 REQUESTS = {
@@ -65,8 +67,8 @@ PLANS = (
 """Those whose programs send different things."""
 
 
-def explained(name: str, **options: Any) -> Explanation:
-    return explaining.explain(REQUESTS[name], "cpu", "xla", **options)
+def explained(name: str, **options: Any) -> CallAnalysis:
+    return analysis.analyse(REQUESTS[name], "cpu", "xla", **options)
 
 
 def moved(program: str, operation: str, of: Collection[str] = SIZES.keys()) -> Counter[int]:
@@ -80,12 +82,12 @@ def moved(program: str, operation: str, of: Collection[str] = SIZES.keys()) -> C
     return found
 
 
-def ring_of(request: Request) -> Mesh:
+def ring_of(request: AbstractCall) -> Mesh:
     return Mesh(np.array(jax.devices()[: request.ring]), (AXIS,))
 
 
-def program(request: Request, gradients: bool, backend: str = "xla") -> str:
-    forward, both = compiling.programs(request, ring_of(request), backend)
+def program(request: AbstractCall, gradients: bool, backend: str = "xla") -> str:
+    forward, both = memory.programs(request, ring_of(request), backend)
     floating = request.floating()
     arguments = (floating, jax.eval_shape(forward, floating)) if gradients else (floating,)
     return jax.jit(both if gradients else forward).lower(*arguments).compile().as_text() or ""
@@ -130,13 +132,13 @@ class Recorder:
         self.sizes = sizes
         self.noted: list[tuple[int, int, np.ndarray]] = []
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         lengths = (-(-n // size) * size for n, size in zip((block.q_length, block.kv_length), self.sizes, strict=True))
         some, full = tiles(block.padded_to(*lengths), *self.sizes)
         jax.debug.callback(
             self._note, block.q_index[0, 0], block.kv_index[0, 0], some.astype(jnp.uint8) + full.astype(jnp.uint8)
         )
-        return partial
+        return empty(block) if partial is None else partial
 
     def backward(self, block: Block, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
         raise AssertionError("nobody asks for gradients")
@@ -152,7 +154,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     recorder = Recorder(found.tile)
     features = dict.fromkeys(Feature, Support.FULL)
     backend = Backend("recorder", 1, ("cpu",), features, kernel="nowhere:KERNEL")
-    forward, _ = compiling.programs(request, ring_of(request), "recorder")
+    forward, _ = memory.programs(request, ring_of(request), "recorder")
     floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating().items()}
     with discovery.registered(backend, recorder):
         jax.block_until_ready(jax.jit(forward)(floating))
@@ -176,7 +178,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
 
 def test_a_kernel_that_wants_keys_and_gradients_sent_apart_is_said_to_get_them_so() -> None:
     with discovery.registered(APART, SendsApart()):
-        found = explaining.explain(REQUESTS["bfloat16"], "cpu", "apart")
+        found = analysis.analyse(REQUESTS["bfloat16"], "cpu", "apart")
         text = program(REQUESTS["bfloat16"], gradients=True, backend="apart")
     assert not any(message.keys and message.gradients for message in found.backward)
     assert moved(text, "collective-permute") == Counter(x.bytes for x in (*found.forward, *found.backward))
@@ -200,8 +202,8 @@ def test_hops_that_are_said_to_be_skipped_hold_no_visible_tile() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_memory_that_is_named_is_most_of_what_the_compiled_program_takes(dtype: str) -> None:
-    request = Request((1, 8192, 8, 64), (1, 8192, 8, 64), (1, 8192, 8, 64), 4, dtype, causal=True)
-    found = explaining.explain(request, "cpu", "xla", compiled=True)
+    request = AbstractCall((1, 8192, 8, 64), (1, 8192, 8, 64), (1, 8192, 8, 64), 4, dtype, causal=True)
+    found = analysis.analyse(request, "cpu", "xla", compiled=True)
     assert found.compiled and found.compiled.forward and found.compiled.both
     for phase, planned in (("forward", found.compiled.forward), ("backward", found.compiled.both)):
         named = sum(entry.bytes for entry in found.memory if entry.phase == phase)
@@ -212,9 +214,9 @@ def test_the_memory_that_is_named_is_most_of_what_the_compiled_program_takes(dty
 def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
     request, found = REQUESTS[name], explained(name)
     mesh = ring_of(request)
-    specs = dict(tracing.shard(request).specs)
-    floating = {name: compiling.placed(x, specs[name], mesh) for name, x in request.floating().items()}
-    compiled = jax.jit(compiling.programs(request, mesh, "xla")[0]).lower(floating).compile().memory_analysis()
+    specs = dict(shards.shard(request).specs)
+    floating = {name: memory.placed(x, specs[name], mesh) for name, x in request.floating().items()}
+    compiled = jax.jit(memory.programs(request, mesh, "xla")[0]).lower(floating).compile().memory_analysis()
     assert compiled is not None
     held = {entry.what.split()[0]: entry.bytes for entry in found.memory if entry.phase == "call"}
     assert held["inputs"] == compiled.argument_size_in_bytes
@@ -232,8 +234,8 @@ def test_ids_and_positions_are_counted_as_gathered() -> None:
 
 def test_nothing_large_is_made_to_explain_a_large_call() -> None:
     tokens = 2**20
-    request = Request((8, tokens, 128, 256), (8, tokens, 128, 256), (8, tokens, 128, 256), 16, causal=True)
-    found = explaining.explain(request, "tpu", "xla")
+    request = AbstractCall((8, tokens, 128, 256), (8, tokens, 128, 256), (8, tokens, 128, 256), 16, causal=True)
+    found = analysis.analyse(request, "tpu", "xla")
     assert found.memory[0].bytes == 3 * 8 * tokens * 128 * 256 * 2 // 16
     assert found.tile == (512, 512), "the default tile grows with the sequence"
     assert all(hop.tiles[15] for hop in found.hops)

@@ -22,7 +22,7 @@ from ringattn_core.contract.features import Feature
 
 PLUGIN = """
     from ringattn_core.contract.features import Feature, Support
-    from ringattn_core.contract.protocol import Backend
+    from ringattn_core.contract.backend import Backend
     FEATURES = {{**dict.fromkeys(Feature, Support.FULL), Feature.BIAS: Support.PLANNED}}
     del FEATURES[Feature.DROPOUT]
     BACKEND = Backend("{name}", 1, {platforms}, FEATURES, {door}="{name}_block:{door}", priority=7, probe={probe!r})

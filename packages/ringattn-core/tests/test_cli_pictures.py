@@ -1,55 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of what `ringattn explain` shows: pictures, tables and JSON say the same as the explanation."""
+"""Promises of what `ringattn explain` shows: pictures, tables and JSON agree with the analysis of the call."""
 
-import dataclasses
+import base64
+import io
 import json
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from matplotlib.colors import to_rgb
+from rich.console import Console
 from ringattn_core.backends import discovery
-from ringattn_core.cli import explaining, svg, table
-from ringattn_core.cli.explanation import MASKED, SKIPPED, WHOLE, Explanation
+from ringattn_core.cli import picture, report
+from ringattn_core.cli.abstract_call import AbstractCall
+from ringattn_core.cli.analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, analyse
 from ringattn_core.cli.main import main
-from ringattn_core.cli.picture import shrunk
-from ringattn_core.cli.report import report
-from ringattn_core.cli.request import Request
-from ringattn_core.cli.scene import COLOURS, Words, rectangles, scene
-from ringattn_core.cli.screen import Screen
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 
 STATES = arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])
 )
 CALL = ["explain", "--query", "1,64,4,8", "--ring", "4", "--causal", "--tile", "4,4"]
-ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 
 
-def explained(ring: int = 4, tokens: int = 64, tile: tuple[int, int] = (4, 4), **options: Any) -> Explanation:
+def explained(ring: int = 4, tokens: int = 64, tile: tuple[int, int] = (4, 4), **options: Any) -> CallAnalysis:
     shape = (1, tokens, 4, 8)
-    return explaining.explain(Request(shape, shape, shape, ring, causal=True, **options), "cpu", tile=tile)
+    return analyse(AbstractCall(shape, shape, shape, ring, causal=True, **options), "cpu", tile=tile)
 
 
 @pytest.fixture(scope="module")
-def found() -> Explanation:
+def found() -> CallAnalysis:
     return explained()
 
 
-def text(found: Explanation, **screen: Any) -> str:
-    return "\n".join(report(found, Screen(**screen)))
+def text(found: CallAnalysis, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    report.report(found)
+    return capsys.readouterr().out
 
 
 @given(STATES, st.integers(1, 12), st.integers(1, 12))
 def test_a_cell_is_whole_or_skipped_only_where_all_its_tiles_are(states, rows: int, columns: int) -> None:
-    cells = shrunk(states, rows, columns)
+    cells = picture.shrunk(states, rows, columns)
     assert cells.shape == (rows, columns)
     covered = np.zeros(states.shape, int)
     for row in range(rows):
@@ -65,114 +65,137 @@ def _span(cell: int, cells: int, tiles: int) -> slice:
     return slice(first, max(following, first + 1))
 
 
-@given(STATES)
-def test_rectangles_cover_what_is_chosen_once_and_nothing_else(states) -> None:
-    drawn = np.zeros(states.shape, int)
-    for upper, lower, left, right in rectangles(states == WHOLE):
-        drawn[upper:lower, left:right] += 1
-    np.testing.assert_array_equal(drawn, states == WHOLE)
+def image_of(svg: Path) -> np.ndarray:
+    """The pixels of the picture's only image, with opacity."""
+    (image,) = ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}image")
+    assert "pixelated" in image.get("style", ""), "a viewer would blur the tiles"
+    data = image.get("{http://www.w3.org/1999/xlink}href", "").partition("base64,")[2]
+    return matplotlib.image.imread(io.BytesIO(base64.b64decode(data)))
 
 
-def test_the_svg_draws_the_tiles_of_every_rank_and_hop(found: Explanation) -> None:
-    root = ElementTree.fromstring(svg.written(scene(found)))
-    boxes = [
-        (path.get("fill"), *map(float, numbers))
-        for path in root.iterfind("{*}path")
-        for numbers in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-", path.get("d"))
-    ]
-    panels = [box[1:] for box in boxes if box[0] == COLOURS[SKIPPED] and box[3] > 20]
-    assert len(panels) == found.ranks * len(found.hops)
-    for number, (x, y, size, _) in enumerate(panels):
-        drawn = np.full(found.states.shape[2:], SKIPPED)
-        tile = size / len(drawn)
-        for state in (MASKED, WHOLE):
-            for colour, *place in boxes:
-                if colour == COLOURS[state] and x <= place[0] < x + size and y <= place[1] < y + size:
-                    column, row, wide, tall = np.rint(np.subtract(place, (x, y, 0, 0)) / tile).astype(int)
-                    drawn[row : row + tall, column : column + wide] = state
-        np.testing.assert_array_equal(drawn, found.states[divmod(number, len(found.hops))])
-    words = [item.text for item in root.iterfind("{*}text")]
-    for word in ("rank 3", "hop 3", "own keys", "keys of rank r - 3", *map(str, found.of_ranks)):
-        assert word in words
+def test_the_image_has_the_tiles_of_every_rank_and_hop(found: CallAnalysis, tmp_path: Path) -> None:
+    picture.save(found, tmp_path / "ring.svg", "svg")
+    image = image_of(tmp_path / "ring.svg")
+    panel = len(image) // found.ranks
+    for rank in range(found.ranks):
+        for number in range(len(found.hops)):
+            pixels = image[rank * panel : (rank + 1) * panel, number * panel : (number + 1) * panel]
+            opaque = np.flatnonzero(pixels[panel // 2, :, 3])
+            assert opaque[0] > 0 and opaque[-1] < panel - 1, "there is no gap between panels"
+            drawn = pixels[opaque[0] : opaque[-1] + 1, opaque[0] : opaque[-1] + 1, :3]
+            size = len(drawn) // 4
+            for row, column in np.ndindex(4, 4):
+                state = found.states[rank, number][row, column]
+                tile = drawn[row * size : (row + 1) * size, column * size : (column + 1) * size]
+                np.testing.assert_allclose(tile, np.broadcast_to(to_rgb(picture.COLOURS[state]), tile.shape), atol=0.01)
 
 
-def test_the_svg_escapes_its_words(found: Explanation) -> None:
-    drawn = dataclasses.replace(scene(found), title="<a & b>")
-    assert ElementTree.fromstring(svg.written(drawn))[0].text == "<a & b>"
+def words_of(found: CallAnalysis, path: Path) -> set[str]:
+    picture.save(found, path, "svg")
+    root = ElementTree.parse(path).getroot()
+    return {"".join(item.itertext()).strip() for item in root.iter("{http://www.w3.org/2000/svg}text")}
 
 
-def test_in_a_file_the_picture_is_ascii(found: Explanation) -> None:
-    said = text(found)
+def test_the_words_of_an_svg_are_text(found: CallAnalysis, tmp_path: Path) -> None:
+    words = words_of(found, tmp_path / "ring.svg")
+    shown = ("rank 3", "hop 3", "own keys", "keys of rank r - 3", *map(str, found.of_ranks), "tiles computed")
+    assert {*shown, report.title(found), report.balance(found), report.totals(found)} <= words
+    assert "K,V 2.0 KiB \N{RIGHTWARDS ARROW}" in words
+
+
+def test_the_same_call_gives_the_same_svg(found: CallAnalysis, tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        picture.save(found, tmp_path / name, "svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_in_a_file_the_picture_is_ascii(found: CallAnalysis, capsys) -> None:
+    said = text(found, capsys)
     assert said.isascii() and max(map(len, said.splitlines())) <= 100
     panels = [line for line in said.splitlines() if re.fullmatch(r"(rank \d)? +([.+#]{16} ?){4}", line)]
     assert len(panels) == 4 * 8
     for rank in range(4):
         for number in range(4):
-            drawn = [line[8:].split()[number] for line in panels[8 * rank : 8 * rank + 8]]
-            assert drawn == _lettered(shrunk(found.states[rank, number], 8, 16))
+            drawn = [line[7:].split()[number] for line in panels[8 * rank : 8 * rank + 8]]
+            assert drawn == _lettered(picture.shrunk(found.states[rank, number], 8, 16))
 
 
 def _lettered(cells: np.ndarray) -> list[str]:
     return ["".join({SKIPPED: ".", MASKED: "+", WHOLE: "#"}[cell] for cell in row) for row in cells.tolist()]
 
 
-def test_on_a_terminal_the_picture_has_blocks_and_colour_as_far_as_it_may(found: Explanation) -> None:
-    coloured, plain = text(found, blocks=True, colour=True), text(found, blocks=True)
-    assert "▀" in coloured and "\x1b[" in coloured
-    assert "█" in plain and "·" in plain and "\x1b" not in plain
-    assert max(len(ESCAPE.sub("", line)) for line in coloured.splitlines()) <= 100
+def test_on_a_terminal_the_tiles_are_blocks_of_colour_unless_no_colour_is_wanted(found: CallAnalysis) -> None:
+    def shown(**environment: str) -> str:
+        console = Console(
+            force_terminal=True, width=100, file=io.StringIO(), _environ={"TERM": "xterm-256color"} | environment
+        )
+        with console.capture() as captured:
+            console.print(picture.TerminalPicture(found))
+        return captured.get()
+
+    assert "\x1b[38;5;26;48;5;26m" in shown()
+    assert ";5;" not in shown(NO_COLOR="1") and "####" in shown(NO_COLOR="1")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("ring", [1, 2, 16, 64])
 def test_the_picture_fits_the_width_of_the_terminal(ring: int, width: int) -> None:
     found = explained(ring, 256)
-    picture = text(found, width=width)
-    picture = picture[picture.index("Tiles that") :].split("\n\n", 1)[1]
-    assert max(map(len, picture[: picture.index("tiles are computed")].splitlines()[:-1])) <= width
-    assert picture.count("rank 0 ") >= 1
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(picture.TerminalPicture(found))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= width
+    if ring <= 2:
+        assert sum(line.count(mark) for line in lines[2:] for mark in ".+#") == ring * ring * 8 * 16
+    else:
+        assert "too large for a picture" in lines[0]
 
 
-def test_a_large_ring_shows_tenths_and_counts_hop_by_hop() -> None:
+def test_the_tiles_of_a_large_ring_are_counted_hop_by_hop(capsys, tmp_path: Path) -> None:
     found = explained(64, 1024)
-    said = text(found)
-    rows = [line.split() for line in said.splitlines() if re.match(r"rank \d+ +[\d.#]+$", line)]
-    assert [row[1] for row in rows] == [str(n) for n in range(64)]
-    drawn = [row[2] for row in rows]
-    assert all(line == "6" + "#" * rank + "." * (63 - rank) for rank, line in enumerate(drawn)), drawn[:3]
-    assert re.search(r"least busy rank +mean +busiest rank", said)
+    said = text(found, capsys)
+    assert re.search(r"least busy rank +mean +busiest rank\n +0 +10 +10.0 +10\n", said)
+    assert re.search(r"\n +63 +0 +0.2 +16\n *all +10 +514.0 +1018\n", said), said
+    picture.save(found, tmp_path / "ring.svg", "svg")
+    assert image_of(tmp_path / "ring.svg").shape[0] >= 64 * 8
 
 
-def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: Explanation) -> None:
-    lines = text(found).splitlines()
+def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnalysis, capsys) -> None:
+    said = text(found, capsys)
     for rank in range(4):
         wanted = [f"rank {rank}", *(str(hop.tiles[rank]) for hop in found.hops), str(found.of_ranks[rank])]
-        assert any(re.split(r" {2,}", line) == wanted for line in lines), wanted
-    assert any(line.split("  ")[0] == "keys of" and line.endswith("r - 2  r - 3") for line in map(str.rstrip, lines))
+        assert any(re.split(r" {2,}", line) == wanted for line in said.splitlines()), wanted
+    assert any(line.split("  ")[0] == "keys of" and line.endswith("r - 2  r - 3") for line in said.splitlines())
     assert found.of_ranks == (10, 26, 42, 58) and found.slowest == 58
-    said = " ".join(text(found).split())
+    said = " ".join(said.split())
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
 
 
-def test_both_ways_round_are_columns_of_one_hop_and_count_half() -> None:
+def test_both_ways_round_are_columns_of_one_hop_and_count_half(capsys, tmp_path: Path) -> None:
     found, one_way = explained(layout="zigzag", two_way=True), explained(layout="zigzag")
-    said = text(found)
+    said = text(found, capsys)
     heads = ["tiles", "hop 0", *(f"hop {number}" for number in (1, 1, 2, 2, 3, 3)), "sum"]
     whose = ["keys of", "r", "r - 1", "r + 1", "r - 2", "r + 2", "r - 3", "r + 3"]
     lines = [re.split(r" {2,}", line) for line in said.splitlines()]
-    assert heads in lines and whose in lines and "each column is of half of the heads" in said
+    assert heads in lines and whose in lines and "each column is half of the heads" in said
     assert found.of_ranks == one_way.of_ranks and found.slowest == one_way.slowest
     assert re.search(r"^forward +3 +K,V +to rank r \+ 1 .*\nforward +3 +K,V +to rank r - 1 ", said, re.MULTILINE)
-    words = [item.text for item in scene(found).items if isinstance(item, Words)]
-    assert {"keys of rank r - 1", "keys of rank r + 1", "2 x K,V 1.0 KiB \N{RIGHTWARDS ARROW}"} <= set(words)
+    words = words_of(found, tmp_path / "ring.svg")
+    assert {"keys of rank r - 1", "keys of rank r + 1", "2 x K,V 1.0 KiB \N{RIGHTWARDS ARROW}"} <= words
 
 
-def test_as_json_it_says_what_the_explanation_holds(found: Explanation, capsys) -> None:
+def test_as_json_it_says_what_the_analysis_holds(found: CallAnalysis, capsys) -> None:
     assert main([*CALL, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == json.loads(json.dumps(found.to_dict()))
     assert said["choice"] == "xla" and said["request"]["query"] == [1, 64, 4, 8] and "states" not in said
     assert [hop["tiles"] for hop in said["hops"]] == [list(hop.tiles) for hop in found.hops]
+    assert said["tiles_of_ranks"] == [10, 26, 42, 58] and said["tiles_of_slowest"] == 58
+    assert list(said) == [
+        "request", "platform", "needs", "candidates", "choice", "refusal", "own_ring", "lengths", "tile", "hops",
+        "skipped", "forward", "backward", "gathered", "memory", "compiled", "tiles_of_ranks", "tiles_of_slowest",
+    ]  # fmt: skip
 
 
 def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gives(capsys) -> None:
@@ -197,66 +220,17 @@ def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
     assert re.search(r"^->  xla .* runs this call$", out, re.MULTILINE)
 
 
-def test_a_backend_with_a_ring_of_its_own_is_said_to_have_one() -> None:
+def test_a_backend_with_a_ring_of_its_own_is_said_to_have_one(capsys) -> None:
     def ring(query: Any, key: Any, value: Any, **options: Any) -> Any: ...
 
     backend = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:ring", priority=5)
     with discovery.registered(backend, ring):
         found = explained()
-    assert found.choice == "own" and found.own_ring and "own drives a ring of its own" in text(found)
+    assert found.choice == "own" and found.own_ring and "own drives its own ring" in text(found, capsys)
 
 
 def test_the_picture_is_written_where_it_is_asked_for(tmp_path: Path, capsys) -> None:
-    assert main([*CALL, "--svg", str(tmp_path / "ring.svg")]) == 0
+    assert main([*CALL, "--svg", str(tmp_path / "ring.svg"), "--png", str(tmp_path / "ring.png")]) == 0
     assert ElementTree.parse(tmp_path / "ring.svg").getroot().tag.endswith("svg")
-    pytest.importorskip("matplotlib")
-    assert main([*CALL, "--png", str(tmp_path / "ring.png")]) == 0
-    data = (tmp_path / "ring.png").read_bytes()
-    drawn = scene(explained())
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(data[16:20]) == pytest.approx(2 * drawn.width, abs=2)
-
-
-def test_without_matplotlib_a_png_is_refused_and_svg_is_named(monkeypatch, tmp_path: Path, capsys) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*CALL, "--png", str(tmp_path / "ring.png")]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("ringattn explain: --png: needs matplotlib")
-    assert "pip install matplotlib. Or use --svg" in err and not (tmp_path / "ring.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 3 // 2, "1.5 MiB"), (2**60, "1024.0 PiB")],
-)
-def test_bytes_are_written_with_the_unit_that_leaves_a_small_number(count: int, said: str) -> None:
-    assert table.amount(count) == said
-
-
-def test_a_table_aligns_its_columns_and_wraps_the_last() -> None:
-    rows = [("a", "1", "one two three four five six"), ("long", "22", "x")]
-    assert list(table.lines(("k", "n", "words"), rows, right=" r", width=33)) == [
-        "k      n  words",
-        "a      1  one two three four five",
-        "          six",
-        "long  22  x",
-    ]
-
-
-def test_only_a_terminal_that_can_show_them_gets_blocks_and_colour(monkeypatch) -> None:
-    class Stream:
-        def __init__(self, terminal: bool, encoding: str):
-            self.encoding, self.isatty = encoding, lambda: terminal
-
-    monkeypatch.setenv("COLUMNS", "90")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert Screen.of(Stream(False, "utf-8")) == Screen(100)
-    assert Screen.of(Stream(True, "utf-8")) == Screen(90, blocks=True, colour=True)
-    assert Screen.of(Stream(True, "ascii")) == Screen(90)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert Screen.of(Stream(True, "utf-8")) == Screen(90, blocks=True)
-    monkeypatch.setenv("TERM", "dumb")
-    assert Screen.of(Stream(True, "utf-8")) == Screen(100)
+    pixels = matplotlib.image.imread(tmp_path / "ring.png")
+    assert (np.abs(pixels[..., :3] - to_rgb(picture.COLOURS[WHOLE])).max(-1) < 0.01).mean() > 0.05

@@ -16,7 +16,8 @@ from ringattn_core import ring_attention
 from ringattn_core.cli import cache as cache_command
 from ringattn_core.cli import tune
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.errors import InputError, RingAttnError
+from ringattn_core.errors import RingAttnError
+from ringattn_core.masks import Causal, Prefix
 from ringattn_core.tuning import cache, choice, tuner
 from ringattn_core.tuning.tuner import Outcome, Timed
 
@@ -67,30 +68,32 @@ class TestTune:
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"xla on cpu, {os.uname().machine}, {os.cpu_count()} cores: 64 queries by 64 keys a rank"
         assert [line.split() for line in lines if line.startswith("*")] == [
-            ["*", "q_blocksize=64", "1.000", "ms", "0.50", "of", "the", "default,", "rounds:", "15"],
-            ["*", "as", "the", "kernel", "chooses", "3.000", "ms", "1.00", "of", "the", "default,", "rounds:", "15"],
+            ["*", "q_blocksize=64", "1.000", "0.50", "15"],
+            ["*", "as", "the", "kernel", "chooses", "3.000", "1.00", "15"],
         ]
-        others = [line.split() for line in lines if line.startswith("  ")]
+        heads = [line.split() for line in lines if "parameters" in line]
+        assert heads == [["parameters", "ms", "of", "the", "default", "rounds"]] * 2
+        others = [line.split() for line in lines if line.startswith("  ") and "parameters" not in line]
         assert [words[0] for words in others] == ["as", "q_blocksize=128", "q_blocksize=32"]
         assert others[1][1] == "deep=3"
         assert others[2][1:] == ["ValueError:", "no", "such", "tile"]
 
-    def test_says_where_it_keeps_what_it_found(self, capsys: Any) -> None:
+    def test_says_where_the_result_is_stored(self, capsys: Any) -> None:
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
         (entry,) = cache.entries()
-        assert capsys.readouterr().out.splitlines()[-1] == f"kept in {entry.path}"
+        assert capsys.readouterr().out.splitlines()[-1] == f"stored in {entry.path}"
         assert entry.config == FASTEST
         assert [trial["failure"] for trial in entry.trials][:2] == [None, "ValueError: no such tile"]
 
-    def test_keeps_nothing_on_a_dry_run(self, capsys: Any) -> None:
+    def test_stores_nothing_on_a_dry_run(self, capsys: Any) -> None:
         assert ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--dry-run") == 0
         assert kept() == []
-        assert capsys.readouterr().out.splitlines()[-1] == "not kept"
+        assert capsys.readouterr().out.splitlines()[-1] == "not stored"
 
-    def test_says_so_where_nothing_can_be_kept(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_says_so_where_nothing_can_be_stored(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
         assert ringattn("tune", "--query", "1,64,2,16", "--backend", "xla") == 0
-        assert capsys.readouterr().out.splitlines()[-1] == "not kept"
+        assert capsys.readouterr().out.splitlines()[-1] == "not stored"
 
     def test_says_so_where_a_backend_offers_nothing(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuner, "fastest", lambda *_: Outcome(FASTEST, (), ()))
@@ -108,6 +111,8 @@ class TestTune:
             (["--dtype", "f32", "--alibi", "--precision", "high"], {"alibi_slopes": jnp.ones(2), "precision": "high"}),
             (["--dtype", "f32", "--dropout"], {"dropout_prob": 0.5, "dropout_seed": 3}),
             (["--dtype", "f32", "--segments"], {"q_segment_ids": jnp.zeros((1, 64), jnp.int32)}),
+            (["--dtype", "f32", "--documents", "9,9"], {"q_segment_ids": jnp.zeros((1, 64), jnp.int32)}),
+            (["--dtype", "f32", "--prefix", "3", "--ring", "2"], {"mask_builder": lambda *_: Prefix(3) | Causal()}),
             (["--dtype", "f32", "--fused-backward"], {"fused_backward": True}),
         ],
         ids=lambda x: " ".join(x) if isinstance(x, list) else "",
@@ -136,13 +141,9 @@ class TestTune:
         [
             (["--query", "1,64,2,16", "--backend", "xal"], "did you mean 'xla'"),
             (["--query", "1,64,3,16", "--kv", "64,2"], "heads"),
-            (
-                ["--query", "1,63,2,16", "--ring", "2"],
-                "--query: its length 63 does not split over 2 ranks",
-            ),
-            (["--query", "1,64,2,16", "--kv", "63,2", "--ring", "2"], "--kv: its length 63"),
             (["--query", "1,64,2,16", "--ring", "0"], "--ring: got 0. Pass the number of ranks"),
-            (["--query", "1,64,2,16", "--dtype", "int8"], "--dtype: got 'int8'. Pass one of float32"),
+            (["--query", "1,64,2,16", "--dtype", "int8"], "query: has dtype int8. Cast query, key and value to one of"),
+            (["--query", "1,64,2,16", "--dtype", "f31"], "--dtype: got 'f31'. Known dtypes: float32"),
             (["--query", "1,64,2,16", "--layout", "spiral"], "layout: got 'spiral'"),
             (["--query", "1,64,2,16", "--chunk", "0"], "chunk_size"),
         ],
@@ -154,15 +155,25 @@ class TestTune:
         assert told in str(caught.value)
         assert tuned == []
 
-    @pytest.mark.parametrize("shape", ["1,64,2", "1,64,2,x", ""])
-    def test_says_what_a_shape_needs(self, shape: str, capsys: Any) -> None:
+    @pytest.mark.parametrize(
+        ("shape", "needed"),
+        [("1,64,2", "B,T,N,H"), ("1,64,2,x", "whole numbers B,T,N,H"), ("", "whole numbers B,T,N,H")],
+    )
+    def test_says_what_a_shape_needs(self, shape: str, needed: str, capsys: Any) -> None:
         with pytest.raises(SystemExit):
             ringattn("tune", "--query", shape)
-        assert "it needs 4 whole numbers between commas" in capsys.readouterr().err
+        assert f"it needs {needed}" in capsys.readouterr().err
 
-    def test_refuses_an_odd_shard_of_a_layout_in_halves(self) -> None:
-        with pytest.raises(InputError, match=r"its length 6 does not split over 2 ranks\. Pass a multiple of 4"):
-            ringattn("tune", "--query", "1,6,2,16", "--ring", "2", "--layout", "zigzag")
+    def test_tunes_the_padded_length_of_a_rank_where_the_call_is_padded(self, tuned: list[Any]) -> None:
+        ringattn("tune", "--query", "1,63,2,16", "--ring", "2", "--backend", "xla")
+        assert (tuned[0].q_length, tuned[0].kv_length, tuned[0].segments) == (32, 32, True)
+
+    def test_masks_of_heads_reach_the_tuner(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given = []
+        monkeypatch.setattr(tuner, "fastest", lambda *arguments: given.append(arguments) or OUTCOME)
+        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--prefix", "3", "--ring", "2")
+        ((_, problem, _, built),) = given
+        assert problem.masks == tuple(map(repr, built.masks)) and "Prefix(length=3)" in problem.masks[0]
 
 
 class TestCache:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ringattn_core import errors
 from ringattn_core.backends import discovery
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import (
     BackendLoadError,
     BackendNotFoundError,
@@ -20,7 +20,7 @@ from ringattn_core.errors import (
 
 PLUGIN = """
     from ringattn_core.contract.features import Feature, Support
-    from ringattn_core.contract.protocol import Backend
+    from ringattn_core.contract.backend import Backend
     BACKEND = Backend("{name}", {api}, ("cpu",), {{Feature.CAUSAL: Support.FULL}}, {where}, probe={probe!r})
 """
 KERNEL = """

@@ -7,44 +7,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.contract.dropout import kept, philox, threshold
+from ringattn_core.contract.dropout import kept, philox_2x32, philox_4x32, threshold
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 
 
-def by_64_bits(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> np.ndarray:
-    """Philox 4x32-10 with true 64-bit products: the words on the first axis."""
-    low, shift = np.uint64(2**32 - 1), np.uint64(32)
-    c = [np.asarray(x).astype(np.uint64) for x in np.broadcast_arrays(*counter)]
-    for step in range(10):
-        first = np.uint64((key[0] + step * 0x9E3779B9) % 2**32)
-        second = np.uint64((key[1] + step * 0xBB67AE85) % 2**32)
-        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        c = [(b >> shift) ^ c[1] ^ first, b & low, (a >> shift) ^ c[3] ^ second, a & low]
-    return np.stack(c)
+def in_python(counter: tuple[int, int], key: int) -> tuple[int, int]:
+    """Philox 2x32-7 with true 64-bit products."""
+    a, b = counter
+    for step in range(7):
+        high, low = divmod(0xD256D193 * a, 2**32)
+        a, b = high ^ (key + step * 0x9E3779B9) % 2**32 ^ b, low
+    return a, b
 
 
-PUBLISHED = [
+ONES, PI = 2**32 - 1, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
+PUBLISHED_4X32 = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
+    ((ONES,) * 4, (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (PI[:4], PI[4:], (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+]
+PUBLISHED_2X32 = [
+    ((0, 0), 0, (0x257A3673, 0xCD26BE2A)),
+    ((ONES, ONES), ONES, (0xAB302C4D, 0x3DC9D239)),
+    (PI[:2], PI[2], (0xBEDBBE6B, 0xE4C770B3)),
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
-def test_philox_gives_the_published_words(counter, key, words) -> None:
-    got = philox(tuple(np.uint32(x) for x in counter), tuple(np.uint32(x) for x in key))
+@pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED_4X32)
+def test_philox_4x32_gives_the_published_words(counter, key, words) -> None:
+    got = philox_4x32(tuple(np.uint32(x) for x in counter), tuple(np.uint32(x) for x in key))
     assert [hex(int(word)) for word in got] == [hex(word) for word in words]
 
 
+@pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED_2X32)
+def test_philox_2x32_gives_the_published_words(counter, key, words) -> None:
+    got = philox_2x32(tuple(np.uint32(x) for x in counter), np.uint32(key))
+    assert [hex(int(word)) for word in got] == [hex(word) for word in words]
+    assert in_python(counter, key) == words
+
+
 def test_philox_agrees_with_64_bit_arithmetic() -> None:
-    counter = tuple(np.random.default_rng(1).integers(0, 2**32, (4, 1000), dtype=np.uint32))
-    got = jax.jit(philox)(counter, (np.uint32(12345), np.uint32(2**31 + 7)))
-    np.testing.assert_array_equal(np.stack(got), by_64_bits(counter, (12345, 2**31 + 7)))
+    counter = tuple(np.random.default_rng(1).integers(0, 2**32, (2, 100), dtype=np.uint32))
+    got = jax.jit(philox_2x32)(counter, np.uint32(2**31 + 7))
+    wanted = [in_python((int(a), int(b)), 2**31 + 7) for a, b in zip(*counter, strict=True)]
+    np.testing.assert_array_equal(np.stack(got, 1), np.asarray(wanted, np.uint32))
 
 
 def _block(probability: float = 0.3) -> Block:
@@ -68,12 +75,15 @@ def _block(probability: float = 0.3) -> Block:
 def test_each_pair_is_kept_by_its_global_indices_alone() -> None:
     block, got = _block(), np.asarray(kept(_block()))
     assert got.shape == (2, 3, 10, 14) and got.dtype == bool
-    queries, keys = np.asarray(block.q_index[0])[:, None], np.asarray(block.kv_index[0])
     for b, batch, seed in ((0, 4, 3), (1, 9, 2**32 - 1)):
         for n, head in ((0, 1), (1, 0), (2, 6)):
-            words = by_64_bits((keys // 4, queries, np.array(head), np.array(batch)), (seed, 0))
-            word = np.take_along_axis(words, np.broadcast_to(keys % 4, (1, 10, 14)), 0)[0]
-            np.testing.assert_array_equal(got[b, n], word >= int(0.3 * 2**32), f"{batch=} {head=}")
+            key = int(philox_4x32((np.uint32(head), np.uint32(batch), 0, 0), (np.uint32(seed), 0))[0])
+            for t, i in enumerate(np.asarray(block.q_index[0]).tolist()):
+                for s, j in enumerate(np.asarray(block.kv_index[0]).tolist()):
+                    words = in_python((i // 16 * 8 + i % 8, j // 16 * 8 + j % 8), key)
+                    half = [half for word in words for half in (word % 2**16, word // 2**16)]
+                    least = int(0.3 * 2**16)
+                    assert got[b, n, t, s] == (half[2 * (i // 8 % 2) + j // 8 % 2] >= least), (batch, head, i, j)
 
 
 def test_a_tile_keeps_what_the_whole_keeps() -> None:
@@ -81,10 +91,10 @@ def test_a_tile_keeps_what_the_whole_keeps() -> None:
     np.testing.assert_array_equal(np.asarray(kept(tile)), whole[:, :, 3:8, 2:9])
 
 
-@pytest.mark.parametrize("probability", [1e-9, 0.1, 0.5, 0.999999])
-def test_the_threshold_is_the_probability_in_32_bits(probability: float) -> None:
-    assert threshold(probability) == int(np.floor(np.float64(probability) * 2.0**32))
-    assert 0 <= threshold(probability) < 2**32
+@pytest.mark.parametrize("probability", [2**-16, 0.1, 0.5, 0.99999])
+def test_a_probability_counts_in_steps_of_2_to_the_minus_16(probability: float) -> None:
+    assert threshold(probability) == int(np.floor(probability * 2**16)) < 2**16
+    assert Rule(1.0, dropout=probability).dropout == threshold(probability) / 2**16
 
 
 def test_the_share_that_is_kept_is_one_minus_the_probability() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from ringattn_core import errors
+from ringattn_core.contract.backend import API_VERSIONS, Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import API_VERSIONS, Backend
 
 EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
     (
@@ -58,7 +58,7 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         errors.BackendNotFoundError("cudnn", ("mine",)),
         LookupError,
         "no ring-attention backend 'cudnn'. Installed: mine. "
-        "Of ringattn's own (xla, triton, tpu), to add one: pip install ringattn-xla",
+        "To add one of ringattn's own: pip install ringattn-xla or ringattn-triton or ringattn-tpu",
     ),
     (
         errors.BackendLoadError("mine", "ringattn-mine", "mine.block:KERNEL", ModuleNotFoundError("No module 'x'")),
@@ -119,6 +119,17 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         "str.backward returned dbias = None. Return float32[1, 2]",
     ),
     (errors.DerivativeError("it was differentiated twice"), NotImplementedError, "it was differentiated twice"),
+    (
+        errors.BackendNotFoundError("cudnn", ("xla", "tpu")),
+        LookupError,
+        "no ring-attention backend 'cudnn'. Installed: xla, tpu. "
+        "To add one of ringattn's own: pip install ringattn-triton",
+    ),
+    (
+        errors.BackendNotFoundError("cudnn", ("tpu", "triton", "xla")),
+        LookupError,
+        "no ring-attention backend 'cudnn'. Installed: tpu, triton, xla.",
+    ),
 ]
 
 

@@ -89,7 +89,7 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(ranks: int, off
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_two_ways_send_half_of_everything_each(ranks: int):
     one, two = (plan(Rule(1.0, causal=True), "zigzag", ranks, 4, 4, two_way) for two_way in (False, True))
-    assert (one.turns, two.turns) == ((1,), (1, -1))
+    assert (one.signs, two.signs) == ((1,), (1, -1))
     for whole, halves in ((one.forward, two.forward), (one.backward, two.backward)):
         assert [send.shift for send in halves[::2]] == [-send.shift for send in halves[1::2]]
         assert [(s.shift, s.keys, s.gradients) for s in halves[::2]] == [(s.shift, s.keys, s.gradients) for s in whole]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the layouts: every token is somewhere, once, in increasing order, and gets back."""
 
+import inspect
+import re
 from typing import Any
 
 import hypothesis
@@ -12,6 +14,7 @@ import pytest
 from ringattn_core.errors import InputError
 from ringattn_core.placement import layout as layouts
 
+unchecked = inspect.unwrap(layouts.to_layout)  # without the checks that tests add to annotations
 NAMES = pytest.mark.parametrize("layout", layouts.LAYOUTS)
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 SHARDS = st.tuples(st.sampled_from(layouts.LAYOUTS), st.integers(1, 6), st.integers(1, 5))
@@ -109,15 +112,19 @@ class TestReordering:
             assert f"Pad it to {following}" in str(caught.value)
             reorder(np.zeros((1, following)), layout, 4)
 
-    @pytest.mark.parametrize("ring_size", [0, -2])
-    def test_a_ring_of_no_ranks_is_refused(self, ring_size: int) -> None:
-        with pytest.raises(InputError, match=f"ring_size: got {ring_size}"):
-            layouts.to_layout(np.zeros((1, 8)), "striped", ring_size)
+    @pytest.mark.parametrize("ring_size", [0, -2, 2.0, "2", True, None, jax.sharding.AbstractMesh((2,), ("sp",))])
+    def test_a_ring_of_no_ranks_is_refused(self, ring_size: Any) -> None:
+        with pytest.raises(InputError, match=re.escape(f"ring_size: got {ring_size!r}. Pass the number")):
+            unchecked(np.zeros((1, 8)), "striped", ring_size)
 
-    @pytest.mark.parametrize("axis", [2, -3])
-    def test_an_axis_that_is_not_there_is_refused(self, axis: int) -> None:
-        with pytest.raises(InputError, match=f"axis: got {axis} for an array of 2 axes"):
-            layouts.to_layout(np.zeros((1, 8)), "striped", 2, axis)
+    @pytest.mark.parametrize("axis", [2, -3, 1.0, "1", None])
+    def test_an_axis_that_is_not_there_is_refused(self, axis: Any) -> None:
+        with pytest.raises(InputError, match=f"axis: got {axis!r} for an array of 2 axes"):
+            unchecked(np.zeros((1, 8)), "striped", 2, axis)
+
+    def test_what_is_no_array_is_refused(self) -> None:
+        with pytest.raises(InputError, match="x: str is no array"):
+            layouts.to_layout("tokens", "striped", 2)
 
     def test_an_unknown_layout_is_refused_with_those_that_are_known(self) -> None:
         with pytest.raises(InputError) as caught:

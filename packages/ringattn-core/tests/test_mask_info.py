@@ -81,6 +81,7 @@ class TestLengths:
             (([-1],), "q_lengths: holds -1"),
             (([1.5],), "q_lengths: has shape .* and dtype float64"),
             (([[1]],), r"q_lengths: has shape \(1, 1\)"),
+            (([1], None, 4.0), r"q_max: got 4\.0\. It needs an integer"),
             (([1, 2], [1]), "kv_lengths: has 1 rows where q_lengths has 2"),
         ],
     )
@@ -113,6 +114,11 @@ class TestDocuments:
     def test_lengths_that_do_not_fit_are_refused(self, lengths: Any, fact: str) -> None:
         with pytest.raises(InputError, match=fact):
             MaskInfo.from_documents(lengths, total=6)
+
+    @pytest.mark.parametrize("total", [6.0, "6", True, -1, [6]])
+    def test_a_total_that_is_no_length_is_refused(self, total: Any) -> None:
+        with pytest.raises(InputError, match=r"total: got .* It needs an integer of 0 or more"):
+            MaskInfo.from_documents([2], total=total)
 
     def test_traced_lengths_are_refused(self) -> None:
         with pytest.raises(InputError, match="lengths: is traced"):
@@ -152,6 +158,11 @@ class TestPositions:
         assert given(info) == {"q_positions", "kv_positions"}
         np.testing.assert_array_equal(info.q_positions, positions)
         np.testing.assert_array_equal(info.kv_positions, positions)
+
+    @pytest.mark.parametrize("far", [2**30, -(2**30), 2**40])
+    def test_positions_that_are_too_far_are_refused(self, far: int) -> None:
+        with pytest.raises(InputError, match=r"kv_positions: reaches from .* Pass positions below 2\^30"):
+            MaskInfo.from_positions([0], np.array([far]))
 
     def test_three_axes_are_refused(self) -> None:
         with pytest.raises(InputError, match=r"kv_positions: has shape \(1, 1, 1\)\. Pass \[T\] or \[B, T\]"):

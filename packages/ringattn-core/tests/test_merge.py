@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.contract import checks
 from ringattn_core.contract.merge import combined, merge, merging, with_sinks
 from ringattn_core.contract.protocol import Block, Partial
 
@@ -161,17 +160,33 @@ def test_a_kernel_of_one_block_becomes_one_that_continues() -> None:
     jax.tree.map(np.testing.assert_array_equal, merging(lambda _: own)(block, before), merge(before, own))
 
 
-def test_a_partial_is_a_pytree_of_its_arrays() -> None:
-    x = partial(0.0)
-    assert [leaf.shape for leaf in jax.tree.leaves(x)] == [x.out.shape, x.lse.shape]
-    assert {field.name for field in dataclasses.fields(x)} == {"out", "lse", "empty", "rest", "found"}
-    assert len(jax.tree.leaves(dataclasses.replace(x, rest=x.out))) == 3
+def test_a_kernel_of_one_block_starts_from_nothing_too() -> None:
+    own = partial(1.0, 1)
+    assert merging(lambda _: own)(object.__new__(Block), None) is own
 
 
-def test_what_a_kernel_returns_is_not_known_to_be_the_identity() -> None:
-    class Idle:
-        def forward(self, block: Block, partial: Partial) -> Partial:
-            return partial
+class TestShift:
+    """Rows whose every score is hugely negative keep the digits of their lse beside a shift."""
 
-    given = dataclasses.replace(identity(), empty=True)
-    assert not checks.forward(Idle(), object.__new__(Block), given).empty
+    def low(self, shift: float, lse: float, seed: int) -> Partial:
+        x = partial(lse, seed)
+        return dataclasses.replace(x, shift=jnp.full_like(x.lse, shift))
+
+    @pytest.mark.parametrize("shift", [-1e6, -1e9, float(np.finfo(np.float32).min)])
+    def test_equal_weights_stay_equal(self, shift: float) -> None:
+        a, b = self.low(shift, np.log(3), 1), self.low(shift, 0.0, 2)
+        got = merge(a, b)
+        np.testing.assert_allclose(got.out, (3 * a.out + b.out) / 4, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(got.lse + (got.shift - shift), np.log(4), rtol=1e-6)
+
+    def test_a_row_that_is_not_low_has_no_shift(self) -> None:
+        live, low = dataclasses.replace(partial(1.0, 1), shift=jnp.zeros_like(partial(1.0).lse)), self.low(-1e9, 0.0, 2)
+        got = merge(low, live)
+        np.testing.assert_array_equal(got.out, live.out)
+        np.testing.assert_array_equal(got.lse, live.lse)
+        assert (got.shift == 0).all()
+
+    def test_sinks_outweigh_a_row_that_is_low(self) -> None:
+        got = with_sinks(self.low(-1e9, 0.0, 1), jnp.zeros((N, 2)))
+        assert (got.out == 0).all() and (got.shift == 0).all()
+        np.testing.assert_allclose(got.lse, np.log(2), rtol=1e-6)

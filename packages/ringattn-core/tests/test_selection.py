@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from ringattn_core.backends import discovery, selection
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import (
     AmbiguousBackendError,
     BackendLoadError,
@@ -145,16 +145,25 @@ class TestASequence:
         with installed("hollow", "cuda", implementation=object()):
             assert chosen(("hollow", "safe")) == "safe"
 
+    def test_a_misspelt_name_in_it_is_refused(self) -> None:
+        with pytest.raises(BackendNotFoundError, match="did you mean 'safe'"):
+            chosen(("saef", "fast"))
+
+    def test_one_that_is_not_installed_is_passed_over_with_a_warning(self, log: Any) -> None:
+        assert chosen(("absent", "safe")) == "safe"
+        assert chosen(("triton", "safe")) == "safe"
+        assert [message.split(" passed")[0] for message in warnings(log)] == ["backend 'absent'", "backend 'triton'"]
+
     def test_it_is_its_own_error_where_it_names_one(self) -> None:
         with pytest.raises(BackendUnavailableError):
             chosen(("dead",))
 
     def test_where_all_fail_each_has_its_reason(self) -> None:
         with pytest.raises(NoBackendError) as caught:
-            chosen(("dead", "saef", "fast"), BIAS)
-        assert caught.value.reasons.keys() == {"dead", "saef", "fast"}
+            chosen(("dead", "absent", "fast"), BIAS)
+        assert caught.value.reasons.keys() == {"dead", "absent", "fast"}
         assert "no GPU is visible" in caught.value.reasons["dead"]
-        assert "did you mean 'safe'" in caught.value.reasons["saef"]
+        assert "no ring-attention backend 'absent'" in caught.value.reasons["absent"]
         assert "does not support BIAS (planned)" in caught.value.reasons["fast"]
         assert all(reason in str(caught.value) for reason in caught.value.reasons.values())
 
@@ -199,6 +208,15 @@ class TestContextAndEnvironment:
         with selection.use_backend("fast"), pytest.raises(UnsupportedFeatureError) as refused:
             chosen(None, BIAS)
         assert refused.value.__notes__ == ["The backend was named by use_backend."]
+
+    @pytest.mark.parametrize("name", ["saef", "absent", ("saef", "fast"), ("absent", "fsat")])
+    def test_a_context_refuses_a_misspelt_name_at_once(self, name: Any) -> None:
+        with pytest.raises(BackendNotFoundError, match="no ring-attention backend"), selection.use_backend(name):
+            pytest.fail("the context was entered")
+
+    def test_a_context_takes_a_fallback_that_is_not_installed(self) -> None:
+        with selection.use_backend(("triton", "safe")):
+            assert chosen(None) == "safe"
 
     def test_a_context_that_names_nothing_is_refused(self) -> None:
         with pytest.raises(InputError, match="use_backend: got"), selection.use_backend([]):
@@ -305,6 +323,15 @@ class TestEnvironmentVariables:
             monkeypatch.setenv(variable, "1")
         chosen("safe")
         assert warnings(log) == []
+
+    def test_a_backend_declares_its_own(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_MINE", "1")
+        mine = Backend("mine", 1, ("tpu",), ALL, kernel="gone:KERNEL", variables=("RINGATTN_MINE",))
+        with discovery.registered(mine, Kernel()):
+            chosen("safe")
+        assert warnings(log) == []
+        chosen("safe")
+        assert "RINGATTN_MINE is not known" in warnings(log)[0]
 
 
 def test_every_refusal_is_one_of_the_library(install: Any) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ringattn_core import masks, ring_attention
-from ringattn_core.errors import InputError, MeshError
+from ringattn_core import masks, per_shard, ring_attention
+from ringattn_core.errors import DerivativeError, InputError, MeshError
 
 N, K, H = 4, 2, 8
 
@@ -140,9 +140,41 @@ def test_the_key_heads_that_go_both_ways_are_those_of_one_rank():
         ring_attention(q, k, v, mesh=mesh_of(sp=4, tp=2), **options)
 
 
+WITHOUT_A_RING: list[tuple[dict[str, int], dict[str, Any]]] = [
+    (dict(dp=2), {}),
+    (dict(data=2, model=2), {}),
+    (dict(rows=2), dict(batch_axis_name="rows")),
+    (dict(dp=2, tp=2), dict(dropout_prob=0.5, dropout_seed=1)),
+]
+
+
+@pytest.mark.parametrize(("axes", "named"), WITHOUT_A_RING, ids=str)
+def test_a_mesh_without_a_sequence_axis_needs_no_axis_name(axes: dict[str, int], named: dict[str, Any]):
+    q, k, v = arrays(13)
+    whole = {name: x for name, x in named.items() if not name.endswith("axis_name")}
+    wanted = ring_attention(q, k, v, causal=True, **whole)
+    close(ring_attention(q, k, v, causal=True, mesh=mesh_of(**axes), **named), wanted)
+
+
+def test_names_that_are_given_empty_leave_batch_and_heads_whole():
+    q, k, v = arrays()
+    result = ring_attention(q, k, v, mesh=mesh_of(data=2, sp=4), axis_name="sp", batch_axis_name=(), head_axis_name=())
+    assert result.sharding.spec == P(None, "sp", None, None)
+    close(result, ring_attention(q, k, v))
+
+
+@pytest.mark.parametrize("form", ["one device", "mesh", "shard"])
+def test_forward_mode_is_refused_in_a_sentence(form: str):
+    q, k, v = arrays()
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=4), axis_name="sp") if form == "mesh" else {}
+    attend = per_shard("xla") if form == "shard" else ring_attention
+    with pytest.raises(DerivativeError, match=r"in forward mode .* reverse mode"):
+        jax.jvp(lambda q: attend(q, k, v, **options), (q,), (q,))
+
+
 UNKNOWN = "'ring' is not an axis of the mesh, whose axes are 'data', 'sp'"
 REFUSED = {
-    "no axis name": (dict(), MeshError, "axis_name is missing.*one of 'data', 'sp'"),
+    "no axis name": (dict(), MeshError, "axis_name is missing.*one of 'sp'"),
     "unknown axis": (dict(axis_name="ring"), MeshError, f"axis_name={UNKNOWN}"),
     "unknown batch axis": (
         dict(axis_name="sp", batch_axis_name="rows"), MeshError, "batch_axis_name='rows' is not an axis of the mesh"
@@ -152,7 +184,7 @@ REFUSED = {
     ),
     "zigzag of 18": (dict(axis_name="sp", layout="zigzag"), InputError, "'zigzag' .* that 8 divides.*Pad it to 24"),
     "striped of 18": (dict(axis_name="sp", layout="striped"), InputError, "'striped' .* that 4 divides.*Pad it to 20"),
-    "too few specs": (dict(axis_name="sp", in_specs=(P(),)), MeshError, "must begin with the PartitionSpecs of query"),
+    "too few specs": (dict(axis_name="sp", in_specs=(P(),)), MeshError, "must be the PartitionSpecs of query"),
     "specs without the ring": (
         dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, r"in_specs\[0\].* must shard axis 1 over axis_name"
     ),
@@ -160,6 +192,21 @@ REFUSED = {
         dict(axis_name="sp", in_specs=(P("data", "sp"), P(None, "sp"), P(None, "sp"))), MeshError,
         r"in_specs\[1\].* must be that of the query",
     ),
+    "a fourth spec": (
+        dict(axis_name="sp", in_specs=(P("data", "sp"),) * 4), MeshError, "and of nothing else.*Pass three"
+    ),
+    "a number as specs": (dict(axis_name="sp", in_specs=3), MeshError, "in_specs=3 must be the PartitionSpecs"),
+    "one spec": (dict(axis_name="sp", in_specs=P("data", "sp")), MeshError, "must be the PartitionSpecs"),
+    "five entries": (dict(axis_name="sp", in_specs=(P(*"abcde"),) * 3), MeshError, r"in_specs\[0\].* has 5 entries"),
+    "an axis of specs that is none": (
+        dict(axis_name="sp", in_specs=(P("rows", "sp"),) * 3), MeshError, r"in_specs\[0\]='rows' is not an axis"
+    ),
+    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs 3 must be that of the query"),
+    "one axis for batch and heads": (
+        dict(axis_name="sp", batch_axis_name="data", head_axis_name="data"), InputError,
+        r"head_axis_name: \('data',\) overlaps batch_axis_name \('data',\)",
+    ),
+    "a number as axis": (dict(axis_name="sp", head_axis_name=3), MeshError, "head_axis_name=3 does not name mesh axes"),
     "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must be that of the query"),
 }  # fmt: skip
 
@@ -169,6 +216,11 @@ def test_what_does_not_fit_the_mesh_is_refused(name: str):
     options, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         ring_attention(*arrays(18), mesh=mesh_of(data=2, sp=4), **options)
+
+
+def test_an_odd_length_is_told_once_how_far_to_pad():
+    with pytest.raises(InputError, match=r"query has 13\. Pad it to 16"):
+        ring_attention(*arrays(13), mesh=mesh_of(sp=4), axis_name="sp", layout="zigzag")
 
 
 def test_specs_without_a_mesh_are_refused():

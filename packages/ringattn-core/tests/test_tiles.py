@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.contract.tiles import tiles, visible_ranges
+from ringattn_core.contract.tiles import tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
 from ringattn_core.placement.layout import LAYOUTS, indices
@@ -132,25 +132,3 @@ def test_padding_keys_are_seen_by_nobody_and_spoil_no_bounds(name: str) -> None:
     np.testing.assert_array_equal(np.broadcast_to(got.some, some.shape), some)
     assert not (np.asarray(got.full) & ~full).any()
     assert np.asarray(got.full)[:, :, :3].any() == full.any()
-
-
-@pytest.mark.parametrize("by_keys", [False, True])
-def test_ranges_are_the_hull_of_what_is_seen_and_its_longest_whole_run(by_keys: bool) -> None:
-    draw, checked = np.random.default_rng(6), 0
-    for options in ({"causal": True}, {"window": (6, 3)}, {"masks": (Chunked(9),), "mask_of_head": (0, 0)}, {}):
-        for fields in FIELDS.values():
-            block = make("zigzag", 1, 0, Rule(1.0, **options), **fields(draw))
-            some, full = (np.asarray(x) for x in tiles(block, 6, 3))
-            if by_keys:
-                some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
-            table = np.asarray(visible_ranges(block, 6, 3, by_keys=by_keys))
-            assert table.dtype == np.int32 and table.shape == (*some.shape[:2], 4)
-            for where in np.ndindex(*some.shape[:2]):
-                lo, hi, full_lo, full_hi = table[where]
-                seen = np.flatnonzero(some[where])
-                assert (lo, hi) == ((seen[0], seen[-1] + 1) if seen.size else (0, 0)), where
-                runs = "".join("x" if bit else " " for bit in full[where]).split()
-                assert full_hi - full_lo == max(map(len, runs), default=0), where
-                assert full[where][full_lo:full_hi].all() and (full_hi > full_lo or full_lo == lo), where
-                checked += bool(seen.size) and full_hi > full_lo
-    assert checked > 20

@@ -17,15 +17,15 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
 from ringattn_core.errors import InputError, TuningError
 from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
+from ringattn_core.contract.backend import Backend
 from ringattn_xla.block import KERNEL as XLA
 
 class Recording:
@@ -372,7 +372,7 @@ def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     registration = discovery.get("mine")
-    problem = of_call(registration, validated(X, X, X), None, 1)
+    problem = of_call(registration, validated(X, X, X), 1)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: choice.configured(registration, problem), range(8)))
     assert found == [TUNED] * 8

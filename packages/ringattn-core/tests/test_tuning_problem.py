@@ -14,10 +14,11 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.merge import empty
 from ringattn_core.masks import Causal, Document, Predicate, Prefix
 from ringattn_core.ring.blocks import Ring
 from ringattn_core.tuning import Problem, trial
-from ringattn_core.tuning.problem import built_masks, machine, of_call
+from ringattn_core.tuning.problem import machine, of_call
 
 T, S, N, K, H, HV = 16, 16, 4, 2, 8, 8
 Q = jnp.ones((2, T, N, H))
@@ -28,7 +29,7 @@ POSITIONS = jnp.arange(T, dtype=jnp.int32)
 
 def of(ranks: int = 1, q: Any = Q, k: Any = KV, v: Any = None, **options: Any) -> Problem:
     call = validated(q, k, k if v is None else v, **options, ranks=ranks)
-    return of_call(discovery.get("xla"), call, built_masks(call, ranks), ranks)
+    return of_call(discovery.get("xla"), call, ranks)
 
 
 MATTERS: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ class TestWhatIsMeasured:
             jax.eval_shape(lambda: engine.run(real, call))  # pyright: ignore[reportArgumentType]
         else:
             jax.eval_shape(lambda: _ringed(real, call, ranks))
-        run_trial(made, of(**options), built_masks(call, ranks))
+        run_trial(made, of(**options), call.mask_builder)
         seen, wanted = made.blocks[0], real.blocks[0]
         assert seen[0] == wanted[0]
         values = {"scale": 1.0, "soft_cap": None, "dropout": 0.0}
@@ -205,17 +206,17 @@ class Seen:
 
     def forward(self, block: Any, partial: Any) -> Any:
         shapes = {
-            field.name: None if x is None else (jnp.shape(x), jnp.asarray(x).dtype)
+            field.name: jax.tree.map(lambda x: (x.shape, x.dtype), getattr(block, field.name))
             for field in dataclasses.fields(block)
-            if field.name not in ("rule", "padded")
-            for x in [getattr(block, field.name)]
+            if field.name != "rule" and not isinstance(getattr(block, field.name), bool)
         }
-        self.blocks.append((shapes, block.rule))
+        self.blocks.append((shapes | {"final": block.final}, block.rule))
         self.params.append(("forward", block.rule.fwd_params))
         if self.concrete:
             jax.debug.callback(
                 lambda q, kv: self.hops.append((q, kv)), block.q_positions, block.kv_positions, ordered=True
             )
+        partial = empty(block) if partial is None else partial
         return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
@@ -224,6 +225,7 @@ class Seen:
         self.params.append(("backward", block.rule.bwd_params))
         bias = None if block.bias is None else jnp.zeros(block.bias.shape)
         slopes = None if block.slopes is None else jnp.zeros(block.slopes.shape)
+        dq = jnp.zeros(block.q.shape) if dq is None else dq
         return Gradients(dq, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape), bias, slopes)
 
 

@@ -73,9 +73,19 @@ OPTIONS = {
     "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
     "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
+    "dropout below its resolution": (dict(dropout_prob=1e-5, dropout_seed=0), "dropout_prob: got 1e-05"),
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
+    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is no array"),
+    "a seed beyond 32 bits, without dropout": (
+        dict(dropout_seed=2**32),
+        "dropout_seed: reaches from 4294967296 to 4294967296. Pass an integer of 32 bits",
+    ),
+    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: reaches from -118059"),
+    "a seed of 64 bits": (dict(dropout_prob=0.1, dropout_seed=np.uint64(2**40)), "dropout_seed: reaches from 1099511"),
+    "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
+    "dropout of less than a step": (dict(dropout_prob=2.0**-17, dropout_seed=0), "dropout_prob: got 7.62939453125e-06"),
     "two ways by word": (dict(two_way="both"), "two_way: got 'both'. It must be True or False"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
@@ -96,6 +106,19 @@ OPTIONS = {
         "q_segment_ids: reaches from 4294967301",
     ),
     "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: list is no array"),
+    "positions of 2^30": (
+        dict(q_positions=np.arange(T) + 2**30),
+        "q_positions: reaches from 1073741824 to 1073741831. Pass positions below 2^30",
+    ),
+    "positions on the device": (
+        lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))),
+        "kv_positions: reaches from -1073741824",
+    ),
+    "mask_info with positions of 2^30": (
+        lambda: dict(mask_info=MaskInfo.from_positions(np.full(T, 2**30))),
+        "q_positions: reaches from 1073741824",
+    ),
+    "short key positions": (dict(kv_positions=np.arange(3)), "kv_positions: has shape (3,)"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
     "short positions": (dict(q_positions=np.arange(3)), "q_positions: has shape (3,)"),
     "slopes for key heads": (dict(alibi_slopes=ones(K)), "alibi_slopes: has shape (2,)"),
@@ -172,6 +195,15 @@ def test_one_side_given_alone_needs_as_many_queries_as_keys(argument: str):
         ring_attention(q, k, v, **{argument: np.zeros((B, length), int)})
 
 
+def test_seeds_of_32_bits_are_kept_as_they_are():
+    seeds = {3: 3, -1: 2**32 - 1, 2**32 - 1: 2**32 - 1}
+    for given, bits in seeds.items():
+        for x in (given, np.int64(given), jnp.asarray(given % 2**32, jnp.uint32)):
+            call = validated(*arrays(), dropout_prob=0.5, dropout_seed=x)
+            assert call.dropout_seed is not None and call.dropout_seed.dtype == jnp.uint32
+            assert int(call.dropout_seed) == bits
+
+
 def test_an_alias_and_its_name_together_are_refused():
     ids = np.zeros(T, int)
     with pytest.raises(InputError, match="q_position_ids: is another name of q_positions"):
@@ -245,7 +277,7 @@ def test_windows_and_chunks_wider_than_all_positions_are_no_limit(huge: int):
 
 @pytest.mark.parametrize("axis", [0, [1], ("sp", "sp")])
 def test_axes_that_are_no_different_names_are_refused(axis: Any):
-    with pytest.raises(MeshError, match=r"are no names of axes\. Pass a name, or several different ones"):
+    with pytest.raises(MeshError, match=r"axis_name=.* does not name mesh axes\. Pass a name, or several"):
         ring_attention(*arrays(), axis_name=axis)
 
 

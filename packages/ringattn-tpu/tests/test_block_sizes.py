@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
-from ringattn_tpu import block_sizes, tables
+from ringattn_tpu import block_sizes, steps
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.block_sizes import Sizes
 from tpu_blocks import make_block
@@ -69,7 +69,7 @@ def test_tiles_are_shorter_for_wide_heads_and_narrow_windows(options, tile: int)
 def test_tiles_grow_with_the_shard_until_the_list_of_steps_fits():
     sizes = chosen(shaped(2**20))
     assert (sizes.q_tile, sizes.kv_tile) == (4096, 4096)
-    assert tables.fits(1, 2**20 // 4096, 2**20 // 4096) and not tables.fits(1, 2**20 // 2048, 2**20 // 2048)
+    assert steps.fits(1, 2**20 // 4096, 2**20 // 4096) and not steps.fits(1, 2**20 // 2048, 2**20 // 2048)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -84,7 +84,7 @@ def test_tiles_so_short_that_their_list_has_no_room_are_refused_in_a_sentence(ba
 
 def test_the_longest_list_that_is_allowed_is_not_refused():
     sizes = chosen(shaped(2**17, 2**14, params={"q_blocksize": 128, "kv_blocksize": 128}))
-    assert (sizes.q_length // sizes.q_tile) * (sizes.kv_length // sizes.kv_tile) == tables.MOST_STEPS
+    assert (sizes.q_length // sizes.q_tile) * (sizes.kv_length // sizes.kv_tile) == steps.MOST_STEPS
 
 
 @pytest.mark.parametrize(

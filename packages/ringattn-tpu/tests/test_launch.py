@@ -10,18 +10,18 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from ringattn_tpu import launch as launching
-from ringattn_tpu import tables
+from ringattn_tpu import steps as listing
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
-from ringattn_tpu.tables import FIRST, IDLE, LAST
+from ringattn_tpu.steps import FIRST, IDLE, LAST
 from tpu_blocks import make_block
 
 TILE, TILES, HEADS = 128, 3, 2
 LENGTH = TILE * TILES
 
 
-def steps(every_own: bool = False, **options: Any) -> tables.Steps:
+def steps(every_own: bool = False, **options: Any) -> listing.Steps:
     options = {"q_length": LENGTH, "kv_length": LENGTH, **options}
-    return tables.steps(make_block(**{"batch": 1, **options}), TILE, TILE, every_own=every_own)
+    return listing.steps(make_block(**{"batch": 1, **options}), TILE, TILE, every_own=every_own)
 
 
 def summed(step: Step, inputs: Any, outputs: Any, scratch: Any) -> None:
@@ -44,7 +44,7 @@ def own(at: At) -> Any:
     return at.batch, at.head, 0, at.own
 
 
-def sums(x: jax.Array, given: tables.Steps, before: jax.Array | None = None) -> jax.Array:
+def sums(x: jax.Array, given: listing.Steps, before: jax.Array | None = None) -> jax.Array:
     """For each own tile the sum of the tiles of `x [B, N, 8, T]` that visit it; where none does, what was `before`."""
     tile = (None, None, 8, TILE)
     inputs = {"x": Operand(x, tile, lambda at: (at.batch, at.head, 0, at.visiting))}

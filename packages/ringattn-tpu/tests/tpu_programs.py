@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_mesh
 from ringattn_core.config import BwdParams, FwdParams
-from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Local
@@ -161,7 +160,7 @@ def _both(block: Block, fresh: bool = False) -> Program:
     dout, dq = put(*out.shape, dtype=block.q.dtype), put(batch, length, heads, dim, dtype=jnp.float32)
 
     def both(block: Block, partial: Partial, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
-        partial = empty(block) if fresh else partial
-        return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
+        forward = KERNEL.forward(block, None if fresh else partial)
+        return forward, KERNEL.backward(block, dout, lse, delta, None if fresh else dq)
 
     return both, (block, Partial(out, lse), dout, lse, lse, dq)

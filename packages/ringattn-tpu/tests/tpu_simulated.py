@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from ringattn_core.contract.protocol import Partial
-from ringattn_tpu import tables
 from ringattn_tpu.block import KERNEL
 from ringattn_tpu.launch import At, Grid, Operand, Step, launch
+from ringattn_tpu.steps import steps
 from ringattn_xla.block import KERNEL as REFERENCE
 from tpu_blocks import dense_mask, ids, make_block
 
@@ -119,7 +119,7 @@ def _fault(name: str) -> bool:
     shape = jax.ShapeDtypeStruct((1, 1 if together else 2, 128, 128), jnp.float32)
     found = launch(
         kernel,
-        tables.steps(block, 128, 128),
+        steps(block, 128, 128),
         Grid(1, 2),
         {"x": Operand(x, tile, of_head)},
         {"y": Operand(shape, tile, (lambda at: (0, 0, 0, 0)) if together else of_head)},

@@ -14,14 +14,10 @@ _THREE_PRODUCTS: Final = "float32 is split in three for the tensor cores, and th
 
 _AT_THE_END: Final = "registers are given out by eights, and what a turn begins and ends with needs a few more"
 _CONTINUED: Final = "where it continues what other keys have left, a turn begins with more"
-
-_LOOKING: Final = "Triton 3.9 has it look at many numbers at once, with fewer registers than that takes"
-
-_SET_ASIDE: Final = "the compiler sets aside a byte of stack that nothing reads or writes: no register is spilled"
+_TWO_POINTERS: Final = "keys and values have a pointer each, outside the loops"
 
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
-    ("bfloat16", 64, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
-    ("bfloat16", 128, "ringattn_looking"): {86: (8, _LOOKING), 89: (8, _LOOKING), 120: (32, _LOOKING)},
+    ("bfloat16", 64, "ringattn_forward"): dict.fromkeys((80, 86, 89), (8, _TWO_POINTERS)),
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (48, _ON_HOPPER)},
     ("bfloat16", 64, "ringattn_hopper_forward"): {90: (296, _AT_THE_END)},
@@ -46,7 +42,6 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
         100: (104, _THREE_PRODUCTS),
         120: (48, _THREE_PRODUCTS),
     },
-    ("float32", 64, "ringattn_judging"): dict.fromkeys(CUDA, (8, _SET_ASIDE)),
     ("float32", 64, "ringattn_backward_queries"): {
         90: (48, _THREE_PRODUCTS),
         100: (56, _THREE_PRODUCTS),

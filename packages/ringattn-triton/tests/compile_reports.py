@@ -47,7 +47,7 @@ class Report:
 
 
 def of_lowered(lowered: Any) -> list[Report]:
-    """A report on each kernel that a program launches on NVIDIA, from just what jax-triton hands to the runtime."""
+    """A report on each kernel that a program launches on NVIDIA, from the message that the runtime gets."""
     return [_of_call(call) for call in _calls(lowered.compiler_ir().operation)]
 
 

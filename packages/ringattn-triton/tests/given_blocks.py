@@ -1,67 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of random numbers with any option, and what the XLA backend makes of them."""
 
-import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from ringattn_core.config import BwdParams, FwdParams
+from ringattn_conformance import blocks
+from ringattn_conformance.blocks import random_ids as ids
+from ringattn_conformance.blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
-from ringattn_core.contract.rule import Rule
 from ringattn_core.masks import Causal, Numpy, Prefix
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-def make_block(
-    batch: int = 2, q_length: int = 7, kv_length: int = 7, heads: int = 2, kv_heads: int = 2, dim: int = 8,
-    value_dim: int | None = None, dtype: Any = jnp.float32, draw_seed: int = 0, tiles: tuple[int, int] | None = None,
-    offset: int = 0, **fields: Any,
-) -> Block:  # fmt: skip
-    """A block of random numbers; fields of `Rule` go to its rule, of `Block` to itself, the keys start at `offset`."""
-    assert heads % kv_heads == 0
-    draw = np.random.default_rng(draw_seed)
-    value_dim = value_dim or dim
-    q, k, v = (
-        jnp.asarray(draw.normal(size=(batch, length, count, size)), dtype)
-        for length, count, size in (
-            (q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim),
-        )
-    )  # fmt: skip
-    q_tile, kv_tile = tiles or (None, None)
-    names = {field.name for field in dataclasses.fields(Rule)}
-    rule = Rule(
-        **{
-            "scale": dim**-0.5,
-            "fwd_params": FwdParams(q_blocksize=q_tile, kv_blocksize=kv_tile),
-            "bwd_params": BwdParams(q_blocksize=q_tile, kv_blocksize=kv_tile),
-            **{name: fields.pop(name) for name in list(fields) if name in names},
-        }
-    )
-    index, kv_index = np.arange(q_length, dtype=np.int32)[None], np.arange(kv_length, dtype=np.int32)[None] + offset
-    given: dict[str, Any] = {
-        "q_positions": index, "kv_positions": kv_index, "q_index": index, "kv_index": kv_index,
-        "batch_index": np.arange(batch, dtype=np.int32), "head_index": np.arange(heads, dtype=np.int32),
-        "q_segments": None, "kv_segments": None, "bias": None, "mask": None, "slopes": None, "seed": None, **fields,
-    }  # fmt: skip
-    kv = jnp.stack([k, v]) if value_dim == dim else jnp.concatenate([k, v], -1)
-    return Block(q=q, kv=kv, rule=rule, **{n: _array(x) for n, x in given.items()})
-
-
-def _array(x: Any) -> Any:
-    return x if x is None or isinstance(x, bool) else jnp.asarray(x)
-
-
-def ids(batch: int, length: int) -> np.ndarray:
-    """Documents that differ by batch row, with padding at the end."""
-    found = np.sort(np.random.default_rng(length).integers(0, 3, (batch, length)), -1)
-    found[:, length - length // 5 :] = -1
-    return found.astype(np.int32)
-
-
-def dense_mask(*shape: int) -> np.ndarray:
-    return np.random.default_rng(3).random(shape) < 0.6
+def make_block(*sizes: int, tiles: tuple[int, int] | None = None, **fields: Any) -> Block:
+    """`ringattn_conformance.blocks.make_block`, with queries and keys in such `tiles` in both passes."""
+    params = {} if tiles is None else {"params": {"q_blocksize": tiles[0], "kv_blocksize": tiles[1]}}
+    return blocks.make_block(*sizes, **params, **fields)
 
 
 def mask_in_tiles(length: int, tile: int) -> np.ndarray:
@@ -139,14 +94,16 @@ OPTIONS: dict[str, Any] = {
 
 
 KEY_INDICES = {
-    "consecutive": np.arange(40),
-    "consecutive from a multiple of four": np.arange(40) + 4000,
-    "consecutive from no multiple of four": np.arange(40) + 4002,
+    "from the beginning": np.arange(40),
+    "from a multiple of 16": np.arange(40) + 4000,
+    "from no multiple of 16": np.arange(40) + 4008,
     "every fourth": np.arange(40) * 4 + 1,
     "two runs that meet within a tile": np.concatenate([np.arange(8) + 8, np.arange(32) + 400]),
     "with padding": np.where(np.arange(40) < 35, np.arange(40), -1),
 }
-"""Global indices of 40 keys; a kernel may draw for four at once only where they follow each other."""
+"""Global indices of 40 keys; four entries share a draw only where indices count on from a multiple of 16."""
+QUERIES_FROM = (12352, 12345)
+"""The first global index of queries: a multiple of 16, and none."""
 
 
 def with_option(option: str, q_length: int, kv_length: int, **fields: Any) -> Block:

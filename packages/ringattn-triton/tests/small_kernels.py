@@ -21,11 +21,6 @@ def twice(x):
 
 
 @triton.jit
-def summed(a, b):
-    return a + b
-
-
-@triton.jit
 def binary(X, Y, OUT, OP: tl.constexpr, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     x = tl.load(X + i)
@@ -48,8 +43,6 @@ def binary(X, Y, OUT, OP: tl.constexpr, SIZE: tl.constexpr):
         z = (x << y) >> 1
     elif OP == "less":
         z = tl.where(x < y, x, y)
-    elif OP == "umulhi":
-        z = tl.umulhi(x, y)
     else:
         z = tl.maximum(x, y)
     tl.store(OUT + i, z)
@@ -109,8 +102,7 @@ def rows(X, OUT, ROWS: tl.constexpr, SIZE: tl.constexpr):
     x = tl.load(X + r[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
     tl.store(OUT + r, tl.sum(x, 1))
     tl.store(OUT + ROWS + r, tl.max(x, 1))
-    tl.store(OUT + 2 * ROWS + r, tl.reduce(x, 1, summed))
-    tl.store(OUT + 3 * ROWS + r, tl.sum(tl.exp2(tl.minimum(x, 0.0)), 1))
+    tl.store(OUT + 2 * ROWS + r, tl.sum(tl.exp2(tl.minimum(x, 0.0)), 1))
 
 
 @triton.jit
@@ -175,15 +167,6 @@ def wide_product(X, Y, HIGH, LOW, SIZE: tl.constexpr):
     )  # fmt: skip
     tl.store(HIGH + i, high)
     tl.store(LOW + i, low)
-
-
-@triton.jit
-def one_of_two(X, Y, CHOICE, OUT, SIZE: tl.constexpr, BY_BLOCK: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    first = tl.load(CHOICE) != 0
-    if BY_BLOCK:
-        first = i > 3
-    tl.store(OUT + i, tl.load(tl.where(first, X + 1, Y) + i))
 
 
 @triton.jit

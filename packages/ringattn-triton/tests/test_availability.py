@@ -12,7 +12,7 @@ import triton
 from ringattn_core.backends import discovery
 from ringattn_core.backends.selection import candidates
 from ringattn_core.contract.features import Feature, Support
-from ringattn_triton import availability, compiled
+from ringattn_triton import availability
 from ringattn_triton.plugin import BACKEND
 
 
@@ -33,10 +33,8 @@ def hidden(monkeypatch):
             return real(module, *args, **options)
 
         monkeypatch.setattr(builtins, "__import__", refuse)
-        compiled.jax_triton.cache_clear()
 
-    yield hide
-    compiled.jax_triton.cache_clear()
+    return hide
 
 
 def test_a_cpu_is_told_how_to_get_a_gpu_or_the_interpreter(monkeypatch):
@@ -71,28 +69,6 @@ def test_an_old_triton_is_named_with_its_version(monkeypatch):
     assert "Triton 3.5.1 is too old: 3.6 or later" in availability._why([gpu()])
 
 
-def test_a_missing_jax_triton_is_named_with_its_remedy(hidden):
-    hidden("jax_triton", ModuleNotFoundError("No module named 'jax_triton'", name="jax_triton"))
-    assert "jax-triton is not installed. Run pip install jax-triton" in availability._why([gpu()])
-
-
-def test_a_jax_triton_that_does_not_import_is_quoted(hidden):
-    hidden("jax_triton", RuntimeError("no GPU support"))
-    assert "jax-triton does not import: RuntimeError: no GPU support" in availability._why([gpu()])
-
-
-def test_a_jax_triton_that_wants_a_newer_triton_is_named_with_both_remedies(monkeypatch):
-    monkeypatch.setattr(compiled.jax_triton(), "__version__", "0.4.1")
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    reason = availability._why([gpu()])
-    assert "jax-triton 0.4.1 needs Triton 3.7 or later" in reason and "jax-triton<0.4" in reason
-
-
-def test_a_cpu_that_interprets_needs_no_jax_triton(hidden):
-    hidden("jax_triton", ImportError("nothing"))
-    assert availability.why_unavailable() is None
-
-
 def test_the_backend_is_registered_and_declares_every_feature():
     assert discovery.get("triton").descriptor() == BACKEND
     assert all(BACKEND.features[feature] is Support.FULL for feature in Feature)
@@ -106,6 +82,6 @@ def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
 
 
 def test_the_descriptor_imports_neither_triton_nor_jax():
-    code = "import sys, ringattn_triton.plugin; print(sorted({'triton', 'jax_triton', 'numpy'} & set(sys.modules)))"
+    code = "import sys, ringattn_triton.plugin; print(sorted({'triton', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "triton" not in done.stdout

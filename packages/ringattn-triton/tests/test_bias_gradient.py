@@ -12,8 +12,9 @@ from compile_reports import launches
 from given_blocks import bias, forbidding, ids, make_block, near, with_option
 from jax.extend.core import Literal
 from ringattn_core.contract.protocol import Block
-from ringattn_triton import bias_gradient, operands
-from ringattn_triton.block import KERNEL
+from ringattn_triton import kernel_inputs
+from ringattn_triton.block_kernel import KERNEL
+from ringattn_triton.portable import bias_gradient
 from test_backward import backward, check, given_to
 
 SHAPES = [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)]
@@ -99,7 +100,8 @@ def test_where_nothing_is_continued_it_is_right_in_strips_too(short_strips: None
     dout, lse, delta, dq = given_to(block)
     for shape in ((1, 1, 70), (2, 4, 1)):
         added = dataclasses.replace(block, bias=jnp.asarray(bias(*shape, 50), jnp.bfloat16))
-        final = KERNEL.backward(added, dout.astype(jnp.bfloat16), lse, delta, None)
+        alone = dataclasses.replace(added, final=True)
+        final = KERNEL.backward(alone, dout.astype(jnp.bfloat16), lse, delta, None)
         assert {x.dtype.name for x in jax.tree.leaves(final)} == {"bfloat16"}
         want = KERNEL.backward(added, dout.astype(jnp.bfloat16), lse, delta, jnp.zeros_like(dq))
         for name, x in backward_names(want).items():
@@ -120,7 +122,7 @@ def test_nothing_is_kept_for_a_bias_that_nobody_differentiates_by() -> None:
         for call, _ in launches(jax.make_jaxpr(KERNEL.backward)(fixed, *given).jaxpr)
         if call.name == "ringattn_backward_queries"
     ]
-    assert outputs == [[block.q.shape, (1,), (1,), (1,)]]
+    assert outputs == [[block.q.shape, (1,), (1,)]]
     with_it, without = backward(KERNEL, block, *given), backward(KERNEL, fixed, *given)
     assert with_it.keys() - without.keys() == {"dbias"}
     for name, x in without.items():
@@ -132,8 +134,8 @@ def test_a_bias_may_be_turned_for_the_keys(shape: tuple[int, int, int], monkeypa
     block = make_block(2, 70, 50, heads=4, causal=True, bias=forbidding(*shape, 50))
     turned = []
     for worth in (1, 99):
-        monkeypatch.setattr(operands, "WORTH_TURNING", worth)
-        turned.append(operands.of(block).turned().facts.bias_key)
+        monkeypatch.setattr(kernel_inputs, "ENOUGH_HEADS", worth)
+        turned.append(kernel_inputs.of_block(block).with_transposed_bias().constants.bias_key)
         jax.clear_caches()
         check(block, f"{shape}, {worth}")
     assert turned == [70, 1]

@@ -9,17 +9,16 @@ import pytest
 from compile_budgets import CUDA, ROCM, SHARED, allowed
 from compile_reports import Report, for_amd, launches, of_lowered
 from ringattn_core.config import FwdParams
-from ringattn_core.contract.protocol import Block, Own, OwnRows, Partial
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import Tiles
 from ringattn_core.masks import Local
-from ringattn_triton import hopper, schedules
-from ringattn_triton.block import KERNEL
+from ringattn_triton import block_kernel
+from ringattn_triton.block_kernel import KERNEL
+from ringattn_triton.hopper import family
 from ringattn_triton.launch import compiling_for
-from ringattn_triton.packing import if_bad, keys_and_values, look
-from ringattn_triton.rows import look as look_at_rows
-from ringattn_triton.rows import rows
-from ringattn_triton.tables import of_bitmap
+from ringattn_triton.launch.target import Target
+from ringattn_triton.visited_tiles import of_bitmap
 
 LENGTH = 1024
 HEADS = 4
@@ -28,10 +27,6 @@ BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
 TABLE = "ringattn_table"
 KERNELS = {"ringattn_forward", TABLE} | BACKWARD
 HOPPER = "ringattn_hopper_forward"
-AGAIN = "ringattn_hopper_again"
-LOOKING = "ringattn_looking"
-PACKING = "ringattn_packing_if_bad"
-ROWS = ("ringattn_judging", "ringattn_mending_if_bad")
 
 
 def shape(*sizes, dtype=jnp.int32):
@@ -56,11 +51,9 @@ def block(dtype, head_dim, length=LENGTH, rule=None, **extra):
 
 
 def alone(block):
-    """The block as a ring of one has it, where kernels have one thing more to hold or to do."""
-    own = shape(*block.kv.shape[1:], dtype=block.kv.dtype)
-    lse = shape(block.q.shape[0], block.q.shape[2], block.q.shape[1], dtype=jnp.float32)
-    rows = OwnRows(block.q, block.q, block.q, None if block.q.dtype == jnp.float32 else block.q, lse, None)
-    return dataclasses.replace(block, own=Own(own, own, shape(hopper.COUNTS), rows))
+    """The block as a ring of one has it: K and V where they are, and final results."""
+    one = shape(*block.kv.shape[1:], dtype=block.kv.dtype)
+    return dataclasses.replace(block, kv=(one, one), final=True)
 
 
 def everything(dtype, head_dim):
@@ -91,22 +84,25 @@ def everything(dtype, head_dim):
 
 
 def traced(block):
-    """The forward and backward program of a block, traced anew."""
+    """The forward and backward program of a block, traced anew; it continues what there is unless it is final."""
     batch, length, heads, _ = block.q.shape
     out = shape(batch, length, heads, block.value_dim, dtype=jnp.float32)
     lse = shape(batch, heads, length, dtype=jnp.float32)
+    shift = None if block.bias is None else lse
     dq = shape(*block.q.shape, dtype=jnp.float32)
     dout = shape(*out.shape, dtype=block.q.dtype)
+    partial, dq = (None, None) if block.final else (Partial(out, lse, shift), dq)
 
-    def both(block, partial, dout, lse, delta, dq):
-        return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
+    def both(block, partial, shift, dout, lse, delta, dq):
+        ahead = KERNEL.forward(block, partial)
+        return ahead, KERNEL.backward(dataclasses.replace(block, shift=shift), dout, lse, delta, dq)
 
-    return jax.jit(both).trace(block, Partial(out, lse), dout, lse, lse, dq)
+    return jax.jit(both).trace(block, partial, shift, dout, lse, lse, dq)
 
 
 def reports(block, target, monkeypatch) -> list[Report]:
     if target in ROCM:
-        monkeypatch.setattr(schedules, "target", lambda: schedules.Target("rocm"))
+        monkeypatch.setattr(block_kernel, "target", lambda: Target("rocm"))
         return of_traced(traced(block), target)
     with compiling_for(target):
         return of_traced(traced(block), target)
@@ -132,36 +128,29 @@ def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, 
     found = reports(alone(block(dtype, head_dim)), target, monkeypatch)
     special = {HOPPER, TABLE} | BACKWARD
     expected = special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS
-    assert {report.name for report in found} == expected | {LOOKING, PACKING, *ROWS}
+    assert {report.name for report in found} == expected
     for report in found:
         runs(report, target)
         bound, reason = allowed(dtype.__name__, head_dim, report.name, target)
         assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
-def for_hopper(block, fresh, monkeypatch, kept=True):
-    """A report on the kernel for Hopper, which also continues from what there is where it is not `fresh`.
-
-    Where it is fresh it ends as well, with what a backward pass needs if that is to be `kept`; and has it no bias,
-    there are two launches of it: the report is on the one that spills more.
-    """
-    monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
+def for_hopper(block, fresh, monkeypatch):
+    """A report on the kernel for Hopper: on a ring of one if `fresh`, else where it continues a partial result."""
+    monkeypatch.setattr(family, "_too_little", lambda constants: False)
     jax.clear_caches()  # what another test traced has another kernel
     batch, length, heads, dim = block.q.shape
-    out = shape(batch, length, heads, dim, dtype=block.q.dtype if fresh else jnp.float32)
-    rest = out if fresh and kept and block.q.dtype == jnp.bfloat16 else None
-    partial = Partial(out, shape(batch, heads, length, dtype=jnp.float32), fresh, rest)
-    if fresh:
-        block = alone(block)
+    lse = shape(batch, heads, length, dtype=jnp.float32)
+    out = shape(batch, length, heads, dim, dtype=jnp.float32)
+    partial = None if fresh else Partial(out, lse, None if block.bias is None else lse)
     with compiling_for(90):
-        found = of_lowered(jax.jit(KERNEL.forward).trace(block, partial).lower(lowering_platforms=("cuda",)))
-    beside = {AGAIN if block.bias is None else LOOKING, PACKING} if fresh else set()
-    assert {report.name for report in found} == {HOPPER, TABLE} | beside, found
-    family = [report for report in found if report.name in (HOPPER, AGAIN)]
-    for report in family:
-        assert report.matrix == "wgmma" and not report.serialized, report
-        runs(report, 90)
-    return max(family, key=lambda report: report.spilled)
+        program = jax.jit(KERNEL.forward).trace(alone(block) if fresh else block, partial)
+        found = of_lowered(program.lower(lowering_platforms=("cuda",)))
+    assert {report.name for report in found} == {HOPPER, TABLE}, found
+    (report,) = (report for report in found if report.name == HOPPER)
+    assert report.matrix == "wgmma" and not report.serialized, report
+    runs(report, 90)
+    return report
 
 
 @pytest.mark.parametrize(
@@ -174,13 +163,6 @@ def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap
     report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)
     bound, reason = allowed("bfloat16", head_dim, HOPPER if soft_cap is None else f"{HOPPER} with a soft cap", 90)
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
-
-
-@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0)])
-def test_the_kernel_for_hopper_spills_next_to_nothing_where_there_is_no_backward_pass(head_dim, soft_cap, monkeypatch):
-    rule = Rule(scale=head_dim**-0.5, soft_cap=soft_cap, causal=True)
-    report = for_hopper(block(jnp.bfloat16, head_dim, LENGTH, rule), True, monkeypatch, kept=False)
-    assert report.spilled <= (8 if head_dim == 128 else allowed("bfloat16", 64, HOPPER, 90)[0]), report
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -225,26 +207,6 @@ def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch)
     assert len(found) > len(KERNELS)
     for report in found:
         runs(report, target)
-
-
-@pytest.mark.parametrize("target", (*CUDA, *ROCM))
-@pytest.mark.parametrize("dim", [64, 256])
-def test_what_prepares_arrays_compiles_and_spills_nothing(dim, target):
-    keys = shape(2, LENGTH, HEADS, dim, dtype=jnp.bfloat16)
-    line = shape(2, HEADS, LENGTH, dtype=jnp.float32)
-    packed = jax.jit(lambda k, v: keys_and_values(k, v, poison=True)).trace(keys, keys)
-    cotangents = jax.jit(rows).trace(keys, keys, keys, keys, line, line, shape(2, HEADS, LENGTH, dtype=jnp.bool_))
-    own = Own(keys, keys, shape(1))
-    looked = jax.jit(look).trace(own)
-    repaired = jax.jit(lambda own: if_bad(own, poison=True)).trace(own)
-    narrow = shape(2, LENGTH, HEADS, dim // 4, dtype=jnp.bfloat16)
-    seen_to = jax.jit(look_at_rows).trace(OwnRows(keys, narrow, narrow, narrow, line, line), shape(hopper.COUNTS))
-    for traced, count in ((packed, 1), (cotangents, 1), (looked, 1), (repaired, 1), (seen_to, 2)):
-        found = of_traced(traced, target)
-        assert len(found) == count
-        for report in found:
-            runs(report, target)
-            assert report.spilled == 0, report
 
 
 @pytest.mark.parametrize(("kv_heads", "most"), [(HEADS, 8), (HEADS // 2, 128)])

@@ -14,13 +14,12 @@ from compile_reports import launches
 from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, forbidding, make_block, mask_in_tiles, near, with_option
 from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
-from ringattn_core.contract import rounding
-from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Partial
-from ringattn_triton import hopper, operands
-from ringattn_triton.forward import forward
+from ringattn_core.contract.visibility import visible
+from ringattn_triton.block_kernel import _forward
+from ringattn_triton.hopper import family, schedules
 from ringattn_triton.launch import compiling_for
-from ringattn_triton.schedules import Target
+from ringattn_triton.launch.target import Target
 
 NAN = float("nan")
 TARGET = Target("cuda", 90)
@@ -38,7 +37,7 @@ def half_bias(*shape: int) -> np.ndarray:
 @pytest.fixture(autouse=True)
 def short_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be slow on a device is right all the same, and a test cannot have long blocks."""
-    monkeypatch.setattr(hopper, "_too_little", lambda facts: False)
+    monkeypatch.setattr(family, "_too_little", lambda constants: False)
 
 
 def launched(program: Any) -> list[str]:
@@ -50,20 +49,18 @@ def launched(program: Any) -> list[str]:
 
 def kernels(block: Block, partial: Partial | None = None) -> list[str]:
     """The names of what is launched for a block on Hopper."""
-    run = jax.make_jaxpr(lambda b, p: forward.__wrapped__(b, p, TARGET))
-    return launched(run(block, partial or empty(block)))
+    run = jax.make_jaxpr(lambda b, p: _forward.__wrapped__(b, p, TARGET))
+    return launched(run(block, partial))
 
 
 def computed(block: Block, partial: Partial | None = None) -> Partial:
     """The result of the kernel for Hopper, if it is what is launched."""
-    partial = partial or empty(block)
     assert kernels(block, partial) == ["ringattn_hopper_forward"]
-    return forward.__wrapped__(block, partial, TARGET)
+    return _forward.__wrapped__(block, partial, TARGET)
 
 
 def check(block: Block, case: str, partial: Partial | None = None) -> Partial:
     """The result, if it is that of the XLA backend."""
-    partial = partial or empty(block)
     got, want = computed(block, partial), ringattn_xla.block.KERNEL.forward(block, partial)
     near(f"{case}: out", got.out, want.out, TOLERANCE[str(block.q.dtype)])
     near(f"{case}: lse", got.lse, want.lse, TOLERANCE["float32"])
@@ -111,7 +108,7 @@ def test_a_bias_may_forbid_pairs_and_whole_rows(kv_length: int) -> None:
 
 
 def test_a_turn_that_sees_nothing_may_come_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "PLACES", 1)
+    monkeypatch.setattr(schedules, "PROGRAMS", 1)
     mask = np.arange(512)[None, None, :, None] // 128 % 2 == 0
     mask = np.broadcast_to(mask, (1, 1, 512, 256))
     block = make_block(1, 512, 256, heads=1, kv_heads=1, dim=128, dtype=HALF, mask=mask)
@@ -131,7 +128,7 @@ def test_capped_scores_at_both_ends_and_the_largest_values_are_right(cap: float,
     k = jnp.abs(block.k) * sign * jnp.where(jnp.arange(256) % 9 < 8, 1, 0).astype(dtype)[None, :, None, None]
     size = 2.0**60 if dtype == HALF else 2.0**9
     block = dataclasses.replace(block, q=jnp.abs(block.q), kv=jnp.stack([k, block.v * size]))
-    got, want = computed(block), ringattn_xla.block.KERNEL.forward(block, empty(block))
+    got, want = computed(block), ringattn_xla.block.KERNEL.forward(block, None)
     near("out", got.out / size, want.out / size, TOLERANCE[str(block.q.dtype)])
     near("lse", got.lse, want.lse, TOLERANCE["float32"] * cap)
     assert float(got.lse.min()) < 0.9 * (1 - cap) and float(got.lse.max()) > 0.9 * cap
@@ -142,7 +139,7 @@ def test_capped_scores_at_both_ends_and_the_largest_values_are_right(cap: float,
 )
 def test_the_keys_may_come_in_parts(dim: int, added: dict[str, Any]) -> None:
     block = half("causal", dim, 330, 384, **added)
-    whole, partial = check(block, "whole"), empty(block)
+    whole, partial = check(block, "whole"), None
     for start, size in ((128, 256), (0, 128)):
         partial = computed(block.tile(0, 330, start, size), partial)
     near("out", partial.out, whole.out, TOLERANCE["bfloat16"])
@@ -164,43 +161,14 @@ def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
     assert np.isneginf(got.lse[..., :150]).all() and np.isfinite(got.lse[..., 150:]).all()
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
-@pytest.mark.parametrize(
-    ("option", "dim", "added"),
-    [
-        ("window", 64, {}),
-        ("segments", 128, {}),
-        ("soft cap", 128, {}),
-        ("plain", 128, {}),
-        ("soft cap", 128, {"kv_length": 256, "causal": False}),
-        ("plain", 128, {"bias": half_bias(2, 4, 200, 264)}),
-        ("segments", 128, {"bias": half_bias(1, 1, 200, 264)}),
-        ("plain", 128, {"kv_length": 256, "bias": forbidding(2, 4, 200, 256).astype(HALF)}),
-    ],
-)
-def test_a_query_that_is_no_number_gets_nan_if_it_sees_anything(
-    option: str, dim: int, added: dict[str, Any], value: float
-) -> None:
-    block = half(option, dim, **({"kv_length": 264} | added))
-    # With keys of one sign no product of an infinite query is the other infinity.
-    block = dataclasses.replace(block, kv=block.kv.at[0, ..., 2].set(jnp.abs(block.kv[0, ..., 2])))
-    clean, bad = computed(block), [3, 70, 199]
-    got = computed(dataclasses.replace(block, q=block.q.at[:, jnp.asarray(bad), 1, 2].set(value)))
-    lost = np.zeros(clean.lse.shape, bool)
-    lost[:, 1, bad] = ~np.isneginf(clean.lse[:, 1, bad])
-    assert lost.any()
-    np.testing.assert_array_equal(got.lse, np.where(lost, NAN, clean.lse))
-    np.testing.assert_array_equal(got.out, np.where(np.swapaxes(lost, 1, 2)[..., None], NAN, clean.out))
-
-
 @pytest.mark.parametrize("option", ["causal", "segments", "dense mask"])
-def test_a_key_that_is_nan_reaches_those_who_see_it_and_nobody_else(option: str) -> None:
+def test_a_nan_in_a_key_or_query_reaches_every_row_that_sees_it(option: str) -> None:
     block = half(option, 128)
-    block = dataclasses.replace(block, kv=block.kv.at[0, :, 71].set(NAN).at[1, :, 71].set(0))
-    got, want = computed(block), ringattn_xla.block.KERNEL.forward(block, empty(block))
-    np.testing.assert_array_equal(np.isnan(got.lse), np.isnan(want.lse))
-    np.testing.assert_array_equal(np.isnan(got.out), np.isnan(want.out))
-    assert np.isnan(got.lse).any() and not np.isnan(got.lse).all()
+    seen = np.broadcast_to(visible(block), (2, 4, 200, 150))
+    of_key = computed(dataclasses.replace(block, kv=block.kv.at[0, :, 71].set(NAN)))
+    assert np.isnan(np.asarray(of_key.out).swapaxes(1, 2)[seen[..., 71]]).all() and seen[..., 71].any()
+    of_query = computed(dataclasses.replace(block, q=block.q.at[:, 70].set(NAN)))
+    assert np.isnan(np.asarray(of_query.out)[:, 70][seen[:, :, 70].any(-1)]).all()
 
 
 @pytest.mark.parametrize("fields", [{}, {"causal": True}, {"soft_cap": 30.0}], ids=str)
@@ -239,35 +207,24 @@ def test_a_ring_of_two_and_its_gradients(layout: str, options: dict[str, Any]) -
         near("output or gradient", got, want, TOLERANCE["bfloat16"] * max(1.0, float(jnp.abs(want).max())))
 
 
-def test_a_final_output_has_the_dtype_that_is_asked_for() -> None:
-    block = half("causal", 128)
-    final, kept_on = computed(block, empty(block, HALF)), computed(block)
-    assert final.out.dtype == HALF and final.lse.dtype == kept_on.out.dtype == jnp.float32
-    np.testing.assert_array_equal(final.out, kept_on.out.astype(HALF))
-
-
 @pytest.mark.parametrize(
     ("option", "dim", "added"),
-    [
-        ("causal", 64, {}),
-        ("segments", 128, {}),
-        ("soft cap", 128, {}),
-        ("plain", 128, {"bias": half_bias(1, 1, 200, 264)}),
-    ],
+    [("causal", 64, {}), ("segments", 128, {}), ("plain", 128, {"bias": half_bias(1, 1, 200, 264)})],
 )
-def test_what_rounding_took_from_a_final_output_is_there_too(option: str, dim: int, added: dict[str, Any]) -> None:
+def test_a_final_output_has_the_dtype_of_the_queries(option: str, dim: int, added: dict[str, Any]) -> None:
     block = half(option, dim, **({"kv_length": 264} | added))
-    got, exact = computed(block, empty(block, HALF, rest=True)), computed(block)
-    assert got.rest is not None and got.rest.dtype == HALF
-    np.testing.assert_array_equal(got.out, exact.out.astype(HALF))
-    np.testing.assert_allclose(rounding.whole(got.out, got.rest), exact.out, rtol=2**-16)
+    final = computed(dataclasses.replace(block, kv=(block.k, block.v), final=True))
+    kept_on = computed(block)
+    assert final.out.dtype == HALF and final.lse.dtype == kept_on.out.dtype == jnp.float32
+    np.testing.assert_array_equal(final.out, kept_on.out.astype(HALF))
+    np.testing.assert_array_equal(final.lse, kept_on.lse)
 
 
 @pytest.mark.parametrize("places", [1, 3, 999])
 def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     block = half("causal", 64, 500, 300)
     usual = check(block, "usual")
-    monkeypatch.setattr(hopper, "PLACES", places)
+    monkeypatch.setattr(schedules, "PROGRAMS", places)
     got = computed(block)
     np.testing.assert_array_equal(got.out, usual.out)
     np.testing.assert_array_equal(got.lse, usual.lse)
@@ -309,15 +266,15 @@ def test_what_it_does_not_take_goes_to_the_portable_kernel(reason: str, fields: 
 @pytest.mark.parametrize("target", [Target("cuda", 80), Target("cuda", 100), Target("rocm"), Target("interpreter")])
 def test_other_devices_have_the_portable_kernels(target: Target) -> None:
     block = half("causal", 128)
-    run = jax.make_jaxpr(lambda b, p: forward.__wrapped__(b, p, target))
-    assert launched(run(block, empty(block))) == ["ringattn_forward"]
+    run = jax.make_jaxpr(lambda b, p: _forward.__wrapped__(b, p, target))
+    assert launched(run(block, None)) == ["ringattn_forward"]
 
 
 @pytest.mark.parametrize(("version", "name"), [("3.5.1", ""), ("3.9.0+git", "hopper_"), ("3.10.0", ""), ("4.0.0", "")])
 def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
     version: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper.triton, "__version__", version)
+    monkeypatch.setattr(family.triton, "__version__", version)
     assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
 
 
@@ -345,4 +302,5 @@ def test_it_takes_what_has_enough_to_do_in_each_tile(
     monkeypatch.undo()
     usual: dict[str, Any] = {"heads": 1, "kv_heads": 1, "q_length": 4096, "kv_length": 4096, "dtype": HALF}
     blocks = {dim: make_block(1, **(usual | fields), dim=dim) for dim in DIMS}
-    assert {dim for dim, block in blocks.items() if hopper.takes(block, operands.of(block).facts, TARGET)} == heads
+    taken = {dim for dim, block in blocks.items() if family.HOPPER.why_not_forward(block, TARGET) is None}
+    assert taken == heads

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interpreter computes what a compiled kernel would, and refuses what a GPU would silently get wrong."""
 
-import itertools
 import threading
 
 import jax
@@ -11,9 +10,7 @@ import numpy as np
 import pytest
 import small_kernels
 import triton.language as tl
-from ringattn_triton.interpreter import types
 from ringattn_triton.interpreter.programs import run
-from triton.language.semantic import TritonSemantic
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 INTEGERS = (np.int32, np.uint32, np.int64)
@@ -67,14 +64,6 @@ def test_integers_wrap_and_divide_towards_zero(dtype):
     for operation, values in expected.items():
         (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP=operation, SIZE=x.size)
         np.testing.assert_array_equal(got, values, err_msg=operation)
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
-def test_umulhi_is_the_high_half_of_the_unsigned_product(dtype):
-    x, y = some(dtype), some(dtype, seed=1)
-    (got,) = interpret(small_kernels.binary, [x, y], [(x.shape, dtype)], OP="umulhi", SIZE=x.size)
-    product = x.view(np.uint32).astype(np.uint64) * y.view(np.uint32).astype(np.uint64)
-    np.testing.assert_array_equal(got.view(np.uint32), (product >> np.uint64(32)).astype(np.uint32))
 
 
 def test_inline_assembly_computes_what_ptx_says():
@@ -169,38 +158,9 @@ def test_loops_run_over_bounds_that_were_loaded():
 
 def test_reductions_run_along_an_axis():
     x = some(np.float32, (8, 32))
-    (got,) = interpret(small_kernels.rows, [x], [((4, 8), np.float32)], ROWS=8, SIZE=32)
-    expected = np.stack([x.sum(1), x.max(1), x.sum(1), np.exp2(np.minimum(x, 0)).sum(1)])
+    (got,) = interpret(small_kernels.rows, [x], [((3, 8), np.float32)], ROWS=8, SIZE=32)
+    expected = np.stack([x.sum(1), x.max(1), np.exp2(np.minimum(x, 0)).sum(1)])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_one_truth_chooses_between_pointers_of_one_type_and_nothing_else_does():
-    x, y = some(np.float32, 17), some(np.float32, 16, seed=1)
-    constants = {"SIZE": 16, "BY_BLOCK": False}
-    for choice, expected in ((1, x[1:]), (0, y)):
-        operands = [x, y, np.array([choice], np.int32)]
-        (got,) = interpret(small_kernels.one_of_two, operands, [((16,), np.float32)], **constants)
-        np.testing.assert_array_equal(got, expected)
-    for other, by_block in ((y, True), (y.astype(np.float16), False)):
-        operands, constants["BY_BLOCK"] = [x, other, np.ones(1, np.int32)], by_block
-        with pytest.raises(TypeError, match="by one truth between pointers of one type"):
-            interpret(small_kernels.one_of_two, operands, [((16,), np.float32)], **constants)
-
-
-def test_types_meet_as_in_tritons_compiler():
-    semantic = TritonSemantic(None)
-    for a, b in itertools.product(types.OF_ARRAY.values(), repeat=2):
-        for a_number, b_number, division in itertools.product((False, True), repeat=3):
-            try:
-                expected = semantic.computation_type_impl(a, a_number, b, b_number, division)
-            except TypeError:
-                with pytest.raises(TypeError):
-                    types.common_type(a, b, a_number, b_number, division)
-                continue
-            if not (a is b and a_number and b_number):
-                assert types.common_type(a, b, a_number, b_number, division) == expected, (a, a_number, b, b_number)
-        if a.is_int() and b.is_int():
-            assert types.integer_type(a, b) == semantic.integer_promote_impl(a, b)
 
 
 @pytest.mark.parametrize(
@@ -274,18 +234,6 @@ def test_interpreting_changes_nothing_of_triton():
     after = {name: id(value) for name, value in vars(tl).items()}
     after |= {f"tensor.{name}": id(value) for name, value in vars(tl.tensor).items()}
     assert after == before and all(vars(small_kernels)[name] is value for name, value in globals_before.items())
-
-
-def test_philox_of_triton_itself_runs_here():
-    """What Triton wrote in its own language needs no second implementation."""
-    from ringattn_triton.interpreter.language import current
-    from ringattn_triton.interpreter.programs import LANGUAGE, Launch
-    from ringattn_triton.interpreter.values import Tensor
-
-    current.launch = Launch("philox", (1,))
-    zero = Tensor(np.zeros(1, np.uint32), tl.uint32)
-    words = LANGUAGE.philox(0, zero, zero, zero, zero)
-    assert [int(word.data[0]) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 def test_jax_arrays_of_every_dtype_come_and_go():

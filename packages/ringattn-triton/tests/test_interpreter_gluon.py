@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import small_gluon_kernels as kernels
-from ringattn_triton import gluon_launch
+from ringattn_triton.launch.compiled import compile_kernel
+from ringattn_triton.launch.kernel_call import KernelCall
 from test_interpreter import interpret, some
+from triton.backends.compiler import GPUTarget
 
 ROWS, TILE, DIM = kernels.ROWS.value, kernels.TILE.value, kernels.DIM.value
 HALVES = (np.float16, ml_dtypes.bfloat16)
@@ -232,6 +234,7 @@ def test_an_error_of_one_launch_leaves_nothing_to_the_next():
     ],
 )
 def test_these_kernels_are_such_as_a_gpu_takes(kernel, kinds, constants):
-    pointers = tuple({"h": "*fp16", "f": "*fp32", "i": "*i32"}[kind] for kind in kinds)
-    made = gluon_launch._compiled(kernel, pointers, tuple(constants.items()), 4, None, 90, 87)
-    assert f".entry {made.name}" in made.ptx
+    dtypes = tuple({"h": "float16", "f": "float32", "i": "int32"}[kind] for kind in kinds)
+    call = KernelCall(kernel, (), (1,), 4, 1, (), "", tuple(constants.items()), None, 1)
+    made = compile_kernel(call, dtypes, GPUTarget("cuda", 90, 32))
+    assert f".entry {made.name}" in made.code

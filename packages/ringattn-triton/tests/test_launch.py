@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel is one operation of a JAX program: jitted, sharded, in a loop, in a derivative, on a CPU or for a GPU."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_kernels
+from compile_reports import launches
 from jax.sharding import PartitionSpec as P
-from ringattn_triton import compiled
-from ringattn_triton.launch import capability, compiling_for, interpreting, launch
+from ringattn_triton.launch import compiling_for, launch
+from ringattn_triton.launch.compiled import compile_kernel
+from ringattn_triton.launch.target import capability, interpreting
+from triton.backends.compiler import GPUTarget
 
 TILE = 32
 
@@ -157,23 +158,6 @@ def test_an_alias_is_one_buffer_of_the_compiled_program(x):
     assert "output_operand_alias" in line and "operand_index = 1" in line
 
 
-def test_the_kernel_that_jax_triton_0_4_wants_has_no_parameter_for_an_aliased_output():
-    sharing = compiled.sharing(small_kernels.added, 2, 1, ((1, 0),), ("N", "TILE"))
-    assert sharing.arg_names == ["X", "TOTAL", "N", "TILE"]
-    assert sharing.fn.__name__ == "added"
-
-
-def test_importing_jax_triton_leaves_the_environment_as_it_was(monkeypatch):
-    for before in (None, "/somewhere"):
-        if before is None:
-            monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-        else:
-            monkeypatch.setenv("TRITON_CACHE_DIR", before)
-        compiled.jax_triton.cache_clear()
-        compiled.jax_triton()
-        assert os.environ.get("TRITON_CACHE_DIR") == before
-
-
 def test_what_is_compiled_for_a_gpu_is_not_interpreted():
     assert interpreting() and capability() is None
     with compiling_for(90):
@@ -181,3 +165,11 @@ def test_what_is_compiled_for_a_gpu_is_not_interpreted():
         with compiling_for(120):
             assert capability() == 120
     assert interpreting()
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_a_kernel_compiles_for_an_amd_gpu_that_is_not_there(x, architecture):
+    ((call, operands),) = launches(jax.make_jaxpr(added)(x, x).jaxpr)
+    dtypes = tuple(x.dtype.name for x in (*operands, *call.outputs))
+    made = compile_kernel(call, dtypes, GPUTarget("hip", architecture, 64))
+    assert made.name == "added" and made.code[:4] == b"\x7fELF" and made.warps == 4

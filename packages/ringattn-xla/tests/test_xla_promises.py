@@ -6,22 +6,26 @@ import subprocess
 import sys
 from typing import Any
 
-import dense_block as dense
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_block import make_block
+from block_problem import problem_of
 from jax.sharding import Mesh, PartitionSpec
+from ringattn_conformance.blocks import make_block
+from ringattn_conformance.oracle import attend
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.features import Feature
-from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
 from ringattn_xla.block import KERNEL
 from ringattn_xla.plugin import BACKEND
 from ringattn_xla.tiling import choose, near_equal
 
 NAN = float("nan")
+
+
+def tiles(length: int) -> dict[str, int]:
+    return {"q_blocksize": length, "kv_blocksize": length}
 
 
 def _backward(block: Block, partial: Partial) -> Gradients:
@@ -35,19 +39,19 @@ def _same(a: Any, b: Any) -> None:
 
 
 def test_two_blocks_in_a_row_are_one() -> None:
-    whole = make_block(2, 20, 48, heads=4, tile=16, causal=True, window=(12, None))
+    whole = make_block(2, 20, 48, heads=4, params=tiles(16), causal=True, window=(12, None))
     first = whole.map_keys(lambda x, axis: jax.lax.slice_in_dim(x, 0, 19, axis=axis))
     second = whole.map_keys(lambda x, axis: jax.lax.slice_in_dim(x, 19, 48, axis=axis))
-    out, lse = dense.forward(whole)
-    got = KERNEL.forward(second, KERNEL.forward(first, empty(whole)))
-    np.testing.assert_allclose(got.out, out, atol=2e-6)
-    np.testing.assert_allclose(got.lse, lse, atol=2e-6)
+    want = attend(problem_of(whole))
+    got = KERNEL.forward(second, KERNEL.forward(first, None))
+    np.testing.assert_allclose(got.out, want.out, atol=2e-6)
+    np.testing.assert_allclose(got.lse, want.lse, atol=2e-6)
 
 
 def test_a_block_that_nobody_sees_changes_no_bit_and_has_no_gradient() -> None:
-    seen = make_block(1, 16, 16, tile=8, causal=True)
-    partial = KERNEL.forward(seen, empty(seen))
-    later = make_block(1, 16, 16, tile=8, causal=True, offset=100)
+    seen = make_block(1, 16, 16, params=tiles(8), causal=True)
+    partial = KERNEL.forward(seen, None)
+    later = make_block(1, 16, 16, params=tiles(8), causal=True, offset=100)
     _same(KERNEL.forward(later, partial), partial)
     dq = jnp.asarray(np.random.default_rng(1).normal(size=later.q.shape), jnp.float32)
     grads = KERNEL.backward(later, partial.out, partial.lse, partial.lse, dq)
@@ -70,14 +74,14 @@ SKIPPED: dict[str, Any] = {
 def test_tiles_that_nobody_sees_are_not_touched(name: str) -> None:
     """Anything times NaN is NaN: one product with the poisoned keys, values or output gradients would show."""
     fields, keys, queries = SKIPPED[name]
-    block = make_block(2, 64, 64, tile=8, **fields)
+    block = make_block(2, 64, 64, params=tiles(8), **fields)
     if name == "causal":
         block = block.map_queries(lambda x, axis: jax.lax.slice_in_dim(x, 0, 32, axis=axis))
     if name == "window":
         block = block.map_keys(lambda x, axis: jax.lax.slice_in_dim(x, 0, 32, axis=axis))
     poisoned = dataclasses.replace(block, kv=block.kv.at[:, :, keys].set(NAN))
-    clean = KERNEL.forward(block, empty(block))
-    _same(KERNEL.forward(poisoned, empty(block)), clean)
+    clean = KERNEL.forward(block, None)
+    _same(KERNEL.forward(poisoned, None), clean)
     delta = jnp.swapaxes((clean.out * clean.out).sum(-1), 1, 2)
     wanted = KERNEL.backward(block, clean.out, clean.lse, delta, jnp.zeros_like(clean.out))
     dout = clean.out.at[:, queries].set(NAN)
@@ -87,8 +91,8 @@ def test_tiles_that_nobody_sees_are_not_touched(name: str) -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_without_keys_are_zero_and_send_nothing(dtype: Any) -> None:
     segments = np.array([[-1] * 5 + [0] * 15, [3] * 20], np.int32)
-    block = make_block(2, 20, 20, dtype=dtype, tile=8, q_segments=segments, kv_segments=segments.clip(max=0))
-    partial = KERNEL.forward(block, empty(block))
+    block = make_block(2, 20, 20, dtype=dtype, params=tiles(8), q_segments=segments, kv_segments=segments.clip(max=0))
+    partial = KERNEL.forward(block, None)
     assert not np.asarray(partial.out)[0, :5].any() and not np.asarray(partial.out)[1].any()
     assert np.isneginf(np.asarray(partial.lse)[1]).all() and np.isfinite(np.asarray(partial.out)).all()
     grads = _backward(block, partial)
@@ -99,45 +103,41 @@ def test_rows_without_keys_are_zero_and_send_nothing(dtype: Any) -> None:
 def test_a_bias_of_minus_infinity_forbids() -> None:
     bias = np.where(np.random.default_rng(2).random((1, 2, 12, 12)) < 0.4, -np.inf, 0.5).astype(np.float32)
     bias[0, 0, 3] = -np.inf
-    block = make_block(1, 12, 12, tile=8, bias=bias, soft_cap=5.0)
-    with np.errstate(invalid="ignore"):
-        out, _ = dense.forward(block)
-    partial = KERNEL.forward(block, empty(block))
-    np.testing.assert_allclose(partial.out, out, atol=2e-6)
+    block = make_block(1, 12, 12, params=tiles(8), bias=bias, soft_cap=5.0)
+    partial = KERNEL.forward(block, None)
+    np.testing.assert_allclose(partial.out, attend(problem_of(block)).out, atol=2e-6)
     grads = _backward(block, partial)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
     assert grads.dbias is not None and not np.asarray(grads.dbias)[np.isneginf(bias)].any()
 
 
-def test_a_poisoned_key_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
-    block = make_block(1, 16, 16, tile=8, causal=True)
-    k = block.kv.at[0, :, 10].set(NAN)
-    out = np.asarray(KERNEL.forward(dataclasses.replace(block, kv=k), empty(block)).out)
-    assert np.isnan(out[:, 10:]).all() and np.isfinite(out[:, :10]).all()
-    clean = KERNEL.forward(block, empty(block))
-    lse = clean.lse.at[:, :, 10:].set(NAN)
-    delta = jnp.where(jnp.isnan(lse), NAN, 0.5)
-    zeroed = dataclasses.replace(block, kv=block.kv.at[0, :, 10].set(0.0))
-    grads = KERNEL.backward(zeroed, clean.out, lse, delta, jnp.zeros_like(clean.out))
-    assert np.isnan(grads.dq[:, 10:]).all() and np.isfinite(grads.dq[:, :10]).all()
-    late = make_block(1, 16, 16, tile=8, causal=True, q_positions=np.arange(16, dtype=np.int32)[None] - 6)
-    grads = KERNEL.backward(late, clean.out, lse, delta, jnp.zeros_like(clean.out))
-    assert np.isnan(grads.dk[:, :10]).all() and np.isfinite(grads.dk[:, 10:]).all()
+def test_a_key_that_is_nan_makes_every_row_nan_that_sees_it() -> None:
+    block = make_block(1, 16, 16, params=tiles(8), causal=True)
+    out = np.asarray(KERNEL.forward(dataclasses.replace(block, kv=block.kv.at[0, :, 10].set(NAN)), None).out)
+    assert np.isnan(out[:, 10:]).all()
+
+
+def test_keys_and_values_may_be_a_pair() -> None:
+    block = make_block(1, 20, 20, params=tiles(8), causal=True)
+    pair = dataclasses.replace(block, kv=(block.k, block.v))
+    partial = KERNEL.forward(block, None)
+    _same(KERNEL.forward(pair, None), partial)
+    _same(_backward(pair, partial), _backward(block, partial))
 
 
 def test_huge_scores_neither_overflow_nor_vanish() -> None:
-    block = make_block(1, 16, 24, tile=8, scale=4000.0)
-    out, lse = dense.forward(block)
-    assert np.abs(lse).max() > 1e4
-    got = KERNEL.forward(block, empty(block))
-    np.testing.assert_allclose(got.lse, lse, rtol=1e-5)
-    assert np.abs(np.asarray(got.out) - out).max() < 2e-5 * np.abs(lse).max() / 32
+    block = make_block(1, 16, 24, params=tiles(8), scale=4000.0)
+    want = attend(problem_of(block))
+    assert np.abs(want.lse).max() > 1e4
+    got = KERNEL.forward(block, None)
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5)
+    assert np.abs(np.asarray(got.out) - want.out).max() < 2e-5 * np.abs(want.lse).max() / 32
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(_backward(block, got)))
 
 
 def _temporary(length: int, backward: bool) -> int:
-    block = make_block(1, length, length, heads=2, dim=16, tile=64, causal=True)
-    partial = jax.eval_shape(lambda: empty(block))
+    block = make_block(1, length, length, heads=2, dim=16, params=tiles(64), causal=True)
+    partial = KERNEL.forward(block, None)
     step = _backward if backward else KERNEL.forward
     analysis = jax.jit(step).lower(block, partial).compile().memory_analysis()
     assert analysis is not None
@@ -153,15 +153,15 @@ def test_memory_is_linear_in_the_length(backward: bool) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_it_runs_in_a_shard_map_whatever_varies(check_vma: bool) -> None:
-    block = make_block(4, 12, 20, tile=8, causal=True, bias=np.ones((1, 2, 12, 20), np.float32))
-    partial = KERNEL.forward(block, empty(block))
+    block = make_block(4, 12, 20, params=tiles(8), causal=True, bias=np.ones((1, 2, 12, 20), np.float32))
+    partial = KERNEL.forward(block, None)
     grads = _backward(block, partial)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     rows, kept, stacked = PartitionSpec("data"), PartitionSpec(), PartitionSpec(None, "data")
 
     def local(q: jax.Array, kv: jax.Array, rest: Block) -> Any:
         mine = dataclasses.replace(rest, q=q, kv=kv, batch_index=rest.batch_index[:2])
-        partial = KERNEL.forward(mine, empty(mine))
+        partial = KERNEL.forward(mine, None)
         grads = _backward(mine, partial)
         return partial.out, grads.dq, grads.dk
 
@@ -174,11 +174,11 @@ def test_it_runs_in_a_shard_map_whatever_varies(check_vma: bool) -> None:
 
 
 def test_it_maps_over_blocks_whose_visible_tiles_differ() -> None:
-    blocks = [make_block(1, 20, 20, tile=8, causal=True, draw_seed=n, offset=9 * n) for n in range(3)]
+    blocks = [make_block(1, 20, 20, params=tiles(8), causal=True, draw_seed=n, offset=9 * n) for n in range(3)]
     together = jax.tree.map(lambda *x: jnp.stack(x), *blocks)
 
     def both(block: Block) -> Any:
-        partial = KERNEL.forward(block, empty(block))
+        partial = KERNEL.forward(block, None)
         return partial, _backward(block, partial)
 
     got = jax.vmap(both)(together)
@@ -187,14 +187,16 @@ def test_it_maps_over_blocks_whose_visible_tiles_differ() -> None:
 
 
 def test_two_runs_give_the_same_bits() -> None:
-    block = make_block(2, 100, 70, heads=4, kv_heads=1, tile=32, dropout=0.1, seed=np.zeros(2, np.uint32), causal=True)
-    runs = [jax.tree.leaves((p := KERNEL.forward(block, empty(block)), _backward(block, p))) for _ in range(2)]
+    block = make_block(
+        2, 100, 70, heads=4, kv_heads=1, params=tiles(32), dropout=0.1, seed=np.zeros(2, np.uint32), causal=True
+    )
+    runs = [jax.tree.leaves((p := KERNEL.forward(block, None), _backward(block, p))) for _ in range(2)]
     _same(*runs)
 
 
 def test_each_pass_is_one_loop() -> None:
-    block = make_block(2, 64, 64, heads=4, tile=16, causal=True)
-    partial = empty(block)
+    block = make_block(2, 64, 64, heads=4, params=tiles(16), causal=True)
+    partial = KERNEL.forward(block, None)
     for program in (jax.make_jaxpr(KERNEL.forward)(block, partial), jax.make_jaxpr(_backward)(block, partial)):
         assert str(program).count("= while[") == 1
 
@@ -202,8 +204,9 @@ def test_each_pass_is_one_loop() -> None:
 @pytest.mark.parametrize(("asked", "expected"), [(None, "HIGHEST"), ("default", "DEFAULT")])
 def test_float32_products_are_exact_unless_the_call_asks_for_less(asked: str | None, expected: str) -> None:
     block = make_block(1, 8, 8, precision=asked)
+    partial = KERNEL.forward(block, None)
     with jax.default_matmul_precision("bfloat16"):
-        programs = [str(jax.make_jaxpr(step)(block, empty(block))) for step in (KERNEL.forward, _backward)]
+        programs = [str(jax.make_jaxpr(step)(block, partial)) for step in (KERNEL.forward, _backward)]
     for program, products in zip(programs, (2, 5), strict=True):
         assert program.count("dot_general[") == products
         assert program.count(f"precision=(Precision.{expected}, Precision.{expected})") == products

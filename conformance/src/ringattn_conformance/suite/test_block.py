@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block kernel by itself: it continues from what earlier keys gave, and its gradients are the oracle's."""
+"""A block kernel without a ring continues from earlier keys, and its gradients are the oracle's."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
-from ringattn_core.contract.merge import empty
+from ringattn_core.contract.merge import log_sum_exp
 from ringattn_core.contract.protocol import BlockKernel
 
 from ringattn_conformance import notes, oracle, tiers, tolerances
-from ringattn_conformance.blocks import blocks_of, sinkless
+from ringattn_conformance.blocks import blocks_of, without_padding
 from ringattn_conformance.cases import ALONE, COMBINED, HALF, LONG, Case
 from ringattn_conformance.lattice import parameters
 from ringattn_conformance.outcomes import supports
@@ -30,21 +31,20 @@ CHOSEN = tuple(case for case in (*ALONE[2::2], *COMBINED, *HALF[::2], *LONG) if 
 
 
 def _kernel(backend: str) -> BlockKernel | None:
-    """The backend's block kernel; a backend that brings a whole ring has none to try."""
+    """The backend's block kernel; `None` for a backend that has a ring function instead."""
     registration = discovery.get(backend)
     return registration.implementation() if registration.descriptor().kernel else None
 
 
 def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:
-    partial = empty(blocks[0])
+    partial = None
     for block in blocks:
         partial = kernel.forward(block, partial)
-    seen = ~jnp.isneginf(partial.lse)
-    dout = jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], dout, 0)
-    delta = jnp.where(seen, jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), partial.out) - dlse, 0)
-    dq, found = jnp.zeros(blocks[0].q.shape, jnp.float32), []
+    assert partial is not None
+    delta = jnp.einsum("btnh,btnh->bnt", dout.astype(jnp.float32), partial.out) - dlse
+    dq, found = None, []
     for block in blocks:
-        gradients = kernel.backward(block, dout, partial.lse, delta, dq)
+        gradients = kernel.backward(dataclasses.replace(block, shift=partial.shift), dout, partial.lse, delta, dq)
         dq = gradients.dq
         found.append(gradients)
     return partial, dq, found
@@ -56,16 +56,16 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     if kernel is None or not supports(ringattn_backend, *case.needs, Feature.GRADIENTS):
         return
     notes.needs(case.needs | {Feature.GRADIENTS})
-    case = sinkless(case)
     inputs = inputs_of(case, SHARDS)
     answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
     blocks = blocks_of(case, inputs, SHARDS)
     dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
+    dout = without_padding(inputs.dout, blocks[0].q_segments)
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
-    partial, dq, found = program(blocks, jnp.asarray(inputs.dout), jnp.asarray(dlse))
+    partial, dq, found = program(blocks, jnp.asarray(dout), jnp.asarray(dlse))
     got = {
         "out": partial.out,
-        "lse": partial.lse,
+        "lse": log_sum_exp(partial),
         "dq": dq,
         "dk": np.concatenate([one.dk for one in found], 1),
         "dv": np.concatenate([one.dv for one in found], 1),
@@ -87,7 +87,7 @@ def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
     case = Case("unseen-block", causal=True)
     own, unseen = blocks_of(case, case.inputs(SHARDS), SHARDS)
     own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
-    before = jax.jit(lambda: kernel.forward(own, empty(own)))()
+    before = jax.jit(lambda: kernel.forward(own, None))()
     after = jax.jit(lambda: kernel.forward(unseen, before))()
     assert np.array_equal(before.out, after.out)
     assert np.array_equal(before.lse, after.lse)

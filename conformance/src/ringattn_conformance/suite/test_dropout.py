@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout: the bits are those of the specification, on every ring, layout and mesh."""
+"""Dropout keeps the entries that the specification says, on every ring, layout and mesh."""
 
 import dataclasses
 
@@ -12,6 +12,7 @@ from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, run
 
 CASE = Case("dropout-bits", batch=2, heads=4, kv_heads=2, value_dim=48, dropout=0.4, lse=False)
+SEEDS = (12345, 0, 2**31, 2**32 - 1)
 PLACEMENTS = (
     Placement(1),
     Placement(2, "zigzag"),
@@ -43,7 +44,7 @@ def test_the_bits_are_those_of_the_specification(ringattn_backend: str, number: 
     placement = PLACEMENTS[number]
     if not on_devices(placement):
         placement = dataclasses.replace(placement, data=1, heads=1, emulated=True)
-    placed = _probe(ringattn_backend, placement, seed=12345)
+    placed = _probe(ringattn_backend, placement, SEEDS[number % len(SEEDS)])
     with owed(ringattn_backend, CASE.needs | placement.needs) as right:
         kept = _kept(placed)
         if right:
@@ -54,20 +55,11 @@ def test_the_bits_are_those_of_the_specification(ringattn_backend: str, number: 
 @tiers.mark(tiers.CORE, "4-striped")
 @pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (4, "striped")])
 def test_they_are_the_same_in_half_precision(ringattn_backend: str, ring: int, layout: str):
-    """Kernels of narrow numbers are others, and may draw by other instructions."""
+    """Kernels for 16 bits are different programs, and may draw in another way."""
     case = dataclasses.replace(CASE, name="dropout-bits-bfloat16", dtype="bfloat16")
-    placed = _probe(ringattn_backend, Placement(ring, layout), 12345, case)
+    placed = _probe(ringattn_backend, Placement(ring, layout), SEEDS[0], case)
     with owed(ringattn_backend, case.needs | placed.placement.needs) as right:
         kept = _kept(placed)
         if right:
             wrong = int((kept != oracle.kept(placed.inputs.problem)).sum())
             assert not wrong, f"{wrong} of {kept.size} bits differ"
-
-
-@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
-def test_every_seed_of_32_bits_has_its_own_bits(ringattn_backend: str, seed: int):
-    placed = _probe(ringattn_backend, Placement(2), seed)
-    with owed(ringattn_backend, CASE.needs) as right:
-        kept = _kept(placed)
-        if right:
-            assert np.array_equal(kept, oracle.kept(placed.inputs.problem))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts and uneven lengths: wherever the tokens live, the numbers are those of the whole sequence."""
+"""A call on global arrays through `mesh=` gives the numbers of one device, in every layout and for uneven lengths."""
 
 from typing import Any
 
@@ -19,7 +19,6 @@ from ringattn_conformance.ranks import static_options
 
 LAYOUTS = {"contiguous": set(), "zigzag": {Feature.ZIGZAG}, "striped": {Feature.STRIPED}}
 UNEVEN = (
-    Case("uneven", q_length=13, kv_length=13),
     Case("uneven-causal", q_length=13, kv_length=13, causal=True, sinks="head", bias="NT", lse=False),
     Case("uneven-cross", q_length=7, kv_length=18, window=(4, 2), bias="", heads=4, kv_heads=2),
     Case("uneven-segments", q_length=14, kv_length=14, segments=packed, dense_mask="BT", dropout=0.2, lse=False),
@@ -70,7 +69,7 @@ def test_global_arrays_through_a_mesh_in_every_layout(ringattn_backend: str, lay
             tolerances.check(got, answer, case, inputs, f"by mesh, {layout}")
 
 
-@tiers.mark(tiers.CORE, "uneven", "uneven-causal")
+@tiers.mark(tiers.CORE, "uneven-causal")
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
 def test_lengths_that_the_ring_does_not_divide(ringattn_backend: str, case: Case):
     # Padding is a segment of its own, so that core may ask for segment ids that the caller did not give.
@@ -79,22 +78,3 @@ def test_lengths_that_the_ring_does_not_divide(ringattn_backend: str, case: Case
         if right:
             answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
             tolerances.check(got, answer, case, inputs, "by mesh")
-
-
-def test_an_alias_of_a_layout_is_that_layout(ringattn_backend: str):
-    case = Case("alias", causal=True, lse=False)
-    with owed(ringattn_backend, case.needs | {Feature.ZIGZAG, Feature.GRADIENTS}) as right:
-        zigzag = _whole(case, ringattn_backend, _ring(), "zigzag")[0]
-        alias = _whole(case, ringattn_backend, _ring(), "dual_chunk_swap")[0]
-        if right:
-            assert all(np.array_equal(zigzag[name], alias[name]) for name in zigzag)
-
-
-@tiers.core
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
-def test_reordering_puts_each_token_where_the_specification_says(layout: str, ring: int):
-    natural = np.arange(2 * 48 * 3).reshape(2, 48, 3)
-    laid_out = to_layout(natural, layout, ring)
-    assert np.array_equal(laid_out, natural[:, oracle.order(layout, ring, 48)])
-    assert np.array_equal(from_layout(laid_out, layout, ring), natural)

@@ -8,8 +8,9 @@ from importlib import metadata
 
 from ringattn_core.backends import discovery
 from ringattn_core.contract import signature
+from ringattn_core.contract.backend import API_VERSIONS
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import API_VERSIONS, BlockKernel
+from ringattn_core.contract.protocol import BlockKernel
 
 from ringattn_conformance import tiers
 

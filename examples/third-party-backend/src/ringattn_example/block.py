@@ -35,11 +35,10 @@ def backward(block: Block, dout, lse, delta, dq) -> Gradients:
     p, _ = weights(block, lse)
     dout = grouped(dout, block)
     dp = product("btkgh,bskh->bkgts", dout, block.v.astype(jnp.float32))
-    # Selected last: what a hidden key holds may be so large that its product is infinite.
-    ds = jnp.where(p == 0, 0, p * (dp - delta.reshape(*p.shape[:4], 1))) * block.rule.scale
-    more = product("bkgts,bskh->btkgh", ds, block.k.astype(jnp.float32))
+    ds = p * (dp - delta.reshape(*p.shape[:4], 1)) * block.rule.scale
+    more = product("bkgts,bskh->btkgh", ds, block.k.astype(jnp.float32)).reshape(block.q.shape)
     dk, dv = product("bkgts,btkgh->bskh", ds, grouped(block.q, block)), product("bkgts,btkgh->bskh", p, dout)
-    return Gradients(dq + more.reshape(dq.shape), dk, dv)
+    return Gradients(more if dq is None else dq + more, dk, dv)
 
 
 class Kernel:

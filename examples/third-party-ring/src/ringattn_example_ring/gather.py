@@ -6,29 +6,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ringattn_core import to_layout
 from ringattn_core.masks import Causal, Chunked, Coordinates, Local
-from ringattn_core.placement.layout import indices
 
 product = functools.partial(jnp.einsum, precision="highest")
 
 
 def ring_attention(*, query, key, value, **options: Any):
-    """The keys are gathered as float32, so that what comes back to each rank is summed as float32 too."""
+    """Gathers the keys as float32, so that the gradients of all ranks are summed as float32 too."""
     axis, group = options["axis_name"] or (), query.shape[2] // key.shape[2]
 
     def all_ranks(x: Any) -> Any:
         return jax.lax.all_gather(x, axis, axis=1, tiled=True) if axis and x is not None else x
 
     ranks, rank = (jax.lax.psum(1, axis), jax.lax.axis_index(axis)) if axis else (1, 0)
-    q_index, index = (indices(options["layout"], ranks, rank, x.shape[1])[None] for x in (query, key))
-    if options["q_segment_ids"] is not None:  # JAX's own derivatives multiply what padding holds by zero
+    q_index, kv_index = (to_layout(jnp.arange(ranks * x.shape[1]), options["layout"], ranks, 0) for x in (query, key))
+    q_index = jax.lax.dynamic_slice_in_dim(q_index, rank * query.shape[1], query.shape[1])
+    if options["q_segment_ids"] is not None:  # padding may hold NaN, and 0 * NaN is NaN
         query, key, value = (
             jnp.where((options[ids] >= 0)[..., None, None], x, 0)
             for x, ids in ((query, "q_segment_ids"), (key, "kv_segment_ids"), (value, "kv_segment_ids"))
         )
     k, v = (jnp.repeat(all_ranks(x.astype(jnp.float32)), group, axis=2) for x in (key, value))
     s = product("btnh,bsnh->bnts", query.astype(jnp.float32), k) * options["softmax_scale"]
-    s = jnp.where(visible(options, q_index, all_ranks(index), all_ranks(options["kv_segment_ids"])), s, -jnp.inf)
+    s = jnp.where(visible(options, q_index[None], kv_index[None], all_ranks(options["kv_segment_ids"])), s, -jnp.inf)
     if (sinks := options["softmax_aux"]) is not None:  # columns without a value
         columns = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], (*s.shape[:3], sinks.shape[1]))
         s = jnp.concatenate([s, columns], -1)
@@ -41,7 +42,7 @@ def ring_attention(*, query, key, value, **options: Any):
 
 
 def visible(options, q_index, kv_index, kv_segments):
-    """`[B, 1, T, S]`: which keys of all ranks each query of this one sees."""
+    """Which keys of all ranks each query of this rank sees, `[B, 1, T, S]`."""
     window, chunk = options["sliding_window"], options["chunk_size"]
     masks = [Causal()] * options["causal"] + ([Local(*window)] if window else []) + ([Chunked(chunk)] if chunk else [])
     q, kv = Coordinates(q_index, q_index).rows(), Coordinates(kv_index, kv_index).columns()

@@ -51,19 +51,24 @@ _OWN = ("xla", "triton", "tpu")
 
 
 class BackendNotFoundError(RingAttnError, LookupError):
-    """No installed distribution registers a backend of this name, or any backend at all."""
+    """No installed distribution registers a backend of this name, or any backend at all.
+
+    `meant` is the name that this one misspells, or `None`.
+    """
 
     def __init__(self, name: str | None, installed: Sequence[str]):
         self.name, self.installed = name, tuple(installed)
+        close = difflib.get_close_matches(name or "", sorted({*installed, *_OWN}), n=1, cutoff=0.65)
+        self.meant = close[0] if close and close[0] != name else None
         if name is None:
             message = "no ring-attention backend is installed. Add one: pip install ringattn-xla"
         else:
-            close = difflib.get_close_matches(name, sorted({*installed, *_OWN}), n=1)
-            guess = f" (did you mean {close[0]!r}?)" if close and close[0] != name else ""
+            guess = f" (did you mean {self.meant!r}?)" if self.meant else ""
             message = f"no ring-attention backend {name!r}{guess}. Installed: {', '.join(installed) or 'none'}."
             # Only our own names: a command that installs whatever was mistyped is no remedy.
+            missing = [f"ringattn-{own}" for own in _OWN if own not in installed]
             if not close:
-                message += f" Of ringattn's own ({', '.join(_OWN)}), to add one: pip install ringattn-xla"
+                message += f" To add one of ringattn's own: pip install {' or '.join(missing)}" if missing else ""
             elif close[0] not in installed:
                 message += f" To add it: pip install ringattn-{close[0]}"
         super().__init__(message)

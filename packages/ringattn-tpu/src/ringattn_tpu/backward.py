@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels give the gradients of a block, and on what."""
+"""The backward pass of a block: which kernels compute its gradients, and what they are given."""
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -12,214 +12,190 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
-from . import block_sizes, operands, tables
+from . import block_sizes
 from .block_sizes import LANES
+from .kernel_inputs import KernelInputs, prepared
 from .kernels.backward_bias import backward_bias
 from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
 from .kernels.backward_queries import SUBLANES, backward_queries
-from .kernels.scores import own_numbers
+from .kernels.scores import own_integers
 from .launch import VMEM_LIMIT, At, Grid, Operand, launch
-from .operands import LOG2_E, Operands
-from .tables import FIRST, Steps
+from .steps import FIRST, Steps, steps
 
-Shape = jax.ShapeDtypeStruct
+Found = dict[str, jax.Array]
+Inputs = dict[str, Operand]
+_ARRAYS: Final = {"dq": "BNT.", "dk": "BKS.", "dv": "BKS."}
 
 
 @jax.jit
-def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array) -> Gradients:
+def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None) -> Gradients:
     """What the block adds to each gradient, from the final `lse` and `delta`."""
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     q_length, kv_length = block.q_length, block.kv_length
-    given = operands.of(block, block_sizes.choose(block, block.rule.bwd_params))
-    whole = _Whole(given, _of_rows(given, dout, lse, delta))
-    dq = padded(jnp.swapaxes(dq, 1, 2), given.sizes.q_length, 2)
-    steps = whole.steps_by_keys()
-    found = whole.fused(dq, steps) if whole.fuses(steps) else {**whole.keys(steps), **whole.queries(dq)}
+    given = prepared(block, block_sizes.choose(block, block.rule.bwd_params))
+    given = _with_rows(given, dout, lse, delta)
+    if dq is not None:
+        dq = padded(jnp.swapaxes(dq, 1, 2), given.sizes.q_length, 2)
+    of_keys = steps(given.block, given.sizes.q_tile, given.sizes.kv_tile, by_keys=True, every_own=True)
+    wants_dbias = block.bias is not None and not block.bias_fixed
+    fused = _fits_in_one_pass(given, of_keys)
+    inputs = {} if fused and not wants_dbias else given.operands(by_keys=False)
+    found = _fused(given, of_keys, dq) if fused else {**_keys(given, of_keys), **_queries(given, inputs, dq)}
     dk, dv = (jnp.swapaxes(found[name][:, :, :kv_length], 1, 2) for name in ("dk", "dv"))
-    dslopes = None
+    dbias = dslopes = None
     if block.slopes is not None:
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
-    dbias = None
-    if block.bias is not None and not block.bias_fixed:
-        rows = q_length if given.facts.bias_rows else 1
-        dbias = whole.bias()["dbias"][:, :, :rows, :kv_length]
+    if wants_dbias:
+        dbias = _bias(given, inputs)[:, :, : q_length if given.settings.bias_rows else 1, :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
 
 
-def _of_rows(given: Operands, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> dict[str, jax.Array]:
-    """What comes with each query in every backward kernel. A row that saw nothing, or is padding, has no weight."""
-    length = given.sizes.q_length
-    lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), length, 2, jnp.inf)
-    return {
-        "dout": padded(jnp.swapaxes(dout, 1, 2), length, 2),
-        "state": jnp.stack([lse, padded(delta, length, 2)], 2),
+def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
+    """The inputs with the cotangents of the queries; a row that saw nothing, or is padding, has no probabilities."""
+    length, settings = given.sizes.q_length, given.settings
+    lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * settings.unit), length, 2, jnp.inf)
+    values = [lse, padded(delta, length, 2)]
+    if settings.bias:
+        shift = given.block.shift
+        values.append(jnp.zeros_like(lse) if shift is None else shift)
+    arrays = given.arrays | {
+        "dout": (padded(jnp.swapaxes(dout, 1, 2), length, 2), "BNT."),
+        "row_values": (jnp.stack(values, 2), "BN.T"),
     }
+    return given._replace(arrays=arrays)
 
 
-class _Whole:
-    """A block with the cotangents of its queries, and the kernels that run over it."""
-
-    def __init__(self, given: Operands, of_rows: dict[str, jax.Array]) -> None:
-        self.given = given
-        self.of_rows = of_rows
-        self.sizes = given.sizes
-        self.batch, _, self.heads, self.head_dim = given.block.q.shape
-        self.kv_heads, self.value_dim = given.block.kv.shape[-2], given.block.value_dim
-
-    @functools.cached_property
-    def _by_queries(self) -> dict[str, Operand]:
-        """What the kernels of the queries and of the bias have in common, and the masks among it are made once."""
-        return self._inputs(by_keys=False)
-
-    def _inputs(self, by_keys: bool) -> dict[str, Operand]:
-        inputs = operands.inputs(self.given, by_keys)
-        q = inputs["q"]
-        assert q.at is not None and q.block is not None
-        inputs["dout"] = Operand(self.of_rows["dout"], (*q.block[:-1], self.value_dim), q.at)
-        of_q = q.at
-        inputs["state"] = Operand(
-            self.of_rows["state"],
-            (None, None, 2, self.sizes.q_tile),
-            lambda at: (*of_q(at)[:2], 0, of_q(at)[2]),
-        )
-        return inputs
-
-    def _scratch(self, by_keys: bool) -> dict[str, Any]:
-        tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
-        numbers = len(own_numbers(self.given.facts, by_keys))
-        scratch: dict[str, Any] = {} if by_keys else {"state": pltpu.VMEM((2, tile, LANES), jnp.float32)}
-        if numbers:
-            scratch["columns"] = pltpu.VMEM((numbers, tile, LANES), jnp.int32)
-        return scratch
-
-    def steps_by_keys(self) -> Steps:
-        """Every tile of keys has a step, because `dk` and `dv` are this block's alone."""
-        return tables.steps(self.given.block, self.sizes.q_tile, self.sizes.kv_tile, by_keys=True, every_own=True)
-
-    def fuses(self, steps: Steps) -> bool:
-        """Whether one pass has room for the gradients of a head, and comes by each head but once."""
-        wide = [-(-dim // LANES) * LANES for dim in (self.head_dim, self.value_dim)]
-        floats = 2 * self.sizes.q_length * wide[0] + self.sizes.kv_length * sum(wide)
-        return (
-            not self.given.facts.slopes
-            and (steps.rows == 1 or self.given.group == 1)
-            and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
-        )
-
-    def fused(self, dq: jax.Array, steps: Steps) -> dict[str, jax.Array]:
-        """`dq` continued, `dk` and `dv`, in one pass."""
-        sizes, tile, group = self.sizes, self.sizes.kv_tile, self.given.group
-        dims = {"dk": self.head_dim, "dv": self.value_dim}
-        inputs = self._inputs(by_keys=True)
-        block = (None, None, sizes.q_length, self.head_dim)
-        inputs["dq"] = Operand(dq, block, lambda at: (at.batch, at.head * group + at.member, 0, 0))
-        whole = {
-            name: Operand(
-                Shape((self.batch, self.kv_heads, sizes.kv_length, dim), jnp.float32),
-                (None, None, sizes.kv_length, dim),
-                lambda at: (at.batch, at.head, 0, 0),
-            )
-            for name, dim in dims.items()
-        }
-        return launch(
-            functools.partial(backward_fused, facts=self.given.facts, part=sizes.part_of(sizes.q_tile)),
-            steps,
-            Grid(self.batch, self.kv_heads, group, members_inside=False),
-            inputs,
-            {"dq": inputs["dq"], **whole},
-            scratch=self._scratch(by_keys=True) | {n: pltpu.VMEM((tile, dim), jnp.float32) for n, dim in dims.items()},
-            aliases={"dq": "dq"},
-            cost=operands.cost(self.given, products=5),
-            name="ringattn_backward_fused",
-        )
-
-    def keys(self, steps: Steps) -> dict[str, jax.Array]:
-        """`dk` and `dv`."""
-        sizes, tile = self.sizes, self.sizes.kv_tile
-        dims = {"dk": self.head_dim, "dv": self.value_dim}
-        return launch(
-            functools.partial(backward_keys, facts=self.given.facts, part=sizes.part_of(sizes.q_tile)),
-            steps,
-            Grid(self.batch, self.kv_heads, self.given.group),
-            self._inputs(by_keys=True),
-            {
-                name: Operand(
-                    Shape((self.batch, self.kv_heads, sizes.kv_length, dim), jnp.float32),
-                    (None, None, tile, dim),
-                    lambda at: (at.batch, at.head, at.own, 0),
-                )
-                for name, dim in dims.items()
-            },
-            scratch=self._scratch(by_keys=True) | {n: pltpu.VMEM((tile, dim), jnp.float32) for n, dim in dims.items()},
-            cost=operands.cost(self.given, products=4),
-            name="ringattn_backward_keys",
-        )
-
-    def queries(self, dq: jax.Array) -> dict[str, jax.Array]:
-        """`dq` continued, and `dslopes [B, N, 8, 128]` in any place of the last two axes."""
-        sizes, tile = self.sizes, self.sizes.q_tile
-        inputs = dict(self._by_queries)
-        inputs["dq"] = Operand(dq, (None, None, tile, self.head_dim), lambda at: (at.batch, at.head, at.own, 0))
-        outputs, aliases = {"dq": inputs["dq"]}, {"dq": "dq"}
-        if self.given.facts.slopes:
-            zeros = jnp.zeros((self.batch, self.heads, SUBLANES, LANES), jnp.float32)
-            inputs["dslopes"] = Operand(align(zeros, axes_of(dq)))
-            outputs["dslopes"] = Operand(zeros, (None, None, SUBLANES, LANES), lambda at: (at.batch, at.head, 0, 0))
-            aliases["dslopes"] = "dslopes"
-        return launch(
-            functools.partial(backward_queries, facts=self.given.facts, part=sizes.part_of(sizes.kv_tile)),
-            tables.steps(self.given.block, tile, sizes.kv_tile),
-            Grid(self.batch, self.heads),
-            inputs,
-            outputs,
-            scratch=self._scratch(by_keys=False) | {"acc": pltpu.VMEM((tile, self.head_dim), jnp.float32)},
-            aliases=aliases,
-            cost=operands.cost(self.given, products=3),
-            name="ringattn_backward_queries",
-        )
-
-    def bias(self) -> dict[str, jax.Array]:
-        """`dbias` in the shape of the padded bias. What shares a tile of it are the members of the grid."""
-        sizes, facts = self.sizes, self.given.facts
-        bias = self.given.block.bias
-        assert bias is not None
-        of_batch, of_head = bias.shape[0] > 1 or self.batch == 1, bias.shape[1] > 1 or self.heads == 1
-        shared_heads = 1 if of_head else self.heads
-        members = shared_heads * (1 if of_batch else self.batch)
-
-        def real(at: At) -> At:
-            batch = at.batch if of_batch else jax.lax.div(at.member, np.int32(shared_heads))
-            head = at.head if of_head else jax.lax.rem(at.member, np.int32(shared_heads))
-            q, kv = (at.own, at.visiting) if facts.bias_rows else (at.visiting, at.own)
-            return At(batch, head, 0, q, kv)
-
-        inputs = {name: operand._replace(at=_through(real, operand.at)) for name, operand in self._by_queries.items()}
-        shape = (*bias.shape[:2], sizes.q_length if facts.bias_rows else 1, sizes.kv_length)
-        zeros = jnp.zeros(shape, jnp.float32)
-        inputs["dbias"] = Operand(align(zeros, axes_of(self.of_rows)))
-        tile = inputs["bias"]
-        dbias = Operand(zeros, tile.block, tile.at)
-        return launch(
-            functools.partial(
-                backward_bias,
-                facts=facts,
-                part=sizes.part_of(sizes.kv_tile),
-                begins=lambda step: (step.member == 0) if facts.bias_rows else (step.member == 0) & step.has(FIRST),
-            ),
-            tables.steps(
-                self.given.block, sizes.q_tile, sizes.kv_tile, by_keys=not facts.bias_rows, one_list=not of_batch
-            ),
-            Grid(self.batch if of_batch else 1, self.heads if of_head else 1, members),
-            inputs,
-            {"dbias": dbias},
-            scratch=self._scratch(by_keys=False),
-            aliases={"dbias": "dbias"},
-            cost=operands.cost(self.given, products=2),
-            name="ringattn_backward_bias",
-        )
+def _scratch(given: KernelInputs, by_keys: bool, **arrays: int) -> dict[str, Any]:
+    """Columns of the own side, and accumulators `[own tile, size]` in float32."""
+    tile = given.sizes.kv_tile if by_keys else given.sizes.q_tile
+    scratch: dict[str, Any] = {name: pltpu.VMEM((tile, size), jnp.float32) for name, size in arrays.items()}
+    if not by_keys:
+        scratch["row_values"] = pltpu.VMEM((3 if given.settings.bias else 2, tile, LANES), jnp.float32)
+    if count := len(own_integers(given.settings, by_keys)):
+        scratch["columns"] = pltpu.VMEM((count, tile, LANES), jnp.int32)
+    return scratch
 
 
-def _through(real: Any, index: Any) -> Any:
-    return lambda at: index(real(at))
+def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = None, wide: bool = False) -> Operand:
+    """One gradient as an output; where the block is final it has the dtype of the inputs, unless it must be `wide`."""
+    sizes, block = given.sizes, given.block
+    batch, _, heads, head_dim = block.q.shape
+    shapes = {
+        "dq": (batch, heads, sizes.q_length, head_dim),
+        "dk": (batch, block.kv_heads, sizes.kv_length, head_dim),
+        "dv": (batch, block.kv_heads, sizes.kv_length, block.value_dim),
+    }
+    dtype = block.q.dtype if block.final and not wide else jnp.float32
+    return given.operand(jax.ShapeDtypeStruct(shapes[name], dtype), axes or _ARRAYS[name], by_keys)
+
+
+def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
+    """Whether vector memory holds the gradients of a head, and the grid visits each head but once."""
+    block, sizes = given.block, given.sizes
+    wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
+    floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
+    return (
+        not given.settings.slopes and (of_keys.rows == 1 or block.group == 1) and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
+    )
+
+
+def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
+    """`dq`, `dk` and `dv`, in one pass."""
+    sizes, block = given.sizes, given.block
+    inputs = given.operands(by_keys=True)
+    if dq is not None:
+        inputs["dq"] = given.operand(dq, "BN..", by_keys=True)
+    keys = {name: _result(given, name, True, "BK..", wide=block.group > 1) for name in ("dk", "dv")}
+    return launch(
+        functools.partial(backward_fused, settings=given.settings, part=sizes.part_of(sizes.q_tile)),
+        of_keys,
+        Grid(block.q.shape[0], block.kv_heads, block.group, members_inside=False),
+        inputs,
+        {"dq": _result(given, "dq", True, "BN..", wide=True), **keys},
+        scratch=_scratch(given, True, dk=block.q.shape[-1], dv=block.value_dim),
+        aliases={} if dq is None else {"dq": "dq"},
+        cost=given.cost(products=5),
+        name="ringattn_backward_fused",
+    )
+
+
+def _keys(given: KernelInputs, of_keys: Steps) -> Found:
+    """`dk` and `dv`."""
+    sizes, block = given.sizes, given.block
+    return launch(
+        functools.partial(backward_keys, settings=given.settings, part=sizes.part_of(sizes.q_tile)),
+        of_keys,
+        Grid(block.q.shape[0], block.kv_heads, block.group),
+        given.operands(by_keys=True),
+        {name: _result(given, name, True) for name in ("dk", "dv")},
+        scratch=_scratch(given, True, dk=block.q.shape[-1], dv=block.value_dim),
+        cost=given.cost(products=4),
+        name="ringattn_backward_keys",
+    )
+
+
+def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found:
+    """`dq`, and `dslopes [B, N, 8, 128]`, to be summed over the last two axes."""
+    sizes = given.sizes
+    batch, _, heads, head_dim = given.block.q.shape
+    outputs, aliases = {"dq": _result(given, "dq", False)}, {}
+    if dq is not None:
+        inputs, aliases = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}, {"dq": "dq"}
+    if given.settings.slopes:
+        zeros = jnp.zeros((batch, heads, SUBLANES, LANES), jnp.float32)
+        inputs = inputs | {"dslopes": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
+        outputs["dslopes"] = given.operand(zeros, "BN..", by_keys=False)
+        aliases = aliases | {"dslopes": "dslopes"}
+    return launch(
+        functools.partial(backward_queries, settings=given.settings, part=sizes.part_of(sizes.kv_tile)),
+        steps(given.block, sizes.q_tile, sizes.kv_tile, every_own=dq is None),
+        Grid(batch, heads),
+        inputs,
+        outputs,
+        scratch=_scratch(given, False, acc=head_dim),
+        aliases=aliases,
+        cost=given.cost(products=3),
+        name="ringattn_backward_queries",
+    )
+
+
+def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
+    """`dbias` in the shape of the padded bias. The members of the grid are what shares a tile of it."""
+    sizes, settings, bias = given.sizes, given.settings, given.block.bias
+    assert bias is not None
+    batch, _, heads, _ = given.block.q.shape
+    of_batch, of_head = bias.shape[0] > 1 or batch == 1, bias.shape[1] > 1 or heads == 1
+    shared_heads = 1 if of_head else heads
+    members = shared_heads * (1 if of_batch else batch)
+
+    def real(at: At) -> At:
+        row = at.batch if of_batch else jax.lax.div(at.member, np.int32(shared_heads))
+        head = at.head if of_head else jax.lax.rem(at.member, np.int32(shared_heads))
+        q, kv = (at.own, at.visiting) if settings.bias_rows else (at.visiting, at.own)
+        return At(row, head, 0, q, kv)
+
+    def through(index: Any) -> Any:
+        return lambda at: index(real(at))
+
+    inputs = {name: operand._replace(at=through(operand.at)) for name, operand in inputs.items()}
+    tile = inputs["bias"]
+    zeros = jnp.zeros(bias.shape, jnp.float32)
+    inputs["dbias"] = Operand(align(zeros, axes_of([x for x, _ in given.arrays.values()])))
+    return launch(
+        functools.partial(
+            backward_bias,
+            settings=settings,
+            part=sizes.part_of(sizes.kv_tile),
+            begins=lambda step: (step.member == 0) if settings.bias_rows else (step.member == 0) & step.has(FIRST),
+        ),
+        steps(given.block, sizes.q_tile, sizes.kv_tile, by_keys=not settings.bias_rows, one_list=not of_batch),
+        Grid(batch if of_batch else 1, heads if of_head else 1, members),
+        inputs,
+        {"dbias": Operand(zeros, tile.block, tile.at)},
+        scratch=_scratch(given, False),
+        aliases={"dbias": "dbias"},
+        cost=given.cost(products=2),
+        name="ringattn_backward_bias",
+    )["dbias"]

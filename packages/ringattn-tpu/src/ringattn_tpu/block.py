@@ -9,18 +9,18 @@ from ringattn_core.contract.protocol import Block, Gradients, Partial
 from . import candidates
 from .backward import backward
 from .forward import forward
-from .tie import tie
+from .ordering import tie
 
 
 class TpuKernel:
     """Blockwise attention on TPUs: every feature but float16, heads of up to 256, the same bits at every run."""
 
-    # XLA on a TPU keeps several permutes in flight, and takes long to join bits of unequal width.
+    # XLA on a TPU keeps several permutes in flight, and takes long to pack arrays of different dtypes into one.
     separate_sends = True
     tie = staticmethod(tie)
     candidate_configs = staticmethod(candidates.candidate_configs)
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
         return forward(block, partial)
 
     def backward(
@@ -29,7 +29,7 @@ class TpuKernel:
         dout: Float[Array, "B T N Hv"],
         lse: Float32[Array, "B N T"],
         delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"],
+        dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
         return backward(block, dout, lse, delta, dq)
 

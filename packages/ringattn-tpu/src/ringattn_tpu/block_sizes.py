@@ -10,7 +10,7 @@ from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.visibility import span
 from ringattn_core.errors import InputError
 
-from . import tables
+from . import steps
 
 LANES: Final = 128
 """Lengths of tiles are multiples of this: rows of queries and keys lie in lanes."""
@@ -50,12 +50,12 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     while True:
         q_tile, q_length = near_equal(block.q_length, _rounded(asked[0]) or target)
         kv_tile, kv_length = near_equal(block.kv_length, _rounded(asked[1]) or target)
-        if tables.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
+        if steps.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
             return Sizes(q_tile, kv_tile, q_length, kv_length, _part(dict(params.extra).get("part")))
         if all(asked) or target > max(q_length, kv_length):
             raise InputError(
                 "fwd_params.q_blocksize, kv_blocksize",
-                f"tiles of {q_tile} and {kv_tile} make more than {tables.MOST_STEPS} steps of {block.q.shape[0]} x "
+                f"tiles of {q_tile} and {kv_tile} make more than {steps.MOST_STEPS} steps of {block.q.shape[0]} x "
                 f"{block.q_length} queries and {block.kv_length} keys, and the scalar memory of a TPU holds no more",
                 "Ask for longer tiles, or let the backend choose",
             )

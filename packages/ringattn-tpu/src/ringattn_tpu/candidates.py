@@ -6,7 +6,7 @@ from typing import Final
 from ringattn_core import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import Problem
 
-from . import tables
+from . import steps
 from .block_sizes import near_equal
 
 _TILES: Final = (256, 512, 1024, 2048)
@@ -24,8 +24,8 @@ def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
                 near_equal(problem.q_length, q),
                 near_equal(problem.kv_length, kv),
             )
-            steps = problem.batch, q_length // q_tile, kv_length // kv_tile
-            if q_tile * kv_tile > _MOST_SCORES or not tables.fits(*steps):
+            shape = problem.batch, q_length // q_tile, kv_length // kv_tile
+            if q_tile * kv_tile > _MOST_SCORES or not steps.fits(*shape):
                 continue
             for part in sorted({min(size, q_tile, kv_tile) for size in _PARTS}):
                 sizes = {"q_blocksize": q, "kv_blocksize": kv, "extra": (("part", part),)}

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from ringattn_core.contract.varying import align, axes_of
 
 from .lowering import over_no_mesh
-from .tables import Numbering, Steps
+from .steps import IDLE, MASKED, Numbering, Steps
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
 SIMULATE: Final = "simulate"
@@ -63,7 +63,7 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class Launch:
     """All of a launch that is known when the program is traced."""
 
     kernel: Callable[..., None]
@@ -96,7 +96,7 @@ def launch(
     input's values. The outputs vary over the mesh axes that the inputs vary over.
     """
     arrays = {name: operand.array for name, operand in inputs.items()}
-    call = Call(
+    call = Launch(
         kernel=kernel,
         grid=grid,
         numbering=steps.numbering,
@@ -132,12 +132,23 @@ class Step(NamedTuple):
         return (self.flags & flag) != 0
 
 
+def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], None]) -> None:
+    """`visit(start, masked)` for each part of a visiting tile; two bodies, so that whole tiles are spared the masks."""
+
+    def whole(masked: bool) -> None:
+        for start in range(0, length, part):
+            visit(start, masked)
+
+    for masked in (False, True):
+        pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))(functools.partial(whole, masked))
+
+
 def interpretation_allowed() -> bool:
     """Whether the environment asks for it; programs that are lowered for TPUs are compiled all the same."""
     return os.environ.get(INTERPRET_VARIABLE, "") in ("1", SIMULATE)
 
 
-def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+def _run(*arrays: jax.Array, call: Launch) -> list[jax.Array]:
     """The launch as one operation. The simulator has effects, which no primitive hides: it gets a program for itself.
 
     It is of a TPU whose two cores share a grid, whose memory is NaN at first, and whose races are found.
@@ -148,7 +159,7 @@ def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
     return _pallas(*arrays, call=call, interpret=simulator)
 
 
-def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Call, interpret: Any) -> list[jax.Array]:
+def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Launch, interpret: Any) -> list[jax.Array]:
     grid, rows = call.grid, call.rows
     outer = grid.batch if rows == 1 else 1
     if grid.members_inside:
@@ -203,15 +214,15 @@ def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Call,
     return [results[name] for name in call.outputs]
 
 
-def _abstract(*_: Any, call: Call) -> list[jax.core.ShapedArray]:
+def _abstract(*_: Any, call: Launch) -> list[jax.core.ShapedArray]:
     return [jax.core.ShapedArray(operand.array.shape, operand.array.dtype) for operand in call.outputs.values()]
 
 
-def _eager(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+def _eager(*arrays: jax.Array, call: Launch) -> list[jax.Array]:
     return jax.jit(functools.partial(_launch.bind, call=call))(*arrays)
 
 
-def _interpreted(*arrays: jax.Array, call: Call) -> list[jax.Array]:
+def _interpreted(*arrays: jax.Array, call: Launch) -> list[jax.Array]:
     if not interpretation_allowed():
         raise RuntimeError(
             f"kernel {call.name} was to be launched on a CPU, and Mosaic compiles for TPUs. Set {INTERPRET_VARIABLE}=1 "

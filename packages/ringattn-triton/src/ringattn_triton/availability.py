@@ -7,10 +7,9 @@ from typing import Any, Final
 
 import jax
 
-from .launch import INTERPRET_VARIABLE, interpretation_allowed
+from .launch.target import INTERPRET_VARIABLE, interpretation_allowed
 
 TRITON_FLOOR: Final = (3, 6)
-JAX_TRITON_FLOOR: Final = (0, 3)
 CUDA_FLOOR: Final = 80
 ROCM_ARCHITECTURES: Final = ("gfx942", "gfx950")
 _NEEDED: Final = f"NVIDIA GPUs of compute capability 8.0 (Ampere) and later, and AMD {' and '.join(ROCM_ARCHITECTURES)}"
@@ -32,7 +31,7 @@ def _why(devices: Sequence[Any]) -> str | None:
     reason = _why_no_triton()
     if reason is not None or not on_gpus:
         return reason
-    return _why_no_jax_triton() or next(filter(None, map(_why_not_on, devices)), None)
+    return next(filter(None, map(_why_not_on, devices)), None)
 
 
 def _why_no_triton() -> str | None:
@@ -42,30 +41,6 @@ def _why_no_triton() -> str | None:
         return f"Triton is not installed or does not load ({error}). It runs on Linux: pip install 'triton>=3.6'"
     if _numbers(triton.__version__) < TRITON_FLOOR:
         return f"Triton {triton.__version__} is too old: 3.6 or later is needed. Run pip install 'triton>=3.6'"
-    return None
-
-
-def _why_no_jax_triton() -> str | None:
-    from . import compiled
-
-    try:
-        module = compiled.jax_triton()
-    except ModuleNotFoundError as error:
-        if error.name == "jax_triton":
-            return "jax-triton is not installed. Run pip install jax-triton"
-        return f"jax-triton does not import: {error}. Run pip install -U jax-triton"
-    except Exception as error:
-        return f"jax-triton does not import: {type(error).__name__}: {error}. Run pip install -U jax-triton"
-    import triton
-
-    version = compiled.version(module)
-    if version < JAX_TRITON_FLOOR:
-        return f"jax-triton {module.__version__} is too old: 0.3 or later is needed. Run pip install -U jax-triton"
-    if version >= (0, 4) and _numbers(triton.__version__) < (3, 7):
-        return (
-            f"jax-triton {module.__version__} needs Triton 3.7 or later, and {triton.__version__} is installed. Run "
-            "pip install 'triton>=3.7', or pip install 'jax-triton<0.4'"
-        )
     return None
 
 

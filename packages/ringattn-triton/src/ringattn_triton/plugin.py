@@ -3,14 +3,43 @@
 
 from typing import Final
 
+from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import Backend
+
+_FEATURES: Final = (
+    Feature.GRADIENTS,
+    Feature.FLOAT32,
+    Feature.FLOAT16,
+    Feature.BFLOAT16,
+    Feature.CAUSAL,
+    Feature.SLIDING_WINDOW,
+    Feature.CHUNKED,
+    Feature.SEGMENT_IDS,
+    Feature.POSITIONS,
+    Feature.MASK_BUILDER,
+    Feature.ATTENTION_MASK,
+    Feature.GROUPED_HEADS,
+    Feature.UNEQUAL_VALUE_DIM,
+    Feature.CROSS_LENGTHS,
+    Feature.SOFT_CAP,
+    Feature.SINKS,
+    Feature.BIAS,
+    Feature.ALIBI,
+    Feature.DROPOUT,
+    Feature.RETURN_LSE,
+    Feature.ZIGZAG,
+    Feature.STRIPED,
+    Feature.TWO_WAY,
+    Feature.PRECISION,
+    Feature.FUSED_BACKWARD,
+)
 
 BACKEND: Final = Backend(
     name="triton",
     api=1,
     platforms=("cuda", "rocm", "gpu"),  # interpreted on a CPU only where it is named: no default should be that slow
-    features=dict.fromkeys(Feature, Support.FULL),
-    kernel="ringattn_triton.block:KERNEL",
+    features=dict.fromkeys(_FEATURES, Support.FULL),
+    kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
+    variables=("RINGATTN_TRITON_INTERPRET",),
 )

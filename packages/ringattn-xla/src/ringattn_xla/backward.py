@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the gradients of a block are computed: each visible tile once, probabilities from the final lse."""
+"""The backward pass of a block: each visible tile once, probabilities from the final lse."""
 
 from typing import Any
 
@@ -11,9 +11,8 @@ from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
-from ringattn_core.contract.visibility import visible
 
-from .scores import biased, capped, distance, from_scores, inner, like_scores, outer, row_values, rows
+from .scores import distance, from_scores, inner, like_scores, outer, row_values, rows, scores
 from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
 
 _AXES = {"dq": "BK.R", "dk": "BSK.", "dv": "BSK.", "dbias": "BNTS", "dslopes": "BN"}
@@ -26,15 +25,18 @@ def backward(
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"],
 ) -> Gradients:
-    """The gradients that this block's keys give and get; `dq` continues."""
+    """`dq` continued with the keys of the block, and the gradients that the block adds to everything else."""
     asked = block
     axes = axes_of(block, dout, lse, delta, dq)
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes)
     size = choose(block, block.rule.bwd_params)
     block = pad(block, size)
-    dout = padded(dout.astype(block.q.dtype), block.q_length, 1)
-    delta = row_values(padded(delta, block.q_length, 2), block)
-    lse = row_values(padded(jnp.where(jnp.isneginf(lse), 0.0, lse), block.q_length, 2, jnp.inf), block)
+    dout = padded(dout, block.q_length, 1)
+    # A row that saw nothing has no probabilities; neither has padding.
+    lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse), block.q_length, 2, jnp.inf)
+    of_rows = [row_values(x, block) for x in (lse, padded(delta, block.q_length, 2))]
+    if block.shift is not None:
+        of_rows.append(row_values(block.shift, block))
     total = {"dq": jnp.swapaxes(rows(padded(dq, block.q_length, 1), block), 2, 3)}
     total |= {"dk": ordering.zeros(block.k.shape, dq), "dv": ordering.zeros(block.v.shape, dq)}
     total |= {} if block.bias is None or block.bias_fixed else {"dbias": ordering.zeros(block.bias.shape, dq)}
@@ -42,8 +44,8 @@ def backward(
     total = align(total, axes)
 
     def step(start: Cut, size: Cut, total: dict[str, Any]) -> dict[str, Any]:
-        row = [take(x, axes, block, start, size) for x, axes in ((dout, "BTN."), (lse, "BKR"), (delta, "BKR"))]
-        added = _of_tile(part(block, start, size), *row)
+        row = [take(x, "BKR", block, start, size) for x in of_rows]
+        added = _of_tile(part(block, start, size), take(dout, "BTN.", block, start, size), *row)
         before = {name: take(x, _AXES[name], block, start, size) for name, x in total.items()}
         return {name: put(x, before[name] + added[name], _AXES[name], block, start, size) for name, x in total.items()}
 
@@ -57,20 +59,19 @@ def backward(
     return Gradients(dq[:, : asked.q_length], dk, dv, dbias, total.get("dslopes"))
 
 
-def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any) -> dict[str, Any]:
-    """What one tile adds. What nobody sees is selected away last, so that no NaN of its row or column shows in it."""
+def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any, shift: Any = None) -> dict[str, Any]:
+    """What one tile adds."""
     rule, dtype = tile.rule, tile.q.dtype
     q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(dout, tile)
-    s = capped(q, k, tile, by_keys=True)
-    seen = visible(tile)
-    seen = jnp.asarray(True) if seen is None else like_scores(seen, s, tile, by_keys=True)
-    p = jnp.where(seen, jnp.exp(biased(s, tile, by_keys=True) - lse[:, :, None]), 0.0)
+    s, product = scores(q, k, tile, by_keys=True)
+    s = s if shift is None else s - shift[:, :, None]
+    p = jnp.exp(s - lse[:, :, None])
     dp = inner(v, dout, tile)
     dropped = p
     if rule.dropout:
         keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), 1.0 / (1.0 - rule.dropout), 0.0)
         dropped, dp = p * keep, dp * keep
-    ds = jnp.where(seen, p * (dp - delta[:, :, None]), 0.0)
+    ds = p * (dp - delta[:, :, None])
     added = {}
     if tile.bias is not None and not tile.bias_fixed:
         added["dbias"] = _summed(from_scores(ds, tile, by_keys=True), tile.bias)
@@ -78,7 +79,7 @@ def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any) -> dict[str, Any]:
         by_distance = (from_scores(ds, tile, by_keys=True) * distance(tile)).sum((2, 3))
         added["dslopes"] = _summed(-by_distance, tile.slopes)
     if rule.soft_cap is not None:
-        ds = jnp.where(seen, ds * (1.0 - jnp.square(s / rule.soft_cap)), 0.0)
+        ds = ds * (1.0 - jnp.square(product / rule.soft_cap))
     dropped, ds = dropped.astype(dtype), (ds * rule.scale).astype(dtype)
     added["dv"] = jnp.swapaxes(outer(dropped, dout, tile), 1, 2)
     added["dk"] = jnp.swapaxes(outer(ds, q, tile), 1, 2)

@@ -4,7 +4,9 @@
 from typing import Final
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
+from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 
 from . import backward, candidates, forward
@@ -18,8 +20,8 @@ class XlaKernel:
 
     candidate_configs = staticmethod(candidates.candidate_configs)
 
-    def forward(self, block: Block, partial: Partial) -> Partial:
-        return _forward(block, partial)
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return _forward(block, empty(block) if partial is None else partial)
 
     def backward(
         self,
@@ -27,8 +29,10 @@ class XlaKernel:
         dout: Float[Array, "B T N Hv"],
         lse: Float32[Array, "B N T"],
         delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"],
+        dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
+        if dq is None:
+            dq = jnp.zeros(block.q.shape, jnp.float32)
         return _backward(block, dout, lse, delta, dq)
 
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the output of a block is computed: an online softmax that continues from a partial result."""
+"""The forward pass of a block: an online softmax over its visible tiles that continues from a partial result."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
-from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.protocol import SHIFT_BELOW, Block, Partial
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
-from ringattn_core.contract.visibility import visible
 
-from .scores import biased, capped, from_row_values, like_scores, outer, row_values, rows, unrows
+from .scores import from_row_values, like_scores, outer, row_values, rows, scores, unrows
 from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
 
 _CARRIED = ("BTN.", ".BKR")
@@ -21,9 +20,9 @@ def forward(block: Block, partial: Partial) -> Partial:
     block, partial = align((block, partial), axes_of(block, partial))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    out = padded(partial.out, block.q_length, 1)
-    largest = row_values(padded(partial.lse, block.q_length, 2), block)
-    softmax = jnp.stack([largest, jnp.where(jnp.isneginf(largest), 0.0, 1.0)])
+    largest, total = _begun(partial)
+    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
+    out = padded(partial.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
     surviving = 1.0 - block.rule.dropout
 
     def step(start: Cut, size: Cut, carry: Any) -> Any:
@@ -31,25 +30,34 @@ def forward(block: Block, partial: Partial) -> Partial:
         after = _continued(part(block, start, size), *before)
         return tuple(put(x, new, axes, block, start, size) for x, new, axes in zip(carry, after, _CARRIED, strict=True))
 
-    out, (largest, total) = over_visible_tiles(block, size, step, (out * surviving, softmax))
-    weight = from_row_values(jnp.where(total == 0.0, 1.0, total) * surviving, block)
-    lse = from_row_values(largest + jnp.log(total), block)
-    return Partial((out / jnp.swapaxes(weight, 1, 2)[..., None])[:, :length], lse[:, :, :length])
+    out, softmax = over_visible_tiles(block, size, step, (out * surviving, softmax))
+    largest, total = (from_row_values(x, block)[:, :, :length] for x in softmax)
+    weight = jnp.where(total == 0.0, 1.0, total) * surviving
+    out = out[:, :length] / jnp.swapaxes(weight, 1, 2)[..., None]
+    if block.bias is None:
+        return Partial(out, largest + jnp.log(total))
+    shift = jnp.where((largest < SHIFT_BELOW) & ~jnp.isneginf(largest), largest, 0.0)
+    return Partial(out, (largest - shift) + jnp.log(total), shift)
+
+
+def _begun(partial: Partial) -> tuple[Any, Any]:
+    """The running maximum and the running sum of each row that `partial` stands for."""
+    if partial.shift is None:
+        return partial.lse, jnp.where(jnp.isneginf(partial.lse), 0.0, 1.0)
+    largest = partial.shift + partial.lse
+    return largest, jnp.exp(partial.lse - jnp.where(jnp.isneginf(largest), 0.0, largest - partial.shift))
 
 
 def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
     """One step of the online softmax: `out` and `total` are sums relative to `exp(largest)`.
 
-    What survives dropout weighs here what it weighs without: its true weight comes last, and in float32.
+    A probability that survives dropout enters `out` unscaled; `forward` divides by the share that survives, in float32.
 
     `largest` and `total` are one array: of two, XLA updates the first early and copies all of it at every step.
     """
     largest, total = softmax
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)
-    s = biased(capped(rows(tile.q, tile), k, tile, by_keys=False), tile, by_keys=False)
-    seen = visible(tile)
-    if seen is not None:
-        s = jnp.where(like_scores(seen, s, tile, by_keys=False), s, -jnp.inf)
+    s, _ = scores(rows(tile.q, tile), k, tile, by_keys=False)
     now = jnp.maximum(largest, s.max(-1))
     finite = jnp.where(jnp.isneginf(now), 0.0, now)
     shrink = jnp.exp(largest - finite)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one query and one key score, tile by tile, in the order that the specification gives.
+"""The scores of a tile of queries against a tile of keys, and the layouts that they are computed in.
 
 Inside this package a tile of queries is `[b k r h]`: each key head `k` has rows `r`, its query heads within each query,
 so that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` where `by_keys` says so.
@@ -11,24 +11,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.visibility import visible
 
 Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 
 
-def capped(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> Scores:
-    """The scaled products, capped where the rule says so: all that depends on queries and keys."""
+def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
+    """The scores, -inf where a key is masked out, and the scaled and capped products that they come from."""
     rule = tile.rule
-    s = (inner(k, q, tile) if by_keys else inner(q, k, tile)) * rule.scale
-    return s if rule.soft_cap is None else rule.soft_cap * jnp.tanh(s / rule.soft_cap)
-
-
-def biased(s: Scores, tile: Block, by_keys: bool) -> Scores:
-    """The scores with all that is added to them."""
+    product = (inner(k, q, tile) if by_keys else inner(q, k, tile)) * rule.scale
+    if rule.soft_cap is not None:
+        product = rule.soft_cap * jnp.tanh(product / rule.soft_cap)
+    s = product
     if tile.bias is not None:
         s = s + like_scores(tile.bias.astype(jnp.float32), s, tile, by_keys)
     if tile.slopes is not None:
         s = s - like_scores(tile.slopes[:, :, None, None] * distance(tile), s, tile, by_keys)
-    return s
+    seen = visible(tile)
+    return s if seen is None else jnp.where(like_scores(seen, s, tile, by_keys), s, -jnp.inf), product
 
 
 def distance(tile: Block) -> Float32[Array, "b 1 t s"]:
@@ -44,7 +44,7 @@ def outer(a: Float[Array, "b k i j"], c: Float[Array, "b k j h"], tile: Block) -
 
 
 def _product(a: Any, c: Any, contracted: int, tile: Block) -> Any:
-    """A product of tiles, accumulated in float32; of float32 exact, unless the rule asks for less."""
+    """A product of tiles, accumulated in float32; float32 inputs are exact, unless the rule asks for less."""
     precision: Any = tile.rule.precision
     if precision is None and c.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
@@ -67,7 +67,7 @@ def unrows(x: Float[Array, "b k r h"], tile: Block) -> Float[Array, "b t n h"]:
 
 
 def row_values(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K R"]:
-    """One number of each query, in the order of `rows`."""
+    """One number for each query, in the order of `rows`."""
     batch, heads, length = x.shape
     split = x.reshape(batch, heads // block.group, block.group, length)
     return jnp.swapaxes(split, 2, 3).reshape(batch, -1, length * block.group)
@@ -80,7 +80,7 @@ def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, 
 
 
 def like_scores(x: Any, s: Scores, tile: Block, by_keys: bool) -> Any:
-    """What is `[b n t s]`, some of them 1, broadcast to the shape of scores."""
+    """An array `[b n t s]`, some axes 1, broadcast to the shape of the scores."""
     batch, key_heads = s.shape[:2]
     heads, length, keys = tile.q.shape[2], tile.q_length, tile.kv_length
     group = tile.group if x.shape[1] == heads else 1

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +32,16 @@ class Cut(NamedTuple):
     kv: Any
 
 
+def _letters(annotation: Any) -> str | None:
+    """The axes that the type of an array names, a letter each."""
+    named = [part.dim_str for part in (annotation, *get_args(annotation)) if hasattr(part, "dim_str")]
+    return "".join(axis[0].upper() for axis in named[0].split()) if named else None
+
+
 _AXES: Final = {
-    "q": "BTN.",
-    "q_positions": "BT",
-    "kv_positions": "BS",
-    "q_index": "BT",
-    "kv_index": "BS",
-    "batch_index": "B",
-    "head_index": "N",
-    "q_segments": "BT",
-    "kv_segments": "BS",
-    "bias": "BNTS",
-    "mask": "BNTS",
-    "slopes": "BN",
-    "seed": "B",
+    field.name: letters
+    for field in dataclasses.fields(Block)
+    if field.name not in ("kv", "shift") and (letters := _letters(field.type)) is not None
 }
 
 
@@ -60,8 +56,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     q = near_equal(block.q_length, params.q_blocksize or q)
     kv = near_equal(block.kv_length, params.kv_blocksize or kv)
     room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
-    heads = largest_divisor(block.kv.shape[-2], room)
-    batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv.shape[-2] else 1
+    heads = largest_divisor(block.kv_heads, room)
+    batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv_heads else 1
     return Cut(batch, heads, q, kv)
 
 
@@ -98,7 +94,7 @@ def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, Carry]
     if per_batch > 1:
         size = size._replace(batch=1)
     batch_steps = 1 if per_batch > 1 else block.q.shape[0] // size.batch
-    head_steps = block.kv.shape[-2] // size.heads
+    head_steps = block.kv_heads // size.heads
     number = jnp.arange(some.size, dtype=jnp.int32)
     listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
     count = some.sum(dtype=jnp.int32)
@@ -124,10 +120,9 @@ def _divided(number: Any, by: Any) -> tuple[Any, Any]:
 def part(block: Block, start: Cut, size: Cut) -> Block:
     """The block of one step."""
     names = [(name, axes) for name, axes in _AXES.items() if getattr(block, name) is not None]
-    kv_axes = ".BSK." if block.kv.ndim == 5 else "BSK."
     return dataclasses.replace(
         block,
-        kv=take(block.kv, kv_axes, block, start, size),
+        kv=jax.tree.map(lambda x: take(x, ".BSK."[5 - x.ndim :], block, start, size), block.kv),
         **{name: take(getattr(block, name), axes, block, start, size) for name, axes in names},
     )
 
@@ -155,7 +150,7 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
     group = block.group
     of = {
         "B": (block.q.shape[0], start.batch, size.batch),
-        "K": (block.kv.shape[-2], start.heads, size.heads),
+        "K": (block.kv_heads, start.heads, size.heads),
         "N": (block.q.shape[2], start.heads * group, size.heads * group),
         "T": (block.q_length, start.q, size.q),
         "R": (block.q_length * group, start.q * group, size.q * group),

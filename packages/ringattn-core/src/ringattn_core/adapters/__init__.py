@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How other libraries reach ring attention by the names that they use; each adapter is imported on its own."""
+"""Ring attention under the names that other libraries use; each adapter is imported by itself."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What multi-head attention is as an Equinox module: `equinox.nn.MultiheadAttention` over a ring, batched or not."""
+"""`equinox.nn.MultiheadAttention` over a ring, with or without a batch axis."""
 
 from collections.abc import Callable
 from typing import Any, Final, Unpack
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionSettings, RingArrays, known, told_as
+from .options import AttentionSettings, RingArrays, checked, told_in_words_of
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
@@ -21,9 +21,10 @@ class RingMultiheadAttention(eqx.Module):
     """Multi-head attention with projections, exact over the ring that its settings name.
 
     Parameters have the names, the shapes and, from the same key, the values of `equinox.nn.MultiheadAttention`, and
-    the output is its output. Beyond it: inputs may have a batch axis in front (which a `mesh` needs, to split it; do
-    not `vmap` there), `num_key_heads` may be fewer than `num_heads`, and every option of `ring_attention` is there,
-    those that are arrays in the call, the others here. A query that sees no key gets 0 from each head.
+    the output is the same. Three things are added: inputs may have a batch axis in front (with a `mesh` use it instead
+    of `vmap`, so that the mesh can split it), `num_key_heads` may be fewer than `num_heads`, and every option of
+    `ring_attention` is there. Options that are arrays are arguments of the call; the others are passed here. A query
+    that sees no key gets 0 from each head.
     """
 
     query_proj: eqx.nn.Linear
@@ -67,7 +68,7 @@ class RingMultiheadAttention(eqx.Module):
                 f"got {num_key_heads} for {num_heads} heads",
                 "Query heads share key heads in equal groups",
             )
-        self.settings = _fixed(known(settings, AttentionSettings, RENAMED))
+        self.settings = _fixed(checked(settings, AttentionSettings, RENAMED))
         keys = jax.random.split(key, 4)
         sizes = (
             (query_size, num_heads * qk_size, use_query_bias),
@@ -97,7 +98,7 @@ class RingMultiheadAttention(eqx.Module):
 
         A mask is [T, S], [N, T, S] or [B, N, T, S], where a batch or a head may be 1.
         """
-        inputs = known(arrays, RingArrays, RENAMED)
+        inputs = checked(arrays, RingArrays, RENAMED)
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or key_.ndim != query.ndim or value.ndim != query.ndim:
             shapes = f"{query.shape}, {key_.shape} and {value.shape}"
@@ -124,21 +125,21 @@ class RingMultiheadAttention(eqx.Module):
             inputs |= {"dropout_prob": self.dropout.p, "dropout_seed": seed("key", key, self.dropout.p)}
         sinks = inputs.pop("softmax_aux", None)
         allowed = None if mask is None else mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-        with told_as(RENAMED):
+        with told_in_words_of(RENAMED):
             out = ring_attention(q, k, v, sinks, attention_mask=allowed, **dict(self.settings), **inputs)
         out = out.reshape(*out.shape[:2], -1)
         return _each(self.output_proj, out if batched else out[0])
 
 
 def _each(projection: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The projection of every token; axes stay apart, so that each can be split over a mesh."""
+    """The projection of every token. Axes are not flattened, so that a mesh can split each of them."""
     for _ in x.shape[:-1]:
         projection = jax.vmap(projection)
     return projection(x)
 
 
 def _fixed(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The settings as part of the structure of a pytree, which JAX compares and hashes."""
+    """The settings as a sorted tuple: JAX hashes and compares static fields of a module."""
     for name, value in settings.items():
         try:
             hash(value)

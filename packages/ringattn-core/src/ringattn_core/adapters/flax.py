@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an `attention_fn` of Flax is here, for Linen and for NNX: one function that either calls.
+"""The `attention_fn` that the attention layers of Flax call, in Linen and in NNX.
 
-It imports nothing of Flax. Linen passes only the arguments that a function names, so this one names them all: what
-it cannot do it refuses, and nothing is dropped on the way.
+This module imports nothing of Flax. Linen silently drops the arguments that a function does not name, so this one
+names them all: what it cannot do it refuses.
 """
 
 from collections.abc import Callable
@@ -13,23 +13,26 @@ import jax.numpy as jnp
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionOptions, known, told_as
-from .padding import hidden, of_keys, spread, whole
+from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
+from .options import AttentionOptions, checked, told_in_words_of
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """What Flax calls the options of `ring_attention` that it passes itself."""
+
+NAMES: Final = ("query", "key", "value")
 
 
 def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.Array]:
     """An `attention_fn` for `nn.MultiHeadDotProductAttention` and `nnx.MultiHeadAttention`.
 
     The options are those of `ring_attention`. It is causal where `causal=True` is among them or the layer says
-    `is_causal`. Key heads may be fewer than query heads, and leading batch axes as many as there are. A mask that
-    differs by key alone takes no memory of the square of the length; a causal one passed by Flax does, `causal=True`
-    does not. Dropout follows the key that the layer passes, by ringattn's own bits.
+    `is_causal`. Key heads may be fewer than query heads, and there may be any number of leading batch axes. A mask that
+    treats all heads and queries alike takes memory of the length; any other mask that Flax passes, a causal one too,
+    takes its square, and `causal=True` does not. Dropout follows the key that the layer passes, with ringattn's own
+    random bits.
     """
-    settings = known(options, AttentionOptions, RENAMED)
+    settings = checked(options, AttentionOptions, RENAMED)
 
     def attention_fn(
         query: jax.Array,
@@ -44,15 +47,15 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
         dtype: Any = None,
         precision: Any = None,
         module: Any = None,
-        force_fp32_for_softmax: bool = False,  # the softmax is float32 in any case
+        force_fp32_for_softmax: bool = False,
         einsum_dot_general: Any = None,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
         promote_dtype: Any = None,
         is_causal: bool = False,
     ) -> jax.Array:
-        """Attention of [*batch, length, heads, head size], the arguments being those of Flax's own."""
-        _nothing_of(
+        """Attention of [*batch, length, heads, head size]; the arguments are those of Flax's own function."""
+        _refuse_weights(
             {
                 "module (sow_weights=True)": module,
                 "einsum_dot_general": einsum_dot_general,
@@ -61,13 +64,13 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
             }
         )
         q, k, v = _promoted((query, key, value), dtype, promote_dtype)
-        batch = q.shape[:-3]
+        batch = _batch_axes(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
         chosen = dict(settings)
         chosen["causal"] = bool(settings.get("causal")) or is_causal
         if chosen.get("precision") is None:
             chosen["precision"] = precision
-        _no_decoding(chosen, q.shape[1], k.shape[1])
+        _refuse_decoding(chosen, q.shape[1], k.shape[1])
         sinks = chosen.pop("softmax_aux", None)
         if dropout_rate and not deterministic:
             if broadcast_dropout:
@@ -77,24 +80,27 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
                     "Pass broadcast_dropout=False to the layer",
                 )
             chosen |= {"dropout_prob": dropout_rate, "dropout_seed": seed("dropout_rng", dropout_rng, dropout_rate)}
-        columns = whole(k.shape[1], chosen)
-        added = None if bias is None else spread(_of_batch(bias, batch), None, columns)
-        allowed = None if mask is None else _of_batch(mask, batch).astype(bool)
+        columns = global_length(k.shape[1], chosen)
+        added = None if bias is None else broadcast(_with_one_batch_axis("bias", bias, batch), None, columns)
+        allowed = None if mask is None else _with_one_batch_axis("mask", mask, batch).astype(bool)
         shape = (q.shape[0], q.shape[1], k.shape[1])
-        if allowed is not None and of_keys(allowed, (*shape[:2], columns)):
-            chosen, allowed = hidden(chosen, shape, None, allowed[:, 0, 0]), None
+        if allowed is not None and hides_whole_keys(allowed, (*shape[:2], columns)):
+            chosen, allowed = with_hidden_tokens(chosen, shape, None, allowed[:, 0, 0]), None
         if allowed is not None:
-            allowed = spread(allowed, q.shape[1], columns)
-        with told_as(RENAMED):
+            allowed = broadcast(allowed, q.shape[1], columns)
+        with told_in_words_of(RENAMED):
             out = ring_attention(q, k, v, sinks, added, attention_mask=allowed, **chosen)
+        # The softmax is float32 in any case; Flax then returns a float32 output too.
+        out = out.astype(jnp.float32) if force_fp32_for_softmax else out
         return out.reshape(*batch, *out.shape[1:])
 
     return attention_fn
 
 
-def _nothing_of(refused: dict[str, Any]) -> None:
-    for argument, given in refused.items():
-        if given is not None:
+def _refuse_weights(given: dict[str, Any]) -> None:
+    """Refuses arguments that read or compute the matrix of attention weights."""
+    for argument, x in given.items():
+        if x is not None:
             raise InputError(
                 argument, "needs the attention weights, which a ring never holds", "Leave it out, or use Flax's own"
             )
@@ -102,12 +108,35 @@ def _nothing_of(refused: dict[str, Any]) -> None:
 
 def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[jax.Array, ...]:
     """Query, key and value in one dtype: the one given, or the one that they promote to."""
-    if promote is not None:
-        return promote(arrays, dtype=dtype)
-    return tuple(x.astype(jnp.result_type(*arrays) if dtype is None else dtype) for x in arrays)
+    if promote is None:
+        return tuple(x.astype(jnp.result_type(*arrays) if dtype is None else dtype) for x in arrays)
+    fact = "does not turn the tuple (query, key, value) into three arrays"
+    try:
+        promoted = tuple(promote(arrays, dtype=dtype))
+    except (TypeError, ValueError) as error:
+        promoted, fact = (), f"raised {type(error).__name__}: {error}"
+    if len(promoted) != len(arrays):
+        raise InputError(
+            "promote_dtype",
+            fact,
+            "Pass a function of a tuple, as flax.nnx has it; that of Linen takes its arrays one by one",
+        )
+    return promoted
 
 
-def _no_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
+def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
+    """The leading axes, which query, key and value must share."""
+    for name, x in zip(NAMES, (q, k, v), strict=True):
+        if x.ndim < 3:
+            raise InputError(name, f"has shape {x.shape}", "Its axes are (*batch, length, heads, head size)")
+        if x.shape[:-3] != q.shape[:-3]:
+            raise InputError(
+                name, f"has batch axes {x.shape[:-3]} but query has {q.shape[:-3]}", "They must be equal, one by one"
+            )
+    return q.shape[:-3]
+
+
+def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
     """Refuses one query against a cache under a mask by position: Flax does not say at which position it is."""
     by_position = [name for name in ("causal", "sliding_window", "chunk_size") if options.get(name)]
     if queries == 1 < keys and by_position and options.get("q_positions") is None:
@@ -118,10 +147,15 @@ def _no_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
         )
 
 
-def _of_batch(x: Any, batch: tuple[int, ...]) -> jax.Array:
-    """A bias or mask that broadcasts to [*batch, N, T, S], with one batch axis in place of all."""
+def _with_one_batch_axis(argument: str, x: Any, batch: tuple[int, ...]) -> jax.Array:
+    """A bias or mask that broadcasts to [*batch, N, T, S], with all batch axes flattened to one."""
     array = jnp.asarray(x)
     array = array.reshape(*[1] * (len(batch) + 3 - array.ndim), *array.shape)
-    if any(n != 1 for n in array.shape[:-3]):
+    own = array.shape[:-3]
+    if len(own) > len(batch) or any(n not in (1, full) for n, full in zip(own, batch, strict=True)):
+        raise InputError(
+            argument, f"has shape {jnp.shape(x)}", f"It must broadcast to (*{batch}, heads, queries, keys)"
+        )
+    if any(n != 1 for n in own):
         array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
     return array.reshape(-1, *array.shape[-3:])

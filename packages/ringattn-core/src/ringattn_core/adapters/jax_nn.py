@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jax.nn.dot_product_attention` means over a ring: its names, defaults and results, and the ring's options."""
+"""`jax.nn.dot_product_attention` over a ring: the same names, defaults and results, and the options of the ring."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Unpack
 
 import jax
@@ -9,9 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..call.attention import ring_attention
-from ..errors import InputError
-from .options import RingOptions, known, told_as
-from .padding import hidden, of_keys, spread, whole
+from ..errors import BackendNotFoundError, InputError
+from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
+from .options import RingOptions, checked, told_in_words_of
 
 RENAMED: Final = {
     "attention_mask": "mask",
@@ -40,32 +41,32 @@ def dot_product_attention(
     return_residual: bool = False,
     **ring: Unpack[RingOptions],
 ) -> Any:
-    """`jax.nn.dot_product_attention`, to the rounding of the dtype, in value and gradients.
+    """`jax.nn.dot_product_attention`: equal to it in value and gradients, up to the rounding of the dtype.
 
-    Without a ring option it is one device. With `mesh` and `axis_name` arrays are global, with `axis_name` alone they
-    are local to a `jax.shard_map`; bias and mask then have this rank's rows and all columns, and lengths are those of
-    the whole sequence. `implementation` names a ring backend, or several in order.
+    Without a ring option it runs on one device. With `mesh` and `axis_name` arrays are global, with `axis_name` alone
+    they are local to a `jax.shard_map`; bias and mask then have this rank's rows and all columns, and lengths are those
+    of the whole sequence. `implementation` names a ring backend, or several in order.
 
-    A query that sees no key gets 0 here, and a residual of -inf; `jax.nn` gives it the mean of all values. The
-    residual is [B, T, N] in the dtype of the key, without a gradient, as there; `ring_attention(return_lse=True)`
-    gives it in float32 with one.
+    A query that sees no key gets 0 here, and a residual of -inf; `jax.nn` gives it the mean of all values. As there,
+    the residual is [B, T, N] in the dtype of the key, without a gradient; `ring_attention(return_lse=True)` gives it
+    in float32 with one.
     """
-    options = known(ring, RingOptions, RENAMED)
+    options = checked(ring, RingOptions, RENAMED)
     sinks = options.pop("softmax_aux", None)
     q, k, v = (_four_axes(x) for x in (query, key, value))
     batch, q_length, k_length = q.shape[0], q.shape[1], k.shape[1]
-    columns = whole(k_length, options)
-    queries = _within("query_seq_lengths", query_seq_lengths, batch, whole(q_length, options))
+    columns = global_length(k_length, options)
+    queries = _within("query_seq_lengths", query_seq_lengths, batch, global_length(q_length, options))
     keys = _within("key_value_seq_lengths", key_value_seq_lengths, batch, columns)
-    added = None if bias is None else spread(_four_axes(bias), None, columns)
+    added = None if bias is None else broadcast(_four_axes(bias), None, columns)
     allowed = None if mask is None else _four_axes(mask)
-    if allowed is not None and allowed.dtype == jnp.bool_ and of_keys(allowed, (batch, q_length, columns)):
+    if allowed is not None and allowed.dtype == jnp.bool_ and hides_whole_keys(allowed, (batch, q_length, columns)):
         row = allowed[:, 0, 0]
         keys, allowed = row if keys is None else keys & row, None
     if allowed is not None:
-        allowed = spread(allowed, q_length, columns)
-    options = hidden(options, (batch, q_length, k_length), queries, keys)
-    with told_as(RENAMED):
+        allowed = broadcast(allowed, q_length, columns)
+    options = with_hidden_tokens(options, (batch, q_length, k_length), queries, keys)
+    with told_in_words_of(RENAMED), _told_of_implementation():
         result = ring_attention(
             q, k, v, sinks, added,
             attention_mask=allowed, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
@@ -79,13 +80,24 @@ def dot_product_attention(
     return out.reshape(*leading, -1), residual.reshape(leading)
 
 
+@contextlib.contextmanager
+def _told_of_implementation() -> Iterator[None]:
+    try:
+        yield
+    except BackendNotFoundError as error:
+        error.add_note(
+            "Here implementation names a ring backend; the kernels of jax.nn, 'cudnn' too, run on one device."
+        )
+        raise
+
+
 def _four_axes(x: Any) -> jax.Array:
     array = jnp.asarray(x)
     return array.reshape(*[1] * (4 - array.ndim), *array.shape)
 
 
 def _within(argument: str, lengths: Any, batch: int, extent: int) -> jax.Array | None:
-    """Which of the tokens 0 to `extent` lie within each sequence."""
+    """Whether each of the tokens 0 to `extent - 1` lies within its sequence."""
     if lengths is None:
         return None
     ends = jnp.asarray(lengths)
@@ -93,4 +105,4 @@ def _within(argument: str, lengths: Any, batch: int, extent: int) -> jax.Array |
         raise InputError(
             argument, f"has shape {ends.shape} and dtype {ends.dtype}", f"It needs integers of shape ({batch},)"
         )
-    return jnp.arange(extent, dtype=jnp.int32) < ends.astype(jnp.int32)[:, None]
+    return jnp.arange(extent, dtype=jnp.int32)[None] < ends.astype(jnp.int32)[:, None]

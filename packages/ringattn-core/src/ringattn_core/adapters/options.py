@@ -1,78 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter hands on as they are, and what the others are called there."""
+"""Which options of `ring_attention` an adapter takes under their own names, and what it calls the others."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import jax
-from jaxtyping import Array, Float, Int
-
-from ..config import RingAttentionConfig
+from ..call.options import AttentionSettings, RingSettings, TokenOptions
 from ..errors import InputError
+from ..placement import arrays
 
 
-class RingArrays(TypedDict, total=False):
-    """Inputs of one call that other libraries have no name for."""
+class RingArrays(TokenOptions, total=False):
+    """Arrays that belong to one call and that other libraries have no name for."""
 
-    q_segment_ids: Int[Array, "B T"] | None
-    kv_segment_ids: Int[Array, "B S"] | None
-    q_positions: Int[Array, "*b T"] | None
-    kv_positions: Int[Array, "*b S"] | None
-    softmax_aux: Float[Array, "N n"] | Float[Array, " n"] | None
-    alibi_slopes: Float[Array, " N"] | None
-
-
-class RingSettings(TypedDict, total=False):
-    """What shapes the program, and other libraries have no name for."""
-
-    axis_name: str | Sequence[str] | None
-    batch_axis_name: str | Sequence[str] | None
-    head_axis_name: str | Sequence[str] | None
-    mesh: jax.sharding.Mesh | None
-    in_specs: Any
-    out_specs: Any
-    layout: str
-    two_way: bool
-    mask_builder: Callable[[int, int, int, int, int], Any] | None
-    chunk_size: int | None
-    logits_soft_cap: float | None
-    precision: Any
-    fused_backward: bool
-    cfg: RingAttentionConfig | dict[str, Any] | None
+    softmax_aux: arrays.Sinks | arrays.SharedSinks | None
 
 
 class RingOptions(RingArrays, RingSettings, total=False):
-    """Both, for a function that has its own names for the rest."""
-
-
-class AttentionSettings(RingSettings, total=False):
-    """What shapes the program, by the names of `ring_attention`."""
-
-    causal: bool
-    sliding_window: int | tuple[int | None, int | None] | None
-    softmax_scale: float | None
-    backend: str | Sequence[str] | None
+    """Arrays and settings, for a function that has its own names for the rest."""
 
 
 class AttentionOptions(RingArrays, AttentionSettings, total=False):
-    """Everything but what the calling library passes itself: bias, mask and dropout."""
+    """Every option that the calling library does not pass itself; it passes bias, mask and dropout."""
 
 
-def known(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """The options given, all of which the TypedDict names; `renamed` is what the adapter calls some of the others."""
+def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) -> dict[str, Any]:
+    """The options given; refuses a name that the TypedDict `kind` lacks.
+
+    `renamed` gives the adapter's name for options of `ring_attention` that it calls otherwise.
+    """
     names = kind.__annotations__
     for name in given:
         if name in renamed:
             raise InputError(name, "has another name here", f"Pass {renamed[name]}")
         if name not in names:
-            raise InputError(name, "is no option of this adapter", f"Options: {', '.join(sorted(names))}")
+            close = difflib.get_close_matches(name, sorted({*names, *renamed.values()}), n=1)
+            guess = f" (did you mean {close[0]}?)" if close else ""
+            raise InputError(name, f"is no option of this adapter{guess}", f"Options: {', '.join(sorted(names))}")
     return dict(given)
 
 
 @contextlib.contextmanager
-def told_as(renamed: Mapping[str, str]) -> Iterator[None]:
-    """An error about an argument of core also says what the adapter calls it."""
+def told_in_words_of(renamed: Mapping[str, str]) -> Iterator[None]:
+    """Adds to an error about an argument of `ring_attention` what the adapter calls that argument."""
     try:
         yield
     except InputError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dropout seed a random key of JAX stands for: equal keys drop equal entries, split keys unrelated ones."""
+"""Which dropout seed a random key of JAX gives: equal keys drop the same entries, split keys unrelated ones."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..errors import InputError
 
 
 def seed(argument: str, key: Any, rate: float) -> UInt32[Array, ""]:
-    """32 random bits of the key, typed or raw; on every rank of a ring it must be the same key."""
+    """32 random bits of the key, typed or raw; every rank of a ring must pass the same key."""
     if key is None:
         raise InputError(argument, f"is missing with a dropout of {rate}", "Pass a jax.random.key, a new one each step")
     return jax.random.bits(key, (), jnp.uint32)

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any, Final
 
-from ..contract.protocol import API_VERSIONS, Backend, BlockKernel
+import importlib_metadata
+
+from ..contract.backend import API_VERSIONS, Backend
+from ..contract.protocol import BlockKernel
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,
@@ -165,7 +167,7 @@ _HERE: Final = "this process"
 @functools.cache
 def _installed() -> dict[str, Registration]:
     by_name: dict[str, list[Any]] = {}
-    for entry in metadata.entry_points(group=GROUP):
+    for entry in importlib_metadata.entry_points(group=GROUP):
         by_name.setdefault(entry.name, []).append(entry)
     return {name: _registration(name, entries) for name, entries in by_name.items()}
 

@@ -4,9 +4,9 @@
 import dataclasses
 import os
 import platform
-from importlib import metadata
 from typing import Any, Final
 
+import importlib_metadata
 import jax
 
 from ..contract.features import Feature
@@ -15,12 +15,12 @@ from ..placement.platforms import platform_of
 from . import discovery, selection
 from .discovery import Registration
 
-_LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton", "jax-triton")
+_LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "libtpu", "triton")
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 @dataclasses.dataclass(frozen=True)
-class BackendReport:
+class BackendStatus:
     """A registration as plain data; `reason` says why it cannot run in this process, and is `None` where it can."""
 
     name: str
@@ -54,7 +54,7 @@ class Diagnosis:
     environment: dict[str, str]
     platform: str | None
     devices: tuple[str, ...]
-    backends: tuple[BackendReport, ...]
+    backends: tuple[BackendStatus, ...]
     working: tuple[str, ...]
     default: str | None
     faults: tuple[str, ...]
@@ -68,12 +68,12 @@ class Diagnosis:
         return found | {"backends": [backend.to_dict() for backend in self.backends]}
 
 
-def backends() -> tuple[BackendReport, ...]:
+def backends() -> tuple[BackendStatus, ...]:
     """Every registration; no kernel is loaded."""
     return tuple(backend_of(registration) for registration in discovery.registrations().values())
 
 
-def backend_of(registration: Registration, load: bool = False) -> BackendReport:
+def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
     """One registration. With `load` a kernel that cannot be imported is a reason, too."""
     descriptor = registration.backend
     reason = registration.why_unavailable()
@@ -85,7 +85,7 @@ def backend_of(registration: Registration, load: bool = False) -> BackendReport:
     features: dict[str, str] = {}
     if descriptor is not None:
         features = {feature.name: descriptor.answer(feature) for feature in Feature}
-    return BackendReport(
+    return BackendStatus(
         name=registration.name,
         distribution=registration.distribution,
         version=registration.version,
@@ -147,15 +147,15 @@ def _devices() -> tuple[list[str], tuple[str, ...], str | None]:
 
 def _plugins() -> list[str]:
     """The distributions that bring JAX a device."""
-    return sorted({point.dist.name for point in metadata.entry_points(group="jax_plugins") if point.dist})
+    return sorted({point.dist.name for point in importlib_metadata.entry_points(group="jax_plugins") if point.dist})
 
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in dict.fromkeys((*_LIBRARIES, *_plugins())):
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+            found[name] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
             continue
     return found
 

@@ -4,13 +4,14 @@
 import contextlib
 import contextvars
 import difflib
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from ..contract.backend import Backend
 from ..contract.features import Feature
-from ..contract.protocol import Backend
 from ..errors import (
     AmbiguousBackendError,
     BackendLoadError,
@@ -25,14 +26,8 @@ from . import discovery
 from .discovery import Registration
 
 BACKEND_VARIABLE: Final = "RINGATTN_BACKEND"
-VARIABLES: Final = (
-    BACKEND_VARIABLE,
-    "RINGATTN_AUTOTUNE",
-    "RINGATTN_CACHE_DIR",
-    "RINGATTN_TRITON_INTERPRET",
-    "RINGATTN_TPU_INTERPRET",
-)
-"""Every environment variable that ringattn reads."""
+VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
+"""The environment variables that core reads; a backend declares its own."""
 
 _logger: Final = logging.getLogger("ringattn")
 _logged: set[str] = set()
@@ -43,8 +38,8 @@ discovery.on_clear.append(_logged.clear)
 def select(backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str) -> Registration:
     """The backend for a call that needs `required` on devices of `platform`; its implementation loads.
 
-    A name is final. A sequence is tried in order. `None` leaves it to `use_backend`, then to the environment,
-    then to the priorities of the installed backends.
+    A name is final. A sequence is tried in order; a name in it that misspells another raises. `None` leaves it to
+    `use_backend`, then to the environment, then to the priorities of the installed backends.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
@@ -64,9 +59,15 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
 def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
     """Names the backend, or an ordered fallback, for the calls in this context that name none themselves.
 
-    It is read when a call is traced: a function that `jax.jit` has compiled before keeps its backend.
+    It is read when a call is traced: a function that `jax.jit` has compiled before keeps its backend. A name that no
+    call could use, or that misspells another in a sequence, raises here.
     """
-    token = _context.set(_names(backend, "use_backend"))
+    names, installed = _names(backend, "use_backend"), discovery.registrations()
+    for name in names:
+        unknown = None if name in installed else BackendNotFoundError(name, tuple(installed))
+        if unknown is not None and (unknown.meant or len(names) == 1):
+            raise unknown
+    token = _context.set(names)
     try:
         yield
     finally:
@@ -87,11 +88,14 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) 
         if name in installed:
             reason = _why_not(installed[name], required, None)
         else:
-            reason = str(BackendNotFoundError(name, tuple(installed)))
+            unknown = BackendNotFoundError(name, tuple(installed))
+            if unknown.meant:
+                raise unknown
+            reason = str(unknown)
         if reason is None:
             return installed[name]
         reasons[name] = reason
-        _log_once(logging.INFO, f"backend {name!r} passed over: {reason}")
+        _log_once(logging.INFO if name in installed else logging.WARNING, f"backend {name!r} passed over: {reason}")
     raise NoBackendError(platform, reasons)
 
 
@@ -195,12 +199,13 @@ def _of_environment() -> tuple[str, ...]:
 
 def unknown_variables() -> Iterator[str]:
     """A sentence for each variable of the environment that looks like ours and is not."""
+    declared = [r.backend.variables for r in discovery.registrations().values() if r.backend is not None]
+    known = list(dict.fromkeys([*VARIABLES, *itertools.chain(*declared)]))
     for variable in os.environ:
-        if variable.startswith("RINGATTN_") and variable not in VARIABLES:
-            close = difflib.get_close_matches(variable, VARIABLES, n=1)
+        if variable.startswith("RINGATTN_") and variable not in known:
+            close = difflib.get_close_matches(variable, known, n=1)
             guess = f" (did you mean {close[0]}?)" if close else ""
-            known = ", ".join(VARIABLES)
-            yield f"environment variable {variable} is not known{guess}. Known: {known}"
+            yield f"environment variable {variable} is not known{guess}. Known: {', '.join(known)}"
 
 
 def _log_once(level: int, message: str) -> None:

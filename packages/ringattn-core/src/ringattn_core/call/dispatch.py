@@ -1,43 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a validated call reaches the backend chosen for it."""
 
-import functools
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
+from ..contract.signature import PARAMETERS
+from ..errors import DerivativeError
+from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
 from ..ring import engine
 from ..tuning.choice import settled
+from .options import needs
 from .validation import validated
 
 
+@contextlib.contextmanager
+def reverse_mode_only() -> Iterator[None]:
+    """Says in our words that JAX finds no forward-mode rule; a program that is jitted before gives JAX's own error."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise DerivativeError(
+            "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
+            "derivatives in reverse mode (grad, vjp, jacrev)"
+        ) from error
+
+
+@reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard; its gradient raises where the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = settled(registration, call)
     if backend.kernel is None:
-        result = implementation(**call.options())
+        result = _by_ring_kernel(implementation, call)
     else:
         out, lse = engine.run(implementation, call)
         result = (out, lse) if call.return_lse else out
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
 
 
+def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
+    """The result of a ring function, for which padding holds zeros, as it does for block kernels.
+
+    The selections of the result do nothing but send no cotangent back from padding.
+    """
+    q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
+    if q_ids is None:
+        return kernel(**call.options())
+    key, value = cleaned(call.key, kv_ids), cleaned(call.value, kv_ids)
+    result = kernel(**dataclasses.replace(call, query=cleaned(call.query, q_ids), key=key, value=value).options())
+    if not call.return_lse:
+        return cleaned(result, q_ids)
+    out, lse = result
+    return cleaned(out, q_ids), jnp.where(q_ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
+
+
 def per_shard(name: str) -> Callable[..., Any]:
     """The function of `signature.RingAttention` that a backend's own module offers under its name."""
 
-    @functools.wraps(validated, assigned=(), updated=())
     def ring_attention(*args: Any, **kwargs: Any) -> Any:
         call = validated(*args, **kwargs)
-        return answer(select(name, call.needs(), platform_of(None, (call.query,))), call)
+        return answer(select(name, needs(call), platform_of(None, (call.query,))), call)
 
     ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
+    ring_attention.__signature__ = inspect.Signature(PARAMETERS)  # pyright: ignore[reportFunctionMemberAccess]
     ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
     return ring_attention
 

@@ -7,10 +7,10 @@ from ..backends.selection import use_backend as use_backend
 from ..config import BwdParams as BwdParams
 from ..config import FwdParams as FwdParams
 from ..config import RingAttentionConfig as RingAttentionConfig
+from ..contract.backend import Backend as Backend
 from ..contract.features import Feature as Feature
 from ..contract.features import Support as Support
 from ..contract.merge import merging as merging
-from ..contract.protocol import Backend as Backend
 from ..contract.protocol import Block as Block
 from ..contract.protocol import BlockKernel as BlockKernel
 from ..contract.protocol import Gradients as Gradients

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ringattn`: each subcommand is one module with `add(subparsers)` and `run(arguments) -> int`.
+"""The command `ringattn`: each subcommand is a function `add_X(subparsers)` that sets a `run(arguments) -> int`.
 
-What a command needs of JAX it imports when it runs, so that help and mistakes are answered at once.
+JAX is imported when a command runs, so that help and wrong arguments are answered at once. Tables and pictures need
+the extra `cli` (rich and matplotlib); without it, tables are printed as text with tabs.
 """

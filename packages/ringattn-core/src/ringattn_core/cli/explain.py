@@ -3,21 +3,16 @@
 
 import argparse
 import json
-import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from . import call_arguments
-from .screen import Screen
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
 
 _DESCRIPTION: Final = (
-    "Says what a call of ring_attention would do, without running it and without the devices: which backends could "
-    "answer it and why the others not, which hops are made, which tiles each rank computes at each hop, what is sent, "
-    "and what one device holds. Exits with 1 where no backend can run the call."
+    "Shows what a call of ring_attention would do, without running it and without its devices: which backends could "
+    "run it and why the others cannot, which hops the ring makes, which tiles each rank computes at each hop, what is "
+    "sent, and what one device holds. Exits with 1 where no backend can run the call."
 )
 _EXAMPLES: Final = """examples:
   ringattn explain --query 1,131072,32,128 --kv 131072,8 --ring 8 --causal --layout zigzag
@@ -40,54 +35,37 @@ def add(subparsers: Any) -> None:
     chosen.add_argument("--platform", help="cpu, cuda, rocm or tpu; by default that of the devices here")
     shown = parser.add_argument_group("output")
     shown.add_argument("--tile", type=call_arguments.shape("Q,K", 2), metavar="Q,K", help="queries and keys of a tile")
-    shown.add_argument("--json", action="store_true", help="everything but the picture, as JSON")
-    shown.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
-    shown.add_argument("--png", type=Path, metavar="FILE", help="write the picture as PNG; needs matplotlib")
+    shown.add_argument("--json", action="store_true", help="print everything but the picture as JSON")
+    for kind in ("svg", "png"):
+        shown.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the picture as {kind.upper()}")
     shown.add_argument(
-        "--compile", action="store_true", help="compile the call for devices here, and say what memory XLA plans"
+        "--compile", action="store_true", help="compile the call for devices here, and print the memory that XLA plans"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    request = call_arguments.request(arguments)
+    from . import memory, picture, report
+    from .abstract_call import AbstractCall
+    from .analysis import analyse
+
+    call = AbstractCall.of(arguments)
     if arguments.compile:
-        from .compiling import provide_devices
-
-        provide_devices(arguments.ring)
+        memory.provide_devices(arguments.ring)
     from ..placement.platforms import platform_of
-    from .explaining import explain
 
-    found = explain(
-        request,
+    found = analyse(
+        call,
         arguments.platform or platform_of(None, ()),
         tuple(arguments.backend.split(",")) if arguments.backend and "," in arguments.backend else arguments.backend,
         arguments.tile,
         arguments.compile,
     )
-    _draw(found, arguments)
+    for kind in ("svg", "png"):
+        if getattr(arguments, kind) is not None:
+            picture.save(found, getattr(arguments, kind), kind)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        from .report import report
-
-        print("\n".join(report(found, Screen.of(sys.stdout))))
+        report.report(found)
     return int(found.choice is None)
-
-
-def _draw(found: "Explanation", arguments: argparse.Namespace) -> None:
-    from ..errors import InputError
-    from .scene import scene
-
-    for option in ("svg", "png"):
-        path = getattr(arguments, option)
-        if path is None:
-            continue
-        if option == "svg":
-            from .svg import written
-        else:
-            from .png import written
-        try:
-            path.write_bytes(written(scene(found)))
-        except OSError as error:
-            raise InputError(f"--{option}", f"cannot write {path}: {error.strerror}", "Name another file") from error

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which subcommands there are, and what becomes of their errors: one line, and the exit status."""
+"""Which subcommands `ringattn` has, and the exit status and the one line that an error becomes."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Final
 
-from ..errors import RingAttnError
-from . import cache, doctor, explain, info, listing, tune
+import importlib_metadata
 
-COMMANDS: Final = (listing, info, doctor, explain, tune, cache)
+from ..errors import RingAttnError
+from . import backends, cache, explain, tune
+
+COMMANDS: Final = (backends.add_list, backends.add_info, backends.add_doctor, explain.add, tune.add, cache.add)
 REFUSED: Final = 2
-"""The exit status of a command line that asks for what there is not; `argparse` has the same."""
+"""The exit status of a wrong command line, as `argparse` has it."""
 INTERRUPTED: Final = 130
-CLOSED: Final = 141
-"""What a shell reports of a program whose reader went away."""
+BROKEN_PIPE: Final = 141
+"""What a shell reports of a program that wrote into a closed pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ringattn {given.command}: {error.one_line()}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:
-        # What is left in the buffer must not be tried again when the interpreter ends.
+        # Python flushes the rest of the buffer at exit: send it nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLOSED
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
@@ -41,11 +42,13 @@ def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     whole = argparse.ArgumentParser(
         prog="ringattn",
-        description="Looks at what is installed, at what a call would do, and for how it runs fastest.",
-        epilog="`ringattn COMMAND --help` says more of each. Errors exit with 2.",
+        description="Shows which backends are installed and what a call would do, and tunes kernels for a call.",
+        epilog="`ringattn COMMAND --help` describes each command. Errors exit with 2.",
     )
-    whole.add_argument("--version", action="version", version=f"ringattn-core {metadata.version('ringattn-core')}")
+    whole.add_argument(
+        "--version", action="version", version=f"ringattn-core {importlib_metadata.version('ringattn-core')}"
+    )
     subparsers = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(subparsers)
+    for add in COMMANDS:
+        add(subparsers)
     return whole

@@ -1,67 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one device holds: the arrays of the call, and those of the engine at its busiest hop."""
+"""How much memory a call takes on one device: the arrays of the call and the engine, and XLA's plan."""
 
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..contract import packing
 from ..contract.features import Feature
-from ..contract.merge import empty
-from ..ring.blocks import Differentiable, block
+from ..errors import InputError
 from ..ring.hops import Plan
-from .explanation import Held
-from .tracing import Shard
+from .abstract_call import AXIS, AbstractCall
+from .shards import Shard
 
 
-def elements(shard: Shard) -> int:
-    """Those of a shard's packed K,V."""
-    return _packed(shard.inputs).size
+@dataclasses.dataclass(frozen=True)
+class HeldArrays:
+    """The bytes of some arrays that one device holds; `phase` is call, forward or backward."""
+
+    phase: str
+    what: str
+    bytes: int
 
 
-def held(shard: Shard) -> tuple[Held, ...]:
-    """Each array once. A kernel's own workspace, and what a compiler copies or lets share, is not in it."""
-    inputs, plan = shard.inputs, shard.ring.plan
-    size, itemsize = elements(shard), inputs.k.dtype.itemsize
-    partial = jax.eval_shape(_partial, shard)
-    keys, gradients = size * itemsize, 4 * size
-    sent = _sent_at_once(plan, size, itemsize)
-    out, dq, dbias = _bytes(partial.out), 4 * inputs.q.size, 0 if inputs.bias is None else 4 * inputs.bias.size
-    fixed, lse = shard.fixed, _bytes(partial.lse)
+@dataclasses.dataclass(frozen=True)
+class XlaMemory:
+    """The bytes of temporary memory that XLA plans for one device: for the forward pass, and for both passes.
+
+    `None` where the backend has no backward pass, or XLA gives no figure.
+    """
+
+    devices: str
+    forward: int | None
+    both: int | None
+
+
+def held(shard: Shard) -> tuple[HeldArrays, ...]:
+    """Each array once. Excludes the kernel's own workspace, and copies or sharing by the compiler."""
+    inputs, fixed, plan = shard.inputs, shard.fixed, shard.ring.plan
+    batch, length, heads = inputs.q.shape[:3]
+    itemsize, out, lse = inputs.q.dtype.itemsize, batch * length * heads * inputs.v.shape[3], 4 * batch * length * heads
+    keys, gradients = shard.elements * itemsize, 4 * shard.elements
+    sent = _most_sent_at_once(plan, shard.elements, itemsize)
     ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
     found = [
-        Held("call", "inputs", _bytes(inputs)),
-        Held("call", "ids and positions, those of all keys", ids),
-        Held("call", "output and lse" if with_lse else "output", partial.out.size * itemsize + lse * with_lse),
-        Held("forward", "K,V at work, and K,V that arrive" if plan.shifts else "K,V", keys * (2 if plan.shifts else 1)),
-        Held("forward", "partial output and lse, float32", _bytes(partial)),
-        Held("backward", "what is sent at once, going and coming", 2 * sent) if sent else Held("backward", "K,V", keys),
-        Held("backward", "dk, dv of the hop, float32", gradients),
-        Held("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
-        Held("backward", "dq, float32", dq),
-        Held("backward", "dbias, float32", dbias),
-        Held("backward", "output, lse, delta kept, float32", out + 2 * lse),
+        HeldArrays("call", "inputs", _bytes(inputs)),
+        HeldArrays("call", "ids and positions, the keys' of all ranks", ids),
+        HeldArrays("call", "output and lse" if with_lse else "output", out * itemsize + lse * with_lse),
+        HeldArrays("forward", "K,V in use, and K,V arriving", 2 * keys) if sent else HeldArrays("forward", "K,V", keys),
+        HeldArrays("forward", "partial output and lse, float32", 4 * out + lse),
+        HeldArrays("backward", "messages being sent and received", 2 * sent)
+        if sent
+        else HeldArrays("backward", "K,V", keys),
+        HeldArrays("backward", "dk, dv of the hop, float32", gradients),
+        HeldArrays("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
+        HeldArrays("backward", "dq, float32", 4 * inputs.q.size),
+        HeldArrays("backward", "dbias, float32", 0 if inputs.bias is None else 4 * inputs.bias.size),
+        HeldArrays("backward", "output, lse, delta kept", out * itemsize + 2 * lse),
     ]
     return tuple(entry for entry in found if entry.bytes)
 
 
-def _sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
-    """The bytes that travel during the hop of the backward that sends most; on both ways together."""
+def _most_sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
+    """The bytes that one rank sends during the busiest hop of the backward pass, in both directions together."""
     onward, behind = (*plan.shifts[1:], None), (None, *plan.shifts[1:])
     hops = [plan.parcel(None, plan.homeward), plan.parcel(next(iter(plan.shifts), None), None)]
     hops += [plan.parcel(*moves) for moves in zip(onward, behind, strict=True)]
     return max(sum(send.bytes(size, itemsize) for send in sends) for sends in hops)
 
 
-def _packed(inputs: Differentiable) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(packing.pack, inputs.k, inputs.v)
-
-
-def _partial(shard: Shard) -> Any:
-    kv = packing.pack(shard.inputs.k, shard.inputs.v)
-    return empty(block(shard.ring, shard.inputs, kv, shard.fixed, 0))
-
-
 def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def provide_devices(ring: int) -> None:
+    """Makes JAX show as many CPU devices as the ring needs, unless it is initialised or told a number already."""
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", ring)
+    if len(jax.devices()) < ring:
+        fact = f"needs {ring} devices and JAX sees {len(jax.devices())} ({jax.default_backend()})"
+        raise InputError("--compile", fact, "Ask for a smaller ring, or set JAX_PLATFORMS=cpu")
+
+
+def planned_by_xla(call: AbstractCall, shard: Shard, backend: str, gradients: bool) -> XlaMemory:
+    """Compiles the call, and with `gradients` both passes; runs neither."""
+    devices = jax.devices()[: call.ring]
+    mesh = Mesh(np.array(devices), (AXIS,))
+    floating = {name: placed(x, dict(shard.specs)[name], mesh) for name, x in call.floating().items()}
+    forward, both = programs(call, mesh, backend)
+    alone = jax.jit(forward).lower(floating).compile()
+    found = XlaMemory(f"{len(devices)} x {devices[0].device_kind}", _temporary(alone), None)
+    if not gradients:
+        return found
+    cotangents = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), alone.out_info, alone.output_shardings
+    )
+    return dataclasses.replace(found, both=_temporary(jax.jit(both).lower(floating, cotangents).compile()))
+
+
+def programs(call: AbstractCall, mesh: Mesh, backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The call as a function of its floating inputs; and, with cotangents, its output and all gradients."""
+    integers = call.integers()
+
+    def forward(floating: dict[str, jax.Array]) -> Any:
+        return call.attend(floating, integers, mesh, backend)
+
+    def both(floating: dict[str, jax.Array], cotangents: Any) -> Any:
+        out, pull = jax.vjp(forward, floating)
+        return out, pull(cotangents)
+
+    return forward, both
+
+
+def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """With the sharding of the call; replicated where the ring does not divide the length, and the call pads it."""
+    even = all(entry is None or length % mesh.size == 0 for entry, length in zip(spec, x.shape, strict=False))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if even else PartitionSpec()))
+
+
+def _temporary(program: jax.stages.Compiled) -> int | None:
+    memory = program.memory_analysis()
+    return None if memory is None else memory.temp_size_in_bytes

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which probabilities are dropped: Philox 4x32-10 by global index, the same bits on every ring, tile and backend."""
+"""Which probabilities dropout keeps: Philox by global index, so the bits are the same on every ring, tile and backend.
+
+The entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share one draw of two words, where `i % 16 < 8` and
+`j % 16 < 8`. Each takes 16 of its bits.
+"""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,49 +14,71 @@ from jaxtyping import Array, Bool, UInt32
 
 from .protocol import Block
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+LEVELS: Final = 2**16
+"""How many probabilities 16 bits can tell apart."""
+_MULTIPLIERS_4X32: Final = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIER_2X32: Final = 0xD256D193
+_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 
-Words = tuple[UInt32[Array, "..."], UInt32[Array, "..."], UInt32[Array, "..."], UInt32[Array, "..."]]
+Word = UInt32[Array, "..."]
 
 
 def threshold(probability: float) -> int:
-    """A word is kept where it is at least this."""
-    return math.floor(probability * 2**32)
+    """An entry is kept where its 16 bits are at least this."""
+    return math.floor(probability * LEVELS)
 
 
 def kept(block: Block) -> Bool[Array, "B N T S"]:
-    """Which probabilities of the block, or of a tile of it, survive; needs a seed and `0 < rule.dropout < 1`.
+    """Which probabilities of the block, or of a tile of it, survive; needs a seed and `0 < rule.dropout < 1`."""
+    i, j = _unsigned(block.q_index)[:, None, :, None], _unsigned(block.kv_index)[:, None, None, :]
+    words = philox_2x32((draw_number(i), draw_number(j)), keys(block)[:, :, None, None])
+    shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
+    return jnp.broadcast_to(survives(words, i, j, block.rule.dropout), shape)
 
-    Word `j % 4` of the counter `(j // 4, i, head, batch)` under the key `(seed, 0)` decides for query `i` and key `j`.
-    Every key draws for itself: four could share one call, but to interleave their words costs XLA more than the calls.
-    """
+
+def keys(block: Block) -> UInt32[Array, "B N"]:
+    """The Philox 2x32 key of each batch row and head."""
     assert block.seed is not None
-    head, batch = _unsigned(block.head_index)[None, :, None, None], _unsigned(block.batch_index)[:, None, None, None]
-    query, seed = _unsigned(block.q_index)[:, None, :, None], block.seed[:, None, None, None]
-    least = jnp.uint32(threshold(block.rule.dropout))
-    key = _unsigned(block.kv_index)[:, None, None, :]
-    words = philox((key >> 2, query, head, batch), (seed, jnp.uint32(0)))
-    shape, which = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length), key & 3
-    low, high = jnp.where(which == 0, words[0], words[1]), jnp.where(which == 2, words[2], words[3])
-    return jnp.broadcast_to(jnp.where(which < 2, low, high) >= least, shape)
+    head, batch = _unsigned(block.head_index)[None, :], _unsigned(block.batch_index)[:, None]
+    return philox_4x32((head, batch, 0, 0), (block.seed[:, None], 0))[0]
 
 
-def philox(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> Words:
+def draw_number(index: Word) -> Word:
+    """Which draw an index takes: 8 of every 16 indices, and the 8 that follow them, share theirs."""
+    return ((index >> 4) << 3) | (index & 7)
+
+
+def survives(words: tuple[Word, Word], i: Word, j: Word, probability: float) -> Bool[Array, "..."]:
+    """Whether entry `(i, j)` is kept, given the words of its draw."""
+    word = jnp.where(i & 8 == 0, words[0], words[1])
+    half = jnp.where(j & 8 == 0, word & 0xFFFF, word >> 16)
+    return half >= jnp.uint32(threshold(probability))
+
+
+def philox_2x32(counter: tuple[Any, Any], key: Any) -> tuple[Word, Word]:
+    """Philox 2x32-7 of Salmon et al. (2011): two random words for each counter; all of uint32, broadcast."""
+    a, b, key = (jnp.asarray(x, jnp.uint32) for x in (*counter, key))
+    for step in range(7):
+        high, low = _product(a, _MULTIPLIER_2X32)
+        a, b = high ^ _stepped(key, step, 0) ^ b, low
+    return a, b
+
+
+def philox_4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Word, Word, Word, Word]:
     """Philox 4x32-10 of Salmon et al. (2011): four random words for each counter; all of uint32, broadcast."""
-    a, b, c, d = (jnp.asarray(x, jnp.uint32) for x in counter)
-    first, second = (jnp.asarray(x, jnp.uint32) for x in key)
-    for step in range(_ROUNDS):
-        if step:
-            first, second = first + jnp.uint32(_WEYL[0]), second + jnp.uint32(_WEYL[1])
-        high_a, low_a = _product(a, _MULTIPLIERS[0])
-        high_c, low_c = _product(c, _MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
+    a, b, c, d, first, second = (jnp.asarray(x, jnp.uint32) for x in (*counter, *key))
+    for step in range(10):
+        high_a, low_a = _product(a, _MULTIPLIERS_4X32[0])
+        high_c, low_c = _product(c, _MULTIPLIERS_4X32[1])
+        a, b, c, d = high_c ^ b ^ _stepped(first, step, 0), low_c, high_a ^ d ^ _stepped(second, step, 1), low_a
     return a, b, c, d
 
 
-def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+def _stepped(key: Word, step: int, number: int) -> Word:
+    return key + jnp.uint32(step * _KEY_STEPS[number] % 2**32)
+
+
+def _product(x: Word, factor: int) -> tuple[Word, Word]:
     """The high and the low word of a 64-bit product, by 16-bit halves: there is no uint64 without x64."""
     high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
     x_high, x_low = x >> 16, x & 0xFFFF
@@ -62,5 +88,5 @@ def _product(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     return x_high * high + (middle >> 16) + (across >> 16), x * jnp.uint32(factor)
 
 
-def _unsigned(x: jax.Array) -> jax.Array:
+def _unsigned(x: jax.Array) -> Word:
     return x.astype(jnp.uint32)

@@ -1,45 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How partial results combine."""
+"""How partial results combine: with each other, and with attention sinks."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from .protocol import Block, Partial
+from .protocol import SHIFT_BELOW, Block, Partial
 
 
-def empty(block: Block, dtype: Any = jnp.float32, rest: bool = False) -> Partial:
-    """The identity of `merge`: no key seen yet. Another dtype of `out` than float32 is for a kernel that `finishes`."""
+def empty(block: Block) -> Partial:
+    """The identity of `merge`: no key seen yet."""
     batch, length, heads = block.q.shape[:3]
-    out = jnp.zeros((batch, length, heads, block.value_dim), dtype)
-    lse = jnp.full((batch, heads, length), -jnp.inf, jnp.float32)
-    return Partial(out, lse, empty=True, rest=jnp.zeros_like(out) if rest else None)
+    out = jnp.zeros((batch, length, heads, block.value_dim), jnp.float32)
+    return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
     """Both sets of keys at once. Associative and commutative up to rounding; `empty` is the identity."""
+    a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
-    return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse)
+    return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
     """The sinks enter the denominator, once: they have weight but no value."""
     if sinks is None:
         return partial
-    lse, share = lse_with_sinks(partial.lse, sinks)
-    return Partial(partial.out * _over_out(share), lse)
-
-
-def lse_with_sinks(
-    lse: Float32[Array, "B N T"], sinks: Float32[Array, "N n"]
-) -> tuple[Float32[Array, "B N T"], Float32[Array, "B N T"]]:
-    """The lse with the sinks in it, and the share that the keys have of it."""
     largest = jnp.max(sinks, axis=-1)
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     total = safe + jnp.log(jnp.sum(jnp.exp(sinks - safe[:, None]), axis=-1))
-    return combined(lse, total[None, :, None])[:2]
+    lse = jnp.broadcast_to(total[None, :, None], partial.lse.shape)
+    return merge(partial, Partial(jnp.zeros_like(partial.out), lse))
+
+
+def log_sum_exp(partial: Partial) -> Float32[Array, "B N T"]:
+    """The logarithm of the weight of each row, counted from 0."""
+    return partial.lse if partial.shift is None else partial.lse + partial.shift
+
+
+def _on_one_shift(a: Partial, b: Partial) -> tuple[Partial, Partial]:
+    """The same results, both counted from the shift that their merged rows need; without shifts, as they are."""
+    if a.shift is None and b.shift is None:
+        return a, b
+    largest = jnp.maximum(log_sum_exp(a), log_sum_exp(b))
+    shift = jnp.where((largest < SHIFT_BELOW) & ~jnp.isneginf(largest), largest, 0.0)
+    before_a, before_b = (0.0 if x.shift is None else x.shift for x in (a, b))
+    return Partial(a.out, a.lse + (before_a - shift), shift), Partial(b.out, b.lse + (before_b - shift), shift)
 
 
 def combined(
@@ -59,10 +66,10 @@ def _over_out(share: Float32[Array, "B N T"]) -> Float32[Array, "B T N 1"]:
     return jnp.swapaxes(share, 1, 2)[..., None]
 
 
-def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial], Partial]:
+def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
     """A kernel that only computes its own block becomes one that continues from a partial result."""
 
-    def continued(block: Block, partial: Partial) -> Partial:
-        return merge(partial, forward(block))
+    def continued(block: Block, partial: Partial | None) -> Partial:
+        return forward(block) if partial is None else merge(partial, forward(block))
 
     return continued

@@ -2,6 +2,7 @@
 """What is the same for every score of a call and known when the program is traced."""
 
 import dataclasses
+import math
 
 from ..config import BwdParams, FwdParams
 from ..masks import Mask
@@ -14,6 +15,7 @@ class Rule:
     `masks` are the distinct masks that `mask_builder` made, `mask_of_head` says which one each *global* head
     obeys (empty where there are none); `window` is `(left, right)`, both inclusive, `None` for unbounded.
     `increasing` promises that positions grow within each shard, so that visible tiles form ranges.
+    `dropout` is rounded down to a multiple of 2^-16, the resolution of its random bits.
     """
 
     scale: float
@@ -29,3 +31,6 @@ class Rule:
     fused_backward: bool = False
     fwd_params: FwdParams = FwdParams()
     bwd_params: BwdParams = BwdParams()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dropout", math.floor(self.dropout * 2**16) / 2**16)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int
+
+from ..placement import arrays
 
 
 class RingAttention(Protocol):
@@ -18,13 +19,13 @@ class RingAttention(Protocol):
 
     def __call__(
         self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B S K H"],
-        value: Float[Array, "B S K Hv"],
-        q_segment_ids: Int[Array, "B T"] | None = None,
-        kv_segment_ids: Int[Array, "B S"] | None = None,
-        softmax_aux: Float[Array, "N n"] | Float[Array, " n"] | None = None,
-        bias: Float[Array, "b n t S*ring"] | None = None,
+        query: arrays.Query,
+        key: arrays.Key,
+        value: arrays.Value,
+        q_segment_ids: arrays.QueryIds | None = None,
+        kv_segment_ids: arrays.KeyIds | None = None,
+        softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
+        bias: arrays.Bias | None = None,
         mask_builder: Callable[[int, int, int, int, int], Any] | None = None,
         sliding_window: int | tuple[int | None, int | None] | None = None,
         chunk_size: int | None = None,
@@ -36,14 +37,14 @@ class RingAttention(Protocol):
         bwd_params: Any = None,
         fused_backward: bool = False,
         *,
-        attention_mask: Bool[Array, "b n T S*ring"] | None = None,
-        q_positions: Int[Array, "*b T"] | None = None,
-        kv_positions: Int[Array, "*b S"] | None = None,
-        q_position_ids: Int[Array, "*b T"] | None = None,
-        kv_position_ids: Int[Array, "*b S"] | None = None,
-        alibi_slopes: Float32[Array, " N"] | None = None,
+        attention_mask: arrays.DenseMask | None = None,
+        q_positions: arrays.QueryPositions | None = None,
+        kv_positions: arrays.KeyPositions | None = None,
+        q_position_ids: arrays.QueryPositions | None = None,
+        kv_position_ids: arrays.KeyPositions | None = None,
+        alibi_slopes: arrays.Slopes | None = None,
         dropout_prob: float = 0.0,
-        dropout_seed: int | Int[Array, ""] | None = None,
+        dropout_seed: int | arrays.Seed | None = None,
         batch_axis_name: str | tuple[str, ...] | None = None,
         head_axis_name: str | tuple[str, ...] | None = None,
         layout: str = "contiguous",

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool
 
-from ..masks import Coordinates, same_segment
+from ..masks import Coordinates, all_of, any_of, same_segment
 from .protocol import Block
 from .visibility import of_positions
 
@@ -39,7 +39,7 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
         parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
     if rule.masks:
         of_heads = [mask.tiles(q, kv) for mask in rule.masks]
-        parts.append((_any([some for some, _ in of_heads]), _all([full for _, full in of_heads])))
+        parts.append((any_of(some for some, _ in of_heads), all_of(full for _, full in of_heads)))
     if block.mask is not None:
         parts.append(_of_dense(block.mask, q_tile, kv_tile))
     if padding is not None:
@@ -48,28 +48,9 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     if not parts:
         every = jnp.ones((1, *count), bool)
         return Tiles(every, every)
-    some, full = _all([some for some, _ in parts]), _all([full for _, full in parts])
+    some, full = all_of(some for some, _ in parts), all_of(full for _, full in parts)
     shape = (max(some.shape[0], full.shape[0]), *count)
     return Tiles(jnp.broadcast_to(some, shape), jnp.broadcast_to(full, shape))
-
-
-def visible_ranges(block: Block, q_tile: int, kv_tile: int, by_keys: bool = False) -> Int32[Array, "g n 4"]:
-    """For each query tile `(lo, hi, full_lo, full_hi)`: the hull of the key tiles it sees, and a run it sees whole.
-
-    No visible tile lies outside `[lo, hi)`; every tile of `[full_lo, full_hi)`, the longest such run, is `full`. An
-    empty hull is `(0, 0)`, an empty run `(lo, lo)`. `by_keys` gives the transposed table, of query tiles for key tiles.
-    """
-    some, full = (x.swapaxes(1, 2) if by_keys else x for x in tiles(block, q_tile, kv_tile))
-    number = jnp.arange(some.shape[-1], dtype=jnp.int32)
-    any_seen = some.any(-1)
-    lo = jnp.where(any_seen, jnp.where(some, number, some.shape[-1]).min(-1), 0)
-    hi = jnp.where(some, number + 1, 0).max(-1)
-    last_gap = jax.lax.cummax(jnp.where(full, -1, number), axis=full.ndim - 1)
-    run = number - last_gap
-    longest = run.max(-1)
-    end = jnp.where(run == longest[..., None], number + 1, 0).max(-1)
-    full_hi = jnp.where(longest > 0, end, lo)
-    return jnp.stack([lo, hi, full_hi - longest, full_hi], -1).astype(jnp.int32)
 
 
 def _by_tile(x: jax.Array, tile: int) -> jax.Array:
@@ -85,17 +66,3 @@ def _of_dense(mask: jax.Array, q_tile: int, kv_tile: int) -> tuple[jax.Array, ja
     batch, heads, rows, columns = mask.shape
     grid = mask.reshape(batch, heads, rows // q_tile, q_tile, columns // kv_tile, kv_tile)
     return grid.any((1, 3, 5)), grid.all((1, 3, 5))
-
-
-def _any(parts: list[jax.Array]) -> jax.Array:
-    union = parts[0]
-    for part in parts[1:]:
-        union = union | part
-    return union
-
-
-def _all(parts: list[jax.Array]) -> jax.Array:
-    common = parts[0]
-    for part in parts[1:]:
-        common = common & part
-    return common

@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..masks import Causal, Chunked, Coordinates, Local, Mask
+from ..masks import Causal, Chunked, Coordinates, Local, Mask, all_of, any_of
 from .protocol import Block
 from .rule import Rule
 
@@ -36,12 +36,7 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
         parts.append(block.mask)
     if block.padded:
         parts.append((kv.index >= 0)[:, None])
-    if not parts:
-        return None
-    seen = parts[0]
-    for part in parts[1:]:
-        seen = seen & part
-    return seen
+    return all_of(parts)
 
 
 def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:
@@ -49,10 +44,7 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
     if len(rule.masks) == 1:
         return rule.masks[0].visible(q, kv)[:, None]
     chosen = jnp.asarray(rule.mask_of_head)[block.head_index][None, :, None, None]
-    seen = jnp.asarray(False)
-    for number, mask in enumerate(rule.masks):
-        seen = seen | ((chosen == number) & mask.visible(q, kv)[:, None])
-    return seen
+    return any_of((chosen == number) & mask.visible(q, kv)[:, None] for number, mask in enumerate(rule.masks))
 
 
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:

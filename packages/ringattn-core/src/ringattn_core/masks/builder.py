@@ -10,7 +10,8 @@ import jax.core
 import numpy as np
 
 from ..errors import InputError, RingAttnError
-from .kinds import Mask, Numpy
+from .algebra import Mask
+from .kinds import Numpy
 
 Builder = Callable[[int, int, int, int, int], Any]
 

@@ -3,19 +3,18 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from ..errors import InputError
-from .int32 import fitting
-
-Axes = str | tuple[str, ...] | None
+from ..placement import arrays, axes
+from ..placement.axes import AxisName
+from .int32 import INT32, POSITION, Limits, fitting, size
 
 
 @jax.tree_util.register_dataclass
@@ -27,11 +26,11 @@ class MaskInfo:
     `dataclasses.replace` adds one form to another; they are ANDed.
     """
 
-    q_segment_ids: Int32[Array, "B T"] | None = None
-    kv_segment_ids: Int32[Array, "B S"] | None = None
-    q_positions: Int32[Array, "*b T"] | None = None
-    kv_positions: Int32[Array, "*b S"] | None = None
-    attention_mask: Bool[Array | np.ndarray, "b n T S"] | None = None
+    q_segment_ids: arrays.QueryIds | None = None
+    kv_segment_ids: arrays.KeyIds | None = None
+    q_positions: arrays.QueryPositions | None = None
+    kv_positions: arrays.KeyPositions | None = None
+    attention_mask: arrays.DenseMask | np.ndarray | None = None
 
     @classmethod
     def from_segments(cls, q: Any, kv: Any = None) -> Self:
@@ -68,7 +67,7 @@ class MaskInfo:
         With `restart_positions` every document starts at position 0 again.
         """
         rows = _rows_of_documents(lengths)
-        total = max((int(row.sum()) for row in rows), default=0) if total is None else total
+        total = max((int(row.sum()) for row in rows), default=0) if total is None else size("total", total)
         ids = np.full((len(rows), total), -1, np.int32)
         positions = np.zeros((len(rows), total), np.int32)
         for number, row in enumerate(rows):
@@ -108,33 +107,23 @@ class MaskInfo:
     @classmethod
     def from_positions(cls, q: Any, kv: Any = None) -> Self:
         """Positions of the caller's own, `[T]` or `[B, T]`, in any order. One array serves both sides."""
-        q_positions = _integers("q_positions", q, ranks=(1, 2))
-        kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2))
+        q_positions = _integers("q_positions", q, ranks=(1, 2), limits=POSITION)
+        kv_positions = q_positions if kv is None else _integers("kv_positions", kv, ranks=(1, 2), limits=POSITION)
         return cls(q_positions=q_positions, kv_positions=kv_positions)
 
-    def specs(self, batch_axes: Axes, sequence_axis: Axes, head_axes: Axes = None) -> "MaskInfo":
+    def specs(self, batch_axes: AxisName, sequence_axis: AxisName, head_axes: AxisName = None) -> "MaskInfo":
         """The `PartitionSpec` of each array that is there: batch, heads and sequence over these mesh axes.
 
         Axes of length 1 of the dense mask, and its columns, stay whole.
         """
 
-        def tokens(x: jax.Array | None) -> Any:
-            return None if x is None else PartitionSpec(*(batch_axes, sequence_axis)[2 - x.ndim :])
-
-        mask = self.attention_mask
-        dense: Any = None
-        if mask is not None:
-            batch, heads = (
-                axes if size > 1 else None for axes, size in zip((batch_axes, head_axes), mask.shape, strict=False)
-            )
-            dense = PartitionSpec(batch, heads, sequence_axis, None)
-        return MaskInfo(
-            tokens(self.q_segment_ids),
-            tokens(self.kv_segment_ids),
-            tokens(self.q_positions),
-            tokens(self.kv_positions),
-            dense,
-        )
+        roles = arrays.Roles(*(axes.names(given) for given in (batch_axes, sequence_axis, head_axes)))
+        specs: dict[str, Any] = {
+            name: roles.spec(get_args(MaskInfo.__annotations__[name])[0], x.shape)
+            for name, x in vars(self).items()
+            if x is not None
+        }
+        return MaskInfo(**specs)
 
 
 def _array(argument: str, value: Any) -> Any:
@@ -149,19 +138,20 @@ def _array(argument: str, value: Any) -> Any:
         ) from None
 
 
-def _integers(argument: str, value: Any, ranks: tuple[int, ...]) -> Int32[Array, "..."]:
+def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits = INT32) -> Int32[Array, "..."]:
     array = _array(argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {array.dtype}", "Pass int32")
     if array.ndim not in ranks:
         shapes = " or ".join(("[T]", "[B, T]")[rank - 1] for rank in ranks)
         raise InputError(argument, f"has shape {array.shape}", f"Pass {shapes}")
-    fitting(argument, array)
+    fitting(argument, array, limits)
     return jnp.asarray(array, jnp.int32)
 
 
 def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None) -> Int32[Array, "B T"]:
     array = _array(argument, lengths)
+    longest = None if longest is None else size(limit, longest)
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has shape {array.shape} and dtype {array.dtype}", "Pass one integer for each row")
     if not isinstance(array, jax.core.Tracer):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which integers fit int32, as which everything counts: one that is cut becomes another position, or padding."""
+"""Refuses integers that do not fit: a cast would silently change a position, an id or a seed."""
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.core
@@ -9,13 +9,29 @@ import numpy as np
 
 from ..errors import InputError
 
+Limits = tuple[int, int, str]
+"""The least and the largest value, and what to do where one is exceeded."""
+INT32: Final[Limits] = (-(2**31), 2**31 - 1, "Pass values that fit int32")
+POSITION: Final[Limits] = (1 - 2**30, 2**30 - 1, "Pass positions below 2^30: then the difference of two fits int32")
+SEED: Final[Limits] = (-(2**31), 2**32 - 1, "Pass an integer of 32 bits")
 
-def fitting(argument: str, given: Any) -> None:
-    """Refuses an array with integers that do not; those that are traced, or on another host, nobody can look at."""
-    if isinstance(given, jax.core.Tracer) or np.can_cast(given.dtype, np.int32):
+
+def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
+    """Refuses an array of integers beyond the limits; arrays that are traced or on other hosts pass."""
+    least, most, remedy = limits
+    if isinstance(given, jax.core.Tracer):
+        return
+    if given.dtype != object and least <= np.iinfo(given.dtype).min and np.iinfo(given.dtype).max <= most:
         return
     if isinstance(given, jax.Array) and not given.is_fully_addressable:
         return
-    known, limits = np.asarray(given), np.iinfo(np.int32)
-    if known.size and (known.min() < limits.min or known.max() > limits.max):
-        raise InputError(argument, f"reaches from {known.min()} to {known.max()}", "Pass values that fit int32")
+    known = np.asarray(given)
+    if known.size and (known.min() < least or known.max() > most):
+        raise InputError(argument, f"reaches from {known.min()} to {known.max()}", remedy)
+
+
+def size(argument: str, x: Any) -> int:
+    """A Python integer of 0 or more, as which arrays count their axes and lengths."""
+    if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.core.Tracer) or np.ndim(x) or x < 0:
+        raise InputError(argument, f"got {x!r}", "It needs an integer of 0 or more")
+    return int(x)

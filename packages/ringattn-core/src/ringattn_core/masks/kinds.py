@@ -1,106 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a query may see: the mask algebra, evaluated lazily, tile by tile."""
+"""The kinds of masks: by position, by document, by a dense array, by a function."""
 
 import dataclasses
 import hashlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool
+from typing_extensions import override
 
 from ..errors import InputError
+from .algebra import Coordinates, Mask, all_of
 from .int32 import fitting
-
-
-class Coordinates(NamedTuple):
-    """Where some tokens are: the positions that masks compare, and the index in the whole sequence.
-
-    Masks use operators and methods only, so that NumPy arrays serve as well as traced ones.
-    """
-
-    positions: Int32[Array | np.ndarray, "*tokens"]
-    index: Int32[Array | np.ndarray, "*tokens"]  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def rows(self) -> "Coordinates":
-        """Tokens as queries: an axis for the keys follows."""
-        return Coordinates(self.positions[..., None], self.index[..., None])
-
-    def columns(self) -> "Coordinates":
-        """Tokens as keys: an axis for the queries precedes."""
-        return Coordinates(self.positions[..., None, :], self.index[..., None, :])
-
-
-class Mask:
-    """A set of (query, key) pairs; `&`, `|` and `~` are those of sets.
-
-    Positions are below 2^30 in magnitude, so that differences of two fit an int32; masks compare differences.
-    `visible(q, kv)` broadcasts `rows` of queries against `columns` of keys. `tiles(q, kv)` takes the tokens of
-    each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, all)`, each
-    `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. Where `bounded`,
-    both come from minima and maxima, at no cost of size `T * S`.
-    """
-
-    bounded: bool = True
-    __array_ufunc__ = None  # NumPy arrays on the left leave the operators to the mask.
-
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")
-
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        """By evaluation: exact, one row of tiles at a time."""
-
-        def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
-            seen = self.visible(
-                Coordinates(*(x[:, None, :, None] for x in tile)), Coordinates(*(x[:, :, None, :] for x in kv))
-            )
-            seen = jnp.broadcast_to(
-                seen, (tile.index.shape[0], kv.index.shape[1], tile.index.shape[1], kv.index.shape[2])
-            )
-            return seen.any((-2, -1)), seen.all((-2, -1))
-
-        groups = np.broadcast_shapes(
-            q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1]
-        )
-        q = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in q))
-        kv = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in kv))
-        some, every = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
-        return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
-
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of how many queries and keys every array in it knows: as many as there are."""
-        shape = getattr(self, "shape", None)
-        return () if shape is None else (tuple(shape),)
-
-    def __and__(self, other: "Mask") -> "Mask":
-        return And(self, _mask(other))
-
-    def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, _mask(other))
-
-    def __rand__(self, other: Any) -> "Mask":
-        return And(_mask(other), self)
-
-    def __ror__(self, other: Any) -> "Mask":
-        return Or(_mask(other), self)
-
-    def __invert__(self) -> "Mask":
-        return Not(self)
-
-    def __bool__(self) -> bool:
-        raise InputError(
-            "mask",
-            f"{type(self).__name__} has no truth value, so `and`, `or`, `not` and `if` cannot use it",
-            "Combine masks with `&`, `|` and `~`, and ask with `is None` whether there is one",
-        )
-
-
-def _mask(x: Any) -> Mask:
-    if not isinstance(x, Mask):
-        raise InputError("mask", f"got {type(x).__name__}", "Combine masks with masks: masks.Numpy holds an array")
-    return x
 
 
 def _whole_number(mask: Mask, name: str, least: int) -> None:
@@ -119,71 +34,14 @@ def _columns(x: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class And(Mask):
-    a: Mask
-    b: Mask
-
-    @property
-    def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.a.bounded and self.b.bounded
-
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (*self.a.shapes(), *self.b.shapes())
-
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return self.a.visible(q, kv) & self.b.visible(q, kv)
-
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (some_a, all_a), (some_b, all_b) = self.a.tiles(q, kv), self.b.tiles(q, kv)
-        return some_a & some_b, all_a & all_b
-
-
-@dataclasses.dataclass(frozen=True)
-class Or(Mask):
-    a: Mask
-    b: Mask
-
-    @property
-    def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.a.bounded and self.b.bounded
-
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (*self.a.shapes(), *self.b.shapes())
-
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return self.a.visible(q, kv) | self.b.visible(q, kv)
-
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (some_a, all_a), (some_b, all_b) = self.a.tiles(q, kv), self.b.tiles(q, kv)
-        return some_a | some_b, all_a | all_b
-
-
-@dataclasses.dataclass(frozen=True)
-class Not(Mask):
-    a: Mask
-
-    @property
-    def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.a.bounded
-
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.a.shapes()
-
-    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        return ~self.a.visible(q, kv)
-
-    def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, every = self.a.tiles(q, kv)
-        return ~every, ~some
-
-
-@dataclasses.dataclass(frozen=True)
 class Full(Mask):
     """Every pair."""
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return (q.index == q.index) & (kv.index == kv.index)
 
+    @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         first = q.index[..., 0]
         every = _rows(first == first) & _columns(kv.index[..., 0] == kv.index[..., 0])
@@ -199,9 +57,11 @@ class Causal(Mask):
     def __post_init__(self) -> None:
         _whole_number(self, "offset", -(2**31))
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return kv.positions - q.positions <= self.offset
 
+    @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         i, j = q.positions, kv.positions
         some = _columns(j.min(-1)) - _rows(i.max(-1)) <= self.offset
@@ -210,7 +70,10 @@ class Causal(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Local(Mask):
-    """Keys within `left` before and `right` after the query, both ends inclusive; `None` is unbounded."""
+    """Keys within `left` before and `right` after the query, both ends inclusive; `None` is unbounded.
+
+    Each side is the rule of `Causal` with an offset, on the left with queries and keys exchanged.
+    """
 
     left: int | None = None
     right: int | None = None
@@ -220,23 +83,21 @@ class Local(Mask):
             if getattr(self, name) is not None:
                 _whole_number(self, name, 0)
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        seen = Full().visible(q, kv)
-        if self.left is not None:
-            seen = seen & (q.positions - kv.positions <= self.left)
-        if self.right is not None:
-            seen = seen & (kv.positions - q.positions <= self.right)
-        return seen
+        seen = [Full().visible(q, kv)]
+        seen += [] if self.left is None else [Causal(self.left).visible(kv, q)]
+        return all_of(seen if self.right is None else [*seen, Causal(self.right).visible(q, kv)])
 
+    @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, every = Full().tiles(q, kv)
-        q_low, q_high = _rows(q.positions.min(-1)), _rows(q.positions.max(-1))
-        kv_low, kv_high = _columns(kv.positions.min(-1)), _columns(kv.positions.max(-1))
+        found = [Full().tiles(q, kv)]
         if self.left is not None:
-            some, every = some & (q_low - kv_high <= self.left), every & (q_high - kv_low <= self.left)
+            some, every = Causal(self.left).tiles(kv, q)
+            found.append((some.swapaxes(-1, -2), every.swapaxes(-1, -2)))
         if self.right is not None:
-            some, every = some & (kv_low - q_high <= self.right), every & (kv_high - q_low <= self.right)
-        return some, every
+            found.append(Causal(self.right).tiles(q, kv))
+        return all_of(some for some, _ in found), all_of(every for _, every in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +109,11 @@ class Chunked(Mask):
     def __post_init__(self) -> None:
         _whole_number(self, "size", 1)
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return (q.positions // self.size == kv.positions // self.size) & (kv.positions <= q.positions)
 
+    @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         some, every = Causal().tiles(q, kv)
         same = _same_span(q.positions // self.size, kv.positions // self.size)
@@ -266,9 +129,11 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         _whole_number(self, "length", 0)
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return (kv.positions < self.length) & (q.positions == q.positions)
 
+    @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         some, every = Full().tiles(q, kv)
         return some & _columns(kv.positions.min(-1) < self.length), every & _columns(kv.positions.max(-1) < self.length)
@@ -326,13 +191,16 @@ class Document(Mask):
         object.__setattr__(self, "q_ids", q_held)
         object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(_document_ids("kv_ids", kv_ids)))
 
+    @override
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.q_ids.array.size, self.kv_ids.array.size),)
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         q_ids, kv_ids = self._ids(q, kv)
         return (q_ids == kv_ids) & (q_ids >= 0)
 
+    @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         return same_segment(*self._ids(q, kv))
 
@@ -359,6 +227,7 @@ class Numpy(Mask):
     def shape(self) -> tuple[int, ...]:
         return self.held.array.shape
 
+    @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Bool[Array, "..."]:
         rows, columns = self.shape
         index = jnp.clip(q.index, 0, rows - 1), jnp.clip(kv.index, 0, columns - 1)
@@ -381,3 +250,49 @@ def _take(ids: np.ndarray, index: Any) -> Any:
     if isinstance(index, np.ndarray):
         return ids[np.clip(index, 0, ids.size - 1)]
     return jnp.asarray(ids)[jnp.clip(index, 0, ids.size - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicate(Mask):
+    """Where `seen(q_positions, kv_positions)` is true: any function of `jax.numpy` that broadcasts."""
+
+    seen: Callable[[Any, Any], Any]
+    bounded = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.seen):
+            raise InputError(
+                "Predicate", f"got {self.seen!r}", "It needs a function (q_positions, kv_positions) -> booleans"
+            )
+
+    def __repr__(self) -> str:
+        return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
+
+    @override
+    def visible(self, q: Coordinates, kv: Coordinates) -> Any:
+        seen = jnp.asarray(self._called(q.positions, kv.positions))
+        if seen.dtype != jnp.bool_:
+            raise InputError(repr(self), f"returned {seen.dtype}", "It needs booleans, true where a query sees a key")
+        pairs = jnp.broadcast_shapes(q.positions.shape, kv.positions.shape)
+        try:
+            return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, pairs))
+        except ValueError as error:
+            raise InputError(
+                repr(self), f"returned shape {seen.shape}", f"It needs what broadcasts with that of the pairs, {pairs}"
+            ) from error
+
+    def _called(self, q: Any, kv: Any) -> Any:
+        try:
+            return self.seen(q, kv)
+        except jax.errors.TracerArrayConversionError as error:
+            raise InputError(
+                repr(self), "gives its traced arguments to a NumPy function", "Use functions of jax.numpy in it"
+            ) from error
+        except (jax.errors.TracerBoolConversionError, ValueError) as error:
+            if isinstance(error, ValueError) and "truth value of an array" not in str(error):
+                raise
+            raise InputError(
+                repr(self),
+                "takes the truth value of an array, as `if`, `and`, `or`, `not` and `a < b < c` do",
+                "Use `&`, `|`, `~` and functions of jax.numpy in it",
+            ) from error

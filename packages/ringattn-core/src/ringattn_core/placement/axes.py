@@ -13,13 +13,13 @@ from ..errors import MeshError
 AxisName = str | Sequence[str] | None
 
 
-def names(axis: AxisName) -> tuple[str, ...]:
+def names(axis: AxisName, argument: str = "axis_name") -> tuple[str, ...]:
     """No axis, one axis or several, as a tuple."""
     if axis is None:
         return ()
     found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else (axis,)
     if not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
-        raise MeshError(f"{axis!r} are no names of axes. Pass a name, or several different ones")
+        raise MeshError(f"{argument}={axis!r} does not name mesh axes. Pass a name, or several different ones")
     return found
 
 
@@ -52,6 +52,21 @@ def bound(axis: tuple[str, ...]) -> bool:
     except NameError:
         return False
     return True
+
+
+def manual() -> frozenset[str]:
+    """The mesh axes of the surrounding `shard_map`; none outside one."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def tracked() -> frozenset[str]:
+    """Those of them of which JAX knows which values vary over them: all under `check_vma=True`, else none."""
+    return frozenset(name for name in manual() if name in varying(jax.lax.axis_index(name)))
+
+
+def varying(x: Array) -> frozenset[str]:
+    """The mesh axes over which an array varies, as far as they are `tracked`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:

@@ -68,13 +68,16 @@ def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
     return _reorder(x, layout, ring_size, axis, inverse=True)
 
 
-def _reorder(x: Any, layout: str, ring_size: int, axis: int, inverse: bool) -> Any:
+def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
     layout = canonical(layout)
-    x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
-    if ring_size < 1:
-        raise InputError("ring_size", f"got {ring_size}", "Pass the number of ranks, 1 or more")
-    if not -x.ndim <= axis < x.ndim:
-        raise InputError("axis", f"got {axis} for an array of {x.ndim} axes", "Pass the axis that is the sequence")
+    try:
+        x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError("x", f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts") from error
+    if not _whole(ring_size) or ring_size < 1:
+        raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
+    if not _whole(axis) or not -x.ndim <= axis < x.ndim:
+        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis that is the sequence")
     if layout == "contiguous":
         return x
     length, parts = x.shape[axis], ring_size * pieces(layout)
@@ -88,6 +91,10 @@ def _reorder(x: Any, layout: str, ring_size: int, axis: int, inverse: bool) -> A
     index = order(layout, ring_size, length)
     index = np.argsort(index, kind="stable") if inverse else index
     return np.take(x, index, axis) if isinstance(x, np.ndarray) else jnp.take(x, index, axis)
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:

@@ -1,118 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass round the ring: the next keys, and the gradients of the last ones, travel while a hop computes."""
+"""The backward pass round the ring: while a hop computes, keys arrive and the gradients of the last keys leave."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..contract import nonfinite, ordering, packing
-from ..contract.merge import lse_with_sinks
-from ..contract.protocol import Gradients, Own, OwnRows
+from ..contract import ordering, packing
+from ..contract.protocol import Gradients
 from ..placement.layout import put_columns
-from . import batching, hops
-from .blocks import Differentiable, Fixed, Ring, block, source
-from .directions import Sum, Way, gradient, joined, of_half, parts, split, with_half
-from .forward import finishes, sinks_of
-from .second_derivatives import once
-from .sends import Wires, after, after_hop, aligned, packed, permuted, wire
+from ..placement.padding import cleaned
+from . import batching, hops, parcels
+from .blocks import Differentiable, Ring, block, source
+from .directions import Direction, Sum, gradient, joined, of_half, parts, split, with_half
+from .forward import Residuals, sinks_of
+from .second_derivatives import first_derivative_only
+from .sends import Wires, after, after_hop, aligned, permuted, wire
 
-Rows = tuple[jax.Array, jax.Array, jax.Array]
-"""`dout`, `lse` and `delta`."""
 Sums = tuple[Sum, ...]
 """The sums over the hops so far, one for every direction round the ring."""
 KeyGradients = tuple[jax.Array, ...]
 """`dk` and `dv` packed in one array, one for every direction."""
 
 
-def backward(
-    ring: Ring,
-    bias_fixed: bool,
-    inputs: Differentiable,
-    fixed: Fixed,
-    out: jax.Array,
-    rest: jax.Array | None,
-    keys_lse: jax.Array,
-    own: Own | None,
-    dout: Any,
-    dlse: Any,
-) -> Differentiable:
-    """The cotangents of `inputs`, from the residuals of the forward pass and the cotangents of its result."""
-    unused_lse = _is_zero(dlse)
-    dout, dlse = once([_array(x, inputs) for x in (dout, dlse)])
-    sinks = sinks_of(inputs)
-    lse = keys_lse if sinks is None else lse_with_sinks(keys_lse, sinks)[0]
-    seen = ~jnp.isneginf(keys_lse)
-    rows = getattr(ring.kernel, "rows", nonfinite.rows)(inputs.q, dout, out, rest, lse, dlse, seen)
-    dsinks = None if sinks is None else _sink_gradients(sinks, lse, rows.whole)
-    if sinks is None and own is not None:
-        # XLA drops what the kernel does not read of these, or of `rows`.
-        own = own._replace(rows=OwnRows(inputs.q, dout, out, rest, lse, None if unused_lse else dlse))
-    numbers, given = dataclasses.replace(inputs, q=rows.q), (rows.dout, rows.lse, rows.delta)
-    if finishes(ring):
-        sums = _on_one_rank(ring, numbers, fixed, bias_fixed, own, given)
-    else:
-        ways = split(ring.plan.turns, numbers, fixed)
-        shares = _shares(given, len(ways))
-        kernel = batching.backward(ring.kernel)
-        sums = _Pass(ring, inputs, ways, shares, kernel, inputs.k.dtype, bias_fixed).all_hops(rows.dout)
-    return _gradients(sums, inputs, dsinks, bias_fixed)
+class Rows(NamedTuple):
+    """What a kernel reads of each query in the backward pass, beside its block."""
+
+    dout: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    shift: jax.Array | None
+
+    def parts(self, count: int) -> list["Rows"]:
+        """The rows of each of `count` equal shares of the heads."""
+        arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 1), strict=True)]
+        return [Rows(*share) for share in zip(*arrays, strict=True)]
 
 
-def _gradients(sums: Sums, inputs: Differentiable, dsinks: jax.Array | None, bias_fixed: bool) -> Differentiable:
-    """The gradients of all heads, in the dtypes of the inputs."""
-    found = {name: [of_way[name] for of_way in sums] for name in sums[0]}
+def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: Any, dlse: Any) -> Differentiable:
+    """The cotangents of the inputs, from the residuals of the forward pass and the cotangents of its result."""
+    inputs = kept.inputs
+    dout, dlse = first_derivative_only([_array(x, inputs) for x in (dout, dlse)])
+    rows = _rows(kept, dout, dlse)
+    if ring.plan.ranks == 1:
+        return _on_one_rank(ring, kept, bias_fixed, rows)
+    directions = split(ring.plan.signs, inputs, kept.fixed)
+    kernel = batching.backward(ring.kernel)
+    over_ring = _Pass(ring, inputs, directions, rows.parts(len(directions)), kernel, inputs.k.dtype, bias_fixed)
+    sums = over_ring.all_hops(dout)
+    found = {name: [of_direction[name] for of_direction in sums] for name in sums[0]}
     dk, dv = packing.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
-    inputs = dataclasses.replace(inputs, bias=None if bias_fixed else inputs.bias)
-    dbias, dslopes = gradient(found["bias"], inputs.bias, 1), gradient(found["slopes"], inputs.slopes, 0)
-    gradients = Differentiable(joined(found["q"], 2), dk, dv, dsinks, dbias, dslopes)
+    dbias = None if bias_fixed else gradient(found["bias"], inputs.bias, 1)
+    dslopes = gradient(found["slopes"], inputs.slopes, 0)
+    return _in_input_dtypes(kept, rows, joined(found["q"], 2), dk, dv, dbias, dslopes)
+
+
+def _on_one_rank(ring: Ring, kept: Residuals, bias_fixed: bool, rows: Rows) -> Differentiable:
+    """The gradients on a ring of one rank, whose kernel may return them in the dtypes of the inputs."""
+    inputs = kept.inputs
+    alone = block(ring, inputs, (inputs.k, inputs.v), kept.fixed, 0)
+    alone = dataclasses.replace(alone, final=True, bias_fixed=bias_fixed, shift=rows.shift)
+    found = batching.backward(ring.kernel)(alone, rows.dout, rows.lse, rows.delta, None)
+    dslopes = None if found.dslopes is None else found.dslopes[0]
+    return _in_input_dtypes(kept, rows, found.dq, found.dk, found.dv, found.dbias, dslopes)
+
+
+def _rows(kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Rows:
+    """What the kernels read of each query; the cotangents of padding are zero."""
+    ids = kept.fixed.q_segments
+    dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+    # Not an einsum: on a GPU XLA makes a batch of vector products of it, one for every row.
+    products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
+    return Rows(dout, kept.lse, jnp.swapaxes(products.sum(-1), 1, 2) - dlse, kept.shift)
+
+
+def _in_input_dtypes(kept: Residuals, rows: Rows, dq: Any, dk: Any, dv: Any, dbias: Any, dslopes: Any) -> Any:
+    dsinks = None if kept.inputs.sinks is None else _sink_gradients(kept, rows.delta)
+    inputs = dataclasses.replace(kept.inputs, bias=None if dbias is None else kept.inputs.bias)
+    gradients = Differentiable(dq, dk, dv, dsinks, dbias, dslopes)
     return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs)
 
 
-def _sink_gradients(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    share = jnp.exp(sinks[:, None, :] - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
-    return -jnp.einsum("bnt,bnts->ns", delta, share, precision="highest")
+def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array:
+    """Minus the sum over rows of each sink's probability times `delta`."""
+    sinks = sinks_of(kept.inputs)[None, :, None, :]
+    above = sinks if kept.shift is None else sinks - kept.shift[..., None]
+    probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
+    return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")
 
 
 def _array(cotangent: Any, inputs: Differentiable) -> jax.Array:
-    """A cotangent as an array: JAX gives only the shape of one for a result that nothing depends on."""
-    if not _is_zero(cotangent):
+    """A cotangent as an array: for a result that nothing depends on JAX gives only its shape."""
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
     return aligned(jnp.zeros(cotangent.shape, cotangent.dtype), inputs)
 
 
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _on_one_rank(
-    ring: Ring, inputs: Differentiable, fixed: Fixed, bias_fixed: bool, own: Own | None, rows: Rows
-) -> Sums:
-    """The gradients on a ring of one rank, whose kernel returns final results."""
-    # Ordered after the raw cotangent: a cleaned one would have to be computed for that alone.
-    token = rows[0] if own is None or own.rows is None else own.rows.dout
-    k, v = (after(ring, x, [token]) for x in (inputs.k, inputs.v))
-    visited = block(ring, inputs, packed(ring, k, v, poison=False), fixed, 0, bias_fixed)
-    found = batching.backward(ring.kernel)(dataclasses.replace(visited, own=own), *rows, None)
-    slopes = None if found.dslopes is None else found.dslopes[0]
-    return ({"q": found.dq, "kv": packing.pack(found.dk, found.dv), "bias": found.dbias, "slopes": slopes},)
-
-
-def _shares(rows: Rows, count: int) -> list[Rows]:
-    """The rows of each of `count` equal shares of the heads."""
-    dout, lse, delta = rows
-    return list(zip(parts(dout, 2, count), parts(lse, 1, count), parts(delta, 1, count), strict=True))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """What stays the same from hop to hop. Directions round the ring are counted by their index in `ways`."""
+    """What stays the same from hop to hop. `rows` has an entry for each direction."""
 
     ring: Ring
     inputs: Differentiable
-    ways: Sequence[Way]
+    directions: Sequence[Direction]
     rows: Sequence[Rows]
     kernel: Callable[..., Gradients]
     dtype: Any
@@ -121,33 +113,42 @@ class _Pass:
     def all_hops(self, dout: jax.Array) -> Sums:
         """The sums over all hops: the other ranks' keys first, this rank's own last.
 
-        The pass begins after `dout` is computed, with a send, and ends with a send. Where keys and gradients travel
-        apart, half of the heads of the rank's own keys are computed while the first keys arrive, and the other half
-        while the last gradients do.
+        The first send waits for the raw cotangent; tying it to a derived array would make XLA compute that first.
+        Where keys and gradients travel apart, half of the heads of the rank's own keys are computed while the first
+        keys arrive, and the other half while the last gradients do.
         """
-        plan, sums = self.ring.plan, tuple(self._zeros(way) for way in self.ways)
-        offsets, shifts = plan.offsets[1:], plan.shifts
-        behind = early = None
-        if offsets:
-            first = self._own_keys([dout])
-            wires = permuted(self.ring, self.ways, first, shifts[0])
+        plan, sums = self.ring.plan, tuple(self._zeros(direction) for direction in self.directions)
+        if len(plan.offsets) == 1:
+            _, total, sums = self.hop(self._own_keys([dout]), None, sums, 0, None, None)
+        else:
+            first, early = self._own_keys([dout]), None
+            wires = permuted(self.ring, self.directions, first, plan.shifts[0])
             if plan.halves(self.inputs.k.shape[2]):
                 early, sums = self._own_half(0, first, sums)
-            onward = (*shifts[1:], None)
-            wires, behind, sums = self.hop(wires, behind, sums, offsets[0], onward[0], None)
-            steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
-            if len(steps) > hops.UNROLLED and set(shifts) == {1}:
-                (wires, behind, sums), _ = jax.lax.scan(
-                    lambda carry, offset: (self.hop(*carry, offset, 1, 1), None),
-                    (wires, behind, sums),
-                    jnp.asarray(offsets[1:-1]),
-                )
-                steps = steps[-1:]
-            for offset, forth, back in steps:
-                wires, behind, sums = self.hop(wires, behind, sums, offset, forth, back)
-        own = self._own_keys([of_way["q"] for of_way in sums])
-        _, total, sums = self.hop(own, behind, sums, 0, None, plan.homeward, early)
-        return tuple({**of_way, "kv": kv} for of_way, kv in zip(sums, total, strict=True))
+            behind, sums = self._visitors(wires, sums)
+            own = self._own_keys([of_direction["q"] for of_direction in sums])
+            _, total, sums = self.hop(own, behind, sums, 0, None, plan.homeward, early)
+        return tuple({**of_direction, "kv": kv} for of_direction, kv in zip(sums, total, strict=True))
+
+    def _visitors(self, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
+        """The hops with other ranks' keys: the key gradients of the last of them, and the sums.
+
+        On a long ring all but the first and the last are a scan.
+        """
+        offsets, shifts = self.ring.plan.offsets[1:], self.ring.plan.shifts
+        onward = (*shifts[1:], None)
+        wires, behind, sums = self.hop(wires, None, sums, offsets[0], onward[0], None)
+        steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
+        if len(steps) > hops.UNROLLED and set(shifts) == {1}:
+            (wires, behind, sums), _ = jax.lax.scan(
+                lambda carry, offset: (self.hop(*carry, offset, 1, 1), None),
+                (wires, behind, sums),
+                jnp.asarray(offsets[1:-1]),
+            )
+            steps = steps[-1:]
+        for offset, forth, back in steps:
+            wires, behind, sums = self.hop(wires, behind, sums, offset, forth, back)
+        return behind, sums
 
     def hop(
         self,
@@ -164,7 +165,7 @@ class _Pass:
         With `early`, the gradients of half of the heads, only the other half is computed. Returns the keys and the
         key gradients that arrive, and the sums.
         """
-        done = [of_way["q"] for of_way in sums]
+        done = [of_direction["q"] for of_direction in sums]
         wires = tuple(after(self.ring, x, done) for x in wires)
         sends = self.ring.plan.parcel(onward, back)
         if len(sends) == 1 and sends[0].keys and sends[0].gradients:
@@ -172,9 +173,9 @@ class _Pass:
         else:
             wires, following, arrived = self._send_apart(wires, behind, done, onward, back)
         for arrival in (*(following or ()), *(arrived or ())):
-            sums = tuple({**of_way, "q": ordering.settled(of_way["q"], arrival)} for of_way in sums)
+            sums = tuple({**each, "q": ordering.settled(each["q"], arrival)} for each in sums)
         if early is None:
-            made = [self._work(way, rows, x, s, offset) for way, rows, x, s in self._each(wires, sums)]
+            made = [self._visit(*each, offset) for each in self._each(wires, sums)]
             mine, sums = zip(*made, strict=True)
         else:
             late, sums = self._own_half(1, wires, sums)
@@ -185,8 +186,9 @@ class _Pass:
 
     def _send_parcel(self, wires: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
         """Sends keys and the gradients behind them as one array."""
-        parcels = tuple(packing.join(x, late) for x, late in zip(wires, behind, strict=True))
-        following, arrived = zip(*map(packing.split, permuted(self.ring, self.ways, parcels, shift)), strict=True)
+        leaving = tuple(parcels.join(x, late) for x, late in zip(wires, behind, strict=True))
+        arrivals = map(parcels.split, permuted(self.ring, self.directions, leaving, shift))
+        following, arrived = zip(*arrivals, strict=True)
         return following, arrived
 
     def _send_apart(
@@ -199,11 +201,11 @@ class _Pass:
     ) -> tuple[Wires, Wires | None, KeyGradients | None]:
         """Sends keys, then gradients. Keys are awaited first, because the next hop needs them first."""
         ring = self.ring
-        following = None if onward is None else permuted(ring, self.ways, wires, onward)
+        following = None if onward is None else permuted(ring, self.directions, wires, onward)
         if back is None or behind is None:
             return wires, following, None
         behind = tuple(after(ring, x, [*done, *wires]) for x in behind)
-        arrived = permuted(ring, self.ways, behind, back)
+        arrived = permuted(ring, self.directions, behind, back)
         if following is not None:
             arrived = tuple(after(ring, x, following) for x in arrived)
         elif not ring.plan.joint:
@@ -211,24 +213,25 @@ class _Pass:
             wires = tuple(after(ring, x, behind) for x in wires)
         return wires, following, arrived
 
-    def _work(self, way: Way, rows: Rows, x: packing.Wire, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
+    def _visit(
+        self, direction: Direction, rows: Rows, x: parcels.Wire, sums: Sum, offset: Any
+    ) -> tuple[jax.Array, Sum]:
         """The key gradients of one block, packed, and the sums with its other gradients."""
-        return self._work_on(way, rows, packing.from_wire(x, self.dtype), sums, way.come(offset))
-
-    def _work_on(self, way: Way, rows: Rows, kv: packing.Packed, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
-        visited = block(self.ring, way.inputs, kv, after_hop(way.fixed, sums["q"]), offset, self.bias_fixed)
-        found = self.kernel(visited, *rows, sums["q"])
-        origin = source(self.ring, way.fixed, offset)
+        offset = direction.signed(offset)
+        fixed = after_hop(direction.fixed, sums["q"])
+        visited = block(self.ring, direction.inputs, parcels.from_wire(x, self.dtype), fixed, offset)
+        visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift)
+        found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums["q"])
+        origin = source(self.ring, direction.fixed, offset)
         return packing.pack(found.dk, found.dv), self._added(sums, found, origin)
 
     def _own_half(self, half: int, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
         """The key gradients of the first or second half of the heads of this rank's own keys."""
         made = []
-        for way, rows, x, of_way in self._each(wires, sums):
-            share = split((way.turn, way.turn), way.inputs, way.fixed)[half]
-            kv = parts(packing.from_wire(x, self.dtype), -2, 2)[half]
-            mine, found = self._work_on(share, _shares(rows, 2)[half], kv, of_half(of_way, half), 0)
-            made.append((mine, with_half(of_way, found, half)))
+        for direction, rows, x, before in self._each(wires, sums):
+            share = split((direction.sign, direction.sign), direction.inputs, direction.fixed)[half]
+            mine, found = self._visit(share, rows.parts(2)[half], parts(x, -2, 2)[half], of_half(before, half), 0)
+            made.append((mine, with_half(before, found, half)))
         mine, sums = zip(*made, strict=True)
         return mine, sums
 
@@ -243,14 +246,14 @@ class _Pass:
 
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:
         """This rank's keys and values, packed twice: keeping them between the first hop and the last costs memory."""
-        pairs = [(after(self.ring, way.inputs.k, tokens), after(self.ring, way.inputs.v, tokens)) for way in self.ways]
-        return tuple(wire(self.ring, packed(self.ring, k, v, poison=False)) for k, v in pairs)
+        pairs = [[after(self.ring, x, tokens) for x in (each.inputs.k, each.inputs.v)] for each in self.directions]
+        return tuple(wire(self.ring, packing.pack(k, v)) for k, v in pairs)
 
-    def _zeros(self, way: Way) -> Sum:
-        bias = None if self.bias_fixed else way.inputs.bias
-        shapes = {"q": way.inputs.q, "bias": bias, "slopes": way.inputs.slopes}
+    def _zeros(self, direction: Direction) -> Sum:
+        bias = None if self.bias_fixed else direction.inputs.bias
+        shapes = {"q": direction.inputs.q, "bias": bias, "slopes": direction.inputs.slopes}
         fresh = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items()}
         return aligned(fresh, self.inputs)
 
     def _each(self, wires: Wires, sums: Sums) -> Any:
-        return zip(self.ways, self.rows, wires, sums, strict=True)
+        return zip(self.directions, self.rows, wires, sums, strict=True)

@@ -11,30 +11,23 @@ import jax.numpy as jnp
 
 from ..contract import checks
 from ..contract.protocol import Block, BlockKernel, Gradients, Partial
+from ..placement.arrays import axes_with
 
-_PER_EXAMPLE = ("q", "batch_index", "q_segments", "kv_segments", "seed")
-_BROADCAST = ("q_positions", "kv_positions", "q_index", "kv_index", "bias", "mask", "slopes")
+_PER_EXAMPLE, _BROADCAST = axes_with(Block, "B"), axes_with(Block, "b")
 
 
-def forward(kernel: BlockKernel) -> Callable[[Block, Partial], Partial]:
+def forward(kernel: BlockKernel) -> Callable[[Block, Partial | None], Partial]:
     """`kernel.forward`, with vmapped axes folded into the batch."""
     call = jax.custom_batching.custom_vmap(functools.partial(checks.forward, kernel))
 
     @call.def_vmap
-    def rule(size: int, batched: Any, block: Block, partial: Partial) -> tuple[Partial, Partial]:
+    def rule(size: int, batched: Any, block: Block, partial: Partial | None) -> tuple[Partial, Partial]:
         block_batched, partial_batched = batched
         if block_batched.head_index:
             return _one_by_one(call, size, batched, block, partial)
         folded = _fold_block(size, block_batched, block, expand=())
-        given = [_fold(size, b, x) for b, x in zip(_leaves(partial_batched), _leaves(partial), strict=True)]
-        result = call(folded, jax.tree.unflatten(jax.tree.structure(partial), given))
-        result = jax.tree.map(lambda x: _unfold(size, x), result)
-        if block.own is not None:
-            # The kernel had nothing to look at: the way back has not either, and does not read this.
-            found = block.own.found
-            found = found if block_batched.own.found else jnp.stack([found] * size)
-            result = dataclasses.replace(result, found=found)
-        return _all_batched(result)
+        given = jax.tree.map(lambda is_batched, x: _fold(size, is_batched, x), partial_batched, partial)
+        return _unfolded(size, call(folded, given))
 
     return call
 
@@ -44,18 +37,17 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
     call = jax.custom_batching.custom_vmap(functools.partial(checks.backward, kernel))
 
     @call.def_vmap
-    def rule(size: int, batched: Any, block: Block, *arrays: jax.Array) -> tuple[Gradients, Gradients]:
+    def rule(size: int, batched: Any, block: Block, *arrays: jax.Array | None) -> tuple[Gradients, Gradients]:
         block_batched, *arrays_batched = batched
         if block_batched.head_index:
             return _one_by_one(call, size, batched, block, *arrays)
         folded = _fold_block(size, block_batched, block, expand=("bias", "slopes"))
-        final = arrays[-1] is None
-        if final and folded.bias is not None and not block.bias_fixed and _shared(block, block_batched, "bias"):
-            # Its gradient has its dtype, and is summed here: that of float32 is not rounded before.
-            folded = dataclasses.replace(folded, bias=folded.bias.astype(jnp.float32))
-        result = call(folded, *(_fold(size, b, x) for b, x in zip(arrays_batched, arrays, strict=True)))
-        result = jax.tree.map(lambda x: _unfold(size, x), result)
-        return _all_batched(_reduce_like(result, block, block_batched, final))
+        if _shared(block, block_batched, "bias"):
+            # The gradients of a shared bias are summed below, and rounded to the dtype of the bias once, after that.
+            folded = dataclasses.replace(folded, final=False)
+        given = [_fold(size, is_batched, x) for is_batched, x in zip(arrays_batched, arrays, strict=True)]
+        result, every = _unfolded(size, call(folded, *given))
+        return _reduce_like(result, block, block_batched), every
 
     return call
 
@@ -71,10 +63,15 @@ def _fold_block(size: int, batched: Any, block: Block, expand: tuple[str, ...]) 
         axis = 1 if is_batched else 0
         x = jnp.broadcast_to(x, (*x.shape[:axis], examples, *x.shape[axis + 1 :]))
         changes[name] = _fold(size, is_batched, x)
-    packed_axis = block.kv.ndim - batched.kv - 4
-    kv = jnp.moveaxis(block.kv, packed_axis + 1, 1) if batched.kv else jnp.moveaxis(block.kv, packed_axis, 0)
-    changes["kv"] = jnp.moveaxis(_fold(size, batched.kv, kv), 0, packed_axis)
-    return dataclasses.replace(block, own=None, **changes)
+    changes["kv"] = jax.tree.map(lambda is_batched, x: _fold_before(size, is_batched, x), batched.kv, block.kv)
+    return dataclasses.replace(block, **changes)
+
+
+def _fold_before(size: int, batched: bool, x: jax.Array) -> jax.Array:
+    """Folds the vmapped axis into the batch of K,V, which has an axis before its batch where it is `[2 B S K H]`."""
+    axis = x.ndim - batched - 4
+    x = jnp.moveaxis(x, axis + 1, 1) if batched else jnp.moveaxis(x, axis, 0)
+    return jnp.moveaxis(_fold(size, batched, x), 0, axis)
 
 
 def _fold(size: int, batched: bool, x: jax.Array | None) -> Any:
@@ -84,17 +81,17 @@ def _fold(size: int, batched: bool, x: jax.Array | None) -> Any:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _unfold(size: int, x: jax.Array) -> jax.Array:
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+def _unfolded(size: int, result: Any) -> tuple[Any, Any]:
+    """The result with the vmapped axis first, and that every array has it."""
+    return _all_batched(jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), result))
 
 
-def _reduce_like(result: Gradients, block: Block, batched: Any, final: bool) -> Gradients:
-    """Each example's gradient of an input that its batch shares is summed over that batch; in its dtype if `final`."""
+def _reduce_like(result: Gradients, block: Block, batched: Any) -> Gradients:
+    """Sums each example's gradient of an input that its batch shares over that batch."""
     changes = {}
     for name in ("bias", "slopes"):
         if _shared(block, batched, name) and getattr(result, f"d{name}") is not None:
-            gradient = getattr(result, f"d{name}").sum(1, keepdims=True)
-            changes[f"d{name}"] = gradient.astype(getattr(block, name).dtype) if final else gradient
+            changes[f"d{name}"] = getattr(result, f"d{name}").sum(1, keepdims=True)
     return dataclasses.replace(result, **changes)
 
 
@@ -121,7 +118,3 @@ def _one_by_one(call: Callable[..., Any], size: int, batched: Any, *args: Any) -
 
 def _all_batched(result: Any) -> tuple[Any, Any]:
     return result, jax.tree.map(lambda _: True, result)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree)

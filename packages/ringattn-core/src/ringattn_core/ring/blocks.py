@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from ..contract.packing import Packed
 from ..contract.protocol import Block, BlockKernel
 from ..contract.rule import Rule
+from ..placement import arrays
 from ..placement.layout import columns, indices
 from .hops import Plan
 
@@ -31,12 +31,12 @@ class Ring:
 class Differentiable:
     """The inputs with a gradient. Replicated ones are aligned, so that JAX sums their gradients."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    sinks: jax.Array | None
-    bias: jax.Array | None
-    slopes: jax.Array | None
+    q: arrays.Query
+    k: arrays.Key
+    v: arrays.Value
+    sinks: arrays.Sinks | None
+    bias: arrays.Bias | None
+    slopes: arrays.Slopes | None
 
 
 @jax.tree_util.register_dataclass
@@ -50,12 +50,12 @@ class Fixed:
     rank: Int32[Array, ""]
     batch_index: Int32[Array, " B"]
     head_index: Int32[Array, " N"]
-    q_segments: jax.Array | None
-    kv_segments: jax.Array | None
-    q_positions: jax.Array | None
-    kv_positions: jax.Array | None
-    mask: jax.Array | None
-    seed: jax.Array | None
+    q_segments: arrays.QueryIds | None
+    kv_segments: arrays.KeyIds | None
+    q_positions: arrays.QueryPositions | None
+    kv_positions: arrays.KeyPositions | None
+    mask: arrays.DenseMask | None
+    seed: arrays.Seed | None
 
 
 def gathered(ring: Ring, fixed: Fixed) -> Fixed:
@@ -74,11 +74,11 @@ def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
     return (fixed.rank - offset) % ring.plan.ranks
 
 
-def block(ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: Any, bias_fixed: bool = False) -> Block:
-    """This rank's queries against the keys that have come `offset` ranks onward; `fixed` is gathered."""
+def block(ring: Ring, inputs: Differentiable, kv: Any, fixed: Fixed, offset: Any) -> Block:
+    """This rank's queries against the keys `kv` that have come `offset` ranks onward; `fixed` is gathered."""
     origin, ranks = source(ring, fixed, offset), ring.plan.ranks
     batch, q_length = inputs.q.shape[:2]
-    kv_length = kv.shape[-3]
+    kv_length = jax.tree.leaves(kv)[0].shape[-3]
     q_index = indices(ring.layout, ranks, fixed.rank, q_length)[None]
     kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
 
@@ -104,5 +104,4 @@ def block(ring: Ring, inputs: Differentiable, kv: Packed, fixed: Fixed, offset: 
         slopes=None if inputs.slopes is None else inputs.slopes[None].astype(jnp.float32),
         seed=None if fixed.seed is None else jnp.broadcast_to(fixed.seed, (batch,)),
         rule=ring.rule,
-        bias_fixed=bias_fixed,
     )

@@ -8,28 +8,30 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..contract.call import Call
-from ..contract.packing import joint
 from ..contract.protocol import BlockKernel
 from ..contract.rule import Rule
 from ..contract.varying import align, axes_of
-from ..masks.builder import Built, build
+from ..masks.builder import Built
 from ..placement import axes
 from .blocks import Differentiable, Fixed, Ring
 from .custom_vjp import attend
 from .hops import plan
+from .parcels import joint
 
 
 def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
     """`(out, lse)` of one shard, by the ring engine over `kernel`."""
     ring, inputs, fixed = prepared(kernel, call)
-    return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+    # Masked scores, and the lse of a row that sees no key, are -inf on purpose.
+    with jax.debug_infs(False):
+        return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
 
 
 def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fixed]:
     """What the engine makes of the call of one shard: its plan and rule, and its inputs in canonical form."""
     axis = call.axis_name or ()
     ranks = axes.size("axis_name", axis)
-    rule = _rule(call, ranks)
+    rule = _rule(call)
     q_length, kv_length = call.query.shape[1], call.key.shape[1]
     ring = Ring(
         kernel=kernel,
@@ -68,12 +70,8 @@ def _grouped(positions: jax.Array | None) -> jax.Array | None:
     return positions[None] if positions is not None and positions.ndim == 1 else positions
 
 
-def _rule(call: Call, ranks: int) -> Rule:
-    built = Built((), ())
-    if call.mask_builder is not None:
-        copies = axes.size("head_axis_name", call.head_axis_name or ())
-        heads, key_heads = call.query.shape[2] * copies, call.key.shape[2] * copies
-        built = build(call.mask_builder, call.query.shape[1] * ranks, call.key.shape[1] * ranks, heads, key_heads)
+def _rule(call: Call) -> Rule:
+    built = call.mask_builder or Built((), ())
     return Rule(
         scale=call.softmax_scale,
         causal=call.causal,

@@ -10,46 +10,46 @@ import numpy as np
 
 from ..contract.rule import Rule
 from ..contract.visibility import of_positions
-from ..masks import Coordinates, Mask
+from ..masks import Coordinates, Mask, all_of, any_of
 from ..placement.layout import order
 
 UNROLLED: Final = 8
-"""Hops up to which the ring is unrolled: XLA overlaps an unrolled ring best; beyond, a scan keeps programs small."""
+"""A ring of more hops is a scan, which keeps programs small; XLA overlaps an unrolled ring best."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Send:
     """One permute: every rank sends `shift` ranks onward; `keys` is a packed K,V, `gradients` its float32 dk,dv.
 
-    Where there are several `ways` round, each send carries the heads that go one of them.
+    Each of several `directions` round the ring has a send of its own, with its share of the heads.
     """
 
     shift: int
     keys: bool
     gradients: bool
-    ways: int = 1
+    directions: int = 1
 
     def bytes(self, elements: int, itemsize: int) -> int:
         """How much one rank sends, where a shard's packed K,V has so many elements of this size."""
-        return elements // self.ways * (itemsize * self.keys + 4 * self.gradients)
+        return elements // self.directions * (itemsize * self.keys + 4 * self.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """At hop `t` rank `r` works on the keys of rank `(r - offsets[t]) % ranks`; hop 0 is its own shard.
 
-    With `two_way` that holds of half of the heads, and the other half works on those of `(r + offsets[t]) % ranks`.
+    With `two_way` this is so for half of the heads; the other half works on the keys of `(r + offsets[t]) % ranks`.
     """
 
     ranks: int
     offsets: tuple[int, ...]
     two_way: bool = False
     joint: bool = True
-    """Whether keys and the gradients that follow them travel as one array, where they go equally far."""
+    """Whether keys and the gradients behind them travel as one array, where both travel equally far."""
 
     @property
-    def turns(self) -> tuple[int, ...]:
-        """In which direction the keys go: onward (1), or half of them back (-1)."""
+    def signs(self) -> tuple[int, ...]:
+        """The sign of each direction that keys travel in: onward (1) and, with `two_way`, back (-1)."""
         return (1, -1) if self.two_way else (1,)
 
     @property
@@ -59,39 +59,41 @@ class Plan:
 
     @property
     def forward(self) -> tuple[Send, ...]:
-        return self._each_way(Send(shift, keys=True, gradients=False) for shift in self.shifts)
+        return self._in_each_direction(Send(shift, keys=True, gradients=False) for shift in self.shifts)
 
     @property
     def backward(self) -> tuple[Send, ...]:
-        """Own shard last: its gradients need no journey, and its work hides that of the others home."""
+        """The own shard comes last: its gradients are not sent, and its kernel hides the last send of the others."""
         shifts = self.shifts
         sends = [Send(shift, keys=True, gradients=False) for shift in shifts[:1]]
         for onward, behind in zip((*shifts[1:], None), (None, *shifts[1:]), strict=True):
             sends += self.parcel(onward, behind)
         home = self.homeward
-        return self._each_way([*sends, *(() if home is None else (Send(home, keys=False, gradients=True),))])
+        return self._in_each_direction([*sends, *(() if home is None else (Send(home, keys=False, gradients=True),))])
 
     @property
     def homeward(self) -> int | None:
-        """How far the gradients of the last hop are from home, on their way; `None` where nothing left."""
+        """How far the gradients of the last visiting keys still have to travel; `None` on a ring without sends."""
         return self.ranks - self.offsets[-1] if self.offsets[-1] else None
 
     def halves(self, kv_heads: int) -> bool:
-        """Whether the backward works on half of the heads of the own shard first, to hide the first send too."""
-        return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.turns)) == 0
+        """Whether the backward pass computes half of the own shard's heads first, to hide the first send too."""
+        return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.signs)) == 0
 
     def parcel(self, onward: int | None, behind: int | None) -> tuple[Send, ...]:
-        """What is sent during one hop of the backward: keys `onward`, the gradients of the hop before after them."""
+        """What is sent during one hop of the backward pass: keys `onward`, and behind them the last hop's gradients."""
         if self.joint and onward is not None and onward == behind:
             return (Send(onward, keys=True, gradients=True),)
         keys = () if onward is None else (Send(onward, keys=True, gradients=False),)
         gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
         return keys + gradients
 
-    def _each_way(self, sends: Iterable[Send]) -> tuple[Send, ...]:
-        ways = len(self.turns)
+    def _in_each_direction(self, sends: Iterable[Send]) -> tuple[Send, ...]:
+        directions = len(self.signs)
         return tuple(
-            dataclasses.replace(send, shift=turn * send.shift, ways=ways) for send in sends for turn in self.turns
+            dataclasses.replace(send, shift=sign * send.shift, directions=directions)
+            for send in sends
+            for sign in self.signs
         )
 
 
@@ -107,9 +109,9 @@ def plan(
 ) -> Plan:
     """The hops on which some rank's queries can see some key; lengths are those of one shard.
 
-    Masks that are not bounded by position, ids that are known at run time only, and positions of the caller's own
-    rule out nothing. Where hops are left out all keys go one way, also with `two_way`: what is near on one way round
-    is far on the other. So do they on two ranks, where both ways are the same.
+    Masks without bounds by position, segment ids (known at run time only) and the caller's own positions exclude no
+    hop. Where hops are left out, `two_way` has no effect: a shard that is near in one direction is far in the other.
+    Nor has it on two ranks, where both directions are the same.
     """
     made = _offsets(rule, layout, ranks, q_length, kv_length)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
@@ -121,7 +123,7 @@ def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int)
         return every
     masks = [*of_positions(rule)]
     if rule.masks and all(mask.bounded for mask in rule.masks):
-        masks.append(functools.reduce(lambda a, b: a | b, rule.masks))
+        masks.append(any_of(rule.masks))
     if not masks:
         return every
     meets = _meetings(masks, layout, ranks, q_length, kv_length)
@@ -133,7 +135,7 @@ def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_leng
     """Whether any query of each rank may see any key of each rank, `[ranks, ranks]`, from minima and maxima."""
     q, q_parts = _shards(layout, ranks, q_length)
     kv, kv_parts = _shards(layout, ranks, kv_length)
-    some = functools.reduce(lambda a, b: a & b, (np.asarray(mask.tiles(q, kv)[0]) for mask in masks))
+    some = all_of(np.asarray(mask.tiles(q, kv)[0]) for mask in masks)
     tiles = np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts))
     return np.asarray(tiles.reshape(ranks, q_parts, ranks, kv_parts).any((1, 3)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is differentiated once, and not again: the backward pass has no rule, and says so."""
+"""Raises on second derivatives: the backward pass has no derivative rule of its own."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from ..errors import DerivativeError
 
 
 @jax.custom_jvp
-def once(x: Any) -> Any:
-    """`x`, of which nobody can take a derivative."""
+def first_derivative_only(x: Any) -> Any:
+    """`x`; differentiating it raises."""
     return x
 
 
-@once.defjvp
+@first_derivative_only.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     raise DerivativeError(
         "the gradient of ring_attention was differentiated once more, and there is no rule for that. Take first "

@@ -9,19 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..contract import nonfinite, ordering, packing
+from ..contract import ordering
+from ..contract.packing import Packed
 from ..contract.varying import align, axes_of
 from ..placement import axes
+from . import parcels
 from .blocks import Differentiable, Fixed, Ring
-from .directions import Way
+from .directions import Direction
 
-Wires = tuple[packing.Wire, ...]
+Wires = tuple[parcels.Wire, ...]
 """One packed array for every direction round the ring."""
 
 
-def permuted(ring: Ring, ways: Sequence[Way], wires: Wires, shift: int) -> Wires:
-    """The arrays that arrive when every rank sends those of each direction `shift` ranks along it."""
-    return tuple(_permuted(ring, x, way.come(shift)) for way, x in zip(ways, wires, strict=True))
+def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int) -> Wires:
+    """The arrays that arrive when every rank sends each direction's array `shift` ranks along that direction."""
+    return tuple(_permuted(ring, x, each.signed(shift)) for each, x in zip(directions, wires, strict=True))
 
 
 def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
@@ -30,9 +32,9 @@ def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
-        return packing.from_wire(send(packing.to_wire(x)), x.dtype)
+        return parcels.from_wire(send(parcels.to_wire(x)), x.dtype)
 
-    if not axes.bound(ring.axis):  # a branch may not name the axis then
+    if not axes.bound(ring.axis):  # then a branch of `platform_dependent` may not name the axis
         return as_integers(x)
     return jax.lax.platform_dependent(x, tpu=send, default=as_integers)
 
@@ -47,17 +49,12 @@ def after_hop(fixed: Fixed, token: jax.Array) -> Fixed:
     return dataclasses.replace(fixed, rank=ordering.number(fixed.rank, token))
 
 
-def packed(ring: Ring, k: jax.Array, v: jax.Array, poison: bool) -> packing.Packed:
-    """K and V as one array without non-finite values; with `poison` a key that held one becomes NaN."""
-    return getattr(ring.kernel, "keys_and_values", nonfinite.keys_and_values)(k, v, poison)
-
-
-def wire(ring: Ring, kv: packing.Packed) -> packing.Wire:
+def wire(ring: Ring, kv: Packed) -> parcels.Wire:
     """K,V as the engine carries it; it stays in the kernel's dtype where it never joins a parcel.
 
     The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
     """
-    return packing.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
+    return parcels.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
 
 
 def aligned(tree: Any, inputs: Differentiable) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With which parameters a backend runs a call: given, overlaid, tuned before, tuned now, or its own default."""
+"""Which parameters a kernel runs with: those of the call, an overlay, an earlier tuning, a new one, or its default."""
 
 from .choice import forget as forget
 from .choice import tune as tune

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where what was tuned is kept between processes: a file for each problem, and no fault of a disk is fatal."""
+"""Where tuned configurations are stored between processes: a JSON file for each problem. Disk errors only warn."""
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from .policy import CACHE_VARIABLE
 from .problem import Problem
 
 LOCK_SECONDS: Final = 10.0
-"""How long a write waits for those of other processes; each holds the lock for milliseconds."""
+"""How long a write waits for the lock; each process holds it for milliseconds."""
 
 _FORMAT: Final = 1
 _ASIDE: Final = ".corrupt"
@@ -26,7 +25,7 @@ _reported: Final[set[str]] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What one file says: for which problem, with what result, and what every candidate of the tuning took."""
+    """One file: the problem, the chosen configuration, and the time of every candidate."""
 
     problem: Mapping[str, Any]
     config: RingAttentionConfig
@@ -38,7 +37,7 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """Where entries are; `None` where there is no such place, because this user has no home."""
+    """The directory of the entries; `None` for a user without a home directory."""
     asked = os.environ.get(CACHE_VARIABLE)
     if asked:
         root = os.path.abspath(os.path.expanduser(asked))
@@ -55,7 +54,7 @@ def directory() -> Path | None:
 
 
 def read(problem: Problem) -> Entry | None:
-    """The entry for this problem. One that cannot be understood is reported, set aside, and as good as none."""
+    """The entry for this problem, or `None`. A file that cannot be parsed is reported, renamed and ignored."""
     root = directory()
     if root is None:
         return None
@@ -68,17 +67,22 @@ def read(problem: Problem) -> Entry | None:
 
 
 def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]] = ()) -> Path | None:
-    """Puts an entry in the place of the one before it, whole or not at all; `None`, and a report, where it cannot."""
+    """Replaces the entry of the problem atomically. On failure it warns and returns `None`."""
     root = directory()
     if root is None:
         return None
     path = root / f"{problem.digest}.json"
     told = {"format": _FORMAT, "problem": dataclasses.asdict(problem), "config": config.to_dict(), "trials": trials}
+    temporary = path.with_suffix(".new")
     try:
         text = json.dumps(told, indent=1)
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root):
-            _replace(path, text)
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError, NotImplementedError) as error:
         _report(f"cannot keep a tuned configuration in {root}: {_told(error)}. It holds for this process only")
         return None
@@ -86,7 +90,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
 
 
 def entries() -> list[Entry]:
-    """Everything that is kept, the newest last."""
+    """Every entry, the newest last."""
     root = directory()
     try:
         paths = [] if root is None else sorted(root.glob("*.json"), key=lambda path: path.stat().st_mtime)
@@ -97,7 +101,7 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Removes every entry, those that were set aside too, and says how many."""
+    """Removes every entry and every file that was renamed; returns how many."""
     root = directory()
     if root is None or not root.is_dir():
         return 0
@@ -129,26 +133,10 @@ def _read(path: Path) -> Entry | None:
         return _set_aside(path, _told(error))
 
 
-def _replace(path: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".new")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def _locked(root: Path) -> AbstractContextManager[Any]:
     import filelock
 
-    with filelock.FileLock(root / ".lock", timeout=LOCK_SECONDS):
-        yield
+    return filelock.FileLock(root / ".lock", timeout=LOCK_SECONDS)
 
 
 def _set_aside(path: Path, reason: str) -> None:
@@ -169,7 +157,7 @@ def _without_home(found: object) -> None:
 
 
 def _report(message: str) -> None:
-    """Once: what is wrong with a file or a disk is wrong at every call."""
+    """Warns once for each message: the same disk error would come with every call."""
     if message not in _reported:
         _reported.add(message)
         _logger.warning("%s", message)

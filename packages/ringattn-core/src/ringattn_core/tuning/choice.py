@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With which parameters a call runs: the first that says so of the call, an overlay, the caches and the policy."""
+"""Which parameters a call runs with: its own, an overlay's, a tuned configuration's, or the backend's default."""
 
 import dataclasses
+import functools
 import logging
 import math
 import threading
@@ -19,45 +20,40 @@ from ..masks.builder import Built
 from ..placement.axes import size
 from .overlay import OPEN, overlaid
 from .policy import Policy, current
-from .problem import Problem, built_masks, of_call, tunable
+from .problem import Problem, of_call, tunable
 
 if TYPE_CHECKING:
-    from .progress import Progress
     from .tuner import Outcome
 
 _logger: Final = logging.getLogger("ringattn")
 _tuned: Final[dict[tuple[Registration, Problem], RingAttentionConfig]] = {}
-_absent: Final[set[tuple[Registration, Problem]]] = set()
-_failed: Final[set[tuple[Registration, Problem]]] = set()
-_turn: Final = threading.Lock()
+"""What this process has tuned; the default where its tuning failed."""
+_one_at_a_time: Final = threading.Lock()
 
 
 def forget() -> None:
-    """Empties the cache in memory: the next call looks into the persistent one again."""
-    for known in (_tuned, _absent, _failed):
-        known.clear()
+    """Empties the cache in memory: the next call reads the disk again."""
+    _tuned.clear()
+    _stored.cache_clear()
 
 
 on_clear.append(forget)
 
 
 def settled(registration: Registration, call: Call, ranks: int | None = None, mesh: Any = None) -> Call:
-    """The call with the parameters that it runs with; those that it brings stay as they are.
+    """The call of one shard with the parameters that it runs with; those that it brings stay.
 
-    Its arrays are those of one shard. Forward and backward parameters are settled apart: a call that gives one of
-    them leaves the other to an overlay, to the caches, and last to the backend.
+    Forward and backward parameters are chosen separately: a call may bring one of them and leave the other open.
     """
     forward, backward = overlaid(registration.name, call.fwd_params, call.bwd_params)
     if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
         kernel = registration.implementation()
         if tunable(registration) or hasattr(kernel, "default_config"):
             ranks = size("axis_name", call.axis_name or ()) if ranks is None else ranks
-            built = built_masks(call, ranks)
-            problem = of_call(registration, call, built, ranks, mesh)
-            found = configured(registration, problem, built)
+            problem = of_call(registration, call, ranks, mesh)
+            found = configured(registration, problem, call.mask_builder)
             forward = found.fwd_params if forward == OPEN.fwd_params else forward
             backward = found.bwd_params if backward == OPEN.bwd_params else backward
-            call = call if built is None else dataclasses.replace(call, mask_builder=built)
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
@@ -66,7 +62,7 @@ def settled(registration: Registration, call: Call, ranks: int | None = None, me
 def settled_over(
     mesh: Any, registration: Registration, options: Call, specs: Mapping[str, PartitionSpec], arrays: Any
 ) -> Call:
-    """`options`, the part of a call that is no array, with the parameters that each shard of `arrays` runs with."""
+    """`options`, a call without its arrays, with the parameters that each shard of the global `arrays` runs with."""
     shards = {
         name: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(arrays[name].shape), arrays[name].dtype)
         for name, spec in specs.items()
@@ -77,70 +73,59 @@ def settled_over(
 
 
 def configured(registration: Registration, problem: Problem, built: Built | None = None) -> RingAttentionConfig:
-    """What the caches, the policy and the backend say, in this order; with the policy "on" it may tune."""
-    policy, asked = current(), (registration, problem)
+    """The configuration from memory, from the disk, from a tuning if the policy is "on", or the backend's default."""
+    policy = current()
     if policy is not Policy.OFF:
-        found = _tuned.get(asked) or _read(registration, problem)
-        if found is None and policy is Policy.ON and asked not in _failed and tunable(registration):
-            found = _tune(registration, problem, built)
+        found = _tuned.get((registration, problem)) or _stored(registration, problem)
+        if found is None and policy is Policy.ON and tunable(registration):
+            found = _tuned_now(registration, problem, built)
         if found is not None:
             return found
     return default(registration, problem)
 
 
 def default(registration: Registration, problem: Problem) -> RingAttentionConfig:
-    """What the backend runs with where nobody has tuned."""
+    """The backend's own configuration for an untuned problem."""
     own = getattr(registration.implementation(), "default_config", None)
     return OPEN if own is None else own(problem)
 
 
 def tune(
-    problem: Problem,
-    built: Built | None = None,
-    registration: Registration | None = None,
-    progress: "Progress | None" = None,
-    keep: bool = True,
+    problem: Problem, built: Built | None = None, registration: Registration | None = None, keep: bool = True
 ) -> "Outcome":
-    """Measures every candidate of the backend for this problem, and puts the fastest into both caches."""
-    from . import tuner
+    """Times every candidate of the backend; with `keep` stores the fastest in memory and on the disk.
+
+    A backend that is registered in this process has no version, and is not stored on the disk.
+    """
+    from . import cache, tuner
 
     registration = get(problem.backend) if registration is None else registration
-    outcome = tuner.fastest(registration, problem, default(registration, problem), built, progress)
+    outcome = tuner.fastest(registration, problem, default(registration, problem), built)
     if keep:
-        remember(registration, problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
+        _tuned[registration, problem] = outcome.config
+        if not registration.in_process:
+            cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
     return outcome
 
 
-def remember(registration: Registration, problem: Problem, config: RingAttentionConfig, trials: Any = ()) -> None:
-    """Puts what was tuned into both caches. A backend registered in this process has no version, and is not kept."""
-    _tuned[registration, problem] = config
-    if not registration.in_process:
-        from . import cache
-
-        cache.write(problem, config, trials)
-
-
-def _read(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
-    asked = registration, problem
-    if asked in _absent or registration.in_process:
+@functools.cache
+def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
+    """The configuration on the disk; each problem is looked up once."""
+    if registration.in_process:
         return None
     from . import cache
 
     entry = cache.read(problem)
-    if entry is None:
-        _absent.add(asked)
-        return None
-    return _tuned.setdefault(asked, entry.config)
+    return None if entry is None else entry.config
 
 
-def _tune(registration: Registration, problem: Problem, built: Built | None) -> RingAttentionConfig | None:
-    """One at a time: two would disturb each other's measurements, and the second may find what the first stored."""
-    with _turn:
-        if (registration, problem) in _tuned:
-            return _tuned[registration, problem]
-        try:
-            return tune(problem, built, registration).config
-        except TuningError as error:
-            _failed.add((registration, problem))
-            _logger.warning("%s. Its default is used", error)
-            return None
+def _tuned_now(registration: Registration, problem: Problem, built: Built | None) -> RingAttentionConfig:
+    """Tunes, unless another thread has just done so: two tunings at once would disturb each other's times."""
+    with _one_at_a_time:
+        if (registration, problem) not in _tuned:
+            try:
+                tune(problem, built, registration)
+            except TuningError as error:
+                _tuned[registration, problem] = default(registration, problem)
+                _logger.warning("%s. Its default is used", error)
+        return _tuned[registration, problem]

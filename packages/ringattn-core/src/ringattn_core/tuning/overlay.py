@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration holds for the calls of a context that bring none of their own."""
+"""Which parameters the calls inside a `with overlay(...)` block get, if they bring none."""
 
 import contextlib
 import contextvars
@@ -10,7 +10,7 @@ from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..errors import InputError
 
 OPEN: Final = RingAttentionConfig()
-"""The parameters of a call that leaves them open."""
+"""The parameters of a call that sets none."""
 
 _context: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.ContextVar(
     "ringattn_overlay", default=()
@@ -19,10 +19,10 @@ _context: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.
 
 @contextlib.contextmanager
 def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
-    """Gives forward or backward parameters to the calls in this context that have none themselves.
+    """Sets forward or backward parameters for the calls in this context that bring none.
 
-    The innermost overlay that gives them decides; one that names a backend is for the calls which that backend answers.
-    It is read when a call is traced: a function that `jax.jit` has compiled before keeps what it was compiled with.
+    The innermost overlay that sets them wins. One that names a backend applies to calls which that backend runs.
+    Overlays are read when a call is traced: a function that `jax.jit` has already compiled does not change.
     """
     if isinstance(cfg, Mapping):
         cfg = RingAttentionConfig.from_dict(cfg)
@@ -36,7 +36,7 @@ def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
 
 
 def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[FwdParams, BwdParams]:
-    """The parameters of a call that `backend` answers, those that it leaves open filled from the overlays."""
+    """The parameters of a call that `backend` runs, with those that it leaves open taken from the overlays."""
     for cfg in _context.get():
         if cfg.backend_name in (None, backend):
             forward = cfg.fwd_params if forward == OPEN.fwd_params else forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call whose parameters nobody gives may use what was tuned, or tune now."""
+"""Whether a call without parameters of its own may use earlier tunings, and whether it may tune."""
 
 import enum
 import os
@@ -14,21 +14,21 @@ CACHE_VARIABLE: Final = "RINGATTN_CACHE_DIR"
 
 
 class Policy(enum.Enum):
-    """Each value allows what the one before it allows, and more."""
+    """The values of `RINGATTN_AUTOTUNE`; each allows more than the one before it."""
 
     OFF = "off"
-    """The backend's default; no cache is read."""
+    """The backend's default; reads no cache."""
     CACHED = "cached"
-    """What was tuned for this problem before, else the backend's default."""
+    """The result of an earlier tuning of this problem, else the backend's default."""
     ON = "on"
-    """What was tuned for this problem before, else it is tuned now."""
+    """The result of an earlier tuning of this problem, else tunes now."""
 
 
 def current() -> Policy:
-    """What the environment says, `CACHED` where it says nothing.
+    """The policy that the environment asks for, `CACHED` by default.
 
-    Of several processes that run one program no call tunes, because all must compile the same; and none reads a cache,
-    unless the environment names the directory, which is then for all of them.
+    Where several processes run one program, all must compile the same: no call tunes, and the cache is read only where
+    the environment names its directory, which then is the same for all.
     """
     named = os.environ.get(VARIABLE, "").strip().lower() or Policy.CACHED.value
     try:

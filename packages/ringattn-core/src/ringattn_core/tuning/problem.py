@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tuned for: all of a call that can change which configuration is fastest, and nothing else."""
+"""The key of a tuning: everything about a call that can change which configuration is fastest."""
 
 import dataclasses
 import functools
@@ -9,25 +9,23 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, Final, Protocol, runtime_checkable
 
+import importlib_metadata
 import jax
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
 from ..contract.call import Call
-from ..masks.builder import Built, build
-from ..placement.axes import size
 from ..placement.platforms import device_of, platform_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One rank's share of a call: two calls with equal problems run equally fast with equal configurations.
+    """One rank's share of a call. Calls with equal problems are equally fast with equal configurations.
 
-    Lengths are those of a shard; shapes are `None` where the call has no such array. `masks` describes the distinct
-    masks of the heads. `device` tells machines apart, `versions` whatever may change the programs.
+    Lengths are those of a shard; a shape is `None` where the call has no such array. `masks` are the distinct masks of
+    the heads, as text. `device` is the kind of device, `versions` are those of JAX, core and the backend.
     """
 
     backend: str
@@ -61,35 +59,35 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The problem as text; equal problems have equal keys, in every process."""
+        """The problem as text: the same for equal problems in every process."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @property
     def digest(self) -> str:
-        """A name for the problem that serves as the name of a file."""
+        """A short hash of the problem, used as a file name."""
         return hashlib.sha256(self.key.encode()).hexdigest()[:32]
 
 
 @runtime_checkable
 class Tunable(Protocol):
-    """What a kernel gives so that core can choose how it runs. Both are optional: each is used where it is there."""
+    """Two functions that a kernel may have so that core can choose its parameters. Each is optional."""
 
     def default_config(self, problem: Problem) -> RingAttentionConfig:
-        """How the kernel runs where nobody has tuned; without it, with parameters that are all `None`."""
+        """The configuration of an untuned problem; a kernel without this function gets parameters that are `None`."""
         ...
 
     def candidate_configs(self, problem: Problem) -> Sequence[RingAttentionConfig]:
-        """What tuning may choose from. Forward and backward parameters are timed apart, and the best of each taken."""
+        """The configurations to time. The best forward and the best backward parameters are chosen separately."""
         ...
 
 
 def tunable(registration: Registration) -> bool:
-    """Whether core can tune the backend: a block kernel that gives candidates. A ring function tunes itself."""
+    """Whether core can tune the backend: it is a block kernel with `candidate_configs`."""
     return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
 
 
-def of_call(registration: Registration, call: Call, built: Built | None, ranks: int, mesh: Any = None) -> Problem:
-    """The problem of one shard: the arrays of `call` are local, concrete or not."""
+def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None) -> Problem:
+    """The problem of a call whose arrays are those of one shard; only their shapes are read."""
     batch, q_length, heads, head_dim = call.query.shape
     given = (mesh, (call.query, call.key, call.value))
     return Problem(
@@ -115,7 +113,7 @@ def of_call(registration: Registration, call: Call, built: Built | None, ranks: 
         segments=call.q_segment_ids is not None,
         slopes=call.alibi_slopes is not None,
         positions=_shape(call.q_positions),
-        masks=() if built is None else tuple(map(_described, built.masks)),
+        masks=() if call.mask_builder is None else tuple(map(_described, call.mask_builder.masks)),
         bias=_shape(call.bias),
         attention_mask=_shape(call.attention_mask),
         precision=call.precision,
@@ -124,25 +122,16 @@ def of_call(registration: Registration, call: Call, built: Built | None, ranks: 
     )
 
 
-def built_masks(call: Call, ranks: int) -> Built | None:
-    """The masks of the heads, which are global, as the engine will make them."""
-    if call.mask_builder is None or isinstance(call.mask_builder, Built):
-        return call.mask_builder
-    copies = size("head_axis_name", call.head_axis_name or ())
-    lengths, heads = (call.query.shape[1], call.key.shape[1]), (call.query.shape[2], call.key.shape[2])
-    return build(call.mask_builder, *(length * ranks for length in lengths), *(count * copies for count in heads))
-
-
 @functools.cache
 def machine(kind: str) -> str:
-    """The kind of a device; a CPU says nothing of itself there, and a home directory may serve several machines."""
+    """The kind of a device. For a CPU, whose kind is just "cpu", its architecture and its number of cores."""
     return f"cpu, {platform.machine()}, {os.cpu_count()} cores" if kind == "cpu" else kind
 
 
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
-    """Whatever may make another program of the same call."""
-    core = metadata.version("ringattn-core")
+    """The versions that may change the compiled program."""
+    core = importlib_metadata.version("ringattn-core")
     return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tuning runs: a rank's hops with the kernel itself, forward and backward, on arrays made for it."""
+"""The programs that tuning times: the kernel on the hops of one rank, forward and backward, on random arrays."""
 
 import dataclasses
 import functools
@@ -12,43 +12,41 @@ import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
 from ..contract.checks import backward, forward
-from ..contract.merge import empty
 from ..contract.packing import pack
-from ..contract.protocol import BlockKernel, Partial
+from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.rule import Rule
 from ..masks.builder import Built
 from ..placement.layout import indices
+from ..ring.backward import Rows
 from ..ring.blocks import Differentiable, Fixed, Ring, block
 from ..ring.directions import parts, split
-from ..ring.hops import Plan, plan
+from ..ring.hops import plan
 from .problem import Problem
 
 HOPS: Final = 4
-"""The most hops that a trial makes: the first is on a rank's own keys, and those behind it are much alike."""
+"""The most hops of a trial: the first is with the rank's own keys, and the later ones are much alike."""
 DOCUMENTS: Final = 4
-"""Into how many documents of equal length a trial cuts the tokens of a shard, where a call has segment ids."""
+"""The documents of equal length in a shard of a trial, where the call has segment ids."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The made-up inputs of a problem, on the device that it is for, and the programs over them.
+    """The inputs of one rank on one device, and the programs that run them through the kernel.
 
-    The rank is the one with the most to do where causality makes them unequal, the last; nothing is sent, and of two
-    ways round the heads of one are here. Each hop is a call of one compiled program, so that no two of them can be
-    merged, and what they continue from is given away.
+    The rank is the last, which has the most work under a causal mask. Nothing is sent; with `two_way` the heads are
+    those of one direction. Each hop calls one compiled program, so that XLA cannot merge hops, and donates the result
+    that it continues.
     """
 
-    kernel: BlockKernel
-    problem: Problem
-    rule: Rule
+    ring: Ring
     inputs: Differentiable
     fixed: Fixed
     dout: jax.Array
     offsets: tuple[jax.Array, ...]
 
     def forward(self, params: FwdParams) -> Callable[[], Partial]:
-        """The forward of every hop with these parameters."""
-        ring = self._ring(dataclasses.replace(self.rule, fwd_params=params))
+        """The forward pass over all hops with these parameters."""
+        ring = dataclasses.replace(self.ring, rule=dataclasses.replace(self.ring.rule, fwd_params=params))
 
         def run() -> Partial:
             partial = None
@@ -60,8 +58,8 @@ class Trial:
         return run
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
-        """The backward of every hop with these parameters, from what `forward` gave."""
-        ring = self._ring(dataclasses.replace(self.rule, bwd_params=params))
+        """The backward pass over all hops with these parameters; `whole` is the result of `forward`."""
+        ring = dataclasses.replace(self.ring, rule=dataclasses.replace(self.ring.rule, bwd_params=params))
         rows = _rows(whole, self.dout)
 
         def run() -> Any:
@@ -73,12 +71,9 @@ class Trial:
 
         return run
 
-    def _ring(self, rule: Rule) -> Ring:
-        return Ring(self.kernel, rule, _plan(rule, self.problem), self.problem.layout, ())
-
 
 def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Built | None = None) -> Trial:
-    """Inputs for `problem` on `device`; `built` are its masks, where it has any. Equal for equal problems."""
+    """The trial of `problem` on `device`; `built` are its masks. Equal problems get equal inputs."""
     with jax.default_device(device):
         rule = Rule(
             scale=1.0 / math.sqrt(problem.head_dim),
@@ -93,22 +88,19 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Buil
             precision=problem.precision,
             fused_backward=problem.fused_backward,
         )
-        hops = _plan(rule, problem)
-        inputs, fixed, dout = _made_up(problem)
-        way, *_ = split(hops.turns, inputs, fixed)
-        dout, *_ = parts(dout, 2, len(hops.turns))
-        offsets = tuple(jnp.asarray(way.come(offset), jnp.int32) for offset in hops.offsets[:HOPS])
-        made = Trial(kernel, problem, rule, way.inputs, way.fixed, dout, offsets)
+        lengths = problem.q_length, problem.kv_length
+        hops = plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
+        inputs, fixed, dout = _inputs(problem)
+        direction, *_ = split(hops.signs, inputs, fixed)
+        dout, *_ = parts(dout, 2, len(hops.signs))
+        offsets = tuple(jnp.asarray(direction.signed(offset), jnp.int32) for offset in hops.offsets[:HOPS])
+        ring = Ring(kernel, rule, hops, problem.layout, ())
+        made = Trial(ring, direction.inputs, direction.fixed, dout, offsets)
     jax.block_until_ready((made.inputs, made.fixed, made.dout, made.offsets))
     return made
 
 
-def _plan(rule: Rule, problem: Problem) -> Plan:
-    lengths = problem.q_length, problem.kv_length
-    return plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
-
-
-def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
+def _inputs(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
     batch, dtype = problem.batch, jnp.dtype(problem.dtype)
     of_q, of_kv = (batch, problem.q_length), (batch, problem.kv_length)
     seeds = jax.random.split(jax.random.key(0), 5)
@@ -140,31 +132,36 @@ def _made_up(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
     return Differentiable(q, k, v, None, bias, slopes), fixed, dout
 
 
+def _visited(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array) -> Block:
+    """The block of a hop as the engine makes it: on a ring of one final, with keys and values that are not packed."""
+    alone = ring.plan.ranks == 1
+    kv = (inputs.k, inputs.v) if alone else pack(inputs.k, inputs.v)
+    return dataclasses.replace(block(ring, inputs, kv, fixed, offset), final=alone)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, partial: Partial | None) -> Any:
-    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
-    return forward(ring.kernel, visited, empty(visited) if partial is None else partial)
+    return forward(ring.kernel, _visited(ring, inputs, fixed, offset), partial)
 
 
 @jax.jit
-def _rows(whole: Partial, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the backward of every hop gets: `dout` where any key was visible, `lse` and `delta`."""
-    dout = jnp.where(jnp.swapaxes(jnp.isneginf(whole.lse), 1, 2)[..., None], 0, dout)
-    return dout, whole.lse, jnp.swapaxes((dout.astype(jnp.float32) * whole.out).sum(-1), 1, 2)
+def _rows(whole: Partial, dout: jax.Array) -> Rows:
+    """What the backward pass of every hop reads of the queries."""
+    products = dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
+    return Rows(dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2), whole.shift)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
 def _backward_hop(
-    ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Any, dq: jax.Array | None
+    ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Rows, dq: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    visited = block(ring, inputs, pack(inputs.k, inputs.v), fixed, offset)
-    zeros = jnp.zeros(inputs.q.shape, jnp.float32)
-    found = backward(ring.kernel, visited, *rows, zeros if dq is None else dq)
+    visited = dataclasses.replace(_visited(ring, inputs, fixed, offset), shift=rows.shift)
+    found = backward(ring.kernel, visited, rows.dout, rows.lse, rows.delta, dq)
     return found.dq, (found.dk, found.dv, found.dbias, found.dslopes)
 
 
 def release() -> None:
-    """Lets go of the programs that trials compiled: of all candidates one will be used, in programs of others."""
+    """Frees the programs that trials compiled."""
     programs: tuple[Any, ...] = (_forward_hop, _rows, _backward_hop)
     for program in programs:
         program.clear_cache()

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidate is fastest: all take turns, the slow ones leave early, and the medians of the rest decide."""
+"""Which candidate is fastest: candidates are timed in turn, slow ones drop out early, and medians decide."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import jax
@@ -16,27 +19,25 @@ from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..errors import TuningError
 from ..masks.builder import Built
 from .problem import Problem, machine, tunable
-from .progress import Progress
 from .trial import release, trial
 
 Params = TypeVar("Params", FwdParams, BwdParams)
-Result = TypeVar("Result")
 
 TIE: Final = 0.02
-"""The part by which a candidate must be faster than the default to be chosen instead."""
-LEAVING: Final = ((1, 2.0), (3, 1.3), (7, 1.1))
-"""After how many rounds a candidate leaves whose fastest is by which factor that of the fastest; the default stays.
+"""A candidate replaces the default only if it is faster by more than this part."""
+DROPPING_OUT: Final = ((1, 2.0), (3, 1.3), (7, 1.1))
+"""`(rounds, factor)`: after so many rounds a candidate drops out if its best time is over `factor` times the best.
 
-What else the machine does only adds to a time, and hits whom it will: of few rounds the fastest tells most.
+The best time counts, because other work on the machine only adds to a time. The default never drops out.
 """
 ROUNDS: Final = 15
 LEAST_SECONDS: Final = 0.01
-"""A measurement takes at least so long: of faster programs it is one of several calls in a row."""
+"""The least duration of one measurement; a faster program is called several times in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What became of one candidate: the median seconds of its rounds, or why it did not run."""
+    """One candidate: the median seconds of its rounds, or why it did not run."""
 
     part: str
     params: FwdParams | BwdParams
@@ -50,7 +51,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The configuration that was chosen, and every candidate that it was chosen from, defaults first."""
+    """The chosen configuration, and every candidate, the default first."""
 
     config: RingAttentionConfig
     forward: tuple[Timed, ...]
@@ -62,16 +63,12 @@ class Outcome:
 
 
 def fastest(
-    registration: Registration,
-    problem: Problem,
-    default: RingAttentionConfig,
-    built: Built | None = None,
-    progress: Progress | None = None,
+    registration: Registration, problem: Problem, default: RingAttentionConfig, built: Built | None = None
 ) -> Outcome:
-    """The fastest of the backend's candidates, or the default where nothing is faster by more than `TIE`, or offered.
+    """The fastest of the backend's candidates; the default if none is faster by more than `TIE`.
 
-    A candidate that does not compile, or has not enough memory, is recorded and passed over. Whatever is being traced
-    where this is called does not see any of it.
+    A candidate that does not compile, or runs out of memory, is recorded and skipped. All work is done in another
+    thread, so that a trace that is under way in the caller's thread does not see it.
     """
     kernel = registration.implementation()
     if not tunable(registration):
@@ -84,13 +81,12 @@ def fastest(
     if not offered:
         return Outcome(default, (), ())
     candidates = [default, *offered]
-    progress = Progress() if progress is None else progress
     stop = threading.Event()
     device = _device(problem)
 
     def measure() -> Outcome:
-        with jax.default_device(device):
-            race = _Race(registration.name, progress, stop)
+        with jax.default_device(device), _progress_bar() as bar:
+            race = _Race(registration.name, stop, bar)
             made = trial(kernel, problem, device, built)
             forward, best = race.run("forward", [c.fwd_params for c in candidates], made.forward)
             whole = made.forward(best)()
@@ -100,41 +96,57 @@ def fastest(
             return Outcome(RingAttentionConfig(best, backward_best), forward, backward)
 
     try:
-        return _apart(measure, stop)
+        with ThreadPoolExecutor(1, "ringattn-tuning") as pool:
+            try:
+                return pool.submit(measure).result()
+            finally:
+                stop.set()
     finally:
-        progress.close()
         release()
+
+
+def _progress_bar() -> Any:
+    """On a terminal a bar of rich, which the extra `cli` installs; else `None`, in a context as well."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        return contextlib.nullcontext()
+    # No thread of its own: it would disturb the times.
+    return Progress(console=Console(stderr=True), transient=True, auto_refresh=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Race:
     backend: str
-    progress: Progress
     stop: threading.Event
+    bar: Any
 
     def run(
         self, part: str, candidates: Sequence[Params], program: Callable[[Params], Callable[[], Any]]
     ) -> tuple[tuple[Timed, ...], Params]:
-        """What became of each distinct candidate, and the chosen one; the first candidate is the default."""
+        """The times of each distinct candidate, and the chosen one; the first candidate is the default."""
         candidates = list(dict.fromkeys(candidates))
-        self.progress.add(len(candidates) * (1 + ROUNDS))
+        task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) * (1 + ROUNDS))
         runs: dict[Params, Callable[[], Any]] = {}
         failures: dict[Params, str] = {}
         for params in candidates:
-            self._step(f"{part}: compiling {shown(params)}")
+            self._step(task, f"{part}: compiling {shown(params)}")
             try:
                 runs[params] = program(params)
                 jax.block_until_ready(runs[params]())
             except Exception as error:
                 failures[params] = _failure(error)
                 runs.pop(params, None)
-                self.progress.add(-ROUNDS)
+                self._step(task, f"{part}: {shown(params)} failed", ROUNDS)
         if not runs:
             told = "; ".join(f"{shown(params)}: {failure}" for params, failure in failures.items())
             raise TuningError(
                 self.backend, f"no candidate of its {part} ran ({told})", "Tune a smaller problem, or pass cfg="
             )
-        seconds = self._timed(part, runs, candidates[0])
+        seconds = self._timed(task, part, runs, candidates[0])
         medians = {params: statistics.median(taken) for params, taken in seconds.items()}
         timed = tuple(
             Timed(part, params, medians.get(params), len(seconds.get(params, ())), failures.get(params))
@@ -142,38 +154,42 @@ class _Race:
         )
         return timed, _chosen(candidates[0], medians, seconds)
 
-    def _timed(self, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params) -> dict[Params, list[float]]:
+    def _timed(
+        self, task: Any, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params
+    ) -> dict[Params, list[float]]:
+        """The seconds of each candidate in each round that it took part in."""
         least = {params: _seconds(run, 1) for params, run in runs.items()}
         calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
         seconds: dict[Params, list[float]] = {params: [] for params in runs}
-        racing, leaving = list(runs), dict(LEAVING)
+        racing, factors = list(runs), dict(DROPPING_OUT)
         for number in range(1, ROUNDS + 1):
             for params in racing if number % 2 else reversed(racing):
-                self._step(f"{part}: round {number} of {ROUNDS}, {shown(params)}")
+                self._step(task, f"{part}: round {number} of {ROUNDS}, {shown(params)}")
                 seconds[params].append(_seconds(runs[params], calls[params]))
                 least[params] = min(least[params], seconds[params][-1])
-            if number in leaving:
-                slowest = leaving[number] * min(least.values())
+            if number in factors:
+                slowest = factors[number] * min(least.values())
                 staying = [params for params in racing if params == default or least[params] <= slowest]
-                self.progress.add((len(staying) - len(racing)) * (ROUNDS - number))
+                self._step(task, f"{part}: round {number}", (len(racing) - len(staying)) * (ROUNDS - number))
                 racing = staying
         return seconds
 
-    def _step(self, what: str) -> None:
+    def _step(self, task: Any, what: str, steps: int = 1) -> None:
         if self.stop.is_set():
             raise KeyboardInterrupt
-        self.progress.step(what)
+        if task is not None:
+            self.bar.update(task, description=what, advance=steps, refresh=True)
 
 
 def _chosen(default: Params, medians: Mapping[Params, float], seconds: Mapping[Params, Sequence[float]]) -> Params:
-    """Of those that stayed to the end the one with the least median; the default where that is hardly more."""
+    """The least median of those that stayed to the end; the default if that is faster by less than `TIE`."""
     rounds = max(map(len, seconds.values()))
     best = min((params for params in medians if len(seconds[params]) == rounds), key=medians.__getitem__)
     return default if default in medians and medians[default] <= medians[best] * (1 + TIE) else best
 
 
 def shown(params: FwdParams | BwdParams) -> str:
-    """Parameters in a few characters."""
+    """Parameters as short text."""
     given = {**params.to_dict(), **dict(params.extra)}
     given.pop("extra", None)
     return " ".join(f"{name}={value}" for name, value in given.items()) or "as the kernel chooses"
@@ -202,27 +218,3 @@ def _device(problem: Problem) -> jax.Device:
     raise TuningError(
         problem.backend, f"no device of this process is {problem.device!r}", "Tune on a machine that has one"
     )
-
-
-def _apart(work: Callable[[], Result], stop: threading.Event) -> Result:
-    """The result of `work` in a thread of its own, where nothing is being traced and no mesh is set."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="ringattn-tuning", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        stop.set()
-        thread.join()
-        raise
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -6,29 +6,27 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..launch import Step
-from ..operands import Facts
-from ..tables import MASKED
-from .derivatives import derivatives, keep_state
+from ..kernel_inputs import Settings
+from ..launch import Step, over_parts
+from .derivatives import derivatives, keep_row_values
 from .scores import Part, keep_columns
 
 
-def backward_bias(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts, part: int, begins: Any) -> None:
+def backward_bias(
+    step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int, begins: Any
+) -> None:
     """`dbias`, where `begins(step)` says that a step is the first of its tile of the bias."""
-    state, columns = scratch["state"], scratch.get("columns")
-    keep_columns(facts, inputs, columns, by_keys=False)
-    keep_state(inputs, state)
+    row_values, columns = scratch["row_values"], scratch.get("columns")
+    keep_columns(settings, inputs, columns, by_keys=False)
+    keep_row_values(inputs, row_values)
 
     @pl.when(begins(step))
     def _():
         outputs["dbias"][...] = jnp.zeros_like(outputs["dbias"])
 
-    def over(masked: bool) -> None:
-        for start in range(0, inputs["k"].shape[0], part):
-            one = Part(facts, step, inputs, columns, False, start, part)
-            found = derivatives(one, state, masked)
-            ds = found.of_seen(found.ds)
-            outputs["dbias"][:, one.lanes] += ds if facts.bias_rows else ds.sum(0, keepdims=True)
+    def visit(start: int, masked: bool) -> None:
+        one = Part(settings, step, inputs, columns, False, start, part)
+        ds = derivatives(one, row_values, masked).ds
+        outputs["dbias"][:, one.lanes] += ds if settings.bias_rows else ds.sum(0, keepdims=True)
 
-    pl.when(~step.has(MASKED))(lambda: over(False))
-    pl.when(step.has(MASKED))(lambda: over(True))
+    over_parts(step, inputs["k"].shape[0], part, visit)

@@ -1,86 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of a block: queries keep their tile while keys and values visit it."""
 
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ..launch import Step
-from ..operands import Facts
-from ..tables import FIRST, IDLE, LAST, MASKED
-from .scores import (
-    HIDDEN,
-    LANES,
-    START,
-    Part,
-    bent,
-    folded,
-    keep_columns,
-    kept,
-    outer,
-    scored,
-    selected,
-    to_column,
-    to_row,
-    visible,
-    wide,
-)
+from ..kernel_inputs import Settings
+from ..launch import Step, over_parts
+from ..steps import FIRST, LAST
+from .dropout import kept
+from .scores import LANES, Part, folded, keep_columns, matmul, power, products, scores, to_column, to_row, wide
+
+LARGEST: Final = 0
+TOTAL: Final = 1
+"""The rows of `softmax`: of each query the largest score so far, and the sum of the exponentials relative to it."""
+LOWEST: Final = float(jnp.finfo(jnp.float32).min)
+"""Where the largest score begins: no score is lower, but for -inf, which weighs nothing beside it."""
 
 
-def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, facts: Facts, part: int, fresh: bool) -> None:
-    """`out` and `lse` continued with the keys that the steps bring; `fresh` says that they begin here.
+def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
+    """`out` and `softmax` continued with the keys that the steps bring; without them as inputs they begin here.
 
-    `m` is the running maximum of a row, in every lane of it, `total` its running sum, over all lanes of it together,
-    and `acc` its output times that. What survives dropout weighs in `acc` what it weighs without: its true weight comes
-    last, and in float32. What is there to begin with counts as one key of weight 1 whose score is the lse.
+    `largest` is the same in every lane of a row, `total` is the sum over all its lanes, and `acc` the output times
+    that. A probability that survives dropout enters `acc` unscaled: its weight comes last, and in float32.
     """
-    acc, m, total, columns = scratch["acc"], scratch["m"], scratch["total"], scratch.get("columns")
-    visiting = inputs["k"].shape[0]
+    acc, largest, total, columns = scratch["acc"], scratch["largest"], scratch["total"], scratch.get("columns")
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(facts, inputs, columns, by_keys=False)
-        if fresh:
-            acc[...] = jnp.zeros_like(acc)
-            m[...] = jnp.full_like(m, START)
-            total[...] = jnp.zeros_like(total)
+        keep_columns(settings, inputs, columns, by_keys=False)
+        if "out" in inputs:
+            before = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :])
+            acc[...] = inputs["out"][...] * wide(before / settings.keep_weight, acc.shape[1])
+            largest[...] = to_column(inputs["softmax"][LARGEST : LARGEST + 1, :])
+            total[...] = before / LANES
         else:
-            lse = to_column(inputs["lse"][...])
-            nothing = lse == -jnp.inf
-            acc[...] = inputs["out"][...] / facts.keep_weight if facts.dropout else inputs["out"][...]
-            m[...] = jnp.where(nothing, START, lse)
-            total[...] = jnp.where(nothing, 0.0, 1.0 / LANES)
+            acc[...] = jnp.zeros_like(acc)
+            largest[...] = jnp.full_like(largest, LOWEST)
+            total[...] = jnp.zeros_like(total)
 
-    def over(masked: bool) -> None:
-        for start in range(0, visiting, part):
-            _visit(Part(facts, step, inputs, columns, False, start, part), acc, m, total, masked)
+    def visit(start: int, masked: bool) -> None:
+        _visit(Part(settings, step, inputs, columns, False, start, part), acc, largest, total, masked)
 
-    for masked in (False, True):
-        pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))(lambda masked=masked: over(masked))
+    over_parts(step, inputs["k"].shape[0], part, visit)
 
     @pl.when(step.has(LAST))
     def _():
         weight = jnp.broadcast_to(total[...].sum(-1, keepdims=True), total.shape)
-        nothing = weight == 0.0
-        share = (facts.keep_weight if facts.dropout else 1.0) / jnp.where(nothing, 1.0, weight)
-        outputs["out"][...] = acc[...] * wide(share, acc.shape[1])
-        outputs["lse"][...] = to_row(jnp.where(nothing, -jnp.inf, m[...] + jnp.log2(jnp.where(nothing, 1.0, weight))))
+        share = settings.keep_weight / jnp.where(weight == 0.0, 1.0, weight)
+        outputs["out"][...] = (acc[...] * wide(share, acc.shape[1])).astype(outputs["out"].dtype)
+        outputs["softmax"][LARGEST : LARGEST + 1, :] = to_row(largest[...])
+        outputs["softmax"][TOTAL : TOTAL + 1, :] = to_row(weight)
 
 
-def _visit(part: Part, acc: Any, m: Any, total: Any, masked: bool) -> None:
-    facts = part.facts
-    k, v = part.inputs["k"][part.lanes, :], part.inputs["v"][part.lanes, :]
-    q = part.inputs["q"][...]
-    product = outer(q, k, facts)
-    s = selected(visible(part) if masked else None, scored(part, bent(part, product)), HIDDEN)
-    before = m[...]
+def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None:
+    settings, v = part.settings, part.rows("v")
+    s, _ = scores(part, products(part, "q", "k"), masked)
+    before = largest[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
-    p = jnp.exp2(s - wide(after, part.width))
-    decay = jnp.exp2(before - after)
+    p = power(s - wide(after, part.width), settings)
+    decay = power(before - after, settings)
     total[...] = decay * total[...] + folded(p)
-    m[...] = after
-    if facts.dropout:
+    largest[...] = after
+    if settings.rule.dropout:
         p = p * kept(part, 1.0)
-    seen = jnp.dot(p.astype(v.dtype), v, precision=facts.precision, preferred_element_type=jnp.float32)
-    acc[...] = wide(decay, acc.shape[1]) * acc[...] + seen
+    acc[...] = wide(decay, acc.shape[1]) * acc[...] + matmul(p, v, settings)

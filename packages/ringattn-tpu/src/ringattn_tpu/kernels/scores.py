@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one tile of scores is in every kernel: its values, which pairs see each other, and which of them are kept.
+"""The scores of a tile in every kernel: their values, and which pairs of query and key are masked out.
 
 The own side of a kernel lies along the sublanes and the visiting side along the lanes; which of them are the queries is
-all that differs. Scores are in units of log2.
+all that differs. Logarithms are in the units of `Settings.unit`.
 """
 
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.contract.dropout import philox
 
+from ..kernel_inputs import Settings
 from ..launch import Step
-from ..operands import LOG2_E, Facts
-from ..tables import GROUPED
-from ..words import bits
+from ..mask_bits import bits
 
 LANES: Final = 128
-HIDDEN: Final = -0.7 * 3.4028235e38
-"""The score of a pair that is not visible: so low that its weight is 0 beside any other."""
-START: Final = HIDDEN / 2
-"""Where a running maximum begins: above `HIDDEN`, so that rows that have seen nothing give no weight to it."""
 
 
 def to_column(row: jax.Array) -> jax.Array:
@@ -41,7 +35,7 @@ def wide(column: jax.Array, width: int) -> jax.Array:
 
 
 def folded(x: jax.Array) -> jax.Array:
-    """The sums of what lies in the same lane, `[tile, 128]`."""
+    """The sums of the elements in the same lane, `[tile, 128]`."""
     total = x[:, :LANES]
     for start in range(LANES, x.shape[1], LANES):
         total = total + x[:, start : start + LANES]
@@ -49,9 +43,9 @@ def folded(x: jax.Array) -> jax.Array:
 
 
 class Part(NamedTuple):
-    """Some of a visiting tile, from lane `start`, against all of the own one, whose numbers `columns` holds."""
+    """A part of a visiting tile, from lane `start`, against the whole own tile, whose integers are in `columns`."""
 
-    facts: Facts
+    settings: Settings
     step: Step
     inputs: Any
     columns: Any
@@ -67,61 +61,82 @@ class Part(NamedTuple):
     def lanes(self) -> Any:
         return slice(self.start, self.start + self.width)
 
-    def of_query(self, name: str, width: int | None = None) -> jax.Array:
-        """The number of each query along its axis of the scores, for as many lanes where that is the own axis."""
-        return self._number(self.facts.q_rows.index(name), "q_numbers", not self.by_keys, width)
+    def rows(self, name: str) -> jax.Array:
+        """The tile of `q`, `dout`, `k` or `v`: of the visiting side the rows of the part."""
+        visiting = (name in ("q", "dout")) == self.by_keys
+        return self.inputs[name][self.lanes if visiting else slice(None), :]
 
-    def of_key(self, name: str, width: int | None = None) -> jax.Array:
-        """The number of each key along its axis of the scores, for as many lanes where that is the own axis."""
-        return self._number(self.facts.kv_rows.index(name), "kv_numbers", self.by_keys, width)
+    def of_query(self, name: str) -> jax.Array:
+        """An integer of each query, along its axis of the scores."""
+        return self._integer(self.settings.q_rows.index(name), "q_integers", not self.by_keys)
 
-    def _number(self, row: int, name: str, own: bool, width: int | None) -> jax.Array:
-        if own:
-            return wide(self.columns[row], self.width if width is None else width)
-        return self.inputs[name][row : row + 1, self.lanes]
+    def of_key(self, name: str) -> jax.Array:
+        """An integer of each key, along its axis of the scores."""
+        return self._integer(self.settings.kv_rows.index(name), "kv_integers", self.by_keys)
 
-
-def own_numbers(facts: Facts, by_keys: bool) -> tuple[str, ...]:
-    """The rows of numbers that a kernel keeps as columns."""
-    return facts.kv_rows if by_keys else facts.q_rows
+    def _integer(self, row: int, name: str, own: bool) -> jax.Array:
+        return wide(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
 
 
-def keep_columns(facts: Facts, inputs: Any, columns: Any, by_keys: bool) -> None:
-    """The numbers of the own tile, turned to columns once for all that visits it."""
-    rows = "kv_numbers" if by_keys else "q_numbers"
-    for row in range(len(own_numbers(facts, by_keys))):
+def own_integers(settings: Settings, by_keys: bool) -> tuple[str, ...]:
+    """The integers that a kernel keeps as columns."""
+    return settings.kv_rows if by_keys else settings.q_rows
+
+
+def keep_columns(settings: Settings, inputs: Any, columns: Any, by_keys: bool) -> None:
+    """Turns the integers of the own tile to columns, once for all tiles that visit it."""
+    rows = "kv_integers" if by_keys else "q_integers"
+    for row in range(len(own_integers(settings, by_keys))):
         columns[row] = to_column(inputs[rows][row : row + 1, :])
 
 
-def outer(a: jax.Array, b: jax.Array, facts: Facts) -> jax.Array:
-    """The product of each row of `a` with each of `b`."""
+def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
+    """`a @ b`, accumulated in float32."""
+    return jnp.dot(a.astype(b.dtype), b, precision=settings.precision, preferred_element_type=jnp.float32)
+
+
+def power(x: jax.Array, settings: Settings) -> jax.Array:
+    """The inverse of a logarithm in the kernels' units."""
+    return jnp.exp(x) if settings.bias else jnp.exp2(x)
+
+
+def products(part: Part, of_query: str, of_key: str) -> jax.Array:
+    """The product of each query's row of one array with each key's row of another, laid out as scores."""
+    q, k = part.rows(of_query), part.rows(of_key)
+    own, visiting = (k, q) if part.by_keys else (q, k)
     return jax.lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), precision=facts.precision, preferred_element_type=jnp.float32
+        own,
+        visiting,
+        (((1,), (1,)), ((), ())),
+        precision=part.settings.precision,
+        preferred_element_type=jnp.float32,
     )
 
 
-def bent(part: Part, product: jax.Array) -> jax.Array:
-    """The hyperbolic tangent that the soft cap takes of a product, or the scaled product itself."""
-    product = product * part.facts.bend
-    return jnp.tanh(product) if part.facts.capped else product
+def scores(part: Part, product: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
+    """The scores from the products, and the tanh that the soft cap takes (without a cap, the scaled products).
 
-
-def scored(part: Part, bend: jax.Array) -> jax.Array:
-    """The scores from `bent`."""
-    facts, inputs = part.facts, part.inputs
-    s = bend * facts.unbend if facts.capped else bend
-    if facts.bias:
-        s = s + _bias(part) * LOG2_E
-    if facts.slopes:
-        s = s - inputs["slopes"][...] * LOG2_E * distance(part)
-    return s
+    Where `masked`, the score of a pair that is masked out is -inf.
+    """
+    settings, rule = part.settings, part.settings.rule
+    bent = product * settings.product_scale
+    s = bent
+    if rule.soft_cap is not None:
+        bent = jnp.tanh(bent)
+        s = bent * (rule.soft_cap * settings.unit)
+    if settings.bias:
+        s = s + _bias(part)
+    if settings.slopes:
+        s = s - part.inputs["slopes"][...] * settings.unit * distance(part)
+    seen = _visible(part) if masked else None
+    return s if seen is None else jnp.where(seen, s, -jnp.inf), bent
 
 
 def _bias(part: Part) -> jax.Array:
     bias = part.inputs["bias"]
     if not part.by_keys:
         return bias[:, part.lanes].astype(jnp.float32)
-    if part.facts.bias_rows:
+    if part.settings.bias_rows:
         return jnp.transpose(bias[part.lanes, :].astype(jnp.float32))
     return wide(to_column(bias[...].astype(jnp.float32)), part.width)
 
@@ -131,18 +146,18 @@ def distance(part: Part) -> jax.Array:
     return jnp.abs(part.of_query("position") - part.of_key("position")).astype(jnp.float32)
 
 
-def visible(part: Part) -> jax.Array | None:
-    """Which pairs see each other; `None` where all do."""
-    facts = part.facts
+def _visible(part: Part) -> jax.Array | None:
+    """Which queries see which keys; `None` where all do."""
+    settings = part.settings
     parts = []
-    if facts.above:
+    if "high" in settings.q_rows:
         parts.append(part.of_key("position") <= part.of_query("high"))
-    if facts.below:
+    if "low" in settings.q_rows:
         parts.append(part.of_key("position") >= part.of_query("low"))
-    if facts.segments:
+    if "segment" in settings.q_rows:
         parts.append(part.of_query("segment") == part.of_key("segment"))
-    if facts.words:
-        parts.append(_bits(part))
+    if settings.mask_bits:
+        parts.append(_of_bits(part))
     if not parts:
         return None
     seen = parts[0]
@@ -151,69 +166,8 @@ def visible(part: Part) -> jax.Array | None:
     return seen
 
 
-def _bits(part: Part) -> jax.Array:
-    words = part.inputs["words"][:, part.lanes]
+def _of_bits(part: Part) -> jax.Array:
+    packed = part.inputs["mask_bits"][:, part.lanes]
     count = bits(part.height)
     row = jax.lax.broadcasted_iota(jnp.int32, (1, count, 1), 1)
-    return ((jax.lax.shift_right_logical(words[:, None, :], row) & 1) != 0).reshape(part.height, part.width)
-
-
-def selected(seen: jax.Array | None, x: jax.Array, other: float) -> jax.Array:
-    """`x`, and `other` where a pair does not see each other; `seen` is `visible`."""
-    return x if seen is None else jnp.where(seen, x, other)
-
-
-def kept(part: Part, weight: float) -> jax.Array:
-    """`weight` for the probabilities that survive dropout and 0 for the others: those of core's `dropout.kept`."""
-    keep = jax.lax.cond(part.step.has(GROUPED), lambda: _by_groups(part), lambda: _one_by_one(part))
-    return jnp.where(keep != 0, weight, 0.0)
-
-
-def _one_by_one(part: Part) -> jax.Array:
-    """1 where a pair is kept; every key draws for itself."""
-    key = jnp.broadcast_to(_unsigned(part.of_key("index")), (part.height, part.width))
-    words = _drawn(part, key >> 2, _unsigned(part.of_query("index")))
-    low, high = jnp.where(key & 3 == 0, words[0], words[1]), jnp.where(key & 3 == 2, words[2], words[3])
-    return _survives(part, jnp.where(key & 3 < 2, low, high)).astype(jnp.int32)
-
-
-def _by_groups(part: Part) -> jax.Array:
-    """The same where four keys share a draw. Products with ones and zeros spread the draws over the keys."""
-    axis = 0 if part.by_keys else 1
-    keys = part.height if part.by_keys else part.width
-    groups = keys // 4
-    first = part.of_key("index", LANES)[:1, :1]
-    group = jax.lax.broadcasted_iota(jnp.int32, _along(axis, groups), axis) + (first >> 2)
-    words = _drawn(part, _unsigned(group), _unsigned(part.of_query("index", groups)))
-    draws = sum(jnp.where(_survives(part, word), float(1 << bit), 0.0) for bit, word in enumerate(words))
-    draws = jnp.asarray(draws).astype(jnp.bfloat16)
-    key, of_group = (jax.lax.broadcasted_iota(jnp.int32, (keys, groups), a) for a in (0, 1))
-    spread = jnp.where(key >> 2 == of_group, 1.0, 0.0).astype(jnp.bfloat16)
-    if part.by_keys:
-        number = jnp.dot(spread, draws, preferred_element_type=jnp.float32)
-    else:
-        number = jax.lax.dot_general(draws, spread, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    place = jax.lax.broadcasted_iota(jnp.int32, _along(axis, keys), axis) & 3
-    return jax.lax.shift_right_logical(number.astype(jnp.int32), jnp.broadcast_to(place, number.shape)) & 1
-
-
-def _drawn(part: Part, group: jax.Array, query: jax.Array) -> tuple[jax.Array, ...]:
-    """The four words of each group of keys for each query."""
-    head, batch, seed = (_unsigned(part.inputs[name][...]) for name in ("head_index", "batch_index", "seed"))
-    shape = jnp.broadcast_shapes(group.shape, query.shape)
-    a, b, c, d = (jnp.broadcast_to(x, shape) for x in (group, query, head, batch))
-    return philox((a, b, c, d), (seed, jnp.uint32(0)))
-
-
-def _survives(part: Part, word: jax.Array) -> jax.Array:
-    # Unsigned numbers compare as signed ones whose highest bit is flipped.
-    flipped = jax.lax.bitcast_convert_type(word ^ jnp.uint32(2**31), jnp.int32)
-    return flipped >= part.facts.threshold - 2**31
-
-
-def _along(axis: int, size: int) -> tuple[int, int]:
-    return (size, 1) if axis == 0 else (1, size)
-
-
-def _unsigned(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return ((jax.lax.shift_right_logical(packed[:, None, :], row) & 1) != 0).reshape(part.height, part.width)

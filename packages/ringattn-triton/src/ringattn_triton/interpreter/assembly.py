@@ -13,18 +13,15 @@ _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "mul.wide.u32": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64),),
     "mov.b32": lambda x: (x,),
     "st.global.b32": lambda pointer, word: pointer.write(word),
-    "st.global.b8": lambda pointer, word: pointer.write_bytes(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
 """The results of each, in the order in which PTX writes them. What points into memory is a `Place`."""
 
 
 class Place(Protocol):
-    """Where words of 32 bits can be written, or the lowest byte of each; `()` is what comes of it."""
+    """Where words of 32 bits can be written; `()` is the result."""
 
     def write(self, words: Any) -> tuple[()]: ...
-
-    def write_bytes(self, words: Any) -> tuple[()]: ...
 
 
 def computed(assembly: str, inputs: Sequence[np.ndarray | Place], outputs: int) -> list[Any]:

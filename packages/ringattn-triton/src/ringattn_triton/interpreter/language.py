@@ -31,14 +31,9 @@ def load(
     pointer: Any,
     mask: Any = None,
     other: Any = None,
-    boundary_check: Sequence[int] = (),
-    padding_option: str = "",
-    cache_modifier: str = "",
-    eviction_policy: str = "",
-    volatile: bool = False,
 ) -> Tensor:
     """The elements pointed at; where the mask forbids, `other`, or without it what nobody should rely on."""
-    _need_pointer(pointer, boundary_check)
+    _need_pointer(pointer)
     dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)
     if allowed is None:
         return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
@@ -53,26 +48,21 @@ def store(
     pointer: Any,
     value: Any,
     mask: Any = None,
-    boundary_check: Sequence[int] = (),
-    cache_modifier: str = "",
-    eviction_policy: str = "",
 ) -> None:
-    _need_pointer(pointer, boundary_check)
+    _need_pointer(pointer)
     data = cast(tensor(value), pointer.buffer.dtype).data
     pointer.buffer.store(pointer.data, data, _mask(pointer, mask))
 
 
 def atomic_add(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tensor:
-    _need_pointer(pointer, ())
+    _need_pointer(pointer)
     dtype = pointer.buffer.dtype
     return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, _mask(pointer, mask)), dtype)
 
 
-def _need_pointer(pointer: Any, boundary_check: Sequence[int]) -> None:
+def _need_pointer(pointer: Any) -> None:
     if not isinstance(pointer, Pointer):
         raise TypeError(f"a pointer is needed, got {pointer!r}; block pointers and descriptors are not interpreted")
-    if boundary_check:
-        raise TypeError("boundary_check is for block pointers, which are not interpreted; pass a mask")
 
 
 def _mask(pointer: Pointer, mask: Any) -> Any:
@@ -118,30 +108,8 @@ def constexpr(value: Any) -> Any:
     return constant(value)
 
 
-def reshape(input: Tensor, *shape: Any, can_reorder: bool = False) -> Tensor:
+def reshape(input: Tensor, *shape: Any) -> Tensor:
     return input._like(np.reshape(input.data, _sizes(shape)))
-
-
-view = reshape
-
-
-def ravel(input: Tensor, can_reorder: bool = False) -> Tensor:
-    return input._like(np.reshape(input.data, (-1,)))
-
-
-def broadcast_to(input: Any, *shape: Any) -> Tensor:
-    input = tensor(input)
-    return input._like(np.broadcast_to(input.data, _sizes(shape)))
-
-
-def broadcast(input: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    x, y = np.broadcast_arrays(input.data, other.data)
-    return input._like(x), other._like(y)
-
-
-def expand_dims(input: Tensor, axis: Any) -> Tensor:
-    axes = tuple(map(plain, axis)) if isinstance(axis, list | tuple) else plain(axis)
-    return input._like(np.expand_dims(input.data, axes))
 
 
 def permute(input: Tensor, *dims: Any) -> Tensor:
@@ -166,23 +134,6 @@ def split(a: Tensor) -> tuple[Tensor, Tensor]:
     return a._like(a.data[..., 0]), a._like(a.data[..., 1])
 
 
-def interleave(a: Tensor, b: Tensor) -> Tensor:
-    joined = join(a, b)
-    return joined._like(joined.data.reshape(*a.shape[:-1], -1) if a.shape else joined.data)
-
-
-def cat(input: Tensor, other: Tensor, can_reorder: bool = False) -> Tensor:
-    return input._like(np.concatenate([input.data, other.data]))
-
-
-def flip(x: Tensor, dim: Any = None) -> Tensor:
-    return x._like(np.flip(x.data, -1 if dim is None else plain(dim)))
-
-
-def gather(src: Tensor, index: Tensor, axis: int) -> Tensor:
-    return src._like(np.take_along_axis(src.data, index.data, plain(axis)))
-
-
 def range_(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> Iterator[Any]:
     """The values of a loop variable: tensors, as in a compiled kernel."""
     start, end = (0, arg1) if arg2 is None else (arg1, arg2)
@@ -203,35 +154,6 @@ def static_assert(cond: Any, msg: str = "") -> None:
     assert cond, msg
 
 
-def device_assert(cond: Any, msg: str = "", mask: Any = None) -> None:
-    held_true = tensor(cond).data | (False if mask is None else ~tensor(mask).data)
-    assert np.all(held_true), f"kernel {current.launch.name}, program {current.launch.where}: {msg}"
-
-
-def assume(cond: Any) -> None:
-    """A promise to the compiler, which is kept here."""
-    assert np.all(tensor(cond).data), (
-        f"kernel {current.launch.name}, program {current.launch.where} assumes what is not"
-    )
-
-
-def _same(input: Any, *_: Any, **__: Any) -> Any:
-    return input
-
-
-multiple_of = max_contiguous = max_constancy = _same
-
-
-def debug_barrier() -> None: ...
-
-
-def device_print(prefix: Any, *args: Any, hex: bool = False) -> None:
-    print(current.launch.where, prefix, *args)
-
-
-static_print = print
-
-
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Tensor | tuple[Tensor, ...]:
@@ -245,7 +167,7 @@ def inline_asm_elementwise(
 
 
 class _Words:
-    """Memory in words of 32 bits, of which one covers two numbers of 16 bits, the lower one first; or in bytes."""
+    """Memory in words of 32 bits, of which one covers two numbers of 16 bits, the lower one first."""
 
     def __init__(self, pointer: Pointer) -> None:
         self.pointer = pointer
@@ -257,11 +179,6 @@ class _Words:
         for place in range(2):
             half = Tensor((words >> (16 * place) & 0xFFFF).astype(np.uint16), tl.uint16)
             buffer.store(places + place, half.to(buffer.dtype, bitcast=True).data, None)
-        return ()
-
-    def write_bytes(self, words: Any) -> tuple[()]:
-        data = cast(Tensor((words & 0xFF).astype(np.uint8), tl.uint8), self.pointer.buffer.dtype).data
-        self.pointer.buffer.store(self.pointer.data, data, None)
         return ()
 
 

@@ -86,7 +86,6 @@ class _Language:
             own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
             vars(self).update({k: v for k, v in own.items() if getattr(v, "__module__", None) == module.__name__})
         self.range = language.range_
-        self.static_print = language.static_print
         self.cdiv = lambda x, div: (x + (div - 1)) // div
         self.cast = lambda input, dtype, *args, **options: language.to_tensor(input).to(dtype, *args, **options)
         self.tensor = Tensor

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 
 HELD: Final[dict[str, Any]] = {
     "int1": np.bool_,
@@ -106,45 +107,21 @@ _INTEGERS: Final = (
 _BY_NAME: Final[dict[str, Any]] = {dtype.name: dtype for dtype in OF_ARRAY.values()}  # pyright: ignore
 
 
-@functools.cache
-def _widest(a: str, b: str) -> Any:
-    first, second = _BY_NAME[a], _BY_NAME[b]
-    if first.int_signedness == second.int_signedness:
-        return first if first.int_bitwidth > second.int_bitwidth else second
-    unsigned, signed = (first, second) if first.is_int_unsigned() else (second, first)
-    return unsigned if unsigned.int_bitwidth >= signed.int_bitwidth else signed
-
-
-def integer_type(a: Any, b: Any) -> Any:
-    """The type of two integers that meet: the wider one, unsigned where both are as wide."""
-    return a if a is b else _widest(a.name, b.name)
+_SEMANTIC: Final[Any] = TritonSemantic(None)  # pyright: ignore[reportArgumentType]
 
 
 @functools.cache
 def _common(a: str, a_number: bool, b: str, b_number: bool, division: bool) -> Any:
-    first, second = _BY_NAME[a], _BY_NAME[b]
-    if a_number != b_number:
-        number, tensor = (first, second) if a_number else (second, first)
-        if _kind(number) <= _kind(tensor):
-            return tl.float32 if division and tensor in (tl.float16, tl.bfloat16) else tensor
-    for wide in (tl.float64, tl.float32):
-        if wide in (first, second):
-            return wide
-    if tl.float16 in (first, second):
-        return tl.float32 if division else tl.float16
-    if tl.bfloat16 in (first, second):
-        return tl.bfloat16 if first == second and not division else tl.float32
-    if division and first.int_signedness != second.int_signedness:
-        raise TypeError(f"cannot divide {first} by {second}: one is signed, the other is not")
-    return _widest(a, b)
+    return _SEMANTIC.computation_type_impl(_BY_NAME[a], a_number, _BY_NAME[b], b_number, division)
+
+
+def integer_type(a: Any, b: Any) -> Any:
+    """The type of two integers that meet, as Triton's compiler has it."""
+    return a if a is b else _SEMANTIC.integer_promote_impl(a, b)
 
 
 def common_type(a: Any, b: Any, a_number: bool = False, b_number: bool = False, division: bool = False) -> Any:
-    """The type in which two values are computed with; numbers of the source give way to tensors of their kind."""
+    """The type in which Triton computes with two values; `a_number`: `a` is a number of the source."""
     if a is b and not division:
         return a
     return _common(a.name, a_number, b.name, b_number, division)
-
-
-def _kind(dtype: Any) -> int:
-    return 0 if dtype.is_int1() else 1 if dtype.is_int() else 2

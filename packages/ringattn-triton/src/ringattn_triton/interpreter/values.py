@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operators of a kernel's source compute: tensors and pointers over NumPy arrays."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
@@ -72,87 +73,6 @@ class Tensor:
     def __add__(self, other: Any) -> "Tensor":
         return other + self if isinstance(other, Pointer) else arithmetic(np.add, self, other)
 
-    def __radd__(self, other: Any) -> "Tensor":
-        return arithmetic(np.add, other, self)
-
-    def __sub__(self, other: Any) -> "Tensor":
-        return arithmetic(np.subtract, self, other)
-
-    def __rsub__(self, other: Any) -> "Tensor":
-        return arithmetic(np.subtract, other, self)
-
-    def __mul__(self, other: Any) -> "Tensor":
-        return arithmetic(np.multiply, self, other)
-
-    def __rmul__(self, other: Any) -> "Tensor":
-        return arithmetic(np.multiply, other, self)
-
-    def __truediv__(self, other: Any) -> "Tensor":
-        return divided(self, other)
-
-    def __rtruediv__(self, other: Any) -> "Tensor":
-        return divided(other, self)
-
-    def __floordiv__(self, other: Any) -> "Tensor":
-        return quotient(self, other)
-
-    def __rfloordiv__(self, other: Any) -> "Tensor":
-        return quotient(other, self)
-
-    def __mod__(self, other: Any) -> "Tensor":
-        return remainder(self, other)
-
-    def __rmod__(self, other: Any) -> "Tensor":
-        return remainder(other, self)
-
-    def __and__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, self, other)
-
-    def __rand__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, other, self)
-
-    def __or__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, self, other)
-
-    def __ror__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, other, self)
-
-    def __xor__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_xor, self, other)
-
-    def __rxor__(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_xor, other, self)
-
-    def __lshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.left_shift, self, other)
-
-    def __rlshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.left_shift, other, self)
-
-    def __rshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.right_shift, self, other)
-
-    def __rrshift__(self, other: Any) -> "Tensor":
-        return bitwise(np.right_shift, other, self)
-
-    def __lt__(self, other: Any) -> "Tensor":
-        return compared(np.less, self, other)
-
-    def __le__(self, other: Any) -> "Tensor":
-        return compared(np.less_equal, self, other)
-
-    def __gt__(self, other: Any) -> "Tensor":
-        return compared(np.greater, self, other)
-
-    def __ge__(self, other: Any) -> "Tensor":
-        return compared(np.greater_equal, self, other)
-
-    def __eq__(self, other: Any) -> "Tensor":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return compared(np.equal, self, other)
-
-    def __ne__(self, other: Any) -> "Tensor":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return compared(np.not_equal, self, other)
-
     def __neg__(self) -> "Tensor":
         return Tensor(np.negative(self.data), self.dtype)
 
@@ -167,10 +87,10 @@ class Tensor:
         return Tensor(np.logical_not(self.data), tl.int1)
 
     def logical_and(self, other: Any) -> "Tensor":
-        return cast(self, tl.int1) & cast(tensor(other), tl.int1)
+        return bitwise(np.bitwise_and, cast(self, tl.int1), cast(tensor(other), tl.int1))
 
     def logical_or(self, other: Any) -> "Tensor":
-        return cast(self, tl.int1) | cast(tensor(other), tl.int1)
+        return bitwise(np.bitwise_or, cast(self, tl.int1), cast(tensor(other), tl.int1))
 
 
 class Pointer(Tensor):
@@ -350,6 +270,29 @@ def bitwise(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
 def _need(fact: bool, what: str, *dtypes: Any) -> None:
     if not fact:
         raise TypeError(f"{what} takes integers, got {' and '.join(map(str, dtypes))}")
+
+
+def _operators() -> None:
+    """Gives tensors the operators of Python, each with its reflection; `Tensor.__add__` also takes pointers."""
+
+    def defined(name: str, apply: Callable[[Any, Any], Tensor]) -> None:
+        if name != "add":
+            setattr(Tensor, f"__{name}__", lambda a, b: apply(a, b))
+        setattr(Tensor, f"__r{name}__", lambda a, b: apply(b, a))
+
+    for name, function in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
+        defined(name, functools.partial(arithmetic, function))
+    for name, apply in {"truediv": divided, "floordiv": quotient, "mod": remainder}.items():
+        defined(name, apply)
+    of_bits = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+    for name, function in (of_bits | {"lshift": np.left_shift, "rshift": np.right_shift}).items():
+        defined(name, functools.partial(bitwise, function))
+    comparisons = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    for name, function in (comparisons | {"eq": np.equal, "ne": np.not_equal}).items():
+        setattr(Tensor, f"__{name}__", lambda a, b, function=function: compared(function, a, b))
+
+
+_operators()
 
 
 def constant(value: Any) -> Any:

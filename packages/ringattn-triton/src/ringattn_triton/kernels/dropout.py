@@ -1,190 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Which probabilities of a tile are dropped, as `ringattn_core.contract.dropout` says, and what the others weigh."""
+"""Which probabilities of a tile dropout keeps: the bits of `ringattn_core.contract.dropout`.
+
+Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share a draw. A thread of a tensor core holds all four
+in its part of a product, whichever axis the keys are, so threads exchange nothing.
+"""
 
 import triton
 import triton.language as tl
 
-from .orientation import as_keys, unsigned
-from .writing import written
+from .tokens import unsigned
 
-MULTIPLIER_A: tl.constexpr = tl.constexpr(0xD2511F53)
-MULTIPLIER_C: tl.constexpr = tl.constexpr(0xCD9E8D57)
-WEYL_A: tl.constexpr = tl.constexpr(0x9E3779B9)
-WEYL_C: tl.constexpr = tl.constexpr(0xBB67AE85)
+MULTIPLIER: tl.constexpr = tl.constexpr(0xD256D193)
+WEYL: tl.constexpr = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
-def weights(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """`KEPT` for each probability of a tile that survives, else zero: queries are rows, keys are `dealt`.
+def weights(
+    queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """`KEPT` for each entry of a tile that survives, else zero.
 
-    Four keys share one call of Philox where their indices are consecutive and begin at a multiple of four. Whether
-    they do is data (a striped shard skips), so both ways are compiled.
+    Four entries share a draw where the indices of both sides count on from multiples of 16. Whether they do is data (a
+    striped shard skips), so both ways are compiled.
     """
-    if keys.group >= 0:
-        a, b, c, d = _of_groups(queries, keys, head, F, tl.arange(0, KV_TILE // 4)[None, :])
+    found = tl.zeros([KV_TILE, Q_TILE] if BY_KEYS else [Q_TILE, KV_TILE], tl.float32)
+    if (queries.counter >= 0) & (keys.counter >= 0):
+        found = _in_fours(queries, keys, head, KEPT, F, Q_TILE, KV_TILE, BY_KEYS)
     else:
-        a, b, c, d = _one_by_one(queries, keys, head, F, KV_TILE, False)
-    lower = tl.join(_weighed(a, KEPT, F, Q_TILE, KV_TILE), _weighed(b, KEPT, F, Q_TILE, KV_TILE))
-    upper = tl.join(_weighed(c, KEPT, F, Q_TILE, KV_TILE), _weighed(d, KEPT, F, Q_TILE, KV_TILE))
-    return tl.reshape(tl.permute(tl.join(lower, upper), (0, 1, 4, 2, 3)), (Q_TILE, KV_TILE))
+        found = _one_by_one(queries, keys, head, KEPT, F)
+    return found
 
 
 @triton.jit
-def _weighed(word, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    weight = tl.where(word >= F.threshold, KEPT, 0.0)
-    return tl.reshape(weight, (Q_TILE, KV_TILE // 16, 4))
-
-
-@triton.jit
-def keep_bits(at, keep, product, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """Writes what survives of a tile for `weights_from_bits`: bytes `[S / 32, T, 4]`, two groups of four keys in each.
-
-    Those two are groups that one thread has, 16 keys apart: it writes what it has drawn, and passes nothing on. `keep`
-    are `weights`, and `product` is any product of the tile.
-    """
-    bits = tl.where(keep != 0.0, 1, 0)
-    if F.fast:
-        # Beside a product the bits lie as it does. By themselves they would be drawn a second time, by other threads.
-        bits = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;",
-            "=r,r,r",
-            [bits, product.to(tl.int32, bitcast=True)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    bits = tl.permute(tl.reshape(bits, (Q_TILE, KV_TILE // 32, 2, 2, 4, 2)), (0, 1, 4, 2, 3, 5))
-    first, second = tl.split(bits)
-    lower, upper = tl.split(first | (second << 1))
-    low, high = tl.split(lower | (upper << 2))
-    of_32 = tl.arange(0, KV_TILE // 32)[None, :, None] * F.kept_line
-    places = of_32 + (tl.arange(0, Q_TILE)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :])
-    written(at + places, low | (high << 4), F)
-
-
-@triton.jit
-def weights_from_bits(at, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """`F.keep_weight` for each probability that `keep_bits` has said survives, else zero; keys are rows."""
-    of_32 = tl.arange(0, KV_TILE // 32)[:, None, None] * F.kept_line
-    found = tl.load(at + (of_32 + (tl.arange(0, Q_TILE)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :])))
-    groups = tl.permute(found.to(tl.int32), (0, 2, 1))
-    both = groups[:, None, :, :] >> (4 * tl.arange(0, 2))[None, :, None, None]
-    return _weighed_by_keys(tl.reshape(both, (KV_TILE // 4, Q_TILE)), F, Q_TILE, KV_TILE)
-
-
-@triton.jit
-def weights_by_keys(queries, keys, head, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """`weights` with keys as rows, and `F.keep_weight` for those that survive.
-
-    No thread holds four keys of a group there: threads pass each other four bits.
-    """
-    groups = tl.arange(0, KV_TILE // 4)
-    bits = tl.zeros((KV_TILE // 4, Q_TILE), tl.int32)
-    if keys.group >= 0:
-        turn = 0
-        # In a loop, if only of one turn, the compiler leaves the draws to the threads that it spread them over. It
-        # would have each thread draw all that it needs, which is what others need too.
-        while turn < 1:
-            a, b, c, d = _of_groups(queries, keys, head, F, groups[:, None])
-            bits = _packed(a, b, c, d, F)
-            turn += 1
-    else:
-        a, b, c, d = _one_by_one(queries, keys, head, F, KV_TILE, True)
-        bits = _packed(a, b, c, d, F)
-    return _weighed_by_keys(bits, F, Q_TILE, KV_TILE)
-
-
-@triton.jit
-def _weighed_by_keys(bits, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr):
-    """`F.keep_weight` or zero for each key, which are `dealt`, from four bits for each four in a row."""
-    bits = tl.reshape(bits, (KV_TILE // 16, 4, Q_TILE))
-    pairs = bits[:, :, None, :] >> (2 * tl.arange(0, 2))[None, None, :, None]
-    first = tl.reshape(tl.where((pairs & 1) != 0, F.keep_weight, 0.0), (KV_TILE // 16, 8, Q_TILE))
-    second = tl.reshape(tl.where((pairs & 2) != 0, F.keep_weight, 0.0), (KV_TILE // 16, 8, Q_TILE))
-    return tl.reshape(tl.permute(tl.join(first, second), (0, 3, 1, 2)), (KV_TILE, Q_TILE))
-
-
-@triton.jit
-def _packed(a, b, c, d, F: tl.constexpr):
-    """For each word a bit that says whether its key is kept."""
-    low = tl.where(a >= F.threshold, 1, 0) | tl.where(b >= F.threshold, 2, 0)
-    high = tl.where(c >= F.threshold, 4, 0) | tl.where(d >= F.threshold, 8, 0)
-    return low | high
-
-
-@triton.jit
-def _of_groups(queries, keys, head, F: tl.constexpr, groups):
-    """Four random words for each query and each four keys in a row, whose indices begin at a multiple of four."""
-    counter = unsigned(keys.group + groups)
-    return philox(counter, unsigned(queries.index), head.head_index, head.batch_index, head.seed, F)
-
-
-@triton.jit
-def _one_by_one(queries, keys, head, F: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The same for keys of any index: each draws four words for the one that is its own."""
-    groups = tl.arange(0, KV_TILE // 4)
-    query = unsigned(queries.index)
-    a = unsigned(as_keys(groups, BY_KEYS)) + query
-    b = a
-    c = a
-    d = a
-    for part in tl.range(0, 4):
-        column = groups * 4 + part
-        if F.kv_length % KV_TILE != 0:
-            column = tl.minimum(column, F.kv_length - 1 - keys.start)
-        index = unsigned(as_keys(tl.load(keys.indices + column), BY_KEYS))
-        first, second, third, fourth = philox(index >> 2, query, head.head_index, head.batch_index, head.seed, F)
-        which = index & 3
-        low = tl.where(which == 0, first, second)
-        high = tl.where(which == 2, third, fourth)
-        word = tl.where(which < 2, low, high)
-        a = tl.where(part == 0, word, a)
-        b = tl.where(part == 1, word, b)
-        c = tl.where(part == 2, word, c)
-        d = tl.where(part == 3, word, d)
-    return a, b, c, d
-
-
-@triton.jit
-def dealt(SIZE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Which of `SIZE` keys lies in each column, or row, of a tile: such that few threads draw for each four.
-
-    Of 16 columns of a product, a thread of a tensor core holds 0, 1, 8 and 9, or 2, 3, 10 and 11, and so on; of 16
-    rows, 0 and 8, or 1 and 9, and so on.
-    """
-    at = tl.arange(0, SIZE)
+def _in_fours(
+    queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The weights where four entries share a draw."""
+    ROWS: tl.constexpr = KV_TILE if BY_KEYS else Q_TILE
+    COLUMNS: tl.constexpr = Q_TILE if BY_KEYS else KV_TILE
+    in_rows = tl.arange(0, ROWS // 2)[:, None]
+    in_columns = tl.arange(0, COLUMNS // 2)[None, :]
     if BY_KEYS:
-        return at // 16 * 16 + at % 8 * 2 + at // 8 % 2
+        first, second = philox(queries.counter + in_columns, keys.counter + in_rows, head.dropout_key, F)
     else:
-        return at // 16 * 16 + at // 2 % 4 * 4 + at // 8 % 2 * 2 + at % 2
+        first, second = philox(queries.counter + in_rows, keys.counter + in_columns, head.dropout_key, F)
+    # The words are for queries 8 apart, their halves for keys 8 apart.
+    in_first = tl.join(_weight(first & 0xFFFF, KEPT, F), _weight(first >> 16, KEPT, F))
+    in_second = tl.join(_weight(second & 0xFFFF, KEPT, F), _weight(second >> 16, KEPT, F))
+    four = tl.reshape(tl.join(in_first, in_second), (ROWS // 16, 8, COLUMNS // 16, 8, 2, 2))
+    KEYS: tl.constexpr = 4 if BY_KEYS else 5
+    return tl.reshape(tl.permute(four, (0, KEYS, 1, 2, 9 - KEYS, 3)), (ROWS, COLUMNS))
 
 
 @triton.jit
-def philox(a, b, c, d, seed, F: tl.constexpr):
-    """Philox 4x32-10 of the counter `(a, b, c, d)` under the key `(seed, 0)`; all of uint32.
+def _one_by_one(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr):
+    """The weights where each entry draws for itself."""
+    i = unsigned(queries.index)
+    j = unsigned(keys.index)
+    first, second = philox(_counter(i), _counter(j), head.dropout_key, F)
+    word = tl.where((i & 8) == 0, first, second)
+    return _weight(tl.where((j & 8) == 0, word & 0xFFFF, word >> 16), KEPT, F)
 
-    They broadcast only when they meet: the first two rounds are done on rows, columns and numbers.
-    """
-    first = seed
-    second = seed * 0
-    for _ in tl.static_range(10):
-        high_a, low_a = _product(a, MULTIPLIER_A, F)
-        high_c, low_c = _product(c, MULTIPLIER_C, F)
-        a = high_c ^ b ^ first
-        b = low_c
-        c = high_a ^ d ^ second
-        d = low_a
-        first = first + WEYL_A
-        second = second + WEYL_C
-    return a, b, c, d
+
+@triton.jit
+def _weight(half, KEPT: tl.constexpr, F: tl.constexpr):
+    return tl.where(half >= F.threshold, KEPT, 0.0)
+
+
+@triton.jit
+def _counter(index):
+    return (index >> 4) * 8 + (index & 7)
+
+
+@triton.jit
+def philox(a, b, key, F: tl.constexpr):
+    """The two words of Philox 2x32-7 for the counter `(a, b)` under a key of uint32."""
+    a = a.to(tl.uint32)
+    b = b.to(tl.uint32)
+    for _ in tl.static_range(7):
+        high, low = _product(a, MULTIPLIER, F)
+        a = high ^ key ^ b
+        b = low
+        key = key + WEYL
+    return a, b
 
 
 @triton.jit
 def _product(x, FACTOR: tl.constexpr, F: tl.constexpr):
     """The high and the low word of a product.
 
-    LLVM would carry the words on in 64 bits, and multiply them as such: on NVIDIA it is not shown what they are.
+    On NVIDIA one instruction: LLVM would multiply in 64 bits, because it does not know that the high halves are zero.
     """
     if F.fast:
         return tl.inline_asm_elementwise(

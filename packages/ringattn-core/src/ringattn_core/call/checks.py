@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the value of one argument makes sense, and its canonical form."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from ..errors import InputError
+from ..masks.builder import Built, build
+from ..masks.int32 import POSITION, SEED, fitting
+from ..placement import arrays, axes
+
+MOST_POSITION: Final = POSITION[1] + 1
+LARGEST, LEAST_NORMAL = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
+PRECISIONS: Final = ("default", "high", "highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes that the operands of a call set.
+
+    `of` has the size of each letter, in capitals. `lengths` and `heads`, of queries and of keys, are those of the whole
+    problem; the arrays of a call inside `shard_map` hold a share of them. `head_axes` split the heads there.
+    """
+
+    of: Mapping[str, int]
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    head_axes: tuple[str, ...] = ()
+
+
+def as_array(argument: str, x: Any) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
+        ) from error
+
+
+def array(argument: str, x: Any, wanted: Any, sizes: Sizes) -> jax.Array:
+    """`x` as an array with the axes and the kind of numbers of `wanted`; integers become int32."""
+    found = typed(argument, x, wanted)
+    if not arrays.fits(wanted, found.shape, sizes.of):
+        names = arrays.letters(wanted)
+        each = [(name, sizes.of[name.upper()]) for name in names]
+        shape = ", ".join(f"1|{n}" if arrays.broadcasts(name) and n != 1 else str(n) for name, n in each)
+        whole = ", and its last axis counts the keys of the whole sequence" if "S_global" in names else ""
+        remedy = f"It needs ({shape}): ({', '.join(names)}){whole}"
+        raise InputError(argument, f"has shape {found.shape}", remedy)
+    return found
+
+
+def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
+    """`x` as an array of the kind of numbers that `wanted` has."""
+    found = as_array(argument, x)
+    if wanted.dtype is Float and not jnp.issubdtype(found.dtype, jnp.floating):
+        raise InputError(argument, f"has dtype {found.dtype}", "It needs floating-point numbers")
+    if wanted.dtype is Bool and found.dtype != jnp.bool_:
+        raise InputError(argument, f"has dtype {found.dtype}", "It needs booleans, true where a query may see a key")
+    if wanted.dtype in (Float, Bool):
+        return found
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise InputError(argument, f"has dtype {found.dtype}", "It needs integers")
+    fitting(argument, _as_given(x, found))
+    return found.astype(jnp.int32)
+
+
+def _as_given(x: Any, found: jax.Array) -> Any:
+    """The array before JAX cut 64 bits to 32."""
+    try:
+        return x if isinstance(x, jax.Array) else np.asarray(x)
+    except jax.errors.TracerArrayConversionError:
+        return found
+
+
+def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
+    """A check for positions, which are smaller than 2^30."""
+
+    def check(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+        if x is None:
+            return None
+        found = array(argument, x, wanted, sizes)
+        fitting(argument, _as_given(x, found), POSITION)
+        return found
+
+    return check
+
+
+def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+    """Sinks with a row for each head of this rank. One axis alone counts all heads, wherever they are.
+
+    Only where JAX knows that it is split over the heads it counts those of this rank.
+    """
+    if x is None:
+        return None
+    found, heads = typed(argument, x, arrays.Sinks), sizes.of["N"]
+    if found.ndim == 2 and found.size and found.shape[0] == heads:
+        return found
+    every = sizes.heads[0]
+    if found.ndim != 1 or not found.size:
+        raise InputError(
+            argument,
+            f"has shape {found.shape}",
+            f"It needs ({every},) for one sink a head, (n,) for n shared ones, or ({heads}, n)",
+        )
+    if found.shape[0] == heads and set(sizes.head_axes) & axes.varying(found):
+        return found[:, None]  # known to be split with the heads
+    if found.shape[0] != every:
+        return jnp.broadcast_to(found, (heads, found.shape[0]))
+    start = axes.coordinate(sizes.head_axes) * heads if every != heads else 0
+    return jax.lax.dynamic_slice_in_dim(found, start, heads)[:, None]
+
+
+def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
+    """The masks of all heads, built once."""
+    if builder is None:
+        return None
+    if not callable(builder):
+        raise InputError(
+            argument,
+            f"got {type(builder).__name__}",
+            "It needs a function (q_len, kv_len, num_heads, head_idx, num_reps) -> mask",
+        )
+    return build(builder, *sizes.lengths, *sizes.heads)
+
+
+def window(argument: str, x: Any, _: Sizes) -> tuple[int | None, int | None] | None:
+    """`(left, right)`; a side is `None` where no two positions are farther apart."""
+    if x is None:
+        return None
+    sides = tuple(x) if isinstance(x, (tuple, list)) else (x, x)
+    if len(sides) != 2:
+        raise InputError(argument, f"got {x!r}", "Pass one width, or (left, right)")
+    left, right = (_integer(argument, side, 0) for side in sides)
+    return tuple(None if s is None or s >= 2 * MOST_POSITION else s for s in (left, right))  # pyright: ignore[reportReturnType]
+
+
+def chunk(argument: str, x: Any, _: Sizes) -> int | None:
+    """A chunk size; larger ones than all positions cut where the largest does, at 0."""
+    size = _integer(argument, x, 1)
+    return None if size is None else min(size, MOST_POSITION)
+
+
+def static(argument: str, x: Any) -> Any:
+    """A Python value, of an array of one entry too; traced ones are refused."""
+    if isinstance(x, jax.core.Tracer):
+        raise InputError(
+            argument, "is traced", "It shapes the program: pass a Python number, or mark it static in jax.jit"
+        )
+    return x.item() if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.ndim(x) == 0 else x
+
+
+def _integer(argument: str, x: Any, least: int) -> int | None:
+    if x is None:
+        return None
+    x = static(argument, x)
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < least:
+        raise InputError(argument, f"got {x!r}", f"It needs an integer of at least {least}, or None")
+    return int(x)
+
+
+def _number(argument: str, x: Any, wanted: str, accepts: Callable[[Any], bool]) -> float | None:
+    if x is None:
+        return None
+    x = static(argument, x)
+    size: Any = abs(x) if isinstance(x, numbers.Real) else None
+    if isinstance(x, bool) or size is None or not size <= LARGEST or not accepts(x):
+        raise InputError(argument, f"got {x!r}", f"It must be {wanted}")
+    return float(x)
+
+
+def soft_cap(argument: str, x: Any, _: Sizes) -> float | None:
+    return _number(argument, x, "a normal float32 above 0", lambda c: c >= LEAST_NORMAL)
+
+
+def scale(argument: str, x: Any, sizes: Sizes) -> float:
+    found = _number(argument, x, "a finite float32", lambda _: True)
+    return sizes.of["H"] ** -0.5 if found is None else found
+
+
+def probability(argument: str, x: Any, _: Sizes) -> float:
+    """Dropout counts in steps of 2^-16: a smaller probability would drop nothing."""
+    wanted = "0, or a probability of at least 2^-16 and below 1"
+    return _number(argument, x, wanted, lambda p: p == 0 or 2**-16 <= p < 1) or 0.0
+
+
+def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
+    """The 32 bits of a seed."""
+    if x is None:
+        return None
+    whole = isinstance(x, int) and not isinstance(x, bool)
+    found = as_array(argument, 0 if whole else x)
+    if found.ndim or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise InputError(argument, f"has shape {found.shape} and dtype {found.dtype}", "It needs one integer")
+    given = np.asarray(x, object) if whole else _as_given(x, found)
+    fitting(argument, given, SEED)
+    return jnp.asarray(found if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
+
+
+def flag(argument: str, x: Any, _: Sizes) -> bool:
+    x = static(argument, x)
+    if not isinstance(x, numbers.Integral) or x not in (0, 1):
+        raise InputError(argument, f"got {x!r}", "It must be True or False")
+    return bool(x)
+
+
+def two_way(argument: str, x: Any, sizes: Sizes) -> bool:
+    wanted = flag(argument, x, sizes)
+    if wanted:
+        halves_go_both_ways(sizes.of["K"])
+    return wanted
+
+
+def halves_go_both_ways(key_heads: int) -> None:
+    """Refuses a number of key heads on one rank that two directions round the ring cannot share."""
+    if key_heads % 2:
+        raise InputError(
+            "two_way",
+            f"needs an even number of key heads on each rank, but there are {key_heads}",
+            "Leave two_way out, or split the heads over fewer ranks",
+        )
+
+
+def precision(argument: str, x: Any, _: Sizes) -> str | None:
+    if x is None:
+        return None
+    name = x.name.lower() if isinstance(x, jax.lax.Precision) else x
+    if name not in PRECISIONS:
+        known = ", ".join(repr(p) for p in PRECISIONS)
+        raise InputError(argument, f"got {x!r}", f"Known precisions: None, {known}, jax.lax.Precision")
+    return name

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call inside the caller's own `shard_map` must say about the axes of that mesh."""
+
+import jax
+
+from ..contract.call import Call
+from ..errors import InputError
+from ..placement import axes
+
+_OF_TOKENS = ("query", "key", "value", "q_positions", "kv_positions")
+
+
+def refuse_replicated(call: Call) -> None:
+    """Refuses tokens that are equal on all ranks of the ring: each rank would take them for its own share.
+
+    `shard_map` knows that under `check_vma=True`. Segment ids pass, because a constant id on all ranks is usual.
+    """
+    ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
+    tracked = ring & axes.tracked()
+    for argument in _OF_TOKENS:
+        x = getattr(call, argument)
+        missing = () if x is None else tuple(sorted(tracked - axes.varying(x)))
+        if missing:
+            raise InputError(
+                argument,
+                f"is replicated over {missing}, over which axis_name={call.axis_name} spreads the sequence",
+                "Shard its length over the ring in in_specs, or make it of jax.lax.axis_index",
+            )
+
+
+def refuse_unnamed_axes(call: Call) -> None:
+    """Refuses dropout, and masks that differ between heads, where batch or heads are split over axes without a name.
+
+    Both count batch rows or heads of the whole problem. Where `check_vma=False` hides what the query varies over, any
+    further axis of the mesh may split it.
+    """
+    of_heads = call.mask_builder is not None and len(call.mask_builder.masks) > 1
+    unsaid = [name for name in ("batch_axis_name", "head_axis_name") if getattr(call, name) is None]
+    asked = "dropout_prob" if call.dropout_prob else "mask_builder"
+    if not unsaid or not (call.dropout_prob or (of_heads and "head_axis_name" in unsaid)):
+        return
+    split = axes.varying(call.query) if axes.tracked() else axes.manual()
+    named = {*(call.axis_name or ()), *(call.batch_axis_name or ()), *(call.head_axis_name or ())}
+    over = tuple(name for name in sorted(split - named) if jax.lax.axis_size(name) > 1)
+    if over:
+        raise InputError(
+            asked,
+            f"needs the global indices of batch and heads, and the mesh axes {over} may split them",
+            f"Say which split them in {' and '.join(unsaid)}, () for none",
+        )

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend wheel registers under the entry point group `ringattn.backends`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+from .features import Feature, Support
+
+API_VERSIONS: Final = range(1, 2)
+"""The numbers of the backend API that this core supports."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A backend's description. It is inert: importing it imports no kernel and touches no device.
+
+    `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are `"module:attribute"`; exactly one of `kernel`
+    and `ring` is given. `api` is the literal number of the API that the backend was written for. The probe returns in
+    a sentence why the backend cannot run here, or `None`. `reasons` may say why a feature is not supported, in words
+    that follow "planned:" or "impossible:". `variables` are the environment variables named `RINGATTN_...` that the
+    backend reads; core warns of those that nobody reads.
+    """
+
+    name: str
+    api: int
+    platforms: tuple[str, ...]
+    features: Mapping[Feature, Support]
+    kernel: str | None = None
+    ring: str | None = None
+    priority: int = 0
+    probe: str | None = None
+    reasons: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
+    variables: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kernel is None) == (self.ring is None):
+            raise ValueError(f"Backend {self.name!r}: exactly one of {self.kernel=} and {self.ring=} must be given")
+
+    def supports(self, feature: Feature) -> bool:
+        return self.features.get(feature) is Support.FULL
+
+    def answer(self, feature: Feature) -> str:
+        """How far the backend supports the feature, with its reason where it gives one."""
+        support = self.features.get(feature)
+        word = "not declared" if support is None else support.value
+        return f"{word}: {self.reasons[feature]}" if feature in self.reasons else word

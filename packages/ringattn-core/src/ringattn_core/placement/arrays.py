@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which axes each array of a call has, in letters, and over which mesh axes those axes are split.
+
+The letters are those of `docs/notation.md`. A small `b`, `n` or `t` is an axis that may be 1, and is then broadcast.
+`S_global` are the keys of the whole sequence, in natural order. This file is the only one that spells them out.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+Query = Float[Array, "B T N H"]
+Key = Float[Array, "B S K H"]
+Value = Float[Array, "B S K Hv"]
+QueryIds = Int[Array, "B T"]
+KeyIds = Int[Array, "B S"]
+QueryPositions = Int[Array, "*b T"]
+KeyPositions = Int[Array, "*b S"]
+Sinks = Float[Array, "N sinks"]
+SharedSinks = Float[Array, " sinks"]
+Bias = Float[Array, "b n t S_global"]
+DenseMask = Bool[Array, "b n T S_global"]
+Slopes = Float[Array, " N"]
+Seed = Int[Array, ""]
+Output = Float[Array, "B T N Hv"]
+LogSumExp = Float[Array, "B N T"]
+
+
+def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
+    """The letters of an array's axes; of an array whose first axes may be absent, those of its last `rank` axes."""
+    found = tuple(array.dim_str.replace("*", "").split())
+    return found if rank is None else found[len(found) - rank :]
+
+
+@functools.cache
+def axes_with(kind: type, *wanted: str) -> dict[str, int]:
+    """Which axis of each array in a dataclass has one of these letters, as the types of its fields say.
+
+    A letter means itself alone, so `"B"` leaves out an axis `b`. Fields that may hold arrays of several kinds are left
+    out.
+    """
+    found: dict[str, int] = {}
+    for field in dataclasses.fields(kind):
+        types = [held for held in (field.type, *get_args(field.type)) if hasattr(held, "dim_str")]
+        names = letters(types[0]) if len(types) == 1 else ()
+        for number, name in enumerate(names):
+            if name in wanted:
+                found[field.name] = number
+    return found
+
+
+def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether an array of this shape has the axes that its letters say."""
+    if len(shape) > len(letters(array)) or (len(shape) < len(letters(array)) and "*" not in array.dim_str):
+        return False
+    named = zip(letters(array, len(shape)), shape, strict=True)
+    return all(size == sizes.get(name.upper(), size) or (size == 1 and broadcasts(name)) for name, size in named)
+
+
+def broadcasts(letter: str) -> bool:
+    """Whether an axis with this letter may be 1."""
+    return letter in ("b", "n", "t")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Which mesh axes carry the batch, the sequence and the heads."""
+
+    batch: tuple[str, ...]
+    sequence: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    def of(self, letter: str) -> tuple[str, ...]:
+        """The mesh axes over which an axis with this letter is split."""
+        carried = {"B": self.batch, "T": self.sequence, "S": self.sequence, "N": self.heads, "K": self.heads}
+        return carried.get(letter.upper() if broadcasts(letter) else letter, ())
+
+    def spec(self, array: Any, shape: tuple[int, ...] | None = None) -> PartitionSpec:
+        """How an array of this shape is split; an axis that is 1 and broadcast stays whole."""
+        names = letters(array, None if shape is None else len(shape))
+        whole = [shape is not None and broadcasts(name) and shape[i] == 1 for i, name in enumerate(names)]
+        return PartitionSpec(*(None if w else _entry(self.of(name)) for name, w in zip(names, whole, strict=True)))
+
+
+def _entry(names: tuple[str, ...]) -> Any:
+    return None if not names else names[0] if len(names) == 1 else names

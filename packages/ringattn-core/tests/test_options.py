@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the options: each has one row, every argument goes by keyword, and a wrong name is told the right one."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Float
+from ringattn_core import Block, Feature, per_shard, ring_attention
+from ringattn_core.call import options
+from ringattn_core.call.validation import validated
+from ringattn_core.contract.call import Call
+from ringattn_core.errors import InputError
+from ringattn_core.placement import arrays as letters
+from ringattn_core.ring.blocks import Differentiable
+
+T, N = 8, 2
+Q, K, V = (jax.random.normal(key, (1, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3))
+OPERANDS = {"query", "key", "value"}
+OF_OPERANDS = {"GROUPED_HEADS", "UNEQUAL_VALUE_DIM", "CROSS_LENGTHS", "FLOAT32", "FLOAT16", "BFLOAT16", "GRADIENTS"}
+OF_LAYOUTS = {"ZIGZAG", "STRIPED"}
+
+
+def test_each_option_of_a_canonical_call_has_one_row() -> None:
+    names = [option.name for option in options.OPTIONS]
+    assert sorted({*names, *OPERANDS}) == sorted([*names, *OPERANDS])
+    assert {*names, *OPERANDS} == {field.name for field in dataclasses.fields(Call)}
+
+
+def test_the_rows_name_every_feature_that_an_option_needs() -> None:
+    named = {option.feature.name for option in options.OPTIONS if option.feature is not None}
+    assert named | OF_OPERANDS | OF_LAYOUTS == set(Feature.__members__)
+
+
+def test_an_array_has_the_letters_of_its_row_in_the_canonical_call_too() -> None:
+    annotated = {name: kind for name, kind in Call.__annotations__.items() if name in options.ARRAYS}
+    for name, kind in annotated.items():
+        assert options.ARRAYS[name] in getattr(kind, "__args__", (kind,)), name
+
+
+def test_the_floating_arrays_are_those_with_a_gradient() -> None:
+    floating = {name for name, array in options.ARRAYS.items() if array.dtype is Float}
+    assert len(floating) == len(dataclasses.fields(Differentiable))
+
+
+def test_the_user_call_takes_every_option_of_a_shard_but_the_parameters_that_cfg_holds() -> None:
+    shown = inspect.signature(ring_attention).parameters
+    wanted = {option.name for option in options.OPTIONS} - {"fwd_params", "bwd_params"}
+    assert wanted <= set(shown)
+    assert set(shown) == OPERANDS | {"softmax_aux", "bias", *options.Options.__annotations__}
+    assert {name: shown[name].default for name in ("causal", "layout", "dropout_prob", "mesh")} == {
+        "causal": False,
+        "layout": "contiguous",
+        "dropout_prob": 0.0,
+        "mesh": None,
+    }
+
+
+def test_every_argument_goes_by_keyword() -> None:
+    sinks, bias = jnp.ones(N), jnp.ones((1, 1, T, T))
+    by_position = ring_attention(Q, K, V, sinks, bias)
+    assert (ring_attention(query=Q, key=K, value=V, softmax_aux=sinks, bias=bias) == by_position).all()
+
+
+@pytest.mark.parametrize("name", sorted(options.OTHER_NAMES))
+def test_names_of_other_libraries_are_told_the_right_one(name: str) -> None:
+    attend = per_shard("xla") if name == "cfg" else ring_attention
+    with pytest.raises(InputError) as error:
+        attend(Q, K, V, **{name: 3})
+    assert f"{name}: is no argument of ring_attention. Pass {' and '.join(options.OTHER_NAMES[name])}" == str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("causl", "Pass causal"), ("zzz", "Its arguments are query, key, value, softmax_aux, bias,")]
+)
+def test_a_misspelt_name_is_told_the_nearest_or_all_of_them(name: str, remedy: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: is no argument of ring_attention. {remedy}"):
+        ring_attention(Q, K, V, **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "message"),
+    [
+        ((Q,), {}, "key: is missing. Pass query, key and value"),
+        ((Q, K, V), {"key": K}, "key: is given twice, by position and by name"),
+        ((Q, K, V, *[None] * 15), {}, "arguments: are 18 by position. Pass those after fused_backward by name"),
+    ],
+)
+def test_a_shard_call_that_does_not_bind_is_refused(arguments: Any, given: Any, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        per_shard("xla")(*arguments, **given)
+    assert message in str(error.value)
+
+
+def test_a_position_id_of_ejkernel_is_no_unknown_name_in_a_shard_call() -> None:
+    positions = jnp.arange(T)
+    call = validated(Q, K, V, q_position_ids=positions, kv_position_ids=positions)
+    assert (call.q_positions == positions).all()
+
+
+@pytest.mark.parametrize(
+    ("array", "shape", "spec"),
+    [
+        (letters.Query, (4, 8, 2, 4), (("dp", "fsdp"), "sp", "tp", None)),
+        (letters.KeyPositions, (8,), ("sp",)),
+        (letters.KeyPositions, (4, 8), (("dp", "fsdp"), "sp")),
+        (letters.Bias, (1, 2, 1, 8), (None, "tp", None, None)),
+        (letters.Bias, (4, 1, 8, 8), (("dp", "fsdp"), None, "sp", None)),
+        (letters.Sinks, (2, 3), ("tp", None)),
+        (letters.LogSumExp, (4, 2, 8), (("dp", "fsdp"), "tp", "sp")),
+        (letters.Seed, (), ()),
+    ],
+)
+def test_the_letters_say_how_an_array_is_split(array: Any, shape: tuple[int, ...], spec: tuple[Any, ...]) -> None:
+    roles = letters.Roles(("dp", "fsdp"), ("sp",), ("tp",))
+    assert roles.spec(array, shape) == jax.sharding.PartitionSpec(*spec)
+
+
+def test_the_letters_say_which_axis_is_which() -> None:
+    assert letters.letters(letters.QueryPositions, 1) == ("T",)
+    assert letters.axes_with(Differentiable, "N", "n", "K") == {
+        "q": 2, "k": 2, "v": 2, "sinks": 0, "bias": 1, "slopes": 0
+    }  # fmt: skip
+    assert letters.axes_with(Block, "T", "t")["mask"] == letters.axes_with(Block, "T", "t")["bias"] == 2
+    assert "kv" not in letters.axes_with(Block, "S")
+    assert set(letters.axes_with(Block, "b")) & {"q", "seed", "shift"} == set()
+
+
+@pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])
+def test_a_flag_is_whatever_equals_true_or_false(given: Any) -> None:
+    assert validated(Q, K, V, causal=given).causal is True
+
+
+@pytest.mark.parametrize("given", [2, -1, 1.0, "yes", None])
+def test_a_flag_is_nothing_else(given: Any) -> None:
+    with pytest.raises(InputError, match=r"causal: got .* It must be True or False"):
+        validated(Q, K, V, causal=given)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padding may hold anything and reaches nothing; NaN in any other token reaches every row that sees it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core import ring_attention
+from ringattn_core.placement.padding import cleaned
+
+LENGTH, BAD = 12, 5
+MESHES = [None, 4]
+GARBAGE = [jnp.nan, jnp.inf, -jnp.inf, 3e38]
+
+
+def attend(ranks: int | None, *x: Any, **options: Any) -> Any:
+    if ranks is None:
+        return ring_attention(*x, **options)
+    mesh = jax.make_mesh((ranks,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    return ring_attention(*x, mesh=mesh, axis_name="sp", **options)
+
+
+def arrays() -> list[jax.Array]:
+    return [jax.random.normal(key, (1, LENGTH, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)]
+
+
+def tokens_with_nan(x: jax.Array) -> set[int]:
+    return set(np.flatnonzero(np.isnan(np.asarray(x)).any((0, 2, 3))))
+
+
+def test_a_token_of_a_negative_id_is_zero_and_no_other_is_changed():
+    x = jnp.arange(1.0, 7.0).reshape(1, 3, 2)
+    np.testing.assert_array_equal(cleaned(x, jnp.array([[0, -1, 7]])), [[[1, 2], [0, 0], [5, 6]]])
+    assert cleaned(x, None) is x
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+@pytest.mark.parametrize("value", GARBAGE)
+def test_what_padding_holds_reaches_no_output_and_no_gradient(ranks: int | None, value: float):
+    ids = jnp.zeros((1, LENGTH), jnp.int32).at[0, BAD].set(-1)
+
+    def differentiated(value: float) -> Any:
+        x = [operand.at[0, BAD].set(value) for operand in arrays()]
+
+        def call(*x: Any) -> Any:
+            return attend(ranks, *x, jnp.zeros(2), q_segment_ids=ids, kv_segment_ids=ids, causal=True, return_lse=True)
+
+        (out, lse), pull = jax.vjp(jax.jit(call), *x)
+        dout, dlse = jnp.ones_like(out).at[0, BAD].set(value), jnp.ones_like(lse).at[..., BAD].set(value)
+        return out, *pull((dout, dlse))
+
+    for got, want in zip(differentiated(value), differentiated(0.0), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert jnp.isfinite(got).all() and (got[0, BAD] == 0).all()
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_every_row_that_sees_nan_is_nan_and_so_are_its_gradients(ranks: int | None, operand: int):
+    x = arrays()
+    x[operand] = x[operand].at[0, BAD, :, 2].set(jnp.nan)
+    out, pull = jax.vjp(jax.jit(lambda *x: attend(ranks, *x, causal=True, sliding_window=3)), *x)
+    lost = {BAD} if operand == 0 else set(range(BAD, BAD + 4))
+    assert lost <= tokens_with_nan(out)
+    dq, dk, dv = pull(jnp.ones_like(out))
+    assert lost <= tokens_with_nan(dq)
+    seen = {key for row in lost for key in range(row - 3, row + 1)}
+    assert seen <= tokens_with_nan(dk)
+    assert operand == 2 or seen <= tokens_with_nan(dv)
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+def test_nan_in_a_cotangent_reaches_what_its_row_saw(ranks: int | None):
+    out, pull = jax.vjp(jax.jit(lambda *x: attend(ranks, *x, causal=True, sliding_window=3)), *arrays())
+    dq, dk, dv = pull(jnp.ones_like(out).at[0, BAD, 1, 2].set(jnp.nan))
+    assert {BAD} <= tokens_with_nan(dq)
+    assert set(range(BAD - 3, BAD + 1)) <= tokens_with_nan(dk) & tokens_with_nan(dv)
+
+
+def test_nan_in_a_bias_is_seen_where_the_mask_lets_it():
+    bias = jnp.zeros((1, 1, LENGTH, LENGTH)).at[0, 0, BAD, BAD - 1].set(jnp.nan).at[0, 0, 2, 7].set(jnp.nan)
+    assert tokens_with_nan(ring_attention(*arrays(), None, bias, causal=True)) == {BAD}
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_sink_that_is_nan_or_infinite_is_seen_by_every_row_of_its_head(value: float):
+    out, lse = ring_attention(*arrays(), jnp.array([0.0, value]), return_lse=True)
+    assert jnp.isfinite(out[:, :, 0]).all() and jnp.isnan(out[:, :, 1]).all() and jnp.isnan(lse[:, 1]).all()
+
+
+def test_a_sink_of_minus_infinity_is_no_sink():
+    x = arrays()
+    a, pull = jax.vjp(lambda s: ring_attention(*x, s, causal=True), jnp.full(2, -jnp.inf))
+    assert (a == ring_attention(*x, causal=True)).all()
+    assert (pull(jnp.ones_like(a))[0] == 0).all()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls work under the flags by which JAX finds mistakes: strict promotion, leak checks, NaN and infinity checks."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from ringattn_core import masks, ring_attention
+from ringattn_core.adapters.jax_nn import dot_product_attention
+
+B, T, N, K, H = 2, 32, 4, 2, 8
+LENGTHS = jnp.array([32, 19], jnp.int32)
+IDS = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 8)[None].repeat(B, 0)
+PADDED = IDS.at[:, 27:].set(-1)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "sp"))
+
+
+# Each line is the arrays that are differentiated, beside query, key and value, and the other options.
+CALLS: dict[str, tuple[dict[str, jax.Array], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "window": ({}, {"sliding_window": (5, 0), "causal": True}),
+    "chunk": ({}, {"chunk_size": 8}),
+    "segments": ({}, {"q_segment_ids": IDS}),
+    "padding": ({}, {"q_segment_ids": PADDED}),
+    "rows that see nothing": ({}, {"attention_mask": jnp.zeros((1, 1, T, T), bool)}),
+    "dense mask": ({}, {"attention_mask": jnp.tril(jnp.ones((1, 1, T, T), bool))}),
+    "mask builder": ({}, {"mask_builder": lambda *_: masks.Prefix(9) | masks.Causal()}),
+    "mask of each head": ({}, {"mask_builder": lambda q, k, heads, head, copies: masks.Local(head + 1)}),
+    "positions": ({}, {"q_positions": jnp.arange(T, dtype=jnp.int32) % 9, "causal": True}),
+    "sinks of each head": ({"softmax_aux": normal(3, N, 3)}, {}),
+    "shared sinks and padding": ({"softmax_aux": normal(3, 3)}, {"q_segment_ids": PADDED}),
+    "bias": ({"bias": normal(4, 1, N, T, T)}, {}),
+    "bias of keys": ({"bias": normal(4, B, 1, 1, T)}, {}),
+    "bias of -1e9": ({"bias": jnp.full((1, 1, T, T), -1e9, jnp.float32)}, {}),
+    "slopes": ({"alibi_slopes": jnp.abs(normal(5, N))}, {}),
+    "dropout": ({}, {"dropout_prob": 0.3, "dropout_seed": 3}),
+    "soft cap": ({}, {"logits_soft_cap": 5.0}),
+    "both ways round": ({}, {"two_way": True}),
+    "zigzag": ({}, {"layout": "zigzag", "causal": True}),
+    "striped": ({}, {"layout": "striped", "causal": True}),
+}
+EVERYWHERE = pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
+
+
+def gradient_of(call: str, on_mesh: bool, dtype: Any = jnp.float32) -> tuple[Any, tuple[Any, ...]]:
+    """A function that gives the loss of a call and its gradients, and the arguments of the function."""
+    extra, options = CALLS[call]
+    options = options | ({"mesh": mesh(), "axis_name": "sp"} if on_mesh else {})
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, extra: dict[str, jax.Array]) -> jax.Array:
+        given = dict(extra)
+        arrays = (q, k, v, given.pop("softmax_aux", None), given.pop("bias", None))
+        return jnp.sum(jnp.sin(ring_attention(*arrays, **options, **given).astype(jnp.float32)))
+
+    q, k, v = (normal(seed, B, T, heads, H).astype(dtype) for seed, heads in enumerate((N, K, K)))
+    return jax.value_and_grad(loss, (0, 1, 2, 3)), (q, k, v, extra)
+
+
+@contextlib.contextmanager
+def strict_promotion() -> Iterator[None]:
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+class TestStrictPromotion:
+    @pytest.mark.parametrize("call", CALLS)
+    @EVERYWHERE
+    def test_no_rank_and_no_dtype_is_promoted(self, call: str, on_mesh: bool):
+        gradient, arguments = gradient_of(call, on_mesh, jnp.float32 if on_mesh else jnp.bfloat16)
+        with strict_promotion():
+            jax.make_jaxpr(gradient)(*arguments)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+            {"key_value_seq_lengths": LENGTHS, "mask": jnp.ones((B, 1, 1, T), bool)},
+            {"mask": jnp.ones((N, T, T), bool), "bias": jnp.ones((N, T, T))},
+            {"return_residual": True},
+        ],
+        ids=["lengths", "lengths and mask", "mask and bias", "residual"],
+    )
+    @EVERYWHERE
+    def test_the_adapter_promotes_none_either(self, options: dict[str, Any], on_mesh: bool):
+        ring = {"mesh": mesh(), "axis_name": "sp"} if on_mesh else {}
+        with strict_promotion():
+            jax.make_jaxpr(lambda q: dot_product_attention(q, q, q, **options, **ring))(normal(0, B, T, N, H))
+
+    def test_the_flags_are_on(self):
+        with strict_promotion(), pytest.raises(ValueError, match="jax_numpy_rank_promotion"):
+            jnp.ones(3) + jnp.ones((2, 3))
+
+
+class TestLeaks:
+    @pytest.mark.parametrize("call", ["mask of each head", "dropout", "shared sinks and padding"])
+    def test_no_tracer_leaves_its_trace(self, call: str):
+        gradient, arguments = gradient_of(call, on_mesh=True)
+        with jax.check_tracer_leaks():
+            jax.make_jaxpr(gradient)(*arguments)
+
+    def test_vmap_leaks_none(self):
+        with jax.check_tracer_leaks():
+            jax.make_jaxpr(jax.vmap(lambda q: ring_attention(q, q, q, causal=True)))(normal(0, 3, B, T, N, H))
+
+
+class TestNansAndInfinities:
+    """With both flags JAX looks at every result that it computes outside `jax.jit`."""
+
+    @pytest.mark.parametrize("call", ["rows that see nothing", "shared sinks and padding", "bias of -1e9"])
+    @EVERYWHERE
+    def test_what_attention_means_by_infinity_is_not_reported(self, call: str, on_mesh: bool):
+        gradient, arguments = gradient_of(call, on_mesh)
+        with jax.debug_nans(True), jax.debug_infs(True):
+            jax.block_until_ready(gradient(*arguments))
+
+    def test_nor_is_it_in_a_shard_map_of_the_caller_under_jit(self):
+        split = P("data", "sp")
+
+        def local(q: jax.Array, ids: jax.Array) -> jax.Array:
+            return ring_attention(q, q, q, q_segment_ids=ids, axis_name="sp")
+
+        shard = jax.shard_map(local, mesh=mesh(), in_specs=(split, split), out_specs=split)
+        with jax.debug_nans(True), jax.debug_infs(True):
+            jax.block_until_ready(jax.jit(jax.grad(lambda q: shard(q, PADDED).sum()))(normal(0, B, T, N, H)))
+
+    @EVERYWHERE
+    def test_a_nan_of_the_caller_is_reported(self, on_mesh: bool):
+        (gradient, (q, k, v, extra)) = gradient_of("padding", on_mesh)
+        with jax.debug_nans(True), jax.debug_infs(True), pytest.raises(FloatingPointError, match="nan"):
+            jax.block_until_ready(gradient(q, k, v.at[0, 5].set(jnp.nan), extra))
+
+    def test_so_is_an_infinite_output(self):
+        q = normal(0, B, T, N, H)
+        with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf"):
+            ring_attention(q, q, jnp.full_like(q, 3e38)) * 2.0

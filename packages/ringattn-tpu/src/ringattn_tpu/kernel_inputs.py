@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels read of a block: arrays with heads before tokens, and the settings that they are compiled for."""
+
+import dataclasses
+import math
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int32
+from ringattn_core.contract import dropout
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.rule import Rule
+
+from . import mask_bits
+from .block_sizes import Sizes
+from .launch import At, Operand
+
+LOG2_E: Final = math.log2(math.e)
+_NOWHERE: Final = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a kernel is compiled for.
+
+    `q_rows` and `kv_rows` name the integers that come with each query and each key: `low` and `high`, the first and the
+    last position that a query sees, `position`, `index` and `segment`.
+    """
+
+    rule: Rule
+    q_rows: tuple[str, ...]
+    kv_rows: tuple[str, ...]
+    precision: Any
+    mask_bits: bool
+    bias: bool
+    bias_rows: bool
+    """Whether each query has a row of the bias of its own."""
+    slopes: bool
+
+    @property
+    def unit(self) -> float:
+        """What natural logarithms are multiplied by in the kernels: they count in log2, to exponentiate by `exp2`.
+
+        With a bias they count in natural units: a score of -1e6 and its bias must be rounded as `jax.nn` rounds them.
+        """
+        return 1.0 if self.bias else LOG2_E
+
+    @property
+    def product_scale(self) -> float:
+        """What a product of query and key is multiplied by, before the soft cap where there is one."""
+        cap = self.rule.soft_cap
+        return self.rule.scale * self.unit if cap is None else self.rule.scale / cap
+
+    @property
+    def keep_weight(self) -> float:
+        """What dropout multiplies a probability by that survives."""
+        return 1.0 / (1.0 - self.rule.dropout)
+
+
+class KernelInputs(NamedTuple):
+    """A block whose lengths divide by the tiles, and the arrays that every kernel reads, each with its axes.
+
+    Of the axes, `B` are batch rows, `N` and `K` the heads of queries and of keys, `T` and `S` their tokens; a digit is
+    the element of a pair to take, and `.` an axis that every step reads whole. An axis of length 1 broadcasts.
+    """
+
+    block: Block
+    settings: Settings
+    sizes: Sizes
+    arrays: dict[str, tuple[jax.Array, str]]
+
+    def operands(self, by_keys: bool) -> dict[str, Operand]:
+        """The arrays as operands of a kernel whose own side are the queries, or the keys where `by_keys`."""
+        found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
+        if self.settings.mask_bits:
+            tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
+            packed = mask_bits.of(self.block, by_keys, tile)
+            found["mask_bits"] = self.operand(packed, "BNST" if by_keys else "BNTS", by_keys)
+        return found
+
+    def operand(self, x: Any, axes: str, by_keys: bool) -> Operand:
+        """An input or output of a kernel. The heads of its grid are those of its own side.
+
+        Where these are the heads of keys, the query heads that read one of them are the members of its group.
+        """
+        group, sizes = self.block.group, self.sizes
+        tokens = {"T": (sizes.q_tile, sizes.q_length), "S": (sizes.kv_tile, sizes.kv_length)}
+
+        def length(axis: str, size: int) -> int | None:
+            if axis in tokens:
+                tile, whole = tokens[axis]
+                return 1 if size == 1 else size * tile // whole
+            return size if axis == "." else None
+
+        def index(axis: str, size: int, at: At) -> Any:
+            if axis.isdigit():
+                return int(axis)
+            if axis == "." or size == 1:
+                return 0
+            if axis == "K":
+                return at.head if by_keys or group == 1 else jax.lax.div(at.head, np.int32(group))
+            if axis == "N":
+                return at.head * group + at.member if by_keys and group > 1 else at.head
+            return at.batch if axis == "B" else at.own if (axis == "S") == by_keys else at.visiting
+
+        named = list(zip(axes, x.shape, strict=True))
+        return Operand(x, tuple(length(*one) for one in named), lambda at: tuple(index(*one, at) for one in named))
+
+    def cost(self, products: int) -> pl.CostEstimate:
+        """What XLA plans with where it hides transfers behind the kernel: as if all tiles were visited."""
+        batch, q_length, heads, head_dim = self.block.q.shape
+        pairs = batch * heads * q_length * self.block.kv_length
+        moved = sum(x.size * x.dtype.itemsize for x, _ in self.arrays.values())
+        return pl.CostEstimate(
+            flops=products * pairs * (head_dim + self.block.value_dim), transcendentals=pairs, bytes_accessed=moved
+        )
+
+
+def prepared(block: Block, sizes: Sizes) -> KernelInputs:
+    """The block, padded to the lengths of `sizes`, as the kernels read it."""
+    rule = block.rule
+    block = block.padded_to(sizes.q_length, sizes.kv_length)
+    q_side, kv_side = _integers(block)
+    settings = Settings(
+        rule=rule,
+        q_rows=tuple(q_side),
+        kv_rows=tuple(kv_side),
+        precision=_precision(rule.precision, block.q.dtype),
+        mask_bits=bool(rule.masks) or block.mask is not None,
+        bias=block.bias is not None,
+        bias_rows=block.bias is not None and block.bias.shape[2] > 1,
+        slopes=block.slopes is not None,
+    )
+    arrays = {"q": (jnp.swapaxes(block.q, 1, 2), "BNT.")}
+    if not isinstance(block.kv, tuple) and block.kv.ndim == 5:
+        kv = jnp.swapaxes(block.kv, 2, 3)
+        arrays |= {"k": (kv, "0BKS."), "v": (kv, "1BKS.")}
+    else:
+        arrays |= {name: (jnp.swapaxes(x, 1, 2), "BKS.") for name, x in (("k", block.k), ("v", block.v))}
+    for name, side, axes in (("q_integers", q_side, "B.T"), ("kv_integers", kv_side, "B.S")):
+        if side:
+            arrays[name] = (_stacked(side), axes)
+    if block.bias is not None:
+        arrays["bias"] = (block.bias, "BNTS")
+    if block.slopes is not None:
+        arrays["slopes"] = (block.slopes[:, :, None, None], "BN..")
+    if rule.dropout:
+        keys = jax.lax.bitcast_convert_type(dropout.keys(block), jnp.int32)
+        arrays["dropout_key"] = (keys[:, :, None, None], "BN..")
+    return KernelInputs(block, settings, sizes, arrays)
+
+
+def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The integers of queries and of keys, `[b, T]` and `[b, S]`, that some score depends on."""
+    rule = block.rule
+    low, high = bounds(block)
+    q = {name: x for name, x in (("low", low), ("high", high)) if x is not None}
+    kv: dict[str, jax.Array] = {}
+    if block.slopes is not None:
+        q["position"] = block.q_positions
+    if q:
+        kv["position"] = block.kv_positions
+    if rule.dropout:
+        q["index"], kv["index"] = block.q_index, block.kv_index
+    if block.q_segments is not None or block.padded:
+        # Negative ids are padding, that never sees and is never seen: one that no key has, one that no query has.
+        ids, kv_ids = block.q_segments, block.kv_segments
+        ids = jnp.zeros_like(block.q_index) if ids is None else jnp.where(ids < 0, -1, ids)
+        kv_ids = jnp.zeros_like(block.kv_index) if kv_ids is None else jnp.where(kv_ids < 0, -2, kv_ids)
+        q["segment"], kv["segment"] = ids, jnp.where(block.kv_index < 0, -2, kv_ids)
+    return q, kv
+
+
+def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"] | None]:
+    """The first and the last position that each query sees, `None` where nothing bounds it; no sum leaves int32."""
+    rule, position = block.rule, block.q_positions
+    lows, highs = [], []
+    left, right = (None, None) if rule.window is None else rule.window
+    if left is not None:
+        left = min(left, _NOWHERE)
+        lows.append(jnp.maximum(position, left - _NOWHERE) - left)
+    if right is not None:
+        right = min(right, _NOWHERE)
+        highs.append(jnp.minimum(position, _NOWHERE - right) + right)
+    if rule.causal or rule.chunk is not None:
+        highs.append(position)
+    if rule.chunk is not None:
+        lows.append(position - jnp.remainder(position, min(rule.chunk, _NOWHERE)))
+    low = jnp.stack(lows).max(0) if lows else None
+    return low, jnp.stack(highs).min(0) if highs else None
+
+
+def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "b rows T"]:
+    batch = max(x.shape[0] for x in side.values())
+    return jnp.stack([jnp.broadcast_to(x, (batch, x.shape[1])) for x in side.values()], 1)
+
+
+def _precision(asked: str | None, dtype: Any) -> Any:
+    """Products of bfloat16 are exact as they are; products of float32 are, unless the caller asks for less."""
+    if dtype != jnp.float32:
+        return None
+    return {"default": jax.lax.Precision.DEFAULT, "high": jax.lax.Precision.HIGH}.get(
+        asked or "", jax.lax.Precision.HIGHEST
+    )

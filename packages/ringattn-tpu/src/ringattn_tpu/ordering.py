@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a send from starting before the kernel of the hop before it is done.
+
+XLA for TPUs drops barriers before it schedules, and then runs every send a hop too early, which takes the memory of one
+more shard. It keeps the order of a kernel that takes both arrays, does nothing, and returns one of them in place.
+"""
+
+from typing import Any, Final
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jaxtyping import Array, Shaped
+from ringattn_core.contract import ordering as core
+from ringattn_core.contract.varying import align, axes_of
+
+from .lowering import over_no_mesh
+
+
+def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
+    """`x`, such that nothing that reads the result starts before `token` is there."""
+    return align(_heads_first(_tie.bind(_heads_first(x), _heads_first(token))), axes_of(x, token))
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """Heads before tokens and back: so the arrays of a ring lie in memory, and a kernel takes axes as they lie."""
+    return jnp.swapaxes(x, -3, -2) if x.ndim > 3 else x
+
+
+def _in_place(x: jax.Array, token: jax.Array) -> jax.Array:
+    return pl.pallas_call(
+        lambda x, token, out: None,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        out_specs=pl.BlockSpec(memory_space=pl.ANY),
+        input_output_aliases={0: 0},
+        name="ringattn_tie",
+    )(x, token)
+
+
+def _abstract(x: Any, token: Any) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray(x.shape, x.dtype)
+
+
+def _batched(arrays: Any, axes: Any) -> Any:
+    """A tie of whole arrays ties their examples, and leaves their axes where they are."""
+    return _tie.bind(*arrays), axes[0]
+
+
+_tie: Final = Primitive("ringattn_tpu_tie")
+_tie.def_abstract_eval(_abstract)
+_tie.def_impl(jax.jit(_tie.bind))
+batching.primitive_batchers[_tie] = _batched
+mlir.register_lowering(_tie, over_no_mesh(core.tie, multiple_results=False), platform="cpu")
+mlir.register_lowering(_tie, over_no_mesh(_in_place, multiple_results=False), platform="tpu")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every visible pair of tiles is visited exactly once, and every step says the truth about itself."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import tiles
+from ringattn_tpu import block_sizes
+from ringattn_tpu import steps as listing
+from ringattn_tpu.steps import FIRST, IDLE, LAST, MASKED, OPENS, PAIRED, Numbering, Steps
+from tpu_blocks import OPTIONS, make_block, seen_pairs, with_option
+
+TILE = 16
+
+
+class Read(NamedTuple):
+    """A step as a kernel reads it."""
+
+    row: int
+    own: int
+    visiting: int
+    flags: int
+
+    def has(self, flag: int) -> bool:
+        return bool(self.flags & flag)
+
+
+def read(found: Steps) -> list[Read]:
+    numbering = found.numbering
+    return [
+        Read(*(int(part(step)) for part in (numbering.batch, numbering.own, numbering.visiting)), int(step) & 63)
+        for step in np.asarray(found.listed[: int(found.length)])
+    ]
+
+
+def whole(block: Block, kv_tile: int = TILE) -> Block:
+    return block.padded_to(-(-block.q_length // TILE) * TILE, -(-block.kv_length // kv_tile) * kv_tile)
+
+
+def by_tile(pairs: np.ndarray, kv_tile: int, by_keys: bool) -> np.ndarray:
+    """`[rows, own, visiting, pairs]`."""
+    rows, q_length, kv_length = pairs.shape
+    cut = pairs.reshape(rows, q_length // TILE, TILE, kv_length // kv_tile, kv_tile)
+    found = cut.transpose(0, 1, 3, 2, 4).reshape(rows, q_length // TILE, kv_length // kv_tile, -1)
+    return found.swapaxes(1, 2) if by_keys else found
+
+
+@pytest.mark.parametrize("kv_tile", [16, 32])
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_visible_pair_of_tiles_is_visited_once_and_masked_unless_seen_whole(option: str, by_keys: bool, kv_tile: int):
+    block = whole(with_option(option), kv_tile)
+    pairs = seen_pairs(block)
+    some = by_tile(pairs.any(1), kv_tile, by_keys).any(-1)
+    full = by_tile(pairs.all(1), kv_tile, by_keys).all(-1)
+    found = listing.steps(block, TILE, kv_tile, by_keys)
+    steps = read(found)
+    assert found.rows in (1, 2) and {step.row for step in steps} <= set(range(found.rows))
+    for row in range(2):
+        mine = [step for step in steps if step.row == (row if found.rows == 2 else 0)]
+        visited = {(step.own, step.visiting): step for step in mine}
+        assert len(visited) == len(mine), "a pair of tiles is visited twice"
+        missed = {(int(own), int(visiting)) for own, visiting in np.argwhere(some[row])} - set(visited)
+        assert not missed, f"visible tiles are not visited: {sorted(missed)}"
+        unmasked = [place for place, step in visited.items() if not step.has(MASKED)]
+        assert all(full[row][place] for place in unmasked), "a tile that is not seen whole is not masked"
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_tile_is_visited_or_masked_that_core_says_need_not_be(option: str, by_keys: bool):
+    block = whole(with_option(option))
+    some, full = (np.asarray(x.swapaxes(1, 2) if by_keys else x) for x in tiles(block, TILE, TILE))
+    steps = read(listing.steps(block, TILE, TILE, by_keys))
+    assert [(step.row, step.own, step.visiting) for step in steps] == [tuple(place) for place in np.argwhere(some)]
+    assert [step.has(MASKED) for step in steps] == [not full[step[:3]] for step in steps]
+
+
+@pytest.mark.parametrize("every_own", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_flags_open_and_close_each_own_tile_and_each_batch_row_once(option: str, every_own: bool):
+    block = whole(with_option(option))
+    found = listing.steps(block, TILE, TILE, every_own=every_own)
+    steps = read(found)
+    assert [step[:3] for step in steps] == sorted(step[:3] for step in steps)
+    for flag, key in ((OPENS, lambda step: step.row), (FIRST, lambda step: step[:2])):
+        firsts = [number for number, step in enumerate(steps) if number == 0 or key(steps[number - 1]) != key(step)]
+        assert [number for number, step in enumerate(steps) if step.has(flag)] == firsts
+    lasts = [n for n, step in enumerate(steps) if n == len(steps) - 1 or steps[n + 1][:2] != step[:2]]
+    assert [number for number, step in enumerate(steps) if step.has(LAST)] == lasts
+    if every_own:
+        owns = {(row, own) for row in range(found.rows) for own in range(block.q_length // TILE)}
+        assert {step[:2] for step in steps} == owns
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_own_tile_that_sees_nothing_has_one_idle_step_where_every_own_is_asked_for(option: str, by_keys: bool):
+    block = whole(with_option(option))
+    visited = read(listing.steps(block, TILE, TILE, by_keys))
+    asked = read(listing.steps(block, TILE, TILE, by_keys, every_own=True))
+    idle = [step for step in asked if step.has(IDLE)]
+    assert not any(step.has(IDLE) for step in visited)
+    assert [step._replace(flags=step.flags & ~OPENS) for step in asked if not step.has(IDLE)] == [
+        step._replace(flags=step.flags & ~OPENS) for step in visited
+    ]
+    assert not {step[:2] for step in idle} & {step[:2] for step in visited}
+    assert all(step.has(FIRST) and step.has(LAST) for step in idle)
+
+
+def test_a_block_that_sees_nothing_has_no_steps():
+    block = whole(with_option("causal, all keys too late"))
+    assert int(listing.steps(block, TILE, TILE).length) == 0
+    assert [step.flags & (FIRST | LAST | IDLE) for step in read(listing.steps(block, TILE, TILE, every_own=True))] == [
+        FIRST | LAST | IDLE
+    ] * 3
+
+
+def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
+    block = whole(with_option("causal segments"))
+    some, full = (np.asarray(x) for x in tiles(block, TILE, TILE))
+    assert some.shape[0] == 2 and not np.array_equal(some[0], some[1])
+    found = listing.steps(block, TILE, TILE, one_list=True)
+    steps = read(found)
+    assert found.rows == 1
+    assert [step[1:3] for step in steps] == [tuple(place) for place in np.argwhere(some.any(0))]
+    assert [step.has(MASKED) for step in steps] == [not full.all(0)[step[1:3]] for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("index", "paired"),
+    [
+        (np.arange(48), (True, True, True)),
+        (np.arange(48) + 4000, (True, True, True)),
+        (np.arange(48) + 4008, (False, False, False)),
+        (np.arange(48) * 16, (False, False, False)),
+        (np.concatenate([np.arange(8) + 8, np.arange(40) + 400]), (False, False, False)),
+        (np.concatenate([np.arange(16) + 32, np.arange(32) + 400]), (True, True, True)),
+        (np.where(np.arange(48) < 35, np.arange(48), -1), (True, True, False)),
+    ],
+)
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_rows_share_draws_only_where_both_indices_come_in_runs_of_16(index, paired, by_keys: bool, of_keys: bool):
+    given = {"kv_index" if of_keys else "q_index": np.int32(index)[None]}
+    block = make_block(q_length=48, kv_length=48, dropout=0.1, seed=np.uint32([1, 2]), **given)
+    steps = read(listing.steps(block, TILE, TILE, by_keys))
+    assert {(step.own if by_keys == of_keys else step.visiting): step.has(PAIRED) for step in steps} == dict(
+        enumerate(paired)
+    )
+    assert len(steps) == 9 and sum(step.has(PAIRED) for step in steps) == 3 * sum(paired)
+
+
+def test_a_causal_list_is_the_triangle():
+    block = make_block(1, 64, 64, causal=True)
+    places = [(step.own, step.visiting, step.has(MASKED)) for step in read(listing.steps(block, TILE, TILE))]
+    assert places == [(own, visiting, own == visiting) for own in range(4) for visiting in range(own + 1)]
+
+
+def test_the_list_of_documents_is_made_on_the_device():
+    """Ids that are known only when the program runs decide how long the list is."""
+
+    def length(documents: jax.Array) -> jax.Array:
+        block = make_block(q_length=64, kv_length=64, q_segments=documents, kv_segments=documents)
+        return listing.steps(block, TILE, TILE).length
+
+    together, apart = jnp.zeros((2, 64), jnp.int32), jnp.tile(jnp.arange(64, dtype=jnp.int32) // TILE, (2, 1))
+    assert [int(jax.jit(length)(documents)) for documents in (together, apart)] == [2 * 16, 2 * 4]
+
+
+@pytest.mark.parametrize(("window", "tiles_of_a_query"), [(512, 3), (4096, 5)])
+def test_a_window_visits_one_tile_more_than_it_fills(window: int, tiles_of_a_query: int):
+    length = 16384
+    block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, window=(window, None))
+    sizes = block_sizes.choose(block, block.rule.fwd_params)
+    assert window == (tiles_of_a_query - 1) * sizes.kv_tile
+    visited = np.bincount([step.own for step in read(listing.steps(block, sizes.q_tile, sizes.kv_tile))])
+    assert visited.max() == tiles_of_a_query and set(visited[tiles_of_a_query:]) == {tiles_of_a_query}
+
+
+def test_a_number_holds_every_field_up_to_its_bound():
+    numbering = Numbering(own_bits=9, visiting_bits=8)
+    for batch, own, visiting, flags in ((255, 511, 255, 63), (0, 0, 0, 0), (1, 0, 255, 8), (3, 511, 0, 1)):
+        step = numbering.write(batch, own, visiting, flags)
+        assert step < 2**31
+        assert (numbering.batch(step), numbering.own(step), numbering.visiting(step)) == (batch, own, visiting)
+        assert step & 63 == flags
+
+
+@pytest.mark.parametrize(
+    ("batch", "own", "visiting", "fits"),
+    [(1, 256, 512, True), (1, 257, 512, False), (128, 32, 32, True), (129, 32, 32, False), (1, 1, 1, True)],
+)
+def test_a_list_has_room_for_131072_steps(batch: int, own: int, visiting: int, fits: bool):
+    assert listing.MOST_STEPS == 131072
+    assert listing.fits(batch, own, visiting) is fits

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block kernel that core drives: it gives each block to the first family of kernels that takes it."""
+
+import functools
+from typing import Final
+
+import jax
+from jaxtyping import Array, Float, Float32
+from ringattn_core.contract.protocol import Block, Gradients, Partial
+from ringattn_core.contract.varying import align, axes_of
+
+from .family import Family
+from .hopper.family import HOPPER
+from .launch.target import Target, target
+from .portable.family import PORTABLE
+from .tuning_candidates import candidate_configs
+
+FAMILIES: Final[tuple[Family, ...]] = (HOPPER, PORTABLE)
+"""In this order. The last one takes every block."""
+
+
+class TritonKernel:
+    """Blockwise attention on GPUs: every feature, heads of up to 256, the same bits at every run."""
+
+    candidate_configs = staticmethod(candidate_configs)
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return _forward(block, partial, target())
+
+    def backward(
+        self,
+        block: Block,
+        dout: Float[Array, "B T N Hv"],
+        lse: Float32[Array, "B N T"],
+        delta: Float32[Array, "B N T"],
+        dq: Float32[Array, "B T N H"] | None,
+    ) -> Gradients:
+        return _backward(block, dout, lse, delta, dq, target())
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
+    """Jitted, so that it is traced once for all hops of a ring; so is `_backward`."""
+    block, partial = align((block, partial), axes_of(block, partial))
+    family = next(family for family in FAMILIES if family.why_not_forward(block, target) is None)
+    return family.forward(block, partial, target)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _backward(
+    block: Block,
+    dout: Float[Array, "B T N Hv"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    dq: Float32[Array, "B T N H"] | None,
+    target: Target,
+) -> Gradients:
+    block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
+    family = next(family for family in FAMILIES if family.why_not_backward(block, target) is None)
+    return family.backward(block, dout, lse, delta, dq, target)
+
+
+KERNEL: Final = TritonKernel()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family of kernels for Hopper: which blocks it takes, and its forward pass."""
+
+import math
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import triton
+from jaxtyping import Array, Float, Float32
+from ringattn_core import FwdParams
+from ringattn_core.contract.protocol import Block, Gradients, Partial
+
+from .. import kernel_inputs, visited_tiles
+from ..availability import TRITON_FLOOR
+from ..kernel_inputs import BlockConstants
+from ..launch import launch
+from ..launch.target import Target
+from ..portable.family import results
+from . import schedules
+
+_TRITON_CEILING: Final = (3, 10)
+"""Before which version these kernels have been compiled: Gluon may change with each."""
+_TOGETHER: Final = 512
+"""How many tiles of queries of some heads make enough work for no multiprocessor to be left alone with a long one."""
+_BOUND: Final = 73.0
+"""Up to which soft cap, in units of log2, scores need no row maximum: 50 is 72.2 of those. The exponentials of half of
+that, up or down, leave 2^90 for how many keys there are and how large values may be."""
+
+
+class HopperFamily:
+    """Kernels in Gluon, for blocks where they are faster than the portable ones."""
+
+    def why_not_forward(self, block: Block, target: Target) -> str | None:
+        reason = _why_not_here(block, target)
+        return reason or _why_not_forward(block, kernel_inputs.of_block(block, fast=True).constants)
+
+    def why_not_backward(self, block: Block, target: Target) -> str | None:
+        """A backward kernel for Hopper is chosen here: it gives the reason why it does not take the block."""
+        return "the Hopper family has no backward kernel"
+
+    def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
+        from .forward_kernel import forward as forward_kernel
+
+        inputs = kernel_inputs.of_block(block, fast=True)
+        constants = inputs.constants
+        schedule = schedules.forward(constants)
+        assert schedule is not None
+        table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, programs=_TOGETHER)
+        before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+        turns_taken = jnp.zeros(1, jnp.int32)
+        arrays = [*inputs.arrays, table.bounds, table.tiles, *before, turns_taken]
+        last = len(arrays) - 1
+        batch, _, heads, _ = block.q.shape
+        masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
+        out, lse, shift, _ = launch(
+            forward_kernel,
+            arrays,
+            [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
+            grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
+            warps=4,
+            stages=1,
+            registers=schedule.registers_at_start,
+            aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
+            name="ringattn_hopper_forward",
+            F=constants,
+            T=table.shape,
+            BATCH=batch,
+            CONSUMERS=schedule.consumers,
+            KV_TILE=schedule.kv_tile,
+            STAGES=schedule.stages,
+            ORDERED=schedule.ordered,
+            MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
+            FRESH=partial is None,
+            SHIFTED=before[2] is not None,
+            BOUNDED=constants.capped and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
+            REGISTERS=schedule.registers,
+        )
+        return Partial(out, lse, shift if constants.bias else None)
+
+    def backward(
+        self,
+        block: Block,
+        dout: Float[Array, "B T N Hv"],
+        lse: Float32[Array, "B N T"],
+        delta: Float32[Array, "B N T"],
+        dq: Float32[Array, "B T N H"] | None,
+        target: Target,
+    ) -> Gradients:
+        raise NotImplementedError(self.why_not_backward(block, target))
+
+
+def _why_not_here(block: Block, target: Target) -> str | None:
+    """Why no kernel of this family takes the block on this device."""
+    if target != Target("cuda", 90):
+        return "the Hopper kernels are for compute capability 9.0"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if not TRITON_FLOOR <= version < _TRITON_CEILING:
+        return f"the Hopper kernels have not been tried with Triton {triton.__version__}"
+    if block.q.dtype.itemsize != 2:
+        return "the Hopper kernels are for half precision"
+    return None
+
+
+def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
+    """Why the forward kernel does not take the block, where it has none or the portable one is faster."""
+    schedule = schedules.forward(constants)
+    if schedule is None or constants.value_dim != constants.head_dim:
+        return "no forward kernel has heads of these sizes, or a soft cap with them"
+    if constants.v_head != constants.value_dim:
+        return "keys and values are packed side by side"
+    if block.rule.fwd_params != FwdParams():
+        return "the caller fixes the schedule"
+    if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
+        return "the block is shorter than a tile"
+    if constants.slopes or constants.dropout:
+        return "the forward kernel has no ALiBi and no dropout: the portable one was as fast"
+    if not constants.plain and not (constants.bias and _bias_by_tma(block, constants)):
+        return "the scale is not positive, or the bias cannot be fetched in tiles"
+    return "each tile has too little to do" if _too_little(constants) else None
+
+
+def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
+    """Whether TMA can fetch tiles of the bias (rows of whole 16 bytes), and they fit beside the keys."""
+    assert block.bias is not None
+    aligned = constants.bias_query == constants.kv_length and constants.kv_length % 8 == 0
+    return aligned and block.bias.dtype == block.q.dtype and constants.head_dim == 128 and not constants.capped
+
+
+def _too_little(constants: BlockConstants) -> bool:
+    """Whether beginning and end dominate a turn: it has few tiles, or short products to mask."""
+    right = 0 if constants.causal or constants.chunked else constants.right if constants.bounded_right else math.inf
+    window = constants.left + right if constants.bounded_left else math.inf
+    seen = min(window, constants.chunk if constants.chunked else math.inf)
+    if constants.head_dim == 128:
+        return seen < 1024
+    return seen < 2048 or constants.q_length < 4096 or constants.segments or constants.masks
+
+
+HOPPER: Final = HopperFamily()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+"""The forward kernel for Hopper: an online softmax by warpgroups that take turns with the tensor cores.
+
+One warp, the producer, fetches tiles by TMA, several tiles ahead; groups of four warps, the consumers, have 64 queries
+each. While a consumer takes exponentials of one tile its tensor cores multiply another tile's weights with values, and
+the other consumers' tiles. Programs are persistent: each takes tiles of queries ("turns") from a common counter until
+none is left, and fetches the first tiles of the next turn while it writes the results of the last.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ..kernels.scores import bent, in_log2
+from ..kernels.tokens import Inputs, of_columns, of_head, of_rows, visible
+from .pipeline import Shared, begin, got, next_turn, of_turn, produce
+from .results import continued_rows, outputs, written
+from .schedules import CONSUMER_ROWS
+
+
+@gluon.jit
+def forward(
+    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
+    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, TAKEN_BEFORE, OUT, LSE, SHIFT_AFTER, TAKEN,
+    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
+    STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, SHIFTED: gl.constexpr,
+    BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As many programs as the device has multiprocessors. They count their turns in `TAKEN`, which begins at 0.
+
+    `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no score needs a row
+    maximum taken from it. `REGISTERS`: how many a thread of a consumer has.
+    """
+    DIM: gl.constexpr = F.head_dim
+    TYPE: gl.constexpr = Q.dtype.element_ty
+    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], TYPE)
+    COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, DIM], TYPE)
+    BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, KV_TILE], TYPE)
+    Q_WIDTH: gl.constexpr = F.heads * DIM
+    q_tiles = tma.make_tensor_descriptor(Q, [BATCH * F.q_length, Q_WIDTH], [Q_WIDTH, 1], [CONSUMER_ROWS, DIM], ROWS)
+    KV_ROWS: gl.constexpr = BATCH * F.kv_length
+    k_tiles = tma.make_tensor_descriptor(K, [KV_ROWS, F.k_token], [F.k_token, 1], [KV_TILE, DIM], COLUMNS)
+    values = V + F.v_start
+    v_tiles = tma.make_tensor_descriptor(values, [KV_ROWS, F.v_token], [F.v_token, 1], [KV_TILE, DIM], COLUMNS)
+    bias_tiles = q_tiles
+    if F.bias:
+        # A bias that all batch rows or heads share has one copy.
+        BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
+        bias_tiles = tma.make_tensor_descriptor(
+            BIAS, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, KV_TILE], BIASES
+        )
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    # The next turn's queries come early, unless a bias has their place.
+    Q_PLACES: gl.constexpr = 1 if F.bias else 2
+    queries = gl.allocate_shared_memory(TYPE, [Q_PLACES * CONSUMERS, CONSUMER_ROWS, DIM], ROWS)
+    bias = queries
+    if F.bias:
+        bias = gl.allocate_shared_memory(TYPE, [STAGES * CONSUMERS, CONSUMER_ROWS, KV_TILE], BIASES)
+    shared = Shared(
+        queries,
+        gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
+        gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+        bias,
+        gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+    )
+    begin(shared.q_full, Q_PLACES, 1)
+    begin(shared.q_empty, Q_PLACES, CONSUMERS)
+    begin(shared.k_full, STAGES, 1)
+    begin(shared.k_empty, STAGES, CONSUMERS)
+    begin(shared.v_full, STAGES, 1)
+    begin(shared.v_empty, STAGES, CONSUMERS)
+    begin(shared.turns_full, 2, 1)
+    begin(shared.turns_empty, 2, CONSUMERS)
+    begin(shared.order, CONSUMERS, 1)
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
+        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    )  # fmt: skip
+    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED)
+    BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
+    AFTER = (OUT, LSE, SHIFT_AFTER)
+    all_turns = T.rows * BATCH * F.heads
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
+                (_consume, (1, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
+                (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
+                (_consume, (1, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
+                (_consume, (2, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
+                (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+@gluon.jit
+def _consume(
+    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """The results of every turn for 64 of its queries."""
+    CONSUMERS: gl.constexpr = S[0]
+    KV_TILE: gl.constexpr = S[1]
+    STAGES: gl.constexpr = S[2]
+    ORDERED: gl.constexpr = S[3]
+    MASKED: gl.constexpr = S[4]
+    FRESH: gl.constexpr = S[5]
+    Q_PLACES: gl.constexpr = S[6]
+    BOUNDED: gl.constexpr = S[7]
+    DIM: gl.constexpr = F.head_dim
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    RAGGED: gl.constexpr = F.q_length % (CONSUMERS * CONSUMER_ROWS) != 0
+    nought = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, SCORES)
+    taken = 0
+    ordered = 0
+    done = 0
+    acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, SUMS)
+    top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
+    total = top
+    weights = _as_operand(nought, shared.k.dtype, SUMS)
+    turn = next_turn(shared, done)
+    while turn < all_turns:
+        own, batch, head_number = of_turn(turn, F, T)
+        masked = got(shared.masked.index(done % 2))
+        whole = got(shared.whole.index(done % 2))
+        start = own * (CONSUMERS * CONSUMER_ROWS) + NUMBER * CONSUMER_ROWS
+        # The scores of the first tile, and the weighted values of the last turn's last, are in flight together. Before
+        # the first turn there are none: what is multiplied then is not looked at.
+        queries_here = shared.q.index((done % Q_PLACES) * CONSUMERS + NUMBER)
+        mbarrier.wait(shared.q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1)
+        mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
+        k = shared.k.index(taken % STAGES)
+        s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+        before = (taken + STAGES - 1) % STAGES
+        if done > 0:
+            mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
+        acc = warpgroup_mma(weights, shared.v.index(before), acc, is_async=True)
+        head = of_head(P, batch, head_number, F)
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), F, RAGGED, False)
+        keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
+        bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+        old_top, old_total = top, total
+        top, total = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
+        kept = total
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
+        p, total, top, shrink = _softmax(s, total, top, queries, keys, bias, head, F, MASKED, S)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        if done > 0:
+            mbarrier.arrive(shared.v_empty.index(before), count=1)
+            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
+        acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, SUMS)
+        if not FRESH:
+            out_at, within = outputs(start, batch, head_number, F, SUMS)
+            acc = gl.load(BEFORE[0] + out_at, mask=within, other=0.0)
+            # `kept` is 1, unless scores are bounded or the partial result has a shift.
+            factor = kept if BOUNDED else shrink * kept if S[8] else shrink
+            acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+            # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        weights = _as_operand(p, queries_here.dtype, SUMS)
+        taken += 1
+        first = 1
+        if MASKED:
+            for _ in range(1, masked):
+                acc, weights, total, top = _continued(
+                    acc, weights, total, top, shared, queries_here, nought, taken, 0, NUMBER,
+                    queries, head, P, batch, F, True, S, SCORES, SUMS, False,
+                )  # fmt: skip
+                taken += 1
+            first = gl.where(masked > 0, 0, 1)
+        for _ in range(first, whole):
+            acc, weights, total, top = _continued(
+                acc, weights, total, top, shared, queries_here, nought, taken, ordered, NUMBER,
+                queries, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
+            )  # fmt: skip
+            taken += 1
+            ordered += 1
+        mbarrier.arrive(shared.q_empty.index(done % Q_PLACES), count=1)
+        done += 1
+        turn = next_turn(shared, done)
+    if done > 0:
+        last = taken - 1
+        mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
+        acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
+
+
+@gluon.jit
+def _continued(
+    acc, weights, total, top, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr,
+    queries, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    SUMS: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """One step: the scores of this tile and the last tile's weighted values are in flight together."""
+    CONSUMERS: gl.constexpr = S[0]
+    KV_TILE: gl.constexpr = S[1]
+    STAGES: gl.constexpr = S[2]
+    BOUNDED: gl.constexpr = S[7]
+    last = taken - 1
+    mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
+    if ORDERED:
+        mbarrier.wait(shared.order.index(NUMBER), (ordered + (1 if NUMBER == 0 else 0)) & 1)
+    k = shared.k.index(taken % STAGES)
+    s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+    mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
+    acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
+    if ORDERED:
+        mbarrier.arrive(shared.order.index((NUMBER + 1) % CONSUMERS), count=1)
+    keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
+    bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
+    p, total, top, shrink = _softmax(s, total, top, queries, keys, bias, head, F, MASKED, S)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
+    if not BOUNDED:
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+    return acc, _as_operand(p, queries_here.dtype, SUMS), total, top
+
+
+@gluon.jit
+def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
+    """The weights in the registers from which a product takes its left side."""
+    return gl.convert_layout(p.to(TYPE), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+
+
+@gluon.jit
+def _keys(
+    shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The keys of a tile to mask."""
+    if MASKED:
+        start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
+        columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
+        return of_columns(P, batch, start, columns, F, KV_TILE, False)
+    else:
+        return 0
+
+
+@gluon.jit
+def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
+    """The bias of a tile of scores."""
+    if F.bias:
+        return shared.bias.index((taken % S[2]) * S[0] + NUMBER).load(SCORES)
+    else:
+        return 0
+
+
+@gluon.jit
+def _softmax(s, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
+    """The weights of a tile of products, sums and maxima that count it in, and the factor for the sums so far.
+
+    Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor is 1.
+    """
+    KV_TILE: gl.constexpr = S[1]
+    BOUNDED: gl.constexpr = S[7]
+    RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    FOLD: gl.constexpr = 1.0 if F.bias else F.fold
+    if F.capped:
+        s = bent(s, F)
+    if F.bias:
+        s = s * F.unbend + bias.to(gl.float32)
+    if MASKED:
+        s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
+    if BOUNDED:
+        p = gl.exp2(s * F.fold - top[:, None])
+        return p, total + gl.sum(p, 1), top, top
+    else:
+        now = gl.maximum(top, gl.max(s, 1) * FOLD)
+        base = now
+        if MASKED or F.bias:
+            base = gl.where(now == -float("inf"), 0.0, now)
+        p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
+        shrink = gl.exp2(in_log2(top - base, F))
+        return p, total * shrink + gl.sum(p, 1), now, shrink

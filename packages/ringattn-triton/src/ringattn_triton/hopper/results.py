@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+"""How a consumer of a program on Hopper begins a turn, and writes its results."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..kernels.scores import LOG2_E, SHIFT_BELOW
+from .pipeline import got, of_turn
+from .schedules import CONSUMER_ROWS
+
+
+@gluon.jit
+def continued_rows(
+    LSE_BEFORE, SHIFT_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, OF_ROWS: gl.constexpr
+):
+    """Maxima and sums of weights as other keys have left them, or before there was any key.
+
+    With a bias maxima are natural scores, without one in units of log2 (`kernels.scores.in_log2`).
+    """
+    FRESH: gl.constexpr = S[5]
+    BOUNDED: gl.constexpr = S[7]
+    SHIFTED: gl.constexpr = S[8]
+    LEAST: gl.constexpr = F.fold / 2 if BOUNDED else -float("inf")
+    least = gl.full([CONSUMER_ROWS], LEAST, gl.float32, OF_ROWS)
+    if FRESH:
+        return least, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
+    else:
+        rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
+        at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
+        before = gl.load(LSE_BEFORE + at, mask=rows < F.q_length, other=-float("inf"))
+        nothing = before == -float("inf")
+        if BOUNDED:
+            return least, gl.exp2(before * LOG2_E - least)
+        elif SHIFTED:
+            shift = gl.load(SHIFT_BEFORE + at, mask=rows < F.q_length, other=0.0)
+            top = shift + before
+            return top, gl.where(nothing, 0.0, gl.exp2((before - (top - shift)) * LOG2_E))
+        elif F.bias:
+            return before, gl.where(nothing, 0.0, 1.0)
+        else:
+            return before * LOG2_E, gl.where(nothing, 0.0, 1.0)
+
+
+@gluon.jit
+def written(
+    acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, T: gl.constexpr,
+    S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Writes the results of a turn, the `number`th of this program.
+
+    The turn's number is read from shared memory again, so that no register holds it meanwhile.
+    """
+    OUT, LSE, SHIFT = AFTER
+    place = number % 2
+    turn = got(shared.turns.index(place))
+    mbarrier.arrive(shared.turns_empty.index(place), count=1)
+    own, batch, head = of_turn(turn, F, T)
+    start = own * (S[0] * CONSUMER_ROWS) + NUMBER * CONSUMER_ROWS
+    rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
+    lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
+    nothing = total == 0.0
+    divisor = gl.where(nothing, 1.0, total)
+    inverse = gl.where(nothing, 0.0, 1.0 / divisor)
+    if F.bias:
+        shift = gl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
+        gl.store(SHIFT + lse_at, shift, mask=rows < F.q_length)
+        lse = (top - shift) + gl.log2(divisor) / LOG2_E
+    else:
+        lse = (top + gl.log2(divisor)) / LOG2_E
+    gl.store(LSE + lse_at, gl.where(nothing, -float("inf"), lse), mask=rows < F.q_length)
+    out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]).to(OUT.dtype.element_ty)
+    # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange.
+    SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
+    EXCHANGED: gl.constexpr = SMALL and F.head_dim == 128 and not F.bias
+    WRITTEN: gl.constexpr = in_sixteens() if EXCHANGED else SUMS
+    out_at, within = outputs(start, batch, head, F, WRITTEN)
+    gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
+
+
+@gluon.constexpr_function
+def in_sixteens():
+    """The layout of 64 rows of 128 numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
+
+    It is that of a product after every four threads have exchanged numbers.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[CONSUMER_ROWS.value, 128],
+    )
+
+
+@gluon.jit
+def outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
+    """The offsets of the outputs of 64 queries, and which of them are inside the block."""
+    rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, F.value_dim, gl.SliceLayout(0, SUMS))
+    at = (batch.to(gl.int64) * F.q_length + rows)[:, None] * (F.heads * F.value_dim)
+    return at + head * F.value_dim + dims[None, :], (rows < F.q_length)[:, None]

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a block kernels read: arrays in the order of their parameters, and constants that are compiled in.
+
+Nothing is copied or transposed. Shapes and strides are constants, an axis of length 1 has stride 0, and an array that
+the rule does not use is `None` and never read.
+"""
+
+import dataclasses
+import math
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+from ringattn_core.contract import dropout
+from ringattn_core.contract.protocol import Block
+
+from . import mask_bits
+
+LOG2_E: Final = math.log2(math.e)
+_NO_LIMIT: Final = 2**31 - 1
+_INT32: Final = 2**31
+ENOUGH_HEADS: Final = 4
+"""How many heads, of all batch rows, must share a bias for its transpose to be worth the copy."""
+
+INPUTS: Final = (
+    "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
+    "kv_segments", "bias", "shift", "slopes", "mask_words", "mask_of_head", "dropout_keys",
+)  # fmt: skip
+"""The parameters that every kernel begins with, in this order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConstants:
+    """What a kernel is compiled for. A field `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
+
+    `plain`: a score is a positive number times the product, or times the capped product, so that row maxima may be
+    taken of the products; otherwise `unbend` makes it a score. `fold` converts what `scores.scored` returns to units of
+    log2. `below` and `above`: a query sees no key before, or behind, some position. `wide`: offsets need int64.
+    """
+
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    k_batch: int
+    k_token: int
+    k_head: int
+    v_batch: int
+    v_token: int
+    v_head: int
+    v_start: int
+    wide: bool
+    wide_scores: bool
+    q_positions_batch: int
+    kv_positions_batch: int
+    q_index_batch: int
+    kv_index_batch: int
+    scale: float
+    plain: bool
+    fold: float
+    precision: str
+    fast: bool
+    capped: bool
+    bend: float
+    unbend: float
+    positions: bool
+    below: bool
+    above: bool
+    causal: bool
+    bounded_left: bool
+    left: int
+    bounded_right: bool
+    right: int
+    chunked: bool
+    chunk: int
+    segments: bool
+    padded: bool
+    dropout: bool
+    threshold: int
+    keep_weight: float
+    bias: bool
+    bias_batch: int
+    bias_head: int
+    bias_query: int
+    bias_key: int
+    shifted: bool
+    slopes: bool
+    slopes_batch: int
+    masks: bool
+    one_mask: bool
+    mask_batch: int
+    mask_head: int
+    mask_query: int
+
+    @property
+    def group(self) -> int:
+        """How many query heads read one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def largest_dim(self) -> int:
+        return max(padded_dim(self.head_dim), padded_dim(self.value_dim))
+
+
+class KernelInputs(NamedTuple):
+    """A block as kernels take it: `arrays` in the order of `INPUTS`, without those that depend on the tiles."""
+
+    arrays: tuple[jax.Array | None, ...]
+    constants: BlockConstants
+
+    def named(self, name: str) -> Any:
+        return self.arrays[INPUTS.index(name)]
+
+    def replaced(self, **arrays: jax.Array) -> "KernelInputs":
+        return self._replace(arrays=tuple(arrays.get(name, x) for name, x in zip(INPUTS, self.arrays, strict=True)))
+
+    def with_transposed_bias(self) -> "KernelInputs":
+        """The same with queries on the last axis of the bias, for a kernel whose scores have keys as rows.
+
+        Unchanged where few heads and batch rows share the bias, or all queries do: the copy would cost what it saves.
+        """
+        bias, constants = self.named("bias"), self.constants
+        if bias is None or not constants.bias_query:
+            return self
+        if self.named("q").shape[0] * constants.heads < ENOUGH_HEADS * bias.shape[0] * bias.shape[1]:
+            return self
+        changed = dataclasses.replace(constants, bias_query=1, bias_key=constants.q_length)
+        return self.replaced(bias=jnp.swapaxes(bias, 2, 3))._replace(constants=changed)
+
+    def in_tiles(self, q_tile: int, kv_tile: int) -> list[jax.Array | None]:
+        """The arrays for a kernel with tiles of these sizes."""
+        if not self.constants.dropout:
+            return list(self.arrays)
+        counters = {
+            "q_counters": _first_counters(self.named("q_index"), q_tile),
+            "kv_counters": _first_counters(self.named("kv_index"), kv_tile),
+        }
+        return list(self.replaced(**counters).arrays)
+
+
+def of_block(block: Block, fast: bool = False) -> KernelInputs:
+    """The inputs of a block's kernels; `fast` allows the approximate instructions of NVIDIA GPUs."""
+    rule = block.rule
+    batch, q_length, heads, head_dim = block.q.shape
+    kv_length, kv_heads, value_dim = block.kv_length, block.kv_heads, block.value_dim
+    k, v = block.kv if isinstance(block.kv, tuple) else (block.kv, block.kv)
+    positions = rule.causal or rule.window is not None or rule.chunk is not None or block.slopes is not None
+    masked = bool(rule.masks) or block.mask is not None
+    mask_words, mask_of_head = mask_bits.of_block(block) if masked else (None, None)
+    left, right = (None, None) if rule.window is None else rule.window
+    bias, slopes = block.bias, block.slopes
+    capped = rule.soft_cap is not None
+    factor = rule.soft_cap if rule.soft_cap is not None else rule.scale
+    plain = bias is None and slopes is None and factor > 0
+    narrow = block.q.dtype != jnp.float32
+    threshold = dropout.threshold(rule.dropout)
+    arrays: dict[str, Any] = {
+        "q": block.q,
+        "k": k,
+        "v": v,
+        "q_positions": block.q_positions if positions else None,
+        "kv_positions": block.kv_positions if positions else None,
+        "q_index": block.q_index if rule.dropout else None,
+        "kv_index": block.kv_index if rule.dropout or block.padded else None,
+        "q_segments": block.q_segments,
+        "kv_segments": block.kv_segments,
+        "bias": bias,
+        "shift": block.shift,
+        "slopes": slopes,
+        "mask_words": mask_words,
+        "mask_of_head": mask_of_head,
+        "dropout_keys": dropout.keys(block) if rule.dropout else None,
+    }
+    if isinstance(block.kv, tuple) or block.kv.ndim == 5:
+        v_start = 0 if isinstance(block.kv, tuple) else batch * kv_length * kv_heads * value_dim
+    else:
+        v_start = head_dim
+    constants = BlockConstants(
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        k_batch=kv_length * kv_heads * k.shape[-1],
+        k_token=kv_heads * k.shape[-1],
+        k_head=k.shape[-1],
+        v_batch=kv_length * kv_heads * v.shape[-1],
+        v_token=kv_heads * v.shape[-1],
+        v_head=v.shape[-1],
+        v_start=v_start,
+        wide=max(kv_length * kv_heads * max(k.shape[-1], v.shape[-1]), q_length * heads * max(head_dim, value_dim))
+        >= _INT32,
+        wide_scores=q_length * kv_length >= _INT32,
+        q_positions_batch=_stride(block.q_positions, 0),
+        kv_positions_batch=_stride(block.kv_positions, 0),
+        q_index_batch=_stride(block.q_index, 0),
+        kv_index_batch=_stride(block.kv_index, 0),
+        scale=rule.scale,
+        plain=plain,
+        fold=factor * LOG2_E if plain else LOG2_E,
+        precision=_precision(rule.precision, narrow, fast),
+        fast=fast and narrow,
+        capped=capped,
+        bend=rule.scale / factor if capped else 1.0,
+        unbend=factor,
+        positions=positions,
+        below=left is not None or rule.chunk is not None,
+        above=rule.causal or right is not None or rule.chunk is not None,
+        causal=rule.causal,
+        bounded_left=left is not None,
+        left=min(left, _NO_LIMIT) if left is not None else 0,
+        bounded_right=right is not None,
+        right=min(right, _NO_LIMIT) if right is not None else 0,
+        chunked=rule.chunk is not None,
+        chunk=min(rule.chunk, _NO_LIMIT) if rule.chunk is not None else 0,
+        segments=block.q_segments is not None,
+        padded=block.padded,
+        dropout=bool(rule.dropout),
+        threshold=threshold,
+        keep_weight=1.0 / (1.0 - threshold / dropout.LEVELS),
+        bias=bias is not None,
+        bias_batch=_stride(bias, 0),
+        bias_head=_stride(bias, 1),
+        bias_query=_stride(bias, 2),
+        bias_key=1,
+        shifted=block.shift is not None,
+        slopes=slopes is not None,
+        slopes_batch=_stride(slopes, 0),
+        masks=mask_words is not None,
+        one_mask=mask_of_head is None,
+        mask_batch=_stride(mask_words, 0),
+        mask_head=_stride(mask_words, 1),
+        mask_query=-(-kv_length // mask_bits.BITS),
+    )
+    return KernelInputs(tuple(arrays.get(name) for name in INPUTS), constants)
+
+
+def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b tiles"]:
+    """The dropout counter of each tile's first token: half its index, or -1 where tokens cannot share draws.
+
+    They share them where the indices of the tile count on from a multiple of 16.
+    """
+    more = -index.shape[1] % tile
+    # Whatever fills the last tile counts on from the tokens in it.
+    filled = jnp.concatenate([index, index[:, -1:] + 1 + jnp.arange(more, dtype=index.dtype)], 1) if more else index
+    of_tile = filled.reshape(index.shape[0], -1, tile)
+    first = of_tile[:, :, 0]
+    counts_on = (of_tile == first[:, :, None] + jnp.arange(tile, dtype=index.dtype)).all(2)
+    return jnp.where(counts_on & (first >= 0) & (first % 16 == 0), first // 2, -1)
+
+
+def padded_dim(size: int) -> int:
+    """The power of two, 16 or more, in which a kernel holds vectors of this size."""
+    return max(16, power_of_two(size))
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
+
+
+def _stride(x: jax.Array | None, axis: int) -> int:
+    return 0 if x is None or x.shape[axis] == 1 else math.prod(x.shape[axis + 1 :])
+
+
+def _precision(asked: str | None, narrow: bool, fast: bool) -> str:
+    """The `input_precision` of `tl.dot`; products of half precision are exact in any case.
+
+    Three TF32 products are as exact as float32 sums, and run on tensor cores.
+    """
+    if narrow:
+        return "ieee"
+    exact = "tf32x3" if fast else "ieee"
+    return {None: exact, "default": "tf32", "high": "tf32x3"}.get(asked, "ieee")

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""The queries and keys of a tile, what a kernel loads of them, and which queries see which keys.
+
+Queries lie along the first axis of a tile, or along the second where BY_KEYS. Every loaded vector has the shape of a
+column or a row, so that all else is the same both ways. `F` is `kernel_inputs.BlockConstants`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Inputs(NamedTuple):
+    """The pointers of `kernel_inputs.INPUTS` without q, k and v."""
+
+    q_positions: Any
+    kv_positions: Any
+    q_index: Any
+    kv_index: Any
+    q_counters: Any
+    kv_counters: Any
+    q_segments: Any
+    kv_segments: Any
+    bias: Any
+    shift: Any
+    slopes: Any
+    mask_words: Any
+    mask_of_head: Any
+    dropout_keys: Any
+
+
+class Head(NamedTuple):
+    """One head of one batch row: pointers to its bias, shifts and mask words, its slope, its key of dropout."""
+
+    bias: Any
+    shift: Any
+    slope: Any
+    mask_words: Any
+    dropout_key: Any
+
+
+class Queries(NamedTuple):
+    """The queries of a tile.
+
+    `row`: in the block (the last one's for rows past the end). `low`, `high`: the first and last position that a query
+    sees, as far as causality, window and chunk say. `counter`: of dropout for the first query, or -1 (`dropout`).
+    """
+
+    row: Any
+    inside: Any
+    position: Any
+    low: Any
+    high: Any
+    index: Any
+    counter: Any
+    segment: Any
+
+
+class Keys(NamedTuple):
+    """The keys of a tile that begins at column `start` of the block; `counter` as for queries."""
+
+    start: Any
+    column: Any
+    inside: Any
+    position: Any
+    index: Any
+    counter: Any
+    segment: Any
+
+
+@triton.jit
+def as_queries(x, BY_KEYS: tl.constexpr):
+    """A vector along the axis of the queries."""
+    if BY_KEYS:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def as_keys(x, BY_KEYS: tl.constexpr):
+    """A vector along the axis of the keys."""
+    if BY_KEYS:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@triton.jit
+def unsigned(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def of_head(P, batch, head, F: tl.constexpr):
+    """The `Head` of a batch row and a query head; offsets of whole arrays may exceed 2^31."""
+    bias = 0
+    shift = 0
+    slope = 0.0
+    mask_words = 0
+    dropout_key = 0
+    wide_batch = batch.to(tl.int64)
+    wide_head = head.to(tl.int64)
+    if F.bias:
+        bias = P.bias + (wide_batch * F.bias_batch + wide_head * F.bias_head)
+    if F.shifted:
+        shift = P.shift + (wide_batch * F.heads + wide_head) * F.q_length
+    if F.slopes:
+        slope = tl.load(P.slopes + (batch * F.slopes_batch + head))
+    if F.masks:
+        mask = wide_head
+        if not F.one_mask:
+            mask = tl.load(P.mask_of_head + head).to(tl.int64)
+        mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
+    if F.dropout:
+        dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))
+    return Head(bias, shift, slope, mask_words, dropout_key)
+
+
+@triton.jit
+def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Queries` of a tile that begins at row `start`."""
+    found = of_rows(P, batch, start + tl.arange(0, TILE), F, F.q_length % TILE != 0, BY_KEYS)
+    counter = 0
+    if F.dropout:
+        counter = _counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
+    return Queries(
+        found.row, found.inside, found.position, found.low, found.high, found.index, counter, found.segment
+    )  # fmt: skip
+
+
+@triton.jit
+def of_rows(P, batch, raw, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Queries` of some rows, without a `counter`; `RAGGED`: they may lie past the end."""
+    position = 0
+    index = 0
+    segment = 0
+    low = 0
+    high = 0
+    row = raw
+    if RAGGED:
+        row = tl.minimum(raw, F.q_length - 1)
+    inside = as_queries(raw < F.q_length, BY_KEYS)
+    if F.positions:
+        found = tl.load(P.q_positions + (batch * F.q_positions_batch + row))
+        position = as_queries(found, BY_KEYS)
+        first, last = _range_of(found, F)
+        low = as_queries(first, BY_KEYS)
+        high = as_queries(last, BY_KEYS)
+    if F.dropout:
+        index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)
+    if F.segments:
+        # Negative ids are padding: -1 equals no key's id, and -2 no query's.
+        found = tl.load(P.q_segments + (batch * F.q_length + row))
+        segment = as_queries(tl.where(found < 0, -1, found), BY_KEYS)
+    return Queries(as_queries(row, BY_KEYS), inside, position, low, high, index, 0, segment)
+
+
+@triton.jit
+def _range_of(position, F: tl.constexpr):
+    """The first and the last position that a query sees; no sum leaves int32, however wide the window."""
+    first = position
+    last = position
+    if F.bounded_right:
+        last = tl.minimum(position, 2147483647 - F.right) + F.right
+    if F.causal or F.chunked:
+        last = tl.minimum(last, position)
+    if F.bounded_left:
+        first = tl.maximum(position, F.left - 2147483647) - F.left
+    if F.chunked:
+        rest = position % F.chunk
+        start = position - tl.where(rest < 0, rest + F.chunk, rest)
+        first = tl.maximum(first, start) if F.bounded_left else start
+    return first, last
+
+
+@triton.jit
+def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Keys` of a tile that begins at column `start`."""
+    found = of_columns(P, batch, start, tl.arange(0, TILE), F, TILE, BY_KEYS)
+    counter = 0
+    if F.dropout:
+        counter = _counter(P.kv_counters, batch, start, F.kv_index_batch, F.kv_length, TILE)
+    return Keys(found.start, found.column, found.inside, found.position, found.index, counter, found.segment)
+
+
+@triton.jit
+def of_columns(P, batch, start, columns, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Keys` of a tile, without a `counter`: they lie so many `columns` after its `start`."""
+    position = 0
+    index = 0
+    segment = 0
+    raw = start + columns
+    column = raw
+    if F.kv_length % TILE != 0:
+        column = tl.minimum(raw, F.kv_length - 1)
+    inside = as_keys(raw < F.kv_length, BY_KEYS)
+    if F.positions:
+        position = as_keys(tl.load(P.kv_positions + (batch * F.kv_positions_batch + column)), BY_KEYS)
+    if F.padded or F.dropout:
+        index = as_keys(tl.load(P.kv_index + (batch * F.kv_index_batch + column)), BY_KEYS)
+    if F.segments:
+        found = tl.load(P.kv_segments + (batch * F.kv_length + column))
+        segment = as_keys(tl.where(found < 0, -2, found), BY_KEYS)
+    return Keys(start, as_keys(column, BY_KEYS), inside, position, index, 0, segment)
+
+
+@triton.jit
+def _counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
+    """The dropout counter of a tile's first token."""
+    at = start // TILE
+    if BATCH != 0:
+        at += batch * tl.cdiv(LENGTH, TILE)
+    return tl.load(COUNTERS + at)
+
+
+@triton.jit
+def visible(
+    queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr, SPREAD: tl.constexpr
+):
+    """Which queries of a tile see which keys, broadcastable to the tile.
+
+    `Q_RAGGED`, `KV_RAGGED`: the tile may reach past the end of the block. `SPREAD`: load each mask word once and spread
+    its bits in registers, in whatever layout the compiler chooses.
+    """
+    seen = keys.column == keys.column
+    if Q_RAGGED:
+        seen = seen & queries.inside
+    if KV_RAGGED:
+        seen = seen & keys.inside
+    if F.below and F.above:
+        # One comparison for both ends of a range: positions before it wrap to large unsigned numbers.
+        seen = seen & (unsigned(keys.position - queries.low) <= unsigned(queries.high - queries.low))
+    elif F.below:
+        seen = seen & (keys.position >= queries.low)
+    elif F.above:
+        seen = seen & (keys.position <= queries.high)
+    if F.segments:
+        seen = seen & (queries.segment == keys.segment)
+    if F.padded:
+        seen = seen & (keys.index >= 0)
+    if F.masks:
+        seen = seen & _mask_bits(head.mask_words, queries, keys, F, SPREAD)
+    return seen
+
+
+@triton.jit
+def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
+    """What the words of a mask say of a tile."""
+    BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
+    Q_TILE: tl.constexpr = queries.row.numel
+    KV_TILE: tl.constexpr = keys.column.numel
+    if KV_TILE < 32 or not SPREAD:
+        word = tl.load(words + (wide_rows(queries, F) * F.mask_query + keys.column // 32))
+        return ((word >> (keys.column % 32).to(tl.uint32)) & 1) != 0
+    else:
+        column = keys.start // 32 + tl.arange(0, KV_TILE // 32)
+        if F.kv_length % KV_TILE != 0:
+            column = tl.minimum(column, F.mask_query - 1)
+        word = tl.load(words + (wide_rows(queries, F) * F.mask_query + as_keys(column, BY_KEYS)))
+        bit = tl.arange(0, 32).to(word.dtype)
+        if BY_KEYS:
+            return tl.reshape((word[:, None, :] >> bit[None, :, None]) & 1, (KV_TILE, Q_TILE)) != 0
+        else:
+            return tl.reshape((word[:, :, None] >> bit[None, None, :]) & 1, (Q_TILE, KV_TILE)) != 0
+
+
+@triton.jit
+def wide_rows(queries, F: tl.constexpr):
+    """The rows as indices into an array of queries times keys."""
+    if F.wide_scores:
+        return queries.row.to(tl.int64)
+    else:
+        return queries.row

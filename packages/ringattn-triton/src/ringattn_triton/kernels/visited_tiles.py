@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
+"""The kernel that turns a bitmap of tiles into a table of the tiles that each row visits."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def table(
+    SEEN, BOUNDS, TILES,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`BOUNDS` and `TILES` of `visited_tiles.Table`, for so many of all `LINES`, the rows of every group, `TOGETHER`.
+
+    `SEEN [g, rows, columns]` is 0 for a tile that is not seen, 1 for one to mask and 2 for one seen whole, which only
+    the first `WHOLE` columns have. Of runs that are as long as each other the last one counts.
+    """
+    line = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    inside = (line < LINES)[:, None]
+    wide = line.to(tl.int64)
+    rows = SEEN + (wide * COLUMNS)[:, None]
+
+    lo = tl.full([TOGETHER], COLUMNS, tl.int32)
+    hi = tl.zeros([TOGETHER], tl.int32)
+    every = tl.zeros([TOGETHER], tl.int32)
+    unmasked = tl.zeros([TOGETHER], tl.int32)
+    gap = tl.full([TOGETHER], -1, tl.int32)
+    end = tl.zeros([TOGETHER], tl.int32)
+    for start in range(0, COLUMNS, CHUNK):
+        number, some, whole = _of_chunk(rows, inside, start, COLUMNS, WHOLE, CHUNK)
+        if RUN:
+            lo = tl.minimum(lo, tl.min(tl.where(some, number, COLUMNS), 1))
+            hi = tl.maximum(hi, tl.max(tl.where(some, number + 1, 0), 1))
+            gaps = tl.associative_scan(tl.where(whole, -1, number), 1, _larger)
+            gaps = tl.maximum(gaps, gap[:, None])
+            run = number - gaps
+            longest = tl.max(run, 1)
+            last = tl.max(tl.where(run == longest[:, None], number + 1, 0), 1)
+            end = tl.where(longest >= unmasked, last, end)
+            unmasked = tl.maximum(unmasked, longest)
+            gap = tl.max(gaps, 1)
+        else:
+            unmasked += tl.sum(whole.to(tl.int32), 1)
+        if LISTED:
+            every += tl.sum(some.to(tl.int32), 1)
+
+    bounds = BOUNDS + wide * 4
+    full_lo = tl.zeros([TOGETHER], tl.int32)
+    full_hi = full_lo
+    if RUN:
+        lo = tl.where(hi > 0, lo, 0)
+        full_hi = tl.where(unmasked > 0, end, lo)
+        full_lo = full_hi - unmasked
+    masked = every - unmasked
+    tl.store(bounds, masked if LISTED else lo, mask=line < LINES)
+    tl.store(bounds + 1, every if LISTED else hi, mask=line < LINES)
+    tl.store(bounds + 2, full_lo, mask=line < LINES)
+    tl.store(bounds + 3, full_hi, mask=line < LINES)
+    if LISTED:
+        listed = TILES + wide[:, None] * COLUMNS
+        masked_before = tl.zeros([TOGETHER], tl.int32)
+        whole_before = masked
+        for start in range(0, COLUMNS, CHUNK):
+            number, some, whole = _of_chunk(rows, inside, start, COLUMNS, WHOLE, CHUNK)
+            if RUN:
+                whole = (full_lo[:, None] <= number) & (number < full_hi[:, None])
+            masked_here = (some & ~whole).to(tl.int32)
+            place = masked_before[:, None] + tl.cumsum(masked_here, 1) - 1
+            masked_before += tl.sum(masked_here, 1)
+            if RUN:
+                tl.store(listed + place, number, mask=masked_here != 0)
+            else:
+                whole_here = whole.to(tl.int32)
+                whole_place = whole_before[:, None] + tl.cumsum(whole_here, 1) - 1
+                whole_before += tl.sum(whole_here, 1)
+                tl.store(listed + tl.where(whole, whole_place, place), number, mask=some)
+
+
+@triton.jit
+def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
+    """The numbers of some columns, which of them each row sees at all, and which it sees whole."""
+    number = start + tl.arange(0, CHUNK)[None, :]
+    seen = tl.load(rows + number, mask=inside & (number < COLUMNS), other=0)
+    return number, seen > 0, (seen > 1) & (number < WHOLE)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles Triton and Gluon kernels, and launches them by jaxlib's own call.
+
+Nothing is written to disk on NVIDIA: a program keeps its compiled kernels.
+"""
+
+import functools
+import math
+import tempfile
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from .kernel_call import KernelCall
+from .target import device_architecture, device_capability
+
+_TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1"}
+_TYPES_OF_INTEGERS: Final = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 32)}
+_ALIGNED: Final = 16
+
+
+class Compiled(NamedTuple):
+    """PTX, or the code object of an AMD GPU, and what its launch needs.
+
+    `scratch` are the bytes of global memory that each program works in.
+    """
+
+    name: str
+    code: Any
+    warps: int
+    shared: int
+    scratch: int
+
+
+def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capability: int | None) -> list[jax.Array]:
+    """The outputs of the kernel, compiled for this compute capability, or for that of the device."""
+    from jaxlib import gpu_triton
+
+    if platform == "cuda":
+        capability = capability or device_capability()
+        target = GPUTarget("cuda", capability, 32)
+    else:
+        capability = gpu_triton.get_compute_capability(0)
+        target = GPUTarget("hip", device_architecture(), 64)
+    made = compile_kernel(call, tuple(x.dtype.name for x in (*arrays, *call.outputs)), target)
+    code = made.code
+    if platform == "rocm":
+        # jaxlib takes the path of a file there, and reads it when the program runs.
+        with tempfile.NamedTemporaryFile(suffix=".hsaco", delete=False) as file:
+            file.write(made.code)
+        code = file.name
+    outputs = list(call.outputs)
+    parameters = [gpu_triton.create_array_parameter(0, _ALIGNED) for _ in (*arrays, *outputs)]
+    if made.scratch:
+        # A compiled kernel takes a pointer to its scratch memory after its own parameters. Not every jaxlib passes one,
+        # so it is one output more; the pointer that a newer jaxlib passes comes after it and is not read.
+        outputs.append(jax.ShapeDtypeStruct((made.scratch * math.prod(call.grid),), jnp.uint8))
+        parameters.append(gpu_triton.create_array_parameter(0, 128))
+    kernel = gpu_triton.TritonKernel(made.name, made.warps, 1, made.shared, code, "", capability)
+    grid = (*call.grid, 1, 1)[:3]
+    message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(call.name, b"")
+    results = jax.ffi.ffi_call(  # pyright: ignore[reportCallIssue]
+        "triton_kernel_call",
+        outputs,
+        custom_call_api_version=2,
+        legacy_backend_config=zlib.compress(message),  # pyright: ignore[reportArgumentType]
+        input_output_aliases=dict(call.aliases),
+    )(*arrays)
+    return list(results)[: len(call.outputs)]
+
+
+@functools.cache
+def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget) -> Compiled:
+    """The kernel of a launch with operands and outputs of these dtypes, through Triton's stages.
+
+    On NVIDIA the last one is PTX, which XLA assembles for the driver that it finds.
+    """
+    names, fixed = call.kernel.arg_names, dict(call.constants)
+    kinds = _TYPES | _TYPES_OF_INTEGERS
+    pointers = dict(zip((name for name in names if name not in fixed), (f"*{kinds[x]}" for x in dtypes), strict=True))
+    signature = {name: "constexpr" if name in fixed else pointers[name] for name in names}
+    aligned = {(i,): [["tt.divisibility", _ALIGNED]] for i, name in enumerate(names) if name in pointers}
+    kind: Any = GluonASTSource if getattr(call.kernel, "is_gluon", bool)() else ASTSource
+    source = kind(call.kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
+    backend: Any = make_backend(target)
+    asked: dict[str, Any] = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
+    if target.backend == "cuda":
+        # What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older.
+        asked |= {"maxnreg": call.registers, "ptx_version": 87 if target.arch < 100 else 88}
+    options = backend.parse_options(asked)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata: dict[str, Any] = {"target": target, **vars(options)}
+    module = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    order = list(stages)
+    last = "ptx" if target.backend == "cuda" else "hsaco"
+    for stage in order[order.index(source.ext) : order.index(last) + 1]:
+        module = stages[stage](module, metadata)
+    return Compiled(
+        metadata["name"], module, metadata["num_warps"], metadata["shared"], metadata.get("global_scratch_size") or 0
+    )

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs kernels in the interpreter, called back from a JAX program on a CPU with the buffers themselves.
+
+JAX's other callbacks wait for a thread to copy their arguments. Devices that wait for each other in a collective may
+hold that thread, and a ring of them hangs.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+
+from ..interpreter.programs import run
+from .kernel_call import KernelCall
+
+_logger: Final = logging.getLogger("ringattn")
+
+
+def launch(arrays: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
+    """The outputs of the interpreted kernel; an error in it is raised, or logged where a raise would do harm.
+
+    A device that raises never comes to the next collective, and the others end the process after waiting for a
+    minute. In a ring the error is logged, and the outputs of that device are NaN.
+    """
+
+    def fill(_: Any, outputs: Sequence[Any], *operands: Any) -> None:
+        filled = [np.asarray(output) for output in outputs]
+        try:
+            run(
+                call.kernel,
+                [np.asarray(operand) for operand in operands],
+                filled,
+                grid=call.grid,
+                aliases=dict(call.aliases),
+                name=call.name,
+                constants=dict(call.constants),
+            )
+        except Exception:
+            if call.among == 1:
+                raise
+            _logger.exception("kernel %s failed on one of %d devices; its outputs there are NaN", call.name, call.among)
+            for output in filled:
+                output[...] = np.nan if jnp.issubdtype(output.dtype, jnp.floating) else np.iinfo(output.dtype).max
+
+    return buffer_callback(fill, list(call.outputs))(*arrays)

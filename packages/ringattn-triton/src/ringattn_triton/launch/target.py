@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device kernels are for: the GPU that is there, one that the caller names, or the interpreter."""
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import jax
+
+INTERPRET_VARIABLE: Final = "RINGATTN_TRITON_INTERPRET"
+_SHARED_MEMORY: Final = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one program can have, by compute capability."""
+
+_capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("ringattn_triton_capability", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What kernels are compiled for: `capability` is 90 on Hopper, 0 where there is no such number."""
+
+    kind: Literal["cuda", "rocm", "interpreter"]
+    capability: int = 0
+
+    @property
+    def shared_memory(self) -> int | None:
+        """Bytes that one program can have; `None` where nothing limits them."""
+        if self.kind == "interpreter":
+            return None
+        return _SHARED_MEMORY.get(self.capability, 99 if self.kind == "cuda" else 64) * 1024
+
+
+def target() -> Target:
+    """The device of a program that is traced now."""
+    if interpreting():
+        return Target("interpreter")
+    asked = capability()
+    if asked is not None:
+        return Target("cuda", asked)
+    found = str(getattr(jax.devices()[0], "compute_capability", "8.0"))
+    if found.startswith("gfx"):
+        return Target("rocm")
+    return Target("cuda", round(10 * float(found)))
+
+
+def interpreting() -> bool:
+    """Whether the kernels of a program that is traced now will be interpreted: on a CPU, where the user says so."""
+    return interpretation_allowed() and capability() is None and jax.default_backend() == "cpu"
+
+
+def interpretation_allowed() -> bool:
+    """Whether the environment asks for it; programs that are lowered for GPUs are compiled all the same."""
+    return os.environ.get(INTERPRET_VARIABLE, "") == "1"
+
+
+def capability() -> int | None:
+    """The compute capability that `compiling_for` names, or `None` where the device decides."""
+    return _capability.get()
+
+
+@contextlib.contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Programs that are lowered for `"cuda"` in this context are for GPUs of this compute capability (90: Hopper).
+
+    A machine without a GPU can so compile what one with a GPU would launch.
+    """
+    token = _capability.set(capability)
+    try:
+        yield
+    finally:
+        _capability.reset(token)
+
+
+def device_capability() -> int:
+    """The compute capability of the first GPU."""
+    return int(jax.local_devices()[0].compute_capability.replace(".", ""))
+
+
+def device_architecture() -> str:
+    """The architecture of the first AMD GPU, such as gfx942."""
+    return jax.local_devices()[0].compute_capability.split(":")[0]

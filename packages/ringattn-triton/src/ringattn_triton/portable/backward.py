@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass for any GPU: a kernel that owns queries, one that owns keys, and the sums of the bias gradient.
+
+Two kernels compute the scores twice, and are bitwise repeatable: no program adds to what another one writes.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+from ringattn_core.contract.protocol import Block, Gradients
+
+from .. import kernel_inputs, visited_tiles
+from ..kernel_inputs import BlockConstants, KernelInputs
+from ..launch import launch
+from ..launch.target import Target
+from . import bias_gradient, schedules
+from .backward_kernels import backward_keys, backward_queries
+from .schedules import Schedule
+
+Rows = list[jax.Array]
+"""`dout`, `lse` in units of log2 and finite where a row sees nothing, and `delta`, as both kernels take them."""
+
+
+def backward(
+    block: Block,
+    dout: Float[Array, "B T N Hv"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    dq: Float32[Array, "B T N H"] | None,
+    target: Target,
+) -> Gradients:
+    """The gradients of the block; `dq` continues the one given."""
+    inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
+    schedules.refuse_large_heads(inputs.constants)
+    # A row that sees nothing has only scores of -inf: they weigh nothing beside any finite lse.
+    rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
+    dq, dslopes, dbias = _of_queries(block, inputs, rows, dq, target)
+    dk, dv = _of_keys(block, inputs.with_transposed_bias(), rows, target)
+    if block.slopes is not None:
+        by_batch = dslopes.sum(2)
+        return Gradients(dq, dk, dv, dbias, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
+    return Gradients(dq, dk, dv, dbias)
+
+
+def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
+    """dk and dv."""
+    schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
+    return launch(
+        backward_keys,
+        [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *rows],
+        [jax.ShapeDtypeStruct(x.shape, _dtype(block, x)) for x in (block.k, block.v)],
+        grid=(table.shape.rows * block.q.shape[0] * block.kv_heads,),
+        name="ringattn_backward_keys",
+        T=table.shape,
+        HELD=schedule.held,
+        **_constants(inputs.constants, schedule),
+    )
+
+
+def _of_queries(
+    block: Block, inputs: KernelInputs, rows: Rows, before: jax.Array | None, target: Target
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """dq, what each row adds to the gradient of its head's slope, and the gradient of the bias."""
+    schedule = schedules.backward_queries(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
+    tiles = schedule.q_tile, schedule.kv_tile
+    table = visited_tiles.table(inputs, block, *tiles)
+    count = table.shape.rows, table.shape.columns
+    bias = None if block.bias_fixed else block.bias
+    strips = None if bias is None else bias_gradient.strips(block, *count)
+    batch, length, heads, _ = block.q.shape
+    outputs = [
+        jax.ShapeDtypeStruct(block.q.shape, _dtype(block, block.q)),
+        jax.ShapeDtypeStruct((1,) if block.slopes is None else (batch, heads, length), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (1,) if strips is None else (batch, heads, strips.rows, strips.columns, *tiles), block.q.dtype
+        ),
+    ]
+    arrays = [*inputs.in_tiles(*tiles), table.bounds, table.tiles, *rows]
+
+    def of_strip(first: jax.Array | None, so_far: jax.Array | None) -> tuple[jax.Array, ...]:
+        return launch(
+            backward_queries,
+            [*arrays, first, so_far],
+            outputs,
+            grid=(batch * heads * (strips or table.shape).rows,),
+            aliases={} if so_far is None else {len(arrays) + 1: 0},
+            name="ringattn_backward_queries",
+            T=table.shape,
+            S=strips or table.shape,
+            FRESH=before is None,
+            HELD=schedule.held,
+            IN_STRIPS=first is not None,
+            **_constants(inputs.constants, schedule),
+        )
+
+    if bias is None or strips is None:
+        dq, dslopes, _ = of_strip(None, before)
+        return dq, dslopes, None
+    seen = visited_tiles.seen(inputs, block, *tiles).some.astype(jnp.int8)
+    dq, dbias, dslopes = before, None, []
+    for start in range(0, count[0], strips.rows):
+        first = bias_gradient.first(start, dbias)
+        dq, by_row, ds = of_strip(first, dq)
+        dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
+        dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, tiles)
+    assert dq is not None and dbias is not None
+    return dq, jnp.concatenate(dslopes, -1), dbias.astype(_dtype(block, bias))
+
+
+def _dtype(block: Block, x: jax.Array) -> jnp.dtype:
+    """The dtype of the gradient by `x`."""
+    return x.dtype if block.final else jnp.dtype(jnp.float32)
+
+
+def _constants(constants: BlockConstants, schedule: Schedule) -> dict:
+    return {
+        "F": constants,
+        "Q_TILE": schedule.q_tile,
+        "KV_TILE": schedule.kv_tile,
+        "DIM": kernel_inputs.padded_dim(constants.head_dim),
+        "VALUE_DIM": kernel_inputs.padded_dim(constants.value_dim),
+        "warps": schedule.warps,
+        "stages": schedule.stages,
+    }

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""The two backward kernels for any GPU: one program owns a tile of keys (dk, dv) or a tile of queries (dq).
+
+No program adds to what another writes. The first holds scores with keys as rows, so that dk and dv are products with
+the scores on the left as they are.
+"""
+
+import triton
+import triton.language as tl
+
+from ..kernels.dropout import weights
+from ..kernels.scores import backward_rows, bent, biases, derivatives, distance
+from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
+from ..kernels.tokens import Inputs, of_head, of_keys, of_queries
+from .bias_sums_kernel import keep_tile
+
+
+@triton.jit
+def backward_keys(
+    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
+    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS, BOUNDS, TILES, DOUT, LSE, DELTA, DK, DV,
+    F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of keys of each key head; first those which most see under a causal mask."""
+    own, batch, kv_head = owned(tl.program_id(0), T, F.kv_heads)
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
+        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    )  # fmt: skip
+    visited = visit(BOUNDS, TILES, batch, own, T)
+    keys = of_keys(P, batch, own * KV_TILE, F, KV_TILE, True)
+
+    KV_RAGGED: tl.constexpr = F.kv_length % KV_TILE != 0
+    DIM_RAGGED: tl.constexpr = F.head_dim != DIM
+    VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
+    columns = (own * KV_TILE + tl.arange(0, KV_TILE))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    wide_batch = batch.to(tl.int64)
+    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (moved(columns, F.k_token, F.wide) + dims)
+    k = vectors(k_pointers, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, DIM_RAGGED)
+    if HELD:
+        k = held(k, DIM)
+    v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
+    v_pointers = V + v_first + (moved(columns, F.v_token, F.wide) + value_dims)
+    v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED)
+
+    rows = tl.arange(0, Q_TILE)[:, None]
+    dk = tl.zeros([KV_TILE, DIM], tl.float32)
+    dv = tl.zeros([KV_TILE, VALUE_DIM], tl.float32)
+    for member in range(F.group):
+        head_number = kv_head * F.group + member
+        head = of_head(P, batch, head_number, F)
+        first = wide_batch * F.q_length * F.heads + head_number
+        q_pointers = Q + first * F.head_dim + (rows * (F.heads * F.head_dim) + dims)
+        dout_pointers = DOUT + first * F.value_dim + (rows * (F.heads * F.value_dim) + value_dims)
+        row_at = (wide_batch * F.heads + head_number) * F.q_length
+        ahead = full_tile(visited, visited.full_from, T)
+        for step in tl.range(visited.full_from, visited.full_to):
+            tile = full_tile(visited, step, T) if T.run else ahead
+            ahead = full_tile(visited, step + 1, T)
+            dk, dv = _added_to_keys(
+                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
+                F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
+            )  # fmt: skip
+        ahead = masked_tile(visited, 0, T)
+        for step in tl.range(0, visited.masked):
+            tile = masked_tile(visited, step, T) if not T.listed else ahead
+            ahead = masked_tile(visited, step + 1, T)
+            dk, dv = _added_to_keys(
+                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
+                F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
+            )  # fmt: skip
+
+    token = wide_batch * F.kv_length * F.kv_heads + kv_head
+    dk_at = token * F.head_dim + moved(columns, F.kv_heads * F.head_dim, F.wide) + dims
+    dv_at = token * F.value_dim + moved(columns, F.kv_heads * F.value_dim, F.wide) + value_dims
+    inside = columns < F.kv_length
+    if KV_RAGGED or DIM_RAGGED:
+        tl.store(DK + dk_at, dk * F.scale, mask=inside & (dims < F.head_dim))
+    else:
+        tl.store(DK + dk_at, dk * F.scale)
+    if KV_RAGGED or VALUE_RAGGED:
+        tl.store(DV + dv_at, dv, mask=inside & (value_dims < F.value_dim))
+    else:
+        tl.store(DV + dv_at, dv)
+
+
+@triton.jit
+def _added_to_keys(
+    dk, dv, k, v, q_pointers, dout_pointers, LSE, DELTA, tile, keys, head, P, batch,
+    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv with what a tile of queries adds. Rows past the end weigh nothing: their lse is +inf."""
+    Q_RAGGED: tl.constexpr = MASKED and F.q_length % Q_TILE != 0
+    start = tile * Q_TILE
+    rows = start + tl.arange(0, Q_TILE)
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    queries = of_queries(P, batch, start, F, Q_TILE, True)
+    bias = biases(queries, keys, head, F)
+    keep = 0
+    if F.dropout:
+        keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, True)
+    q_to = moved(start, F.heads * F.head_dim, F.wide)
+    q = vectors(q_pointers + q_to, rows[:, None], dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
+    bend = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)
+    dout_to = moved(start, F.heads * F.value_dim, F.wide)
+    dout = vectors(
+        dout_pointers + dout_to, rows[:, None], value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM
+    )
+    dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
+    lse, delta, shift = backward_rows(LSE, DELTA, head, rows, rows, F, Q_RAGGED, True)
+    dropped, _, dproduct = derivatives(
+        bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, False
+    )  # fmt: skip
+    dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
+    dk = tl.dot(dproduct.to(q.dtype), q, dk, input_precision=F.precision)
+    return dk, dv
+
+
+@triton.jit
+def backward_queries(
+    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
+    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS, BOUNDS, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE,
+    DQ, DSLOPES, DS,
+    F: tl.constexpr, T: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, IN_STRIPS: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of queries of each head.
+
+    `DSLOPES` is what each row adds to the gradient of its head's slope, `[B, N, T]`, or unused without slopes. `FRESH`:
+    there is no `DQ_BEFORE` to continue. `IN_STRIPS`: the programs are for one strip of `S` (`bias_gradient.Strips`)
+    alone, whose first tile `FIRST` holds, and write the derivatives by their scores into `DS`; else `S` is `T`.
+    """
+    first_own = 0
+    if IN_STRIPS:
+        first_own = tl.load(FIRST)
+    turn, batch, head_number = owned(tl.program_id(0), S, F.heads)
+    own = first_own + S.rows - 1 - turn
+    # The last strip may have fewer tiles than the others.
+    if IN_STRIPS and own >= T.rows:
+        return
+    kv_head = head_number // F.group
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
+        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    )  # fmt: skip
+    head = of_head(P, batch, head_number, F)
+    visited = visit(BOUNDS, TILES, batch, own, T)
+    queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+
+    Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
+    DIM_RAGGED: tl.constexpr = F.head_dim != DIM
+    VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
+    line = own * Q_TILE + tl.arange(0, Q_TILE)
+    rows = line[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    wide_batch = batch.to(tl.int64)
+    first = wide_batch * F.q_length * F.heads + head_number
+    q_at = first * F.head_dim + moved(rows, F.heads * F.head_dim, F.wide) + dims
+    q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    if HELD:
+        q = held(q, DIM)
+    dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
+    dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
+    row_at = (wide_batch * F.heads + head_number) * F.q_length + line
+    lse, delta, shift = backward_rows(LSE, DELTA, head, row_at, line, F, Q_RAGGED, False)
+
+    columns = tl.arange(0, KV_TILE)[:, None]
+    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (columns * F.k_token + dims)
+    v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
+    v_pointers = V + v_first + (columns * F.v_token + value_dims)
+    ds_at = 0
+    if IN_STRIPS:
+        row_of_tiles = ((batch * F.heads + head_number) * S.rows + own - first_own) * S.columns
+        ds_at = DS + row_of_tiles.to(tl.int64) * (Q_TILE * KV_TILE)
+    dq = tl.zeros([Q_TILE, DIM], tl.float32)
+    dslope = tl.zeros([Q_TILE], tl.float32)
+    ahead = full_tile(visited, visited.full_from, T)
+    for step in tl.range(visited.full_from, visited.full_to):
+        tile = full_tile(visited, step, T) if T.run else ahead
+        ahead = full_tile(visited, step + 1, T)
+        dq, dslope = _added_to_queries(
+            dq, dslope, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, False,
+        )  # fmt: skip
+    ahead = masked_tile(visited, 0, T)
+    for step in tl.range(0, visited.masked):
+        tile = masked_tile(visited, step, T) if not T.listed else ahead
+        ahead = masked_tile(visited, step + 1, T)
+        dq, dslope = _added_to_queries(
+            dq, dslope, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, True,
+        )  # fmt: skip
+
+    dq = dq * F.scale
+    if not FRESH:
+        dq += vectors(DQ_BEFORE + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
+    if Q_RAGGED or DIM_RAGGED:
+        tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
+    else:
+        tl.store(DQ + q_at, dq)
+    if F.slopes:
+        tl.store(DSLOPES + row_at, dslope, mask=line < F.q_length)
+
+
+@triton.jit
+def _added_to_queries(
+    dq, dslope, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
+    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dq, and the gradient of the slope, with what a tile of keys adds."""
+    KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    start = tile * KV_TILE
+    columns = (start + tl.arange(0, KV_TILE))[:, None]
+    dims = tl.arange(0, DIM)[None, :]
+    value_dims = tl.arange(0, VALUE_DIM)[None, :]
+    keys = of_keys(P, batch, start, F, KV_TILE, False)
+    bias = biases(queries, keys, head, F)
+    keep = 0
+    if F.dropout:
+        keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, False)
+    at = moved(start, F.k_token, F.wide)
+    k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
+    bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
+    at = moved(start, F.v_token, F.wide)
+    v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
+    dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
+    _, ds, dproduct = derivatives(
+        bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED
+    )  # fmt: skip
+    if F.slopes:
+        dslope -= tl.sum(ds * distance(queries, keys), 1)
+    if IN_STRIPS:
+        keep_tile(ds_at + moved(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
+    dq = tl.dot(dproduct.to(k.dtype), k, dq, input_precision=F.precision)
+    return dq, dslope

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of the bias, strip by strip: sums of the derivatives by the scores of some tiles of queries.
+
+The kernel of `dq` computes these derivatives. Computing them again for each tile of the bias would read all queries,
+keys and values again, and takes longer than storing them, in the dtype of the products, for as many queries as fill a
+device.
+"""
+
+import dataclasses
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int8, Int32
+from ringattn_core.contract import ordering
+from ringattn_core.contract.protocol import Block
+
+from ..launch import launch
+from ..visited_tiles import PROGRAMS, together
+from .bias_sums_kernel import bias_sums
+
+FILLING: Final = 264
+"""How many programs a strip should have: two for each multiprocessor of the largest Hopper, and no third."""
+MOST: Final = 16
+"""Strips: to launch many costs more than the memory of fewer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Strips:
+    """What is kept of a strip: `rows` tiles of queries of all `heads`, each with `columns` tiles of keys.
+
+    The programs of so many heads go `together`.
+    """
+
+    rows: int
+    together: int
+    heads: int
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasSums:
+    """Over what each program sums: so many batch rows, heads and tiles of queries.
+
+    There are `rows` tiles of queries, in each of `grouped` batch rows or in all alike; `own_rows` of a strip, and
+    `heads` heads, have programs of their own. `summed_rows` says that the bias has one row for all queries.
+    """
+
+    rows: int
+    grouped: bool
+    heads: int
+    own_rows: int
+    batch_sums: int
+    head_sums: int
+    row_sums: int
+    summed_rows: bool
+
+
+def strips(block: Block, rows: int, columns: int) -> Strips:
+    """The strips of a block with so many tiles."""
+    batch, _, heads, _ = block.q.shape
+    rows = min(max(FILLING // (batch * heads), -(-rows // MOST), 1), rows)
+    return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
+
+
+def first(tile: int, token: jax.Array | None) -> Int32[Array, " 1"]:
+    """The number of the first tile of a strip, not before the token: so only one strip at a time is kept."""
+    number = jnp.full((1,), tile, jnp.int32)
+    return number if token is None else ordering.tie(number, token)
+
+
+def summed(
+    block: Block,
+    ds: jax.Array,
+    seen: Int8[Array, "g rows columns"],
+    first: Int32[Array, " 1"],
+    before: jax.Array | None,
+    of: Strips,
+    tiles: tuple[int, int],
+) -> jax.Array:
+    """The gradient of the bias as far as it is known after this strip."""
+    assert block.bias is not None
+    batch, heads, length, _ = block.bias.shape
+    summed_rows = length == 1
+    sums = BiasSums(
+        rows=seen.shape[1],
+        grouped=seen.shape[0] > 1,
+        heads=heads,
+        own_rows=1 if summed_rows else of.rows,
+        batch_sums=block.q.shape[0] // batch,
+        head_sums=of.heads // heads,
+        row_sums=of.rows if summed_rows else 1,
+        summed_rows=summed_rows,
+    )
+    dtype = block.bias.dtype if block.final and not summed_rows else jnp.float32
+    (dbias,) = launch(
+        bias_sums,
+        [ds, seen, first, before],
+        [jax.ShapeDtypeStruct(block.bias.shape, dtype)],
+        grid=(batch * heads * sums.own_rows * of.columns,),
+        aliases={} if before is None else {3: 0},
+        warps=4,
+        stages=1,
+        name="ringattn_bias_sums",
+        S=of,
+        D=sums,
+        FRESH=before is None,
+        Q_LENGTH=block.q_length,
+        KV_LENGTH=block.kv_length,
+        Q_TILE=tiles[0],
+        KV_TILE=tiles[1],
+    )
+    return dbias

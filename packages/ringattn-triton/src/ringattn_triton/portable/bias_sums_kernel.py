@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false
+"""Sums the gradient of a tile of the bias over all heads, batch rows and queries that share it.
+
+Each program owns its sum, so the order is fixed. A tile of derivatives is stored as the threads of a product hold it:
+of each eight keys all queries, one after the other, so that a warp writes one contiguous piece at a time.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bias_sums(
+    DS, SEEN, FIRST, BEFORE, DBIAS,
+    S: tl.constexpr, D: tl.constexpr, FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of `DBIAS [b, n, t, S]` in a strip of queries, or for each tile of keys of one row.
+
+    `DS` is what `backward_queries` wrote for the strip whose first tile `FIRST` holds; `S` is `bias_gradient.Strips`
+    and `D` `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are visible; others were not written.
+    """
+    program = tl.program_id(0)
+    kv_tile = program % S.columns
+    rest = program // S.columns
+    own = rest % D.own_rows
+    of_bias = rest // D.own_rows
+    bias_head = of_bias % D.heads
+    bias_batch = of_bias // D.heads
+    first = tl.load(FIRST)
+    in_tile = tl.arange(0, Q_TILE * KV_TILE)
+    total = tl.zeros([Q_TILE * KV_TILE], tl.float32)
+    for turn in range(D.batch_sums * D.row_sums):
+        row = own + turn % D.row_sums
+        batch = bias_batch + turn // D.row_sums
+        group = batch
+        if not D.grouped:
+            group = batch * 0
+        # The last strip may have fewer tiles than the others.
+        seen = SEEN + ((group * D.rows + first + row) * S.columns + kv_tile)
+        if tl.load(seen, mask=first + row < D.rows, other=0) != 0:
+            for member in range(D.head_sums):
+                tile = ((batch * S.heads + bias_head + member) * S.rows + row) * S.columns + kv_tile
+                total += tl.load(DS + tile.to(tl.int64) * (Q_TILE * KV_TILE) + in_tile).to(tl.float32)
+
+    total = tl.reshape(tl.permute(tl.reshape(total, (KV_TILE // 8, Q_TILE, 8)), (1, 0, 2)), (Q_TILE, KV_TILE))
+    columns = kv_tile * KV_TILE + tl.arange(0, KV_TILE)
+    inside = columns < KV_LENGTH
+    if D.summed_rows:
+        at = of_bias.to(tl.int64) * KV_LENGTH + columns
+        found = tl.sum(total, 0)
+        if not FRESH:
+            found += tl.load(BEFORE + at, mask=inside, other=0.0)
+        tl.store(DBIAS + at, found, mask=inside)
+    else:
+        rows = (first + own) * Q_TILE + tl.arange(0, Q_TILE)
+        at = (of_bias.to(tl.int64) * Q_LENGTH + rows.to(tl.int64)[:, None]) * KV_LENGTH + columns[None, :]
+        tl.store(DBIAS + at, total, mask=(rows < Q_LENGTH)[:, None] & inside[None, :])
+
+
+@triton.jit
+def keep_tile(at, ds, F: tl.constexpr):
+    """Writes a tile of derivatives by scores."""
+    Q_TILE: tl.constexpr = ds.shape[0]
+    KV_TILE: tl.constexpr = ds.shape[1]
+    kept = ds.to(at.dtype.element_ty)
+    columns = tl.arange(0, KV_TILE)
+    places = (columns // 8 * (Q_TILE * 8) + columns % 8)[None, :] + tl.arange(0, Q_TILE)[:, None] * 8
+    if F.fast:
+        # A product leaves two neighbours in a thread: it writes both as one word, from where it is. Left to itself the
+        # compiler has threads exchange numbers first, and all of them wait for that.
+        first, second = tl.split(tl.reshape(kept, (Q_TILE, KV_TILE // 2, 2)))
+        at_first, _ = tl.split(tl.reshape(places, (Q_TILE, KV_TILE // 2, 2)))
+        words = _bits(first) | (_bits(second) << 16)
+        tl.inline_asm_elementwise(
+            "st.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [at + at_first, words],
+            dtype=tl.uint32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(at + places, kept)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint16, bitcast=True).to(tl.uint32)

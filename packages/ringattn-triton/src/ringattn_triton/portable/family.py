@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The family of kernels that run on any GPU, and its forward pass."""
+
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from ringattn_core.contract.protocol import Block, Partial
+
+from .. import kernel_inputs, visited_tiles
+from ..launch import launch
+from ..launch.target import Target
+from . import schedules
+from .backward import backward
+from .forward_kernel import forward as forward_kernel
+
+
+class PortableFamily:
+    """Takes every block; refuses heads of more than 256."""
+
+    backward = staticmethod(backward)
+
+    def why_not_forward(self, block: Block, target: Target) -> None:
+        return None
+
+    def why_not_backward(self, block: Block, target: Target) -> None:
+        return None
+
+    def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
+        inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
+        constants = inputs.constants
+        schedules.refuse_large_heads(constants)
+        schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
+        table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
+        before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+        arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
+        out, lse, shift = launch(
+            forward_kernel,
+            arrays,
+            results(block),
+            grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
+            warps=schedule.warps,
+            stages=schedule.stages,
+            aliases={len(arrays) - 3 + i: i for i, x in enumerate(before) if x is not None},
+            name="ringattn_forward",
+            F=constants,
+            T=table.shape,
+            Q_TILE=schedule.q_tile,
+            KV_TILE=schedule.kv_tile,
+            DIM=kernel_inputs.padded_dim(constants.head_dim),
+            VALUE_DIM=kernel_inputs.padded_dim(constants.value_dim),
+            HELD=schedule.held,
+            FRESH=partial is None,
+            SHIFTED=before[2] is not None,
+        )
+        return Partial(out, lse, shift if constants.bias else None)
+
+
+def results(block: Block) -> list[jax.ShapeDtypeStruct]:
+    """What a forward kernel writes: `out`, `lse`, and the shift, or one element where there is none."""
+    batch, length, heads, _ = block.q.shape
+    return [
+        jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, length) if block.bias is not None else (1,), jnp.float32),
+    ]
+
+
+PORTABLE: Final = PortableFamily()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""The forward kernel for any GPU: the output of a tile of queries, by an online softmax over tiles of keys."""
+
+import triton
+import triton.language as tl
+
+from ..kernels.dropout import weights
+from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, scored
+from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
+from ..kernels.tokens import Inputs, of_head, of_keys, of_queries, visible
+
+
+@triton.jit
+def forward(
+    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
+    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, OUT, LSE, SHIFT_AFTER,
+    F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, SHIFTED: tl.constexpr,
+):  # fmt: skip
+    """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
+
+    `FRESH`: there is no partial result to continue. `SHIFTED`: the partial result has a shift. `T` is
+    `visited_tiles.TableShape`.
+    """
+    turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
+    own = T.rows - 1 - turn
+    kv_head = head_number // F.group
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
+        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    )  # fmt: skip
+    head = of_head(P, batch, head_number, F)
+    visited = visit(BOUNDS, TILES, batch, own, T)
+    queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
+
+    rows = own * Q_TILE + tl.arange(0, Q_TILE)
+    dims = tl.arange(0, DIM)
+    value_dims = tl.arange(0, VALUE_DIM)
+    wide_batch = batch.to(tl.int64)
+    Q_RAGGED: tl.constexpr = F.q_length % Q_TILE != 0
+    DIM_RAGGED: tl.constexpr = F.head_dim != DIM
+    VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
+    q_at = (wide_batch * F.q_length * F.heads + head_number) * F.head_dim
+    q_row = moved(rows, F.heads * F.head_dim, F.wide)[:, None]
+    q = vectors(
+        Q + q_at + q_row + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
+    )
+    if HELD:
+        q = held(q, DIM)
+
+    columns = tl.arange(0, KV_TILE)
+    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (columns[None, :] * F.k_token + dims[:, None])
+    v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
+    v_pointers = V + v_first + (columns[:, None] * F.v_token + value_dims[None, :])
+
+    lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
+    out_at = (wide_batch * F.q_length * F.heads + head_number) * F.value_dim
+    out_at = out_at + moved(rows, F.heads * F.value_dim, F.wide)[:, None] + value_dims[None, :]
+    if FRESH:
+        acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
+        top = tl.full([Q_TILE], -float("inf"), tl.float32)
+        total = tl.zeros([Q_TILE], tl.float32)
+    else:
+        acc = vectors(
+            OUT_BEFORE + out_at, rows[:, None], value_dims[None, :], F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED
+        )
+        lse_before = tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
+        shift_before = 0.0
+        if SHIFTED:
+            shift_before = tl.load(SHIFT_BEFORE + lse_at, mask=rows < F.q_length, other=0.0)
+        top, total = continued_rows(lse_before, shift_before, SHIFTED, F)
+        if F.dropout:
+            acc = acc / F.keep_weight
+        if SHIFTED:
+            acc = acc * total[:, None]
+
+    ahead = full_tile(visited, visited.full_from, T)
+    for step in tl.range(visited.full_from, visited.full_to):
+        tile = full_tile(visited, step, T) if T.run else ahead
+        ahead = full_tile(visited, step + 1, T)
+        acc, total, top = _continued(
+            acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
+        )  # fmt: skip
+    ahead = masked_tile(visited, 0, T)
+    for step in tl.range(0, visited.masked):
+        tile = masked_tile(visited, step, T) if not T.listed else ahead
+        ahead = masked_tile(visited, step + 1, T)
+        acc, total, top = _continued(
+            acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
+            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
+        )  # fmt: skip
+
+    lse, shift, share = final_rows(top, total, F)
+    if F.dropout:
+        share = share * F.keep_weight
+    out = (acc * share[:, None]).to(OUT.dtype.element_ty)
+    if Q_RAGGED or VALUE_RAGGED:
+        tl.store(OUT + out_at, out, mask=(rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :])
+    else:
+        tl.store(OUT + out_at, out)
+    tl.store(LSE + lse_at, lse, mask=rows < F.q_length)
+    if F.bias:
+        tl.store(SHIFT_AFTER + lse_at, shift, mask=rows < F.q_length)
+
+
+@triton.jit
+def _continued(
+    acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
+    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: `acc` and `total` are sums relative to the weight of the maximum `top`.
+
+    Dropout zeroes weights here, and `F.keep_weight` multiplies the sum at the end: rounded to half precision it would
+    make the output of a query that sees one key less exact than the value of that key.
+    """
+    KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    start = tile * KV_TILE
+    columns = start + tl.arange(0, KV_TILE)
+    dims = tl.arange(0, DIM)
+    value_dims = tl.arange(0, VALUE_DIM)
+    at = moved(tile, KV_TILE * F.k_token, F.wide)
+    k = vectors(k_pointers + at, columns[None, :], dims[:, None], F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
+    keys = of_keys(P, batch, start, F, KV_TILE, False)
+    bias = biases(queries, keys, head, F)
+    if F.dropout:
+        keep = weights(queries, keys, head, 1.0, F, Q_TILE, KV_TILE, False)
+    s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
+    if MASKED:
+        s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED, True), s, -float("inf"))
+    FOLD: tl.constexpr = 1.0 if F.bias else F.fold
+    now = tl.maximum(top, tl.max(s, 1) * FOLD)
+    base = now
+    # A bias forbids by -inf, so that a row may see nothing of a tile that no mask hides.
+    if MASKED or F.bias:
+        base = tl.where(now == -float("inf"), 0.0, now)
+    p = tl.exp2(in_log2(s * FOLD - base[:, None], F))
+    shrink = tl.exp2(in_log2(top - base, F))
+    total = total * shrink + tl.sum(p, 1)
+    if F.dropout:
+        p = p * keep
+    at = moved(tile, KV_TILE * F.v_token, F.wide)
+    v = vectors(
+        v_pointers + at, columns[:, None], value_dims[None, :], F.kv_length, F.value_dim, KV_RAGGED,
+        F.value_dim != VALUE_DIM,
+    )  # fmt: skip
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=F.precision)
+    return acc, total, now

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large the tiles of the portable kernels are, and how many warps and stages they have, on each kind of device."""
+
+import dataclasses
+from typing import Final
+
+from ringattn_core import BwdParams, FwdParams
+from ringattn_core.errors import InputError
+
+from ..kernel_inputs import BlockConstants, padded_dim
+from ..launch.target import Target
+
+LARGEST_DIM: Final = 256
+_SMALLEST_TILE: Final = 16
+_WIDE_PRODUCTS: Final = (90, 100, 103)
+"""Where products of 64 rows at once read both operands from shared memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How one kernel runs; `held` says that its queries, or keys, stay in registers while others pass by."""
+
+    q_tile: int
+    kv_tile: int
+    warps: int
+    stages: int
+    held: bool = False
+
+
+_INTERPRETED: Final = Schedule(32, 32, 4, 2)
+"""Small enough for several tiles in short tests, large enough for NumPy to have something to do at once."""
+
+
+_DOCUMENTS: Final = Schedule(32, 64, 4, 3, held=True)
+"""For dk and dv: two programs share a multiprocessor, and short documents are many beginnings and ends."""
+
+
+def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
+    """The schedule of the forward kernel, with what the caller fixed of it."""
+    default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
+    schedule = _fixed(_shortened(default, constants), params, "fwd_params")
+    held = schedule.kv_tile <= 64 and _may_hold(constants, itemsize, target)
+    return _fitting(dataclasses.replace(schedule, held=held), default, constants, itemsize, target, "fwd_params")
+
+
+def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
+    """What was fastest where it was measured, on Hopper; elsewhere what spills no registers, or hardly any.
+
+    Exact float32 products are no business of tensor cores: their operands are held in registers, so that tiles are
+    small. Dropout holds a weight for each score, and a bias a tile more of shared memory.
+    """
+    if target.kind == "interpreter":
+        return _INTERPRETED
+    if itemsize == 4:
+        if constants.precision == "ieee":
+            return Schedule(64 if dim <= 128 else 32, 16, 8, 2)
+        if constants.precision == "tf32" and _wide_products(target) and dim <= 128:
+            return Schedule(128, 64, 8, 2)
+        if _wide_products(target) and dim <= 128:
+            return Schedule(32, 64, 4, 2)
+        return Schedule(64, 32, 4, 2) if dim <= 128 else Schedule(32, 16, 8, 2)
+    if target.kind == "rocm":
+        return Schedule(128 if dim <= 128 else 64, 64 if dim <= 64 else 32, 4, 1)
+    if _wide_products(target):
+        if dim > 128:
+            return Schedule(128, 32 if constants.dropout or constants.bias else 64, 8, 2)
+        # Two programs share a multiprocessor: one multiplies while the other takes exponentials, begins or ends.
+        return Schedule(64, 64, 4, 3)
+    if dim > 128:
+        return Schedule(64, 32, 8, 2)
+    if dim > 64:
+        return Schedule(128, 32 if constants.dropout else 64, 8, 2)
+    return Schedule(128, 32 if constants.dropout else 64, 4, 2 if constants.bias else 3)
+
+
+def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+    """The schedule of the kernel of dk and dv, with what the caller fixed of it."""
+    default = _backward_keys_by_family(constants, itemsize, constants.largest_dim, target)
+    small = _may_hold_keys(constants, itemsize, target)
+    fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
+    if small and fixed == (None, None, None):
+        default = _DOCUMENTS
+    schedule = _backward(default, constants, itemsize, params, target)
+    tiles = (schedule.q_tile, schedule.kv_tile, schedule.warps)
+    held = small and tiles == (_DOCUMENTS.q_tile, _DOCUMENTS.kv_tile, _DOCUMENTS.warps)
+    return dataclasses.replace(schedule, held=held)
+
+
+def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
+    """Both operands and both results of a key tile are held, so that keys have the longer side."""
+    if target.kind == "interpreter":
+        return _INTERPRETED
+    if itemsize == 4:
+        if constants.precision != "ieee" and _wide_products(target) and dim <= 128:
+            return Schedule(64 if dim <= 64 else 32, 32, 4, 2)
+        return Schedule(16, 16 if dim > 128 else 32 if dim > 64 else 64, 8, 2)
+    if _wide_products(target):
+        if dim > 128:
+            return Schedule(32, 64, 8, 2)
+        if constants.bias and (constants.dropout or constants.bias_key == 1):
+            return Schedule(32, 128, 8, 2) if constants.dropout else Schedule(32, 64, 4, 3)
+        return Schedule(64, 64, 4, 3) if dim <= 64 else Schedule(64, 128, 8, 3)
+    return Schedule(32, 64 if dim <= 128 else 32, 4, 1 if target.kind == "rocm" else 2)
+
+
+def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
+    """The schedule of the kernel of dq, with what the caller fixed of it: by `dq_q_blocksize` and the like in `extra`
+    where it is to differ from that of dk and dv."""
+    own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
+    params = dataclasses.replace(params, extra=(), **own)
+    default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
+    schedule = _backward(default, constants, itemsize, params, target)
+    short = schedule.q_tile <= 64 or constants.dropout
+    held = short and constants.largest_dim > 64 and _may_hold(constants, itemsize, target)
+    return dataclasses.replace(schedule, held=held)
+
+
+def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
+    if target.kind == "interpreter":
+        return _INTERPRETED
+    if itemsize == 4:
+        if constants.precision != "ieee" and _wide_products(target) and dim <= 128:
+            return Schedule(32, 64, 4, 2)
+        return Schedule(16 if dim > 128 else 32 if dim > 64 else 64, 16, 8, 2)
+    if _wide_products(target):
+        if dim > 128:
+            return Schedule(128, 32, 8, 2)
+        if constants.bias or (constants.dropout and dim > 64):
+            return Schedule(128, 64, 8, 3)
+        if dim <= 64:
+            short = constants.below or constants.segments or constants.masks
+            light = constants.plain and not (constants.capped or constants.dropout)
+            return Schedule(128, 64, 4, 3) if light and not short else Schedule(64, 64, 4, 3)
+        return Schedule(64, 64, 4, 3)
+    return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
+
+
+def _backward(
+    default: Schedule, constants: BlockConstants, itemsize: int, params: BwdParams, target: Target
+) -> Schedule:
+    schedule = _fixed(_shortened(default, constants), params, "bwd_params")
+    return _fitting(schedule, default, constants, itemsize, target, "bwd_params")
+
+
+def _wide_products(target: Target) -> bool:
+    return target.kind == "cuda" and target.capability in _WIDE_PRODUCTS
+
+
+def _may_hold(constants: BlockConstants, itemsize: int, target: Target) -> bool:
+    """Whether products take their left side from registers as well, and there are registers for it."""
+    return target == Target("cuda", 90) and itemsize < 4 and constants.largest_dim <= 128
+
+
+def _may_hold_keys(constants: BlockConstants, itemsize: int, target: Target) -> bool:
+    """Whether the kernel of dk and dv may hold keys in registers: where it has segments, and little else to hold."""
+    light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
+    return constants.segments and light and constants.largest_dim > 64 and _may_hold(constants, itemsize, target)
+
+
+def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:
+    """Tiles no longer than the block, in powers of two."""
+    q_tile = min(schedule.q_tile, padded_dim(constants.q_length))
+    kv_tile = min(schedule.kv_tile, padded_dim(constants.kv_length))
+    warps = schedule.warps if q_tile == schedule.q_tile else min(schedule.warps, 4)
+    return dataclasses.replace(schedule, q_tile=q_tile, kv_tile=kv_tile, warps=warps)
+
+
+def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Schedule:
+    """The schedule with what the caller asks for, refused where no kernel could run so."""
+    asked = {
+        "q_tile": ("q_blocksize", params.q_blocksize, _SMALLEST_TILE, 256),
+        "kv_tile": ("kv_blocksize", params.kv_blocksize, _SMALLEST_TILE, 256),
+        "warps": ("num_warps", params.num_warps, 1, 16),
+        "stages": ("num_stages", params.num_stages, 1, 8),
+    }
+    changes: dict[str, int] = {}
+    for field, (name, value, least, most) in asked.items():
+        if value is None:
+            continue
+        power = field == "stages" or value & (value - 1) == 0
+        if not (power and least <= value <= most):
+            kind = "a number" if field == "stages" else "a power of two"
+            raise InputError(
+                f"{owner}.{name}", f"got {value}", f"The Triton kernels take {kind} from {least} to {most}"
+            )
+        changes[field] = value
+    return dataclasses.replace(schedule, **changes)
+
+
+def _fitting(
+    schedule: Schedule, default: Schedule, constants: BlockConstants, itemsize: int, target: Target, owner: str
+) -> Schedule:
+    """The schedule, if the tiles that stream through shared memory fit there; the compiler may need some more."""
+    vectors = itemsize * (padded_dim(constants.head_dim) + padded_dim(constants.value_dim))
+    streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
+    # AMD's compiler keeps the last stage in registers.
+    needed = vectors * streams * (schedule.stages - (target.kind == "rocm"))
+    limit = target.shared_memory
+    if limit is not None and needed > limit:
+        raise InputError(
+            owner,
+            f"{schedule} needs {needed} bytes of shared memory and the device has {limit}",
+            f"Ask for smaller blocks or fewer stages; the default is {default}",
+        )
+    return schedule
+
+
+def refuse_large_heads(constants: BlockConstants) -> None:
+    """No kernel holds longer vectors than these."""
+    for name, size in (("query", constants.head_dim), ("value", constants.value_dim)):
+        if size > LARGEST_DIM:
+            raise InputError(
+                name,
+                f"has heads of size {size}",
+                f"The backend 'triton' takes heads of up to {LARGEST_DIM}; the backend 'xla' takes any",
+            )

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tiles each program visits, and which of them it need not mask.
+
+A table holds ranges where visible tiles form runs, and lists where masks scatter them. Where segment ids may scatter
+them it lists only the tiles to mask: a document is one piece as a rule, and a loop that counts tiles fetches further
+ahead than one that loads their numbers.
+"""
+
+import dataclasses
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, UInt32
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import Tiles, tiles
+
+from .kernel_inputs import KernelInputs, power_of_two
+from .kernels.visited_tiles import table as table_kernel
+from .launch import launch
+from .mask_bits import BITS
+
+PROGRAMS: Final = 4096
+"""Several for each place on the largest devices, so that short tiles are left to fill the end."""
+ELEMENTS: Final = 512
+"""Of a bitmap, for one warp at a time: few enough to be held in registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableShape:
+    """How a kernel reads a table of `rows` of its own tiles by `columns` of the other side's tiles.
+
+    `grouped`: every batch row has its own. `listed`: the tiles to mask are listed, and those seen whole too unless
+    they form a `run`. The programs of so many heads go `together`.
+    """
+
+    listed: bool
+    run: bool
+    rows: int
+    columns: int
+    grouped: bool
+    together: int
+
+
+class Table(NamedTuple):
+    """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
+
+    `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges. Where both
+    are, `bounds` is `(masked, all, full_lo, full_hi)`. Past its counts a list holds anything.
+    """
+
+    bounds: Int32[Array, "g rows 4"]
+    tiles: Int32[Array, "g rows columns"] | None
+    shape: TableShape
+
+
+def table(
+    inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS
+) -> Table:
+    """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
+
+    Heads go together until they have so many `programs`. A tile that reaches past the end of the keys, or of the
+    queries where `by_keys`, is never seen whole.
+    """
+    found = seen(inputs, block, q_tile, kv_tile)
+    listed = _scattered(block)
+    run = not (block.rule.masks or block.mask is not None)
+    bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
+    groups, rows, _ = bounds.shape
+    heads = block.kv_heads if by_keys else block.q.shape[2]
+    columns = found.some.shape[1 if by_keys else 2]
+    return Table(bounds, listing, TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
+
+
+def of_bitmap(
+    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool
+) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"] | None]:
+    """`bounds` and `tiles` of a table, in one launch; `listed` and `run` as in `TableShape`.
+
+    The last column of a `ragged` table is not seen whole, whatever the bitmap says.
+    """
+    coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
+    # XLA transposes while it computes the bitmap; a kernel that reads across rows would wait for each number.
+    coded = jnp.swapaxes(coded, 1, 2) if by_keys else coded
+    groups, rows, columns = coded.shape
+    lines = groups * rows
+    chunk = min(power_of_two(columns), ELEMENTS)
+    together = min(ELEMENTS // chunk, power_of_two(lines))
+    bounds, listing = launch(
+        table_kernel,
+        [coded],
+        [
+            jax.ShapeDtypeStruct((groups, rows, 4), jnp.int32),
+            jax.ShapeDtypeStruct((groups, rows, columns) if listed else (1,), jnp.int32),
+        ],
+        grid=(-(-lines // together),),
+        warps=1,
+        stages=1,
+        name="ringattn_table",
+        LINES=lines,
+        COLUMNS=columns,
+        WHOLE=columns - ragged,
+        LISTED=listed,
+        RUN=run,
+        TOGETHER=together,
+        CHUNK=chunk,
+    )
+    return bounds, listing if listed else None
+
+
+def together(rows: int, heads: int, programs: int) -> int:
+    """How many heads share the device: enough for these programs, a power of two that divides all."""
+    enough = 1
+    while enough * rows < programs and heads % (2 * enough) == 0:
+        enough *= 2
+    return enough
+
+
+def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles:
+    """Which tiles see each other. A mask that is packed into bits is read from them, not evaluated again."""
+    words = inputs.named("mask_words")
+    by_words = words is not None and kv_tile % BITS == 0
+    bare = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=())) if by_words else block
+    rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
+    found = tiles(bare.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)
+    if by_words:
+        some, full = _of_words(words, block.kv_length, q_tile, kv_tile)
+        found = Tiles(found.some & some, found.full & full)
+    shape = (max(x.shape[0] for x in found), rows, columns)
+    return Tiles(*(jnp.broadcast_to(x, shape) for x in found))
+
+
+def _of_words(
+    words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
+) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
+    """Which tiles have any bit in any mask, and which have all bits in all; bits past the end are not counted."""
+    counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
+    valid = jnp.where(counted, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32), 0).sum(-1, dtype=jnp.uint32)
+    more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]
+
+    def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:
+        x = jnp.pad(x, more, constant_values=np.uint32(neutral))
+        cut = x.reshape(x.shape[0], x.shape[1], -1, q_tile, x.shape[3] * BITS // kv_tile, kv_tile // BITS)
+        return jax.lax.reduce(cut, np.uint32(neutral), combine, (1, 3, 5))
+
+    some = reduced(words & valid, jax.lax.bitwise_or, 0)
+    full = reduced(words | ~valid, jax.lax.bitwise_and, 2**32 - 1)
+    return some != 0, full == np.uint32(2**32 - 1)
+
+
+def _scattered(block: Block) -> bool:
+    """Whether a row of tiles may see some that are no run."""
+    rule = block.rule
+    return bool(rule.masks) or block.mask is not None or block.q_segments is not None or not rule.increasing

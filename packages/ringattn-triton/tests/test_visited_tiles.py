@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on what kernels are told of visibility: all that is visible is visited, and masked where it must be."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from given_blocks import OPTIONS, dense_mask, make_block, with_option
+from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import Tiles
+from ringattn_core.contract.visibility import visible
+from ringattn_core.masks import Predicate
+from ringattn_triton import kernel_inputs, mask_bits
+from ringattn_triton.visited_tiles import ELEMENTS, Table, of_bitmap, table
+
+KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
+"""Whether a table lists tiles, and whether it has a run."""
+
+
+def visited(found: Table, group: int, row: int) -> tuple[list[int], list[int]]:
+    """The tiles that a program masks, and those that it does not, as kernels read the table."""
+    bounds = [int(x) for x in found.bounds[group if found.shape.grouped else 0, row]]
+    if not found.shape.listed:
+        lo, hi, full_lo, full_hi = bounds
+        return [*range(lo, full_lo), *range(full_hi, hi)], [*range(full_lo, full_hi)]
+    assert found.tiles is not None
+    masked, every = bounds[:2]
+    listed = [int(x) for x in found.tiles[group if found.shape.grouped else 0, row]]
+    return listed[:masked], [*range(*bounds[2:])] if found.shape.run else listed[masked:every]
+
+
+def said(some: np.ndarray, full: np.ndarray, listed: bool, run: bool) -> tuple[list[int], list[int]]:
+    """The bounds and the list of one row."""
+    seen = [int(x) for x in np.flatnonzero(some)]
+    lo, hi = (seen[0], seen[-1] + 1) if seen else (0, 0)
+    edges = [int(x) for x in np.flatnonzero(np.diff(full.astype(int), prepend=0, append=0))]
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    best = max(runs, key=lambda ends: (ends[1] - ends[0], ends[1]), default=(lo, lo))
+    if not listed:
+        return [lo, hi, *best], []
+    unmasked = [*range(*best)] if run else [int(x) for x in np.flatnonzero(full)]
+    masked = [x for x in seen if x not in unmasked]
+    return [len(masked), len(seen), *(best if run else (0, 0))], masked if run else masked + unmasked
+
+
+def bitmap(groups: int, columns: int) -> Tiles:
+    """Rows that see nothing, all of it, all but in part, two runs as long as each other, and tiles here and there."""
+    draw = np.random.default_rng(columns)
+    part = -(-columns // 3)
+    runs = (np.arange(columns) < part) | (np.arange(columns) >= columns - part)
+    none, every = np.zeros(columns, bool), np.ones(columns, bool)
+    rows = [(none, none), (every, every), (every, none), (every, runs), (runs, runs)]
+    for share in (0.02, 0.5, 0.9, 0.99):
+        some = draw.random((3, columns)) < 0.5 + share / 2
+        rows += zip(some, some & (draw.random((3, columns)) < share), strict=True)
+    some, full = (np.stack(x) for x in zip(*rows, strict=True))
+    order = np.stack([draw.permutation(len(rows)) for _ in range(groups)])
+    return Tiles(*(jnp.asarray(x[order]) for x in (some, full)))
+
+
+def seen_pairs(block: Block) -> np.ndarray:
+    shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
+    seen = visible(block)
+    return np.broadcast_to(True if seen is None else np.asarray(seen), shape)
+
+
+@pytest.mark.parametrize("kv_tile", [16, 32])
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_whole(
+    option: str, by_keys: bool, kv_tile: int
+) -> None:
+    block = with_option(option, 41, 53)
+    padding = [(0, 0), (0, 7), (0, 11)]
+    seen, whole = (np.pad(pairs, padding) for pairs in (seen_pairs(block).any(1), seen_pairs(block).all(1)))
+    whole[:, 41:, :53] = not by_keys
+    some: Any = seen.reshape(2, 3, 16, -1, kv_tile).any((2, 4))
+    full: Any = whole.reshape(2, 3, 16, -1, kv_tile).all((2, 4))
+    if by_keys:
+        some, full = some.swapaxes(1, 2), full.swapaxes(1, 2)
+    found = table(kernel_inputs.of_block(block), block, 16, kv_tile, by_keys)
+    for group, row in np.ndindex(*some.shape[:2]):
+        masked, unmasked = visited(found, group, row)
+        assert len({*masked, *unmasked}) == len(masked) + len(unmasked), "a tile is visited twice"
+        assert set(np.flatnonzero(some[group, row])) <= {*masked, *unmasked}, "a visible tile is not visited"
+        assert set(unmasked) <= set(np.flatnonzero(full[group, row])), "a tile that is not seen whole is not masked"
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 31, 64, 100, 300, 2 * ELEMENTS, 2 * ELEMENTS + 100])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int) -> None:
+    found = bitmap(groups, columns)
+    for by_keys, ragged in ((False, False), (True, False), (True, True)):
+        given = Tiles(*(x.swapaxes(1, 2) for x in found)) if by_keys else found
+        bounds, listed = of_bitmap(given, *KINDS[kind], by_keys, ragged)
+        assert (listed is not None) == KINDS[kind][0]
+        some, full = (np.array(x) for x in found)
+        full[..., columns - ragged :] = False
+        for at in np.ndindex(*some.shape[:2]):
+            want, tiles = said(some[at], full[at], *KINDS[kind])
+            case = f"group and row {at}, {by_keys=}, {ragged=}"
+            np.testing.assert_array_equal(bounds[at], want, case)
+            if listed is not None:
+                np.testing.assert_array_equal(listed[at][: len(tiles)], tiles, case)
+
+
+def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:
+    block = make_block(1, 64, 64, causal=True)
+    found = table(kernel_inputs.of_block(block), block, 16, 16)
+    assert [visited(found, 0, row) for row in range(4)] == [([row], list(range(row))) for row in range(4)]
+
+
+def test_documents_are_listed_so_that_none_visits_another() -> None:
+    ids = np.repeat(np.arange(4), 16)[None].astype(np.int32)
+    order = np.random.default_rng(0).permutation(64)
+    block = make_block(1, 64, 64, q_segments=ids, kv_segments=ids[:, order])
+    found, expected = (
+        table(kernel_inputs.of_block(block), block, 16, 16),
+        seen_pairs(block)[0, 0].reshape(4, 16, 4, 16).any((1, 3)),
+    )
+    assert found.shape.listed and not found.shape.grouped
+    for row in range(4):
+        assert sorted(itertools.chain(*visited(found, 0, row))) == list(np.flatnonzero(expected[row]))
+
+
+@pytest.mark.parametrize("keys", [1, 31, 32, 53, 64])
+def test_words_hold_the_truth_of_every_pair(keys: int) -> None:
+    block = make_block(
+        2, 9, keys, heads=4, kv_heads=2, mask=dense_mask(2, 4, 9, keys), **OPTIONS["masks of heads"](9, keys)
+    )
+    packed, of_head = mask_bits.of_rule(block)
+    assert packed.shape == (1, 2, 9, -(-keys // 32)) and packed.dtype == jnp.uint32
+    np.testing.assert_array_equal(of_head, [1, 0, 0, 1])
+    for number in range(2):
+        np.testing.assert_array_equal(_unpacked(packed[0, number], keys), dense_mask(2, 9, keys)[number])
+    np.testing.assert_array_equal(_unpacked(mask_bits.of_dense(block), keys), block.mask)
+
+
+def test_a_predicate_need_not_look_at_its_arguments() -> None:
+    block = make_block(
+        1, 9, 40, masks=(Predicate(lambda q, kv: True), Predicate(lambda q, kv: kv < 5)), mask_of_head=(0, 1)
+    )
+    packed, _ = mask_bits.of_rule(block)
+    np.testing.assert_array_equal(
+        _unpacked(packed[0], 40), np.stack([np.ones((9, 40), bool), np.tile(np.arange(40) < 5, (9, 1))])
+    )
+
+
+@pytest.mark.parametrize("option", ["mask of the algebra", "masks of heads"])
+def test_words_are_made_without_a_truth_value_for_each_pair(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = with_option(option, 500, 512)
+    whole, _ = mask_bits.of_rule(block)
+    monkeypatch.setattr(mask_bits, "PAIRS_AT_ONCE", 2**12)
+    made = jax.jit(mask_bits.of_rule).lower(block).compile()
+    np.testing.assert_array_equal(made(block)[0], whole)
+    held: Any = made.memory_analysis()
+    assert held.temp_size_in_bytes < 500 * 512 / 2
+
+
+def _unpacked(packed: Any, keys: int) -> np.ndarray:
+    bits = (np.asarray(packed)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    return bits.reshape(*packed.shape[:-1], -1)[..., :keys].astype(bool)
