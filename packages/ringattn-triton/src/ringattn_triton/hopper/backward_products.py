@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.scores import of_columns, of_rows, visible
-from .schedule import keys_of
-from .shared import at, got_number, next_turn, shared_places
+from ..kernels.tokens import of_columns, of_rows, visible
+from .backward_turns import keys_of
+from .backward_memory import at, got_number, next_turn, shared_places
 
 
 @builtin
@@ -31,7 +31,7 @@ def zero_again(_semantic=None):
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, DK, DV, all_turns, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr
+    NUMBER: gl.constexpr, memory, P, DK, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
 ):
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
     DIM: gl.constexpr = F.head_dim
@@ -53,32 +53,32 @@ def compute_gradients(
             for part in range(0, 2 * F.group):
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
-                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, V, PLAN, True, SCORES, SUMS)
+                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, True, SCORES, SUMS)
                 done = end + gl.where(part % 2 == 0, whole, 0)
                 for step in range(end, done):
-                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, V, PLAN, False, SCORES, SUMS)
+                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
         else:
             first = done
             done += F.group * whole
             for step in range(first, done):
-                dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, V, PLAN, False, SCORES, SUMS)
+                dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
-        row, batch, kv_head = keys_of(got_number(at(shared.turn, taken % 2), 4), F, V, PLAN)
+        row, batch, kv_head = keys_of(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
         token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-        at = token + kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, SUMS))[None, :]
+        offsets = token + kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, SUMS))[None, :]
         inside = (rows < F.kv_length)[:, None]
-        gl.store(DK + at, (dk * F.scale).to(DK.dtype.element_ty), mask=inside)
-        gl.store(DV + at, dv.to(DV.dtype.element_ty), mask=inside)
+        gl.store(DK + offsets, (dk * F.scale).to(DK.dtype.element_ty), mask=inside)
+        gl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=inside)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
 
 @gluon.jit
 def _step_of(
-    dk, dv, shared, step, NUMBER: gl.constexpr, P, turn, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr,
+    dk, dv, shared, step, NUMBER: gl.constexpr, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile against the keys, with keys as rows.
@@ -108,7 +108,7 @@ def _step_of(
     mbarrier.wait(at(shared.dout_full, place), phase)
     dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if MASKED:
-        row, batch, _ = keys_of(turn, F, V, PLAN)
+        row, batch, _ = keys_of(turn, F, T, PLAN)
         number = got_number(at(shared.tile, place), 4)
         rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
         queries = of_rows(P, batch, rows, F, F.q_length % Q_TILE != 0, True)
@@ -146,7 +146,7 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq.finish_dq`."""
+    """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
     place = (step % PLAN.dq_places) * 2 + NUMBER
     mbarrier.wait(at(shared.dq_empty, place), ((step // PLAN.dq_places) & 1) ^ 1)
     # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.tiles import full_tile, masked_tile, owned, visit
+from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 
 
 class Steps(NamedTuple):
@@ -20,38 +20,38 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def keys_of(turn, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr):
+def keys_of(turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The key tile, batch row and key head of a turn: the lowest tiles first, which a causal mask shows to most.
 
     Key tiles that run side by side (`PLAN.side_by_side`) go backwards, so that those which add to a query tile one
-    after the other (`transfers.add_dq`) come to it in that order: under a causal mask each begins at its diagonal.
+    after the other (`backward_transfers.add_dq`) come to it in that order: under a causal mask each begins at its diagonal.
     """
-    number, batch, kv_head = owned(turn, V, F.kv_heads)
+    number, batch, kv_head = owned(turn, T, F.kv_heads)
     row = number
     if PLAN.side_by_side > 1:
         first = number // PLAN.side_by_side * PLAN.side_by_side
-        last = gl.minimum(first + PLAN.side_by_side, V.rows) - 1
+        last = gl.minimum(first + PLAN.side_by_side, T.rows) - 1
         row = last - (number - first)
     return row, batch, kv_head
 
 
 @gluon.jit
-def steps_of(row, batch, TABLE, TILES, V: gl.constexpr):
+def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr):
     """What a turn visits. Tiles to mask that are listed come first, ranges from left to right."""
-    visited = visit(TABLE, TILES, batch, row, V)
+    visited = visit(BOUNDS, TILES, batch, row, T)
     whole = visited.full_to - visited.full_from
-    if V.listed:
+    if T.listed:
         return Steps(visited, visited.masked, whole, 0)
     else:
         return Steps(visited, visited.before, whole, visited.masked - visited.before)
 
 
 @gluon.jit
-def tile_at(steps, step, V: gl.constexpr):
+def tile_at(steps, step, T: gl.constexpr):
     """The number of the query tile of a step; any number after the last."""
     inside = step - steps.before
     if (inside >= 0) & (inside < steps.whole):
-        tile = full_tile(steps.visited, steps.visited.full_from + inside, V)
+        tile = full_tile(steps.visited, steps.visited.full_from + inside, T)
     else:
-        tile = masked_tile(steps.visited, gl.where(inside < 0, step, step - steps.whole), V)
+        tile = masked_tile(steps.visited, gl.where(inside < 0, step, step - steps.whole), T)
     return tile

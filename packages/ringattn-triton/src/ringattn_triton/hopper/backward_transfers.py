@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .schedule import keys_of, steps_of, tile_at
-from .shared import at, next_turn, put_number, shared_places
+from .backward_turns import keys_of, steps_of, tile_at
+from .backward_memory import at, next_turn, put_number, shared_places
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
@@ -37,8 +37,8 @@ def wait_for_additions(PENDING, _semantic=None):
 
 @gluon.jit
 def fetch_tiles(
-    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, TABLE, TILES, COUNTERS, all_turns,
-    F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr,
+    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS, all_turns,
+    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
 
@@ -51,22 +51,22 @@ def fetch_tiles(
     done = 0
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
-        row, batch, kv_head = keys_of(turn, F, V, PLAN)
+        row, batch, kv_head = keys_of(turn, F, T, PLAN)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
-        keys_at = [batch * F.kv_length + row * PLAN.kv_tile, kv_head * F.kv_head]
+        first_key = batch * F.kv_length + row * PLAN.kv_tile
         mbarrier.expect(full, PLAN.kv_tile * F.head_dim * 2 * 2)
-        fetch(k_tiles, keys_at, full, shared.kv.index(0))
-        fetch(v_tiles, keys_at, full, shared.kv.index(1))
-        steps = steps_of(row, batch, TABLE, TILES, V)
+        fetch(k_tiles, [first_key, kv_head * F.k_head], full, shared.kv.index(0))
+        fetch(v_tiles, [first_key, kv_head * F.v_head], full, shared.kv.index(1))
+        steps = steps_of(row, batch, BOUNDS, TILES, T)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
-        ahead = tile_at(steps, 0, V)
+        ahead = tile_at(steps, 0, T)
         for member in range(0, F.group):
             head = kv_head * F.group + member
             for step in range(0, count):
                 tile = ahead
-                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), V)
+                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T)
                 place = done % PLAN.stages
                 phase = ((done // PLAN.stages) & 1) ^ 1
                 tokens_at = [batch * F.q_length + tile * PLAN.q_tile, head * F.head_dim]
@@ -102,7 +102,7 @@ def _announce(shared, taken, turn, before, whole, after):
 
 @gluon.jit
 def add_dq(
-    memory, dq_tiles, TABLE, TILES, RANKS, COUNTERS, all_turns, F: gl.constexpr, V: gl.constexpr, PLAN: gl.constexpr
+    memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
 ):
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
@@ -112,22 +112,22 @@ def add_dq(
     deadlock, however many programs run at a time. A tile is counted when the next one is under way, so that nothing
     waits for memory.
     """
-    Q_TILES: gl.constexpr = V.columns
+    Q_TILES: gl.constexpr = T.columns
     shared = shared_places(memory, PLAN)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = keys_of(turn, F, V, PLAN)
+        row, batch, kv_head = keys_of(turn, F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        steps = steps_of(row, batch, TABLE, TILES, V)
+        steps = steps_of(row, batch, BOUNDS, TILES, T)
         count = steps.before + steps.whole + steps.after
-        group = batch if V.grouped else 0
-        ranks = RANKS + (group * V.rows + row) * Q_TILES
+        group = batch if T.grouped else 0
+        ranks = RANKS + (group * T.rows + row) * Q_TILES
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = COUNTERS + 1 + first
-            tile = tile_at(steps, 0, V)
+            tile = tile_at(steps, 0, T)
             last = tile
             rank = 0
             reached = 0
@@ -136,7 +136,7 @@ def add_dq(
                     rank = gl.load(ranks + tile)
                     reached = gl.load(counters + tile, volatile=True)
             for step in range(0, count):
-                following = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), V)
+                following = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T)
                 if PLAN.ordered:
                     while reached < rank:
                         reached = gl.load(counters + tile, volatile=True)

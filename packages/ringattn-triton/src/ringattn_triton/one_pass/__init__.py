@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Attention's backward pass in one kernel, for Hopper."""
