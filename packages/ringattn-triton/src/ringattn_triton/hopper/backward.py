@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass in one kernel for Hopper: which blocks it takes, and how it is launched."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 from ringattn_core import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
@@ -56,7 +57,8 @@ def backward(
         inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
     )
     masked = any((constants.below, constants.above, constants.segments, constants.padded))
-    plan = plan.of_block(masked or constants.kv_length % plan.kv_tile != 0, ordered, table.shape.together)
+    masked = masked or constants.kv_length % plan.kv_tile != 0
+    plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     more = [(0, 0), (0, 0), (0, q_tiles * plan.q_tile - length)]
     # A row that sees nothing, or lies past the end, weighs nothing.
@@ -107,10 +109,6 @@ def backward(
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
-    """For each key tile and query tile that see each other, how many earlier turns visit that query tile."""
+    """For each key tile and query tile that see each other, how many earlier key tiles see that query tile."""
     seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int32)
-    number = np.arange(seen.shape[1])
-    first = number // plan.side_by_side * plan.side_by_side
-    row = np.minimum(first + plan.side_by_side, seen.shape[1]) - 1 - (number - first)  # as `backward_turns.keys_of`
-    by_turn = seen[:, row]
-    return (jnp.cumsum(by_turn, 1, dtype=jnp.int32) - by_turn)[:, row]
+    return jnp.cumsum(seen, 1, dtype=jnp.int32) - seen

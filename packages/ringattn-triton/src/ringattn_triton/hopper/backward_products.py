@@ -64,7 +64,7 @@ def compute_gradients(
                 dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
-        row, batch, kv_head = keys_of(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
+        row, batch, kv_head = keys_of(got_number(at(shared.turn, taken % 2), 4), F, T)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
         token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
@@ -108,7 +108,7 @@ def _step_of(
     mbarrier.wait(at(shared.dout_full, place), phase)
     dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if MASKED:
-        row, batch, _ = keys_of(turn, F, T, PLAN)
+        row, batch, _ = keys_of(turn, F, T)
         number = got_number(at(shared.tile, place), 4)
         rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
         queries = of_rows(P, batch, rows, F, F.q_length % Q_TILE != 0, True)

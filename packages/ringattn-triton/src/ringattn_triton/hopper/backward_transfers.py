@@ -51,22 +51,22 @@ def fetch_tiles(
     done = 0
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
-        row, batch, kv_head = keys_of(turn, F, T, PLAN)
+        row, batch, kv_head = keys_of(turn, F, T)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
         first_key = batch * F.kv_length + row * PLAN.kv_tile
         mbarrier.expect(full, PLAN.kv_tile * F.head_dim * 2 * 2)
         fetch(k_tiles, [first_key, kv_head * F.k_head], full, shared.kv.index(0))
         fetch(v_tiles, [first_key, kv_head * F.v_head], full, shared.kv.index(1))
-        steps = steps_of(row, batch, BOUNDS, TILES, T)
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
-        ahead = tile_at(steps, 0, T)
+        ahead = tile_at(steps, 0, T, PLAN)
         for member in range(0, F.group):
             head = kv_head * F.group + member
             for step in range(0, count):
                 tile = ahead
-                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T)
+                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
                 place = done % PLAN.stages
                 phase = ((done // PLAN.stages) & 1) ^ 1
                 tokens_at = [batch * F.q_length + tile * PLAN.q_tile, head * F.head_dim]
@@ -118,17 +118,17 @@ def add_dq(
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = keys_of(turn, F, T, PLAN)
+        row, batch, kv_head = keys_of(turn, F, T)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        steps = steps_of(row, batch, BOUNDS, TILES, T)
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0
         ranks = RANKS + (group * T.rows + row) * Q_TILES
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = COUNTERS + 1 + first
-            tile = tile_at(steps, 0, T)
-            last = tile
+            tile = tile_at(steps, 0, T, PLAN)
+            last = 0  # not `tile`: Triton 3.6 would take `last = tile` in the loop for no change, and keep the first one
             rank = 0
             reached = 0
             if PLAN.ordered:
@@ -136,7 +136,7 @@ def add_dq(
                     rank = gl.load(ranks + tile)
                     reached = gl.load(counters + tile, volatile=True)
             for step in range(0, count):
-                following = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T)
+                following = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
                 if PLAN.ordered:
                     while reached < rank:
                         reached = gl.load(counters + tile, volatile=True)

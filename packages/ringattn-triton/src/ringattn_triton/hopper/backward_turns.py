@@ -11,7 +11,7 @@ from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 
 
 class Steps(NamedTuple):
-    """The query tiles that a turn visits for each head: `before` to mask, `whole` ones, and `after` to mask."""
+    """The query tiles that a turn visits for each head, in this order: `before` to mask, `whole` ones, `after` to mask."""
 
     visited: Any
     before: Any
@@ -20,38 +20,41 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def keys_of(turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """The key tile, batch row and key head of a turn: the lowest tiles first, which a causal mask shows to most.
-
-    Key tiles that run side by side (`PLAN.side_by_side`) go backwards, so that those which add to a query tile one
-    after the other (`backward_transfers.add_dq`) come to it in that order: under a causal mask each begins at its diagonal.
-    """
-    number, batch, kv_head = owned(turn, T, F.kv_heads)
-    row = number
-    if PLAN.side_by_side > 1:
-        first = number // PLAN.side_by_side * PLAN.side_by_side
-        last = gl.minimum(first + PLAN.side_by_side, T.rows) - 1
-        row = last - (number - first)
-    return row, batch, kv_head
+def keys_of(turn, F: gl.constexpr, T: gl.constexpr):
+    """The key tile, batch row and key head of a turn: the lowest tiles first, which a causal mask shows to most."""
+    return owned(turn, T, F.kv_heads)
 
 
 @gluon.jit
-def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr):
-    """What a turn visits. Tiles to mask that are listed come first, ranges from left to right."""
+def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
+    """What a turn visits, from the first query tile to the last; where the plan is `ordered`, from the last to the first.
+
+    Turns that run at a time then come to the tiles that they share one after the other, in the order in which they may
+    add to them. From the first to the last, a causal mask would let a turn begin far ahead of those it waits for.
+    """
     visited = visit(BOUNDS, TILES, batch, row, T)
     whole = visited.full_to - visited.full_from
-    if T.listed:
-        return Steps(visited, visited.masked, whole, 0)
+    before = visited.masked
+    if not T.listed:
+        before = visited.before
+    after = visited.masked - before
+    if PLAN.ordered:
+        return Steps(visited, after, whole, before)
     else:
-        return Steps(visited, visited.before, whole, visited.masked - visited.before)
+        return Steps(visited, before, whole, after)
 
 
 @gluon.jit
-def tile_at(steps, step, T: gl.constexpr):
+def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile of a step; any number after the last."""
-    inside = step - steps.before
+    number = step
+    before = steps.before
+    if PLAN.ordered:
+        number = gl.maximum(steps.before + steps.whole + steps.after - 1 - step, 0)
+        before = steps.after
+    inside = number - before
     if (inside >= 0) & (inside < steps.whole):
         tile = full_tile(steps.visited, steps.visited.full_from + inside, T)
     else:
-        tile = masked_tile(steps.visited, gl.where(inside < 0, step, step - steps.whole), T)
+        tile = masked_tile(steps.visited, gl.where(inside < 0, number, number - steps.whole), T)
     return tile
