@@ -2,6 +2,7 @@
 """The backward pass in one kernel for Hopper: which blocks it takes, and how it is launched."""
 
 import dataclasses
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from ..launch import launch
 from .backward_plan import PLANS, BackwardPlan
 from .schedules import PROGRAMS
 
-_TOGETHER = 512
+ORDERED_BY_DEFAULT: Final = False
+"""Whether blocks whose bits must repeat get the ordered form. Two passes have been certified on a GPU, it has not."""
+_TOGETHER: Final = 512
 """How many turns the heads that go together have: few enough for their queries to stay in the cache."""
-_ALL_TOGETHER = 2**30
+_ALL_TOGETHER: Final = 2**30
 """All heads go together where turns wait for each other: few turns of one head then run at a time."""
-_REGISTERS_AT_START = 168
+_REGISTERS_AT_START: Final = 168
 
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
@@ -34,6 +37,8 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no soft cap, bias, ALiBi and dropout"
     if constants.masks:
         return "the one-pass backward kernel has no dense masks and no masks by predicate"
+    if not (block.rule.fused_backward or ORDERED_BY_DEFAULT):
+        return "the caller wants the same bits at every run, for which two passes are the default"
     return None if constants.plain else "the scale is not positive"
 
 
@@ -57,7 +62,7 @@ def backward(
         inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
     )
     masked = any((constants.below, constants.above, constants.segments, constants.padded))
-    masked = masked or constants.kv_length % plan.kv_tile != 0
+    masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     more = [(0, 0), (0, 0), (0, q_tiles * plan.q_tile - length)]

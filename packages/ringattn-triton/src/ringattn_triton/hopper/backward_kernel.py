@@ -3,8 +3,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """Attention's backward pass in one kernel for Hopper: dk and dv in registers, dq added up in memory.
 
-Programs take turns. A turn owns 128 keys of one key head, 64 for each of two groups of four warps (`backward_products`). One
-more warp fetches the query tiles that see these keys, another adds dq to memory (`backward_transfers`).
+Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
+(`backward_products`). One more warp fetches the query tiles that see these keys, another adds dq to memory
+(`backward_transfers`).
 """
 
 from triton.experimental import gluon
@@ -12,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..kernels.tokens import Inputs
-from .backward_products import compute_gradients
 from .backward_memory import shared_memory
+from .backward_products import compute_gradients
 from .backward_transfers import add_dq, fetch_tiles
 
 
@@ -26,8 +27,8 @@ def backward(
 ):  # fmt: skip
     """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
 
-    `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`: past the end, and in rows that see nothing,
-    `LSE` is +inf. `DQ` is float32 in the order of `dq_order`, without the scale; it shares its memory with `DQ_BEFORE`.
+    `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
+    end, `LSE` is +inf. `DQ` is float32 in the order of `dq_order`, without the scale; `DQ_BEFORE` has the same memory.
     """
     DIM: gl.constexpr = F.head_dim
     TYPE: gl.constexpr = Q.dtype.element_ty

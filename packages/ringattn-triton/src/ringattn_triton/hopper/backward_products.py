@@ -13,13 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_columns, of_rows, visible
-from .backward_turns import keys_of
 from .backward_memory import at, got_number, next_turn, shared_places
 
 
 @builtin
-def zero_again(_semantic=None):
+def opaque_zero(_semantic=None):
     """Zero, of which the compiler does not know that it is the same in every step.
 
     It would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
@@ -64,7 +64,7 @@ def compute_gradients(
                 dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
-        row, batch, kv_head = keys_of(got_number(at(shared.turn, taken % 2), 4), F, T)
+        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
         token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
@@ -97,8 +97,8 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    k = shared.kv.index(zero_again())
-    v = shared.kv.index(1 + zero_again())
+    k = shared.kv.index(opaque_zero())
+    v = shared.kv.index(1 + opaque_zero())
     q = shared.queries.index(place)
     dout = shared.queries.index(PLAN.stages + place)
     mbarrier.wait(at(shared.q_full, place), phase)
@@ -108,7 +108,7 @@ def _step_of(
     mbarrier.wait(at(shared.dout_full, place), phase)
     dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if MASKED:
-        row, batch, _ = keys_of(turn, F, T)
+        row, batch, _ = owned(turn, T, F.kv_heads)
         number = got_number(at(shared.tile, place), 4)
         rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
         queries = of_rows(P, batch, rows, F, F.q_length % Q_TILE != 0, True)
@@ -128,13 +128,9 @@ def _step_of(
     mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
     both = shared.ds.index(ds_place)
     if DIM == 128:  # a consumer's half of dq is 64 columns
-        dq = warpgroup_mma(
-            both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True
-        )
+        dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
     else:  # or 64 rows
-        dq = warpgroup_mma(
-            both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True
-        )
+        dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
     mbarrier.arrive(at(shared.dout_empty, place), count=1)

@@ -9,8 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .backward_turns import keys_of, steps_of, tile_at
+from ..kernels.tile_loop import owned
 from .backward_memory import at, next_turn, put_number, shared_places
+from .backward_turns import steps_of, tile_at
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
@@ -18,7 +19,7 @@ fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 @builtin
 def async_atomic_add(tensor_desc, coord, src, _semantic=None):
-    """Begins to add a tile in shared memory to device memory (Triton 3.6 has the operation, but no name for it)."""
+    """Begins to add a tile in shared memory to device memory; Triton 3.6 has the operation, but no name for it."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
@@ -51,7 +52,7 @@ def fetch_tiles(
     done = 0
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
-        row, batch, kv_head = keys_of(turn, F, T)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
         first_key = batch * F.kv_length + row * PLAN.kv_tile
@@ -118,7 +119,7 @@ def add_dq(
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = keys_of(turn, F, T)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         count = steps.before + steps.whole + steps.after
@@ -128,10 +129,10 @@ def add_dq(
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = COUNTERS + 1 + first
             tile = tile_at(steps, 0, T, PLAN)
-            last = 0  # not `tile`: Triton 3.6 would take `last = tile` in the loop for no change, and keep the first one
+            last = 0  # not `tile`: Triton 3.6 would see no change in the loop's `last = tile`, and keep the first one
             rank = 0
             reached = 0
-            if PLAN.ordered:
+            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
                 if count > 0:
                     rank = gl.load(ranks + tile)
                     reached = gl.load(counters + tile, volatile=True)
@@ -158,7 +159,7 @@ def add_dq(
                 last = tile
                 tile = following
                 done += 1
-            if PLAN.ordered:
+            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
                 if count > 0:
                     wait_for_additions(0)
                     gl.atomic_add(counters + last, 1, sem="release")

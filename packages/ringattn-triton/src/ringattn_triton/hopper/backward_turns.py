@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Which keys a turn of the one-pass backward owns, and which query tiles it visits in which order."""
+"""Which query tiles a turn of the one-pass backward visits, in which order. A turn owns a tile of keys."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
+from ..kernels.tile_loop import full_tile, masked_tile, visit
 
 
 class Steps(NamedTuple):
-    """The query tiles that a turn visits for each head, in this order: `before` to mask, `whole` ones, `after` to mask."""
+    """The query tiles that a turn visits for each head: `before` to mask, then `whole` ones, then `after` to mask."""
 
     visited: Any
     before: Any
@@ -20,14 +20,8 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def keys_of(turn, F: gl.constexpr, T: gl.constexpr):
-    """The key tile, batch row and key head of a turn: the lowest tiles first, which a causal mask shows to most."""
-    return owned(turn, T, F.kv_heads)
-
-
-@gluon.jit
 def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
-    """What a turn visits, from the first query tile to the last; where the plan is `ordered`, from the last to the first.
+    """What a turn visits, from the first query tile to the last, or backwards where the plan is `ordered`.
 
     Turns that run at a time then come to the tiles that they share one after the other, in the order in which they may
     add to them. From the first to the last, a causal mask would let a turn begin far ahead of those it waits for.

@@ -346,7 +346,7 @@ def store_wait(pendings: Any) -> None:
 wait_for_additions = store_wait
 
 
-def zero_again() -> int:
+def opaque_zero() -> int:
     return 0
 
 
