@@ -136,9 +136,8 @@ def measure(name: str, case: Case, rounds: int) -> None:
     tera = 5 * 2 * case.batch * case.heads * case.tokens**2 * case.dim * case.share / 1e12
     for who, seconds in times.items():
         middle = statistics.median(seconds)
-        print(
-            f"{name:10s} {who:18s} {1e3 * middle:7.3f} ms, least {1e3 * min(seconds):7.3f}, {tera / middle:4.0f} TFLOP/s"
-        )
+        rate = f"{tera / middle:4.0f} TFLOP/s"
+        print(f"{name:10s} {who:18s} {1e3 * middle:7.3f} ms, least {least:7.3f}, {rate}", flush=True)
 
 
 def compare_bits(times: int = 20) -> None:

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "packages" / "ringattn-tpu
 import jax.numpy as jnp
 import numpy as np
 from interleaved import Claim, report
-from ringattn_tpu import block_sizes, tables
+from ringattn_tpu import block_sizes
+from ringattn_tpu.steps import steps
 from tpu_blocks import make_block
 from tpu_programs import CHIPS
 from tpu_reports import Report, compiled
@@ -117,7 +118,7 @@ def of_window(found: dict[str, Report]) -> list[Claim]:
     window, length = 4096, 32768
     block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, window=(window, None))
     sizes = block_sizes.choose(block, block.rule.fwd_params)
-    visited = int(tables.steps(block, sizes.q_tile, sizes.kv_tile).length) * sizes.q_tile * sizes.kv_tile
+    visited = int(steps(block, sizes.q_tile, sizes.kv_tile).length) * sizes.q_tile * sizes.kv_tile
     seen = int(np.minimum(np.arange(length), window).sum()) + length
     hops = found["window"].kernels["ringattn_forward"]
     return [

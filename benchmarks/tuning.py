@@ -18,7 +18,7 @@ from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import choice, forget
 from ringattn_core.tuning.problem import of_call
 from ringattn_core.tuning.trial import trial
-from ringattn_xla.tiling import near_equal
+from ringattn_xla.tiling import cut as tile
 
 SIZES = (64, 128, 256, 512, 1024)
 """Of the sweep: keys, and queries times heads of a group."""
@@ -38,7 +38,7 @@ def sizes_of_sweep(q_length: int, kv_length: int, group: int) -> list[dict[str, 
     found = {}
     for q in (size // group for size in SIZES):
         for kv in SIZES:
-            cut = near_equal(q_length, q), near_equal(kv_length, kv)
+            cut = tile(q_length, q), tile(kv_length, kv)
             if cut[0] * cut[1] * group <= MOST_SCORES:
                 found.setdefault(cut, {"q_blocksize": q, "kv_blocksize": kv})
     return list(found.values())

@@ -298,7 +298,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN, _primal("lse")), _SEEN % "causal"),
     "out-rounded-at-every-hop": Sabotage(NarrowOut(), (_RMS,), _PLAIN),
     "dk-dv-swapped": Sabotage(Swapped(), (_PLAIN,), _primal("causal")),
-    "sinks-at-every-hop": Sabotage(SinksEveryHop(), (_point("sinks-ring2-contiguous"),), _PLAIN),
+    "sinks-at-every-hop": Sabotage(SinksEveryHop(), (_point("sinks-ring2-contiguous"),), _PADDING % "nan-bfloat16"),
     "segments-not-rotated": Sabotage(
         SegmentsNotRotated(), (_point("segments-ring2-contiguous"), _SEEN % "segments"), _PLAIN
     ),

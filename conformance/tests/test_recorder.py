@@ -76,8 +76,12 @@ def test_what_is_deselected_is_listed_and_spoils_the_certificate(
         assert f"  {test}\n" in done.text
 
 
-def test_what_the_workers_deselect_is_listed(ran: SmallSuite):
-    assert ran("-n", "2", "-k", "not letter").backend["deselected"] == EVERY[:3]
+def test_what_workers_deselect_expect_and_do_not_know_is_listed(ran: SmallSuite, tmp_path: Path):
+    expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard", "{LETTER}[d]" = "no such letter"}}')
+    found = ran("-n", "2", "-k", "letter", RINGATTN_WRONG="b").backend
+    assert found["deselected"] == EVERY[3:]
+    assert found["expected_failures"] == {f"{LETTER}[b]": "b is hard"}
+    assert found["unknown_expectations"] == [f"{LETTER}[d]"]
 
 
 @pytest.mark.parametrize("only", ["suite/test_first.py", "suite/test_first.py::test_letter[xla-a]"])
@@ -100,14 +104,10 @@ def test_the_last_failed_alone_are_no_run_of_the_suite(ran: SmallSuite):
     assert set(done.backend["deselected"]) >= {EVERY[0], EVERY[2], EVERY[3]}
 
 
-@PROCESSES
-def test_what_a_stop_at_the_first_failure_leaves_is_listed(ran: SmallSuite, workers: tuple[str, ...]):
-    done = ran("-x", *workers, RINGATTN_WRONG="abc")
-    counted = sum(done.backend["outcomes"].values()) + len(done.backend["not_run"])
-    assert counted == len(EVERY)
-    assert done.backend["failed"]
-    if not workers:
-        assert done.backend["not_run"] == EVERY[1:]
+def test_what_a_stop_at_the_first_failure_leaves_is_listed(ran: SmallSuite):
+    done = ran("-x", RINGATTN_WRONG="abc")
+    assert done.backend["failed"] == EVERY[:1]
+    assert done.backend["not_run"] == EVERY[1:]
 
 
 def test_a_test_that_ends_its_process_is_named(ran: SmallSuite):
@@ -122,12 +122,9 @@ def test_collecting_alone_judges_nothing(ran: SmallSuite):
     assert done.report is None and "CERTIFIED" not in done.text
 
 
-@PROCESSES
-def test_a_failure_that_is_expected_stands_in_the_certificate_with_its_reason(
-    ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]
-):
+def test_a_failure_that_is_expected_stands_in_the_certificate_with_its_reason(ran: SmallSuite, tmp_path: Path):
     expecting(tmp_path, f'expected-failures = {{"{LETTER}[b]" = "b is hard"}}')
-    done = ran(*workers, RINGATTN_WRONG="b")
+    done = ran(RINGATTN_WRONG="b")
     assert done.code == 0, done.text
     assert done.backend["expected_failures"] == {f"{LETTER}[b]": "b is hard"}
     assert done.certificate["given"]
@@ -151,10 +148,9 @@ def test_a_pass_that_is_not_expected_fails(ran: SmallSuite, tmp_path: Path):
     assert not done.certificate["given"]
 
 
-@PROCESSES
-def test_a_failure_that_is_expected_of_no_known_test_fails(ran: SmallSuite, tmp_path: Path, workers: tuple[str, ...]):
+def test_a_failure_that_is_expected_of_no_known_test_fails(ran: SmallSuite, tmp_path: Path):
     expecting(tmp_path, f'expected-failures = {{"{LETTER}[d]" = "no such letter"}}')
-    done = ran(*workers)
+    done = ran()
     assert done.code == 1
     assert done.backend["unknown_expectations"] == [f"{LETTER}[d]"]
     assert not done.certificate["given"]

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from ringattn_conformance import factor, tolerances
+from ringattn_conformance import tolerance_factor, tolerances
 from ringattn_conformance.cases import Case
 from ringattn_conformance.oracle import attend
 
@@ -29,7 +29,7 @@ def test_tolerances_grow_with_gradients_and_with_scores_beyond_32(quantity, want
 
 
 def test_the_factor_of_the_run_multiplies_every_tolerance(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(factor, "_factor", 3.0)
+    monkeypatch.setattr(tolerance_factor, "_factor", 3.0)
     assert tolerances.allowed("out", "float32", np.array([1.0]), 1.0) == pytest.approx(6e-5)
     assert tolerances.allowed("dq", "bfloat16", np.array([2.0]), 1.0) == pytest.approx(0.15)
 

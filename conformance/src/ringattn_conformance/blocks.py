@@ -46,7 +46,8 @@ def make_block(
         **{name: x for name, x in fields.items() if name not in _OF_RULE},
     }  # fmt: skip
     plain = (bool, tuple, type(None))
-    return Block(q=q, rule=rule, **{n: x if isinstance(x, plain) else jnp.asarray(x) for n, x in given.items()})
+    fields = {name: x if isinstance(x, plain) else jnp.asarray(x) for name, x in given.items()}
+    return Block(q=q, rule=rule, **fields)
 
 
 def random_ids(batch: int, length: int) -> np.ndarray:

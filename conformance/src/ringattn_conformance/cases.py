@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls are tried: every option alone, the nasty ones, and combinations, each under a name."""
+"""The calls that the suite makes: every option alone, edge cases and combinations, each with a name."""
 
 import dataclasses
 import zlib
@@ -9,20 +9,20 @@ import ml_dtypes
 import numpy as np
 from ringattn_core.contract.features import Feature
 
-from . import ingredients
-from .ingredients import Builder, Ids, Positions
+from . import case_inputs
+from .case_inputs import Builder, Ids, Positions
 from .oracle import Problem
 
 DTYPES: Final = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 OPERANDS: Final = {
     "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias", "slopes": "dslopes",
 }  # fmt: skip
-"""The inputs that have gradients, and the names of these."""
+"""The differentiable inputs and the names of their gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call by its options alone: the same numbers for every ring size, layout and backend.
+    """The options of a call. Its numbers are the same for every ring size, layout and backend.
 
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. `sinks` is `shared`, `head` or `each` (`[N, 2]`).
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def needs(self) -> frozenset[Feature]:
-        """The features that a backend must declare to be asked this."""
+        """The features that the call needs."""
         wanted = {
             Feature[self.dtype.upper()]: True,
             Feature.CAUSAL: self.causal,
@@ -99,7 +99,7 @@ class Case:
         return frozenset(feature for feature, needed in wanted.items() if needed)
 
     def inputs(self, ring: int) -> "Inputs":
-        """The arrays, in natural order, as rounded to the dtype; the same for every ring where lengths are."""
+        """The arrays of the call, in natural order and rounded to the dtype; drawn by a seed from the name."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         rows, columns = self.lengths(ring)
         dtype = DTYPES[self.dtype]
@@ -176,28 +176,28 @@ ALONE: Final = (
     Case("chunk-smaller-than-shard", chunk=5, lse=False),
     Case("chunk-larger-than-shard", chunk=29),
     Case("chunk-window", chunk=16, window=(5, 0)),
-    Case("segments", segments=ingredients.packed, core=True),
-    Case("segments-repeated", segments=ingredients.repeated, causal=True),
-    Case("segments-padding", segments=ingredients.padding),
-    Case("segments-padding-rank", segments=ingredients.padding_ranks, lse=False),
-    Case("segments-unseen-rank", segments=ingredients.unseen_ranks),
-    Case("segments-q-alone", segments=ingredients.queries_alone, lse=False),
-    Case("segments-kv-alone", segments=ingredients.keys_alone),
-    Case("segments-cross", segments=ingredients.crossed, **_CROSS),
-    Case("positions-restart", positions=ingredients.restarting, segments=ingredients.packed_alike, causal=True),
-    Case("positions-restart-rows", positions=ingredients.restarting_rows, segments=ingredients.packed, causal=True),
-    Case("positions-negative", positions=ingredients.negative, causal=True, chunk=7, lse=False),
-    Case("positions-shuffled", positions=ingredients.shuffled, causal=True),
-    Case("positions-extreme", positions=ingredients.extreme, window=(11, 3)),
-    Case("positions-empty-rows", positions=ingredients.late_keys, causal=True),
-    Case("positions-nothing-visible", positions=ingredients.later_keys, causal=True, lse=False),
-    Case("mask-of-heads", builder=ingredients.OF_HEADS),
-    Case("mask-of-groups", builder=ingredients.OF_GROUPS, lse=False, **_GROUPED),
-    Case("mask-algebra", builder=ingredients.ALGEBRA),
-    Case("mask-document", builder=ingredients.DOCUMENT, lse=False),
-    Case("mask-predicate", builder=ingredients.PREDICATE, positions=ingredients.restarting),
-    Case("mask-numpy", builder=ingredients.NUMPY),
-    Case("mask-indexed", builder=ingredients.INDEXED, causal=True, lse=False),
+    Case("segments", segments=case_inputs.packed, core=True),
+    Case("segments-repeated", segments=case_inputs.repeated, causal=True),
+    Case("segments-padding", segments=case_inputs.padding),
+    Case("segments-padding-rank", segments=case_inputs.padding_ranks, lse=False),
+    Case("segments-unseen-rank", segments=case_inputs.unseen_ranks),
+    Case("segments-q-alone", segments=case_inputs.queries_alone, lse=False),
+    Case("segments-kv-alone", segments=case_inputs.keys_alone),
+    Case("segments-cross", segments=case_inputs.crossed, **_CROSS),
+    Case("positions-restart", positions=case_inputs.restarting, segments=case_inputs.packed_alike, causal=True),
+    Case("positions-restart-rows", positions=case_inputs.restarting_rows, segments=case_inputs.packed, causal=True),
+    Case("positions-negative", positions=case_inputs.negative, causal=True, chunk=7, lse=False),
+    Case("positions-shuffled", positions=case_inputs.shuffled, causal=True),
+    Case("positions-extreme", positions=case_inputs.extreme, window=(11, 3)),
+    Case("positions-empty-rows", positions=case_inputs.late_keys, causal=True),
+    Case("positions-nothing-visible", positions=case_inputs.later_keys, causal=True, lse=False),
+    Case("mask-of-heads", builder=case_inputs.OF_HEADS),
+    Case("mask-of-groups", builder=case_inputs.OF_GROUPS, lse=False, **_GROUPED),
+    Case("mask-algebra", builder=case_inputs.ALGEBRA),
+    Case("mask-document", builder=case_inputs.DOCUMENT, lse=False),
+    Case("mask-predicate", builder=case_inputs.PREDICATE, positions=case_inputs.restarting),
+    Case("mask-numpy", builder=case_inputs.NUMPY),
+    Case("mask-indexed", builder=case_inputs.INDEXED, causal=True, lse=False),
     Case("dense-mask", dense_mask="T", lse=False),
     Case("dense-mask-batch", dense_mask="BT"),
     Case("dense-mask-heads", dense_mask="NT", causal=True),
@@ -217,8 +217,8 @@ ALONE: Final = (
     Case("sinks-shared", sinks="shared", causal=True, lse=False),
     Case("sinks-each", sinks="each", **_GROUPED),
     Case("sinks-none", sinks="each", no_sink=True, causal=True),
-    Case("sinks-empty-rows", sinks="head", segments=ingredients.unseen_ranks),
-    Case("sinks-empty-rows-none", sinks="head", no_sink=True, segments=ingredients.unseen_ranks, lse=False),
+    Case("sinks-empty-rows", sinks="head", segments=case_inputs.unseen_ranks),
+    Case("sinks-empty-rows-none", sinks="head", no_sink=True, segments=case_inputs.unseen_ranks, lse=False),
     Case("bias", bias="BNT", lse=False, core=True),
     Case("bias-keys", bias=""),
     Case("bias-rows", bias="T", causal=True),
@@ -231,7 +231,7 @@ ALONE: Final = (
     Case("bias-cross", bias="NT", **_CROSS),
     Case("alibi", slopes=True),
     Case("alibi-causal", slopes=True, causal=True, lse=False, **_GROUPED),
-    Case("alibi-positions", slopes=True, positions=ingredients.restarting_rows),
+    Case("alibi-positions", slopes=True, positions=case_inputs.restarting_rows),
     Case("dropout", dropout=0.3, lse=False, core=True),
     Case("dropout-lse", dropout=0.6, causal=True),
     Case("dropout-gqa", dropout=0.25, causal=True, lse=False, **_GROUPED),
@@ -241,11 +241,11 @@ ALONE: Final = (
 COMBINED: Final = (
     Case("soft-cap-bias", soft_cap=2.0, bias="NT", gain=2.0),
     Case("soft-cap-causal-sinks", soft_cap=2.0, causal=True, sinks="shared", gain=2.0, lse=False),
-    Case("gqa-causal-segments", causal=True, segments=ingredients.packed, **_GROUPED),
-    Case("window-segments-sinks", window=(9, 0), segments=ingredients.packed, sinks="head", lse=False),
+    Case("gqa-causal-segments", causal=True, segments=case_inputs.packed, **_GROUPED),
+    Case("window-segments-sinks", window=(9, 0), segments=case_inputs.packed, sinks="head", lse=False),
     Case("chunk-bias-dropout", chunk=13, bias="NT", dropout=0.2),
     Case("alibi-window-sinks", slopes=True, window=(9, 0), sinks="each", lse=False),
-    Case("window-segments-repeated", window=(20, 20), segments=ingredients.repeated),
+    Case("window-segments-repeated", window=(20, 20), segments=case_inputs.repeated),
     Case("odd-lengths", q_length=5, kv_length=5, per_rank=True, causal=True, head_dim=5, value_dim=3),
     Case("odd-lengths-cross", q_length=3, kv_length=7, per_rank=True, causal=True, lse=False),
     Case("length-one", q_length=1, kv_length=1, per_rank=True, causal=True),
@@ -256,10 +256,10 @@ COMBINED: Final = (
     Case("large-scores", gain=20.0, causal=True),
     Case("logits-1e4", gain=1e4, causal=True),
     Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head", lse=False),
-    Case("everything", causal=True, window=(29, None), segments=ingredients.packed, positions=ingredients.restarting,
-         builder=ingredients.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5, bias="BNT", bias_forbids=True,
+    Case("everything", causal=True, window=(29, None), segments=case_inputs.packed, positions=case_inputs.restarting,
+         builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5, bias="BNT", bias_forbids=True,
          slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
-    Case("everything-but-positions", chunk=37, window=(29, 3), segments=ingredients.padding, soft_cap=3.0, bias="N",
+    Case("everything-but-positions", chunk=37, window=(29, 3), segments=case_inputs.padding, soft_cap=3.0, bias="N",
          slopes=True, sinks="shared", dropout=0.2, heads=4, kv_heads=1, head_dim=6, value_dim=10, lse=False),
 )  # fmt: skip
 
@@ -268,9 +268,9 @@ _IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("causal", {"causal": True, **_GROUPED}),
     ("bias-sinks", {"bias": "NT", "sinks": "head", "causal": True, "lse": False}),
     ("dropout-of-one-key", {"window": (0, 0), "dropout": 0.3, "bias": "NT", "value_dim": 6, "lse": False}),
-    ("empty-rows", {"segments": ingredients.unseen_ranks, "value_dim": 6}),
+    ("empty-rows", {"segments": case_inputs.unseen_ranks, "value_dim": 6}),
     ("everything", {
-        "causal": True, "window": (29, 0), "segments": ingredients.packed, "soft_cap": 3.0, "bias": "N",
+        "causal": True, "window": (29, 0), "segments": case_inputs.packed, "soft_cap": 3.0, "bias": "N",
         "slopes": True, "sinks": "each", "dropout": 0.2, "lse": False, **_GROUPED,
     }),
 )  # fmt: skip
@@ -281,14 +281,14 @@ HALF: Final = tuple(
 LONG: Final = (
     Case("long-causal", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, **_GROUPED),
     Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20), lse=False),
-    Case("long-segments", q_length=624, kv_length=624, segments=ingredients.packed, sinks="head", dropout=0.1),
+    Case("long-segments", q_length=624, kv_length=624, segments=case_inputs.packed, sinks="head", dropout=0.1),
     Case("long-half", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
-         segments=ingredients.packed, causal=True, **_GROUPED),
+         segments=case_inputs.packed, causal=True, **_GROUPED),
     Case("long-half-bias", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
          causal=True, bias="NT", bias_forbids=True, lse=False),
     Case("blocks", block_size=16, q_length=192, kv_length=192, causal=True, window=(70, None), bias="NT", lse=False),
-    Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=ingredients.crossed,
-         sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=ingredients.ALGEBRA, dense_mask="BNT",
+    Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=case_inputs.crossed,
+         sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
          bias="B", bias_forbids=True, value_dim=6, **_GROUPED),
 )  # fmt: skip
 

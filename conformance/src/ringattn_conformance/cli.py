@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from . import badge, comparison, factor, tiers
+from . import badge, comparison, tiers, tolerance_factor
 from .collection import SUITE
 from .plugin import EXPECTATIONS_OPTION, LARGEST_OPTION, REPORT_OPTION
 from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument(
         "--tolerance-factor",
-        type=factor.parsed,
+        type=tolerance_factor.parsed,
         metavar="X",
         help="multiplies every tolerance; above 1 no certificate is given",
     )

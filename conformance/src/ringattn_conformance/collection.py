@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests of the suite there are, under names that no installation changes, and which this run leaves out."""
+"""The tests of the suite, under names that are the same in every installation, and which of them a run leaves out."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ class Name:
 
 
 def name_of(item: pytest.Item) -> Name | None:
-    """The name of a test of the suite, or of anybody's test of a backend."""
+    """The name of a test of the suite, or of another test that takes a backend; `None` for other tests."""
     spec = getattr(item, "callspec", None)
     backend = spec.params.get(PARAMETER) if spec is not None else None
     if backend is None and not in_suite(item.path):
@@ -53,7 +53,7 @@ def modules() -> list[str]:
 
 @dataclasses.dataclass
 class Collection:
-    """What one process of pytest has collected.
+    """The tests that one process of pytest has collected.
 
     `known` are the suite's tests of every tier, `wanted` those of the tier asked for, before anybody deselects, and
     `selected` the node ids that are left to run.
@@ -65,7 +65,7 @@ class Collection:
     selected: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, module: pytest.Module, tests: Iterable[Any], tier: str) -> None:
-        """A whole module of the suite, whatever part of it the command line names."""
+        """Adds a module of the suite with all of its tests, also where the command line names only some."""
         self.modules.add(module.path.stem)
         for item in tests:
             name = name_of(item) if isinstance(item, pytest.Item) else None
@@ -80,15 +80,15 @@ class Collection:
         return sorted(set(modules()) - self.modules)
 
     def left_out(self, backend: str) -> list[str]:
-        """The tests that are wanted and were deselected, by whatever means."""
+        """The tests of the tier that were deselected, by `-k`, `-m`, a plugin or a node id on the command line."""
         return self._tests(backend, set(self.wanted) - self.selected)
 
     def not_run(self, backend: str, finished: Iterable[str]) -> list[str]:
-        """The tests that were selected, and of which nothing has been heard."""
+        """The tests that were selected and have no outcome."""
         return self._tests(backend, (set(self.wanted) & self.selected) - set(finished))
 
     def unknown(self, expected: Iterable[str]) -> list[str]:
-        """Which of the tests that are expected to fail do not exist, as far as modules were collected."""
+        """The tests that are expected to fail and do not exist in the modules that were collected."""
         elsewhere = set(modules()) - self.modules
         return sorted(test for test in expected if test not in self.known and test.partition("::")[0] not in elsewhere)
 
@@ -97,7 +97,7 @@ class Collection:
         return sorted(test for about, test in named if about in (None, backend))
 
     def save(self, path: Path) -> None:
-        """As a file, from a worker to the process that reports; whole or not at all."""
+        """Writes the collection to a file, in one step, for the process that reports."""
         content = {
             "modules": sorted(self.modules),
             "known": sorted(self.known),
@@ -110,7 +110,7 @@ class Collection:
 
 
 def saved(folder: Path) -> Collection:
-    """What the workers have collected, which is the same in all of them."""
+    """The collection that the workers wrote to `folder`; they all collect the same."""
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
         wanted = {node: (backend, test) for node, (backend, test) in content["wanted"].items()}

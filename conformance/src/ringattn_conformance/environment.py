@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions and which variables a run depends on."""
+"""The versions and environment variables that a report lists."""
 
 import os
 import platform
@@ -13,19 +13,19 @@ _NAME: Final = re.compile(r"[\w.-]+")
 
 
 def versions() -> dict[str, str | None]:
-    """Python, what the suite stands on, and every distribution of the family that is installed."""
+    """The versions of Python, of the suite's dependencies, and of every installed `ringattn-*` distribution."""
     family = {name.lower() for one in metadata.distributions() if (name := one.name).lower().startswith(FAMILY)}
     return {"python": platform.python_version()} | {name: version(name) for name in (*REPORTED, *sorted(family))}
 
 
 def variables() -> dict[str, str]:
-    """The variables of the environment that count."""
+    """The environment variables that can change results."""
     counting = [name for name in sorted(os.environ) if name.startswith(("RINGATTN_", "JAX_")) or name == "XLA_FLAGS"]
     return {name: os.environ[name] for name in counting}
 
 
 def required_by(distribution: str) -> dict[str, str | None]:
-    """The version of each distribution that another one requires, extras aside; `None` where it is not there."""
+    """The installed version of each requirement of a distribution, without extras; `None` if it is not installed."""
     try:
         requirements = metadata.requires(distribution) or ()
     except metadata.PackageNotFoundError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which failures a backend's own pyproject.toml expects, and why."""
+"""The failures that a backend's pyproject.toml expects, each with a reason."""
 
 import dataclasses
 import tomllib
@@ -16,7 +16,7 @@ DEFAULT: Final = "pyproject.toml"
 
 @dataclasses.dataclass(frozen=True)
 class Expectations:
-    """Reasons by test id, for the backends that the file itself registers, or for any where it registers none."""
+    """Reasons by test id. They apply to the backends that the file registers, or to all if it registers none."""
 
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     backends: frozenset[str] = frozenset()
@@ -26,7 +26,7 @@ class Expectations:
 
 
 def read(given: Path | None, folder: Path) -> Expectations:
-    """Those of the file given, or of `pyproject.toml` in the folder where there is one; refused where it is wrong."""
+    """Reads the file given, or `pyproject.toml` in the folder if it exists; raises UsageError for a wrong file."""
     path = folder / (given or DEFAULT)
     if given is None and not path.is_file():
         return Expectations()

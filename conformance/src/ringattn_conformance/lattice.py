@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which rings and in which layouts each case runs, and in which tier."""
+"""The ring sizes and layouts in which each case runs, and the tier of each combination."""
 
 import dataclasses
 import itertools
@@ -20,12 +20,12 @@ ESSENTIAL: Final = frozenset({
     "gqa-causal-segments", "segments-unseen-rank", "everything", "causal-bfloat16", "causal-float16",
     "everything-bfloat16", "long-causal",
 })  # fmt: skip
-"""The cases of the core tier: one at least for each feature."""
+"""The cases of the core tier: at least one for each feature."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A case somewhere on the lattice of rings and layouts."""
+    """A case with a ring size and a layout."""
 
     case: Case
     placement: Placement
@@ -35,16 +35,17 @@ class Point:
 
 
 def places(case: Case, largest: int = RINGS[-1]) -> list[tuple[int, str]]:
-    """Every ring of at most `largest` ranks and every layout that the case fits; on one rank all layouts are one."""
+    """All pairs of a ring size up to `largest` and a layout that the case divides into; one rank has one layout."""
     every = itertools.product([ring for ring in RINGS if ring <= largest], LAYOUTS)
     return [(ring, layout) for ring, layout in every if case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])]
 
 
 def points(largest: int = RINGS[-1]) -> list[tuple[Point, str | None]]:
-    """Every point, and the smallest tier that it belongs to: none, beyond the largest ring.
+    """Every point with the smallest tier that holds it, or `None` for rings of more than `largest` ranks.
 
-    Core has the essential cases by turns, and the most used options in each layout; full has all cases by turns, and
-    the most used options everywhere; the rest is exhaustive.
+    A case takes turns: it has a ring of four and one other ring, and other cases have other layouts. The core tier has
+    the turns of the essential cases, and the most used options on two ranks in every layout. The full tier has the
+    turns of all cases, and the most used options everywhere. The exhaustive tier has all points.
     """
     found = []
     for number, case in enumerate(CASES):
@@ -57,14 +58,14 @@ def points(largest: int = RINGS[-1]) -> list[tuple[Point, str | None]]:
 
 
 def parameters(cases: Iterable[Case]) -> list[Any]:
-    """Cases as pytest takes them, each under its name, the essential ones in the core tier."""
+    """The cases as parameters of pytest; the essential ones are in the core tier."""
     return [
         pytest.param(case, id=case.name, marks=[tiers.core] if case.name in ESSENTIAL else []) for case in cases
     ]  # fmt: skip
 
 
 def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:
-    """Some ring of several ranks, and a layout: another one for the next number."""
+    """A ring of several ranks and a layout, which differ from one number to the next."""
     every = places(case, largest)
     rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
     possible = [place for place in every if place[0] == rings[number % len(rings)]]
@@ -78,7 +79,7 @@ def _tier(case: Case, place: tuple[int, str], turns: list[tuple[int, str]]) -> s
 
 
 def _by_turns(number: int, possible: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Consecutive cases meet consecutive layouts on a ring of four, and consecutive other rings."""
+    """The places of case `number`: a ring of four and one other; the next number has the next layout and ring."""
     rings = list(dict.fromkeys(ring for ring, _ in possible))
     main = max(ring for ring in rings if ring <= 4)
     on_main = [place for place in possible if place[0] == main]

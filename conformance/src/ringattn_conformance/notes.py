@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test of the suite finds out besides its outcome: the features, the rings, and the errors it measured."""
+"""What a test records beside its outcome: the features that it needs, the rings it ran on, and its errors."""
 
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 Worst = dict[str, dict[str, dict[str, float]]]
-"""By dtype and result: the error that came nearest to its tolerance, and that tolerance."""
+"""By dtype and result: the error that is nearest to its tolerance, and that tolerance."""
 
 
 class _Notes(NamedTuple):
@@ -19,22 +19,22 @@ _NOTES: Final = _Notes(set(), set(), set(), {})
 
 
 def needs(features: Iterable[Any]) -> None:
-    """An answer that needs these features is owed."""
+    """Records that the test needs these features."""
     _NOTES.needed.update(feature.name for feature in features)
 
 
 def refuses(features: Iterable[Any]) -> None:
-    """A refusal is owed, for the lack of these."""
+    """Records that the backend must refuse, because it lacks these features."""
     _NOTES.refused.update(feature.name for feature in features)
 
 
 def ring(ranks: int, emulated: bool) -> None:
-    """A ring of so many ranks has run, on as many devices or played by one."""
+    """Records a ring that ran: on as many devices, or emulated on one."""
     _NOTES.rings.add((ranks, "emulated" if emulated else "real"))
 
 
 def error(dtype: str, result: str, size: float, tolerance: float) -> None:
-    """A result is this far from the oracle's, which is within its tolerance."""
+    """Records the error of a result that is within its tolerance."""
     known = _NOTES.worst.setdefault(dtype, {})
     found = {"error": size, "tolerance": tolerance}
     if result not in known or share(found) > share(known[result]):
@@ -42,12 +42,12 @@ def error(dtype: str, result: str, size: float, tolerance: float) -> None:
 
 
 def share(found: Any) -> float:
-    """How much of its tolerance an error takes up."""
+    """An error over its tolerance."""
     return found["error"] / found["tolerance"] if found["tolerance"] else found["error"]
 
 
 def taken() -> dict[str, Any]:
-    """All notes since the last call, as JSON takes them."""
+    """The records since the last call, as plain data; clears them."""
     found = {
         "needed": sorted(_NOTES.needed),
         "refused": sorted(_NOTES.refused),

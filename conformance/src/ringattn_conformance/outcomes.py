@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend owes a call: the right answer where it declares every feature needed, a refusal elsewhere."""
+"""What a call must do: give the right answer if the backend declares every feature it needs, and raise if not."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from . import notes
 
 
 def supports(backend: str, *features: Feature) -> bool:
-    """Whether a backend declares all of them as supported."""
+    """Whether a backend declares full support for all of these features."""
     return not lacking(backend, features)
 
 
@@ -24,7 +24,7 @@ def lacking(backend: str, features: Iterable[Feature]) -> list[Feature]:
 
 @contextlib.contextmanager
 def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
-    """Runs its body, which makes the call. Yields whether the answer is owed; where it is not, the call must raise.
+    """Runs its body, which makes the call. Yields whether the answer must be right; if not, the call must raise.
 
     The refusal names the backend and one of the features.
     """

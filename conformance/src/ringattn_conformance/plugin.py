@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How pytest runs the suite: which backends, which tier, on how many devices, and what it says about it.
+"""The plugin of pytest that runs the suite: its options, its header, and the backends it runs on.
 
 Nothing here imports JAX before the suite is asked for.
 """
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 
-from . import environment, expectations, factor, tiers
+from . import environment, expectations, tiers, tolerance_factor
 from .collection import PARAMETER
 from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION, Recorder
 
@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         FACTOR_OPTION,
-        type=factor.parsed,
+        type=tolerance_factor.parsed,
         default=1.0,
         metavar="X",
         dest="ringattn_tolerance_factor",
@@ -80,7 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Before anybody's conftest.py can import JAX, which reads the flag once."""
+    """Runs before any conftest.py can import JAX, which reads XLA_FLAGS once."""
     if _concerns(early_config.known_args_namespace, args):
         force_devices()
 
@@ -89,21 +89,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
         force_devices()
-        config.add_cleanup(functools.partial(factor.use, factor.used()))
-        factor.use(config.option.ringattn_tolerance_factor)
+        config.add_cleanup(functools.partial(tolerance_factor.use, tolerance_factor.used()))
+        tolerance_factor.use(config.option.ringattn_tolerance_factor)
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
         config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)
 
 
 def force_devices() -> None:
-    """Lets the CPU stand for eight devices, unless the user chose a number or JAX is imported already."""
+    """Makes eight CPU devices, unless XLA_FLAGS sets a number or JAX is already imported."""
     flags = os.environ.get("XLA_FLAGS", "")
     if COUNT_FLAG not in flags and "jax" not in sys.modules:
         os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={DEVICES}".strip()
 
 
 def _concerns(options: Any, args: Iterable[str]) -> bool:
-    """Whether this run is about the suite: other tests of an environment that holds it are left alone."""
+    """Whether this run of pytest uses the suite; the plugin does nothing in other runs."""
     return bool(getattr(options, "ringattn_backends", None)) or any(SUITE in arg for arg in args)
 
 
@@ -136,7 +136,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def backends(config: pytest.Config) -> list[str]:
-    """The names given, or every installed backend that can run here."""
+    """The backends named on the command line, or every installed one that is available on this machine."""
     from ringattn_core.backends import discovery
     from ringattn_core.errors import RingAttnError
 
@@ -159,7 +159,7 @@ def backends(config: pytest.Config) -> list[str]:
 
 
 def described(name: str) -> str:
-    """A backend by name, distribution and version, and where it runs."""
+    """A line about a backend: name, distribution, version and devices."""
     import jax
     from ringattn_core.backends import discovery
 

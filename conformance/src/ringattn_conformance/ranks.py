@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a case runs: on a ring of devices, on one of a mesh's axes, or on one device that plays all ranks."""
+"""How a case runs: on a ring of devices, alone or as one axis of a mesh, or emulated on one device."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ DATA: Final = "data"
 HEADS: Final = "heads"
 Arrays = dict[str, jax.Array]
 Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
-"""From the inputs with a gradient and those without to `(out,)` or `(out, lse)`, of one rank or of all."""
+"""A function of the differentiable and the other inputs that gives `(out,)` or `(out, lse)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A ring of so many ranks, in a layout; in a mesh that may also split the batch (`data`) and the `heads`.
+    """A ring size and a layout, in a mesh that may also split the batch (`data`) and the `heads`.
 
     Emulated, one device plays all ranks of the ring by `vmap`. With `two_way` half of the keys go round the other way.
     """
@@ -70,7 +70,7 @@ class Placement:
 
 
 def on_devices(*placements: Placement) -> list[Placement]:
-    """Those that the devices of this machine suffice for."""
+    """The placements for which this machine has enough devices."""
     return [placement for placement in placements if placement.devices <= len(jax.devices())]
 
 
@@ -110,7 +110,7 @@ class Placed:
         return ("out", "lse") if self.case.lse else ("out",)
 
     def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
-        """An array from natural order to the layout's along its sequence axis; or back."""
+        """An array whose sequence axis goes from natural order to the order of the layout, or back."""
         axis = _axes(name, np.ndim(x)).get(RING)
         if axis is None or np.shape(x)[axis] == 1:
             return np.asarray(x)
@@ -118,7 +118,7 @@ class Placed:
         return np.take(np.asarray(x), np.argsort(order) if inverse else order, axis)
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """How an array shards over the mesh; axes of length 1 that stand for all are replicated."""
+        """The sharding of an array over the mesh; broadcast axes of length 1 are replicated."""
         names: list[str | None] = [None] * len(shape)
         full = {DATA: self.case.batch, HEADS: 2}
         for mesh_axis, axis in _axes(name, len(shape)).items():
@@ -128,7 +128,7 @@ class Placed:
         return PartitionSpec(*names)
 
     def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:
-        """What one rank computes."""
+        """The call of one rank."""
         placement, case = self.placement, self.case
         options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
         options |= {_KEYWORDS[name]: x for name, x in fixed.items()}
@@ -148,7 +148,7 @@ class Placed:
         return found if isinstance(found, tuple) else (found,)
 
     def everywhere(self, local: Local | None = None) -> Local:
-        """The function of whole arrays in layout order that runs `local` on every rank."""
+        """The function of global arrays, in layout order, that runs `local` on every rank."""
         local = local or self.local
         if self.placement.emulated:
             return functools.partial(self._emulated, local)
@@ -190,7 +190,7 @@ class Placed:
         return tuple(whole)
 
     def natural(self, found: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Results in natural order, as NumPy."""
+        """The results as NumPy arrays in natural order."""
         names = {gradient: name for name, gradient in OPERANDS.items()}
         return {name: self.laid_out(names.get(name, name), x, inverse=True) for name, x in found.items()}
 
@@ -206,7 +206,7 @@ def inputs_of(case: Case, ring: int) -> Inputs:
 
 @functools.lru_cache(maxsize=512)
 def answer_of(case: Case, ring: int) -> oracle.Answer:
-    """What the oracle says about the case; of rings only the length of a shard matters, where it is given."""
+    """The oracle's answer. It depends on the ring only for cases whose length is given for each rank."""
     inputs = inputs_of(case, ring)
     return oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
 
@@ -222,7 +222,7 @@ def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Arr
 
 
 def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
-    """The outputs, and every gradient by name, of one compiled call; in natural order."""
+    """The outputs and, by name, every gradient of one compiled call, in natural order."""
     everywhere = placed.everywhere()
     notes.ring(placed.placement.ring, placed.placement.emulated)
     if not gradients:
@@ -235,7 +235,7 @@ def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
 
 
 def static_options(case: Case) -> dict[str, Any]:
-    """The options that shape the program, only those that the case uses."""
+    """The keyword arguments of the case that are no arrays."""
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
@@ -257,7 +257,7 @@ _KEYWORDS: Final = {
 
 
 def _axes(name: str, rank: int) -> dict[str, int]:
-    """Which axis of a named array is split by which axis of the mesh."""
+    """By axis of the mesh, the axis of the named array that it splits."""
     if name in ("q", "k", "v", "out"):
         return {DATA: 0, RING: 1, HEADS: 2}
     if name in ("bias", "mask", "lse"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of pytest writes down: what it collected, what it left out, and what became of each test."""
+"""The recorder of a run of pytest: it selects the tier, collects outcomes and writes the report."""
 
 import tempfile
 from collections.abc import Callable
@@ -19,14 +19,14 @@ TIER_OPTION: Final = "--ringattn-tier"
 FACTOR_OPTION: Final = "--ringattn-tolerance-factor"
 NAME: Final = "ringattn_name"
 NOTES: Final = "ringattn_notes"
-"""Under which names a test's name and notes travel from the process that ran it to the one that reports."""
+"""The properties of a test report that carry the test's name and notes to the process that reports."""
 SHARED: Final = "ringattn_collections"
-"""Under which name a worker is told where to leave what it has collected."""
+"""The entry of a worker's input that names the folder for its collection."""
 PHASES: Final = ("setup", "call", "teardown")
 
 
 class Recorder:
-    """The plugin of one run that is about the suite; in a worker it only collects."""
+    """Registered in a run that uses the suite. In a worker of pytest-xdist it only collects."""
 
     def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
         self.config, self.expected, self.backends = config, expected, backends
@@ -36,7 +36,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
-        """Leaves the tests of the tier. It sees the suite's modules before pytest or a plugin leaves any test out."""
+        """Keeps the tests of the tier. It runs before pytest or another plugin deselects tests."""
         report = yield
         if isinstance(collector, pytest.Module) and report.passed:
             tier = self.config.option.ringattn_tier
@@ -47,7 +47,7 @@ class Recorder:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Marks those that are expected to fail."""
+        """Marks the tests that are expected to fail."""
         for item in items:
             name = name_of(item)
             reason = self.expected.of(name.backend).get(name.test) if name and name.backend else None
@@ -63,7 +63,7 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """A worker of pytest-xdist leaves what it has collected in a folder of this process."""
+        """Gives a worker of pytest-xdist the folder where it writes its collection."""
         if self.folder is None:
             folder = tempfile.TemporaryDirectory()
             self.config.add_cleanup(folder.cleanup)
@@ -72,7 +72,7 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-        """Every failure of the suite ends with the line that runs it alone; every test hands on its name and notes."""
+        """Adds to every failure the command that runs the test alone, and to every test its name and notes."""
         name = name_of(item)
         if name is not None and call.when == "setup":
             item.user_properties.append((NAME, (name.backend, name.test, name.parameters)))
@@ -85,7 +85,7 @@ class Recorder:
         return done
 
     def alone(self, item: pytest.Item, backend: str) -> str:
-        """The command line that runs one test as this run did."""
+        """The command that runs one test with the options of this run."""
         module, options = item.getparent(pytest.Module), self.config.option
         where = module.obj.__name__ if module is not None else ""
         line = f"pytest --pyargs '{where}::{item.name}' {BACKEND_OPTION} {backend}"
@@ -103,7 +103,7 @@ class Recorder:
             self.run.crashes.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """In the process that was started: under xdist the workers' reports end there."""
+        """Writes the report, in the main process only: under pytest-xdist all outcomes arrive there."""
         if hasattr(self.config, "workerinput") or self.config.option.collectonly:
             return
         collection = saved(self.folder) if self.folder else self.collection
@@ -135,7 +135,7 @@ def _within(tier: str, node: Any) -> bool:
 
 
 def outcome_of(report: pytest.TestReport) -> Outcome:
-    """pytest's outcome, in the words of a report."""
+    """The outcome that a report has for a test report of pytest."""
     if report.skipped:
         return "expected_failure" if hasattr(report, "wasxfail") else "skipped"
     if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):

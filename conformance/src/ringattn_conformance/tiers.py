@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the suite a run tries: which rings, and three tiers, each inside the next."""
+"""The ring sizes of the suite, and its three tiers, each of which holds the one before it."""
 
 from typing import Final
 
@@ -14,13 +14,13 @@ TIERS: Final = {
     FULL: "every case, on two rings each, the most used options on every ring and in every layout",
     EXHAUSTIVE: "every case on every ring and in every layout, by optimised programs: hours on a laptop",
 }
-"""From the smallest on, a sentence each. A test that names no tier is of the full one."""
+"""From the smallest to the largest. A test without a mark is in the full tier."""
 
 MARK: Final = "ringattn_tier"
 
 
 def mark(tier: str | None, *ids: str) -> pytest.MarkDecorator:
-    """Puts a test, or only its parameters of these ids, into a tier; `None` is in no tier at all."""
+    """Puts a test, or only its parameters with these ids, into a tier; `None` keeps it out of all tiers."""
     return getattr(pytest.mark, MARK)(tier, *ids)
 
 
@@ -29,13 +29,13 @@ core = mark(CORE)
 
 
 def contains(tier: str, own: str | None) -> bool:
-    """Whether a test of the tier `own` is run where `tier` is asked for."""
+    """Whether `tier` holds the tests of the tier `own`."""
     order = list(TIERS)
     return own is not None and order.index(own) <= order.index(tier)
 
 
 def tier_of(item: pytest.Item, parameters: str) -> str | None:
-    """The tier of a test, whose parameters, the backend aside, have that id; the nearest mark decides."""
+    """The tier of a test, by its nearest mark; `parameters` is the id of its parameters without the backend."""
     for found in item.iter_markers(MARK):
         tier, *ids = found.args
         if not ids or parameters in ids:

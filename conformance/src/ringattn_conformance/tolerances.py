@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a result may be from the oracle, and what a failure says."""
+"""The largest error that a result may have, and the message of a failure."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from . import factor, notes
+from . import notes, tolerance_factor
 from .cases import DTYPES, OPERANDS, Case, Inputs
 from .oracle import Answer
 
@@ -15,12 +15,12 @@ FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, relative to its largest element or 0.1."""
 SAFE_SCORE: Final = 32.0
-"""Scores up to this keep the tolerances above; beyond, these grow in proportion."""
+"""The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
 
 
 def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float) -> float:
     """The largest absolute error that the specification allows, times the factor of this run."""
-    growth = factor.used() * max(1.0, largest / SAFE_SCORE)
+    growth = tolerance_factor.used() * max(1.0, largest / SAFE_SCORE)
     if not quantity.startswith("d"):
         return FORWARD[dtype] * growth
     size = np.max(np.abs(want), where=np.isfinite(want), initial=0.0)
@@ -28,7 +28,7 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float) -> floa
 
 
 def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, where: str = "") -> None:
-    """Every quantity in `got` is what the oracle says, in the dtype that the specification says."""
+    """Raises AssertionError unless every result in `got` is near the oracle's and has the right dtype."""
     faults = against_oracle(got, answer, case.dtype)
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
@@ -36,7 +36,7 @@ def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, wh
 
 
 def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[str]:
-    """What of `got` is too far from the oracle's answer. Notes how far each is."""
+    """A line for each result in `got` that is beyond its tolerance; records the errors of the others."""
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():
@@ -50,7 +50,7 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[s
 
 
 def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str | None:
-    """Where and by how much `got` misses `want`; NaN and infinities must be equal, place for place."""
+    """Where and by how much `got` differs from `want`; NaN and infinities must stand in the same places."""
     got = np.asarray(got)
     if got.shape != want.shape:
         return f"{name}: got shape {got.shape}, want {want.shape}"

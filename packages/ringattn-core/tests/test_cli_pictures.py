@@ -43,7 +43,7 @@ def found() -> CallAnalysis:
 
 def text(found: CallAnalysis, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
-    report.report(found)
+    report.report(found, picture.TerminalPicture(found))
     return capsys.readouterr().out
 
 

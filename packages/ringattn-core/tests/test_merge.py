@@ -176,6 +176,7 @@ class TestShift:
     def test_equal_weights_stay_equal(self, shift: float) -> None:
         a, b = self.low(shift, np.log(3), 1), self.low(shift, 0.0, 2)
         got = merge(a, b)
+        assert got.shift is not None
         np.testing.assert_allclose(got.out, (3 * a.out + b.out) / 4, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(got.lse + (got.shift - shift), np.log(4), rtol=1e-6)
 

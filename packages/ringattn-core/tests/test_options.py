@@ -87,9 +87,9 @@ def test_a_misspelt_name_is_told_the_nearest_or_all_of_them(name: str, remedy: s
 @pytest.mark.parametrize(
     ("arguments", "given", "message"),
     [
-        ((Q,), {}, "key: is missing. Pass query, key and value"),
-        ((Q, K, V), {"key": K}, "key: is given twice, by position and by name"),
-        ((Q, K, V, *[None] * 15), {}, "arguments: are 18 by position. Pass those after fused_backward by name"),
+        ((Q,), {}, "ring_attention: missing a required argument: 'key'. Pass query, key and value"),
+        ((Q, K, V), {"key": K}, "ring_attention: multiple values for argument 'key'"),
+        ((Q, K, V, *[None] * 15), {}, "ring_attention: too many positional arguments"),
     ],
 )
 def test_a_shard_call_that_does_not_bind_is_refused(arguments: Any, given: Any, message: str) -> None:

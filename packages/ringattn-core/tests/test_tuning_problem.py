@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core.backends import discovery
+from ringattn_core.call.options import OPTIONS
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.merge import empty
@@ -64,6 +65,15 @@ MATTERS: dict[str, dict[str, Any]] = {
 }
 
 
+DOES_NOT: list[dict[str, Any]] = [
+    {"q": Q + 1},
+    {"softmax_scale": 3.0},
+    {"softmax_aux": jnp.ones(N)},
+    {"return_lse": True},
+    {"fwd_params": {"q_blocksize": 4}},
+]
+
+
 class TestWhatItHas:
     def test_equal_calls_have_equal_problems(self) -> None:
         assert (of(causal=True), of(causal=True).key) == (of(causal=True), of(causal=True).key)
@@ -72,17 +82,12 @@ class TestWhatItHas:
         problems = [of(), *(of(**options) for options in MATTERS.values())]
         assert len(set(problems)) == len({p.digest for p in problems}) == len(problems)
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"q": Q + 1},
-            {"softmax_scale": 3.0},
-            {"softmax_aux": jnp.ones(N)},
-            {"return_lse": True},
-            {"fwd_params": {"q_blocksize": 4}},
-        ],
-        ids=str,
-    )
+    def test_each_option_is_known_to_change_the_time_or_not(self) -> None:
+        told = {name for options in [*MATTERS.values(), *DOES_NOT] for name in options} - {"q", "k", "v", "ranks"}
+        told |= {"kv_segment_ids", "bwd_params", "axis_name", "batch_axis_name", "head_axis_name"}
+        assert told == {option.name for option in OPTIONS}
+
+    @pytest.mark.parametrize("options", DOES_NOT, ids=str)
     def test_what_cannot_change_it_does_not(self, options: dict[str, Any]) -> None:
         assert of(**options) == of()
 

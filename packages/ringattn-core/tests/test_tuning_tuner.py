@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -237,7 +238,14 @@ class TestWhereItRuns:
 
     def test_an_interrupt_ends_it_before_the_next_step(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         kernel, begun = Kernel(), threading.Event()
-        monkeypatch.setattr(Kernel, "_trace", lambda *_: begun.set())
+        traced = []
+
+        def trace(_: Any, *what: Any) -> None:
+            traced.append(what)
+            begun.set()
+            time.sleep(0.3)
+
+        monkeypatch.setattr(Kernel, "_trace", trace)
         result = concurrent.futures.Future.result
 
         def interrupted(future: Any, *_: Any) -> Any:
@@ -248,6 +256,7 @@ class TestWhereItRuns:
         monkeypatch.setattr(concurrent.futures.Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tuner.fastest(mine(kernel), problem(q_length=8), DEFAULT)
+        assert len(traced) <= 2 < len(SIZES)
         assert not [t for t in threading.enumerate() if t.name.startswith("ringattn-tuning")]
 
 

@@ -105,7 +105,7 @@ OPTIONS = {
         dict(q_segment_ids=[np.array([2**32 + 5] * T)] * B),
         "q_segment_ids: reaches from 4294967301",
     ),
-    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: list is no array"),
+    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: reaches from 1099511627776"),
     "positions of 2^30": (
         dict(q_positions=np.arange(T) + 2**30),
         "q_positions: reaches from 1073741824 to 1073741831. Pass positions below 2^30",

@@ -7,7 +7,7 @@ import pytest
 from ringattn_core import ring_attention
 from ringattn_core.tuning import Problem
 from ringattn_tpu.block import KERNEL
-from ringattn_tpu.block_sizes import near_equal
+from ringattn_tpu.block_sizes import cut
 
 
 def problem(length: int) -> Problem:
@@ -22,7 +22,7 @@ def cuts(length: int) -> list[tuple[int, int, int]]:
     for config in KERNEL.candidate_configs(problem(length)):
         params = config.fwd_params
         assert params.to_dict() == config.bwd_params.to_dict()
-        tiles = [near_equal(length, size or 0)[0] for size in (params.q_blocksize, params.kv_blocksize)]
+        tiles = [cut(length, size or 0)[0] for size in (params.q_blocksize, params.kv_blocksize)]
         found.append((*tiles, dict(params.extra)["part"]))
     return found
 

@@ -28,7 +28,7 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 128, "ringattn_hopper_backward with masks"): {90: (64, _WHILE_MASKING)},
     ("bfloat16", 128, "ringattn_hopper_forward"): {90: (16, _CONTINUED)},
     ("bfloat16", 128, "ringattn_hopper_forward with a soft cap"): {90: (96, _AT_THE_END)},
-    ("bfloat16", 128, "ringattn_hopper_forward with a bias"): {90: (56, _CONTINUED)},
+    ("bfloat16", 128, "ringattn_hopper_forward with a bias"): {90: (72, _CONTINUED)},
     ("bfloat16", 128, "ringattn_backward_keys"): {
         90: (80, _ON_HOPPER),
         100: (352, _LIKE_HOPPER),

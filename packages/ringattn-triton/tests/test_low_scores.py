@@ -31,6 +31,7 @@ def scores(block: Block) -> tuple[jax.Array, jax.Array]:
     """Scores rounded to float32, as `jax.nn.dot_product_attention` rounds them, and the values of each head."""
     k, v = (jnp.repeat(x.astype(jnp.float32), block.group, 2) for x in (block.k, block.v))
     s = jnp.einsum("btnh,bsnh->bnts", block.q.astype(jnp.float32), k, precision="highest") * block.rule.scale
+    assert block.bias is not None
     return s + block.bias.astype(jnp.float32), v
 
 

@@ -10,7 +10,7 @@ import pytest
 from ringattn_core import ring_attention
 from ringattn_core.tuning import Problem
 from ringattn_xla.block import KERNEL
-from ringattn_xla.tiling import near_equal
+from ringattn_xla.tiling import cut
 
 
 def problem(q_length: int = 4096, kv_length: int = 4096, heads: int = 8, kv_heads: int = 8) -> Problem:
@@ -22,10 +22,7 @@ def problem(q_length: int = 4096, kv_length: int = 4096, heads: int = 8, kv_head
 
 def cuts(given: Problem) -> list[tuple[int, int]]:
     params = [config.fwd_params for config in KERNEL.candidate_configs(given)]
-    return [
-        (near_equal(given.q_length, p.q_blocksize or 0), near_equal(given.kv_length, p.kv_blocksize or 0))
-        for p in params
-    ]
+    return [(cut(given.q_length, p.q_blocksize or 0), cut(given.kv_length, p.kv_blocksize or 0)) for p in params]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.contract.protocol import Block, BlockKernel, Gradients, Partial
 from ringattn_xla.block import KERNEL
 from ringattn_xla.plugin import BACKEND
-from ringattn_xla.tiling import choose, near_equal
+from ringattn_xla.tiling import choose, cut
 
 NAN = float("nan")
 
@@ -213,7 +213,7 @@ def test_float32_products_are_exact_unless_the_call_asks_for_less(asked: str | N
 
 
 def test_tiles_are_near_equal_and_as_the_caller_says() -> None:
-    assert [near_equal(length, 512) for length in (1, 7, 512, 521, 1000, 8192)] == [1, 7, 512, 264, 504, 512]
+    assert [cut(length, 512) for length in (1, 7, 512, 521, 1000, 8192)] == [1, 7, 512, 264, 504, 512]
     block = make_block(1, 96, 64)
     assert choose(block, FwdParams(q_blocksize=32, kv_blocksize=16))[2:] == (32, 16)
     assert choose(block, BwdParams(q_blocksize=5, kv_blocksize=64))[2:] == (5, 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How hard XLA works for the suite: on a CPU most of the time would go into optimising programs that run once."""
+"""How much XLA optimises the programs of the suite: most run once, and compiling them takes the most time."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -10,12 +10,12 @@ import pytest
 from ringattn_conformance import tiers
 
 OPTIMISED: Final = ("test_collectives", "test_determinism", "test_numerics")
-"""Modules whose promises are about the program as users run it."""
+"""Modules that test the program as users compile it."""
 
 
 @pytest.fixture(autouse=True)
 def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Unoptimised machine code, except for those modules, in the exhaustive tier, and off the CPU."""
+    """No optimisation on the CPU, except for those modules and in the exhaustive tier."""
     module = request.module.__name__.rpartition(".")[2]
     exhaustive = request.config.getoption("ringattn_tier") == tiers.EXHAUSTIVE
     quick = not exhaustive and jax.default_backend() == "cpu" and module not in OPTIMISED
@@ -27,5 +27,5 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
-    """How many ranks the rotation of cases may use."""
+    """The largest ring of the cases that take turns over ring sizes."""
     return request.config.option.ringattn_largest_ring

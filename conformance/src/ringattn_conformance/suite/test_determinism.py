@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs with the same inputs give the same bits, forward and backward."""
+"""Repeated runs with the same inputs give the same bits, forward and backward."""
 
 import jax
 import numpy as np

@@ -26,7 +26,7 @@ PLACEMENTS = (
 
 
 def _probe(backend: str, placement: Placement, seed: int, case: Case = CASE) -> Placed:
-    """Equal scores, and a value for each key that says which one it is."""
+    """Scores are equal and the value of each key is a unit vector, so an output shows which keys are kept."""
     placed = place(case, placement, backend)
     problem = placed.inputs.problem
     v = np.broadcast_to(np.eye(48, dtype=problem.v.dtype)[None, :, None], problem.v.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A query sees exactly the keys that the specification lets it see."""
+"""A query sees exactly the keys that the masks of the specification allow."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ MASKED = [case for case in ALONE if case.needs & MASKS and not case.needs - MASK
 
 
 def _probe(case: Case, placement: Placement, backend: str) -> Placed:
-    """Equal scores, and a value for each key that says which one it is: what a query sees is what it returns."""
+    """Scores are equal and the value of each key is a unit vector, so a query's output shows which keys it sees."""
     case = dataclasses.replace(case, batch=2, lse=False, value_dim=case.kv_length)
     placed = place(case, placement, backend)
     problem = placed.inputs.problem

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The descriptor: inert, honest in form, and followed by an implementation that fits it."""
+"""The descriptor imports nothing heavy and is well formed, and the implementation is what it says."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_importing_the_descriptor_imports_no_kernel_and_touches_no_device(ringat
         assert discovery.get(ringattn_backend).distribution == "this process"
         return
     code = LOADS_INERTLY.format(group=discovery.GROUP, name=ringattn_backend, forbidden=FORBIDDEN)
-    # No such platform: whoever touches a device fails.
+    # JAX raises if anything uses a device, because there is no such platform.
     environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

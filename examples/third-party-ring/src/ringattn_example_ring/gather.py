@@ -22,11 +22,6 @@ def ring_attention(*, query, key, value, **options: Any):
     ranks, rank = (jax.lax.psum(1, axis), jax.lax.axis_index(axis)) if axis else (1, 0)
     q_index, kv_index = (to_layout(jnp.arange(ranks * x.shape[1]), options["layout"], ranks, 0) for x in (query, key))
     q_index = jax.lax.dynamic_slice_in_dim(q_index, rank * query.shape[1], query.shape[1])
-    if options["q_segment_ids"] is not None:  # padding may hold NaN, and 0 * NaN is NaN
-        query, key, value = (
-            jnp.where((options[ids] >= 0)[..., None, None], x, 0)
-            for x, ids in ((query, "q_segment_ids"), (key, "kv_segment_ids"), (value, "kv_segment_ids"))
-        )
     k, v = (jnp.repeat(all_ranks(x.astype(jnp.float32)), group, axis=2) for x in (key, value))
     s = product("btnh,bsnh->bnts", query.astype(jnp.float32), k) * options["softmax_scale"]
     s = jnp.where(visible(options, q_index[None], kv_index[None], all_ranks(options["kv_segment_ids"])), s, -jnp.inf)

@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import jax
 
-from .launch import INTERPRET_VARIABLE, interpretation_allowed
+from .launch import interpretation_allowed
+from .plugin import INTERPRET_VARIABLE
 
 OLDEST: Final = 5
 """The first generation of TPUs whose kernels are compiled in the tests."""

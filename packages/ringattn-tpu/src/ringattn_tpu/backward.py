@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass of a block: which kernels compute its gradients, and what they are given."""
 
-import functools
 from typing import Any, Final
 
 import jax
@@ -19,8 +18,7 @@ from .kernels.backward_bias import backward_bias
 from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
 from .kernels.backward_queries import SUBLANES, backward_queries
-from .kernels.scores import own_integers
-from .launch import VMEM_LIMIT, At, Grid, Operand, launch
+from .launch import VMEM_LIMIT, At, Grid, Operand
 from .steps import FIRST, Steps, steps
 
 Found = dict[str, jax.Array]
@@ -67,15 +65,15 @@ def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.
     return given._replace(arrays=arrays)
 
 
-def _scratch(given: KernelInputs, by_keys: bool, **arrays: int) -> dict[str, Any]:
-    """Columns of the own side, and accumulators `[own tile, size]` in float32."""
-    tile = given.sizes.kv_tile if by_keys else given.sizes.q_tile
-    scratch: dict[str, Any] = {name: pltpu.VMEM((tile, size), jnp.float32) for name, size in arrays.items()}
-    if not by_keys:
-        scratch["row_values"] = pltpu.VMEM((3 if given.settings.bias else 2, tile, LANES), jnp.float32)
-    if count := len(own_integers(given.settings, by_keys)):
-        scratch["columns"] = pltpu.VMEM((count, tile, LANES), jnp.int32)
-    return scratch
+def _row_columns(given: KernelInputs) -> dict[str, Any]:
+    """Room for the numbers of the own queries as columns."""
+    return {"row_values": pltpu.VMEM((3 if given.settings.bias else 2, given.sizes.q_tile, LANES), jnp.float32)}
+
+
+def _key_sums(given: KernelInputs) -> dict[str, Any]:
+    """Room for the sums of `dk` and `dv` over the steps of a tile."""
+    dims = {"dk": given.block.q.shape[-1], "dv": given.block.value_dim}
+    return {name: pltpu.VMEM((given.sizes.kv_tile, dim), jnp.float32) for name, dim in dims.items()}
 
 
 def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = None, wide: bool = False) -> Operand:
@@ -103,67 +101,43 @@ def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
 
 def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
     """`dq`, `dk` and `dv`, in one pass."""
-    sizes, block = given.sizes, given.block
-    inputs = given.operands(by_keys=True)
+    block, inputs = given.block, given.operands(by_keys=True)
     if dq is not None:
         inputs["dq"] = given.operand(dq, "BN..", by_keys=True)
-    keys = {name: _result(given, name, True, "BK..", wide=block.group > 1) for name in ("dk", "dv")}
-    return launch(
-        functools.partial(backward_fused, settings=given.settings, part=sizes.part_of(sizes.q_tile)),
-        of_keys,
-        Grid(block.q.shape[0], block.kv_heads, block.group, members_inside=False),
-        inputs,
-        {"dq": _result(given, "dq", True, "BN..", wide=True), **keys},
-        scratch=_scratch(given, True, dk=block.q.shape[-1], dv=block.value_dim),
-        aliases={} if dq is None else {"dq": "dq"},
-        cost=given.cost(products=5),
-        name="ringattn_backward_fused",
-    )
+    outputs = {"dq": _result(given, "dq", True, "BN..", wide=True)}
+    outputs |= {name: _result(given, name, True, "BK..", wide=block.group > 1) for name in ("dk", "dv")}
+    grid = Grid(block.q.shape[0], block.kv_heads, block.group, members_inside=False)
+    return given.launch(backward_fused, of_keys, grid, inputs, outputs, _key_sums(given), by_keys=True, products=5)
 
 
 def _keys(given: KernelInputs, of_keys: Steps) -> Found:
     """`dk` and `dv`."""
-    sizes, block = given.sizes, given.block
-    return launch(
-        functools.partial(backward_keys, settings=given.settings, part=sizes.part_of(sizes.q_tile)),
-        of_keys,
-        Grid(block.q.shape[0], block.kv_heads, block.group),
-        given.operands(by_keys=True),
-        {name: _result(given, name, True) for name in ("dk", "dv")},
-        scratch=_scratch(given, True, dk=block.q.shape[-1], dv=block.value_dim),
-        cost=given.cost(products=4),
-        name="ringattn_backward_keys",
-    )
+    grid = Grid(given.block.q.shape[0], given.block.kv_heads, given.block.group)
+    inputs, outputs = given.operands(by_keys=True), {name: _result(given, name, True) for name in ("dk", "dv")}
+    return given.launch(backward_keys, of_keys, grid, inputs, outputs, _key_sums(given), by_keys=True, products=4)
 
 
 def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found:
     """`dq`, and `dslopes [B, N, 8, 128]`, to be summed over the last two axes."""
     sizes = given.sizes
     batch, _, heads, head_dim = given.block.q.shape
-    outputs, aliases = {"dq": _result(given, "dq", False)}, {}
+    outputs = {"dq": _result(given, "dq", False)}
     if dq is not None:
-        inputs, aliases = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}, {"dq": "dq"}
+        inputs = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}
     if given.settings.slopes:
         zeros = jnp.zeros((batch, heads, SUBLANES, LANES), jnp.float32)
         inputs = inputs | {"dslopes": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
         outputs["dslopes"] = given.operand(zeros, "BN..", by_keys=False)
-        aliases = aliases | {"dslopes": "dslopes"}
-    return launch(
-        functools.partial(backward_queries, settings=given.settings, part=sizes.part_of(sizes.kv_tile)),
-        steps(given.block, sizes.q_tile, sizes.kv_tile, every_own=dq is None),
-        Grid(batch, heads),
-        inputs,
-        outputs,
-        scratch=_scratch(given, False, acc=head_dim),
-        aliases=aliases,
-        cost=given.cost(products=3),
-        name="ringattn_backward_queries",
+    listed = steps(given.block, sizes.q_tile, sizes.kv_tile, every_own=dq is None)
+    scratch = _row_columns(given) | {"acc": pltpu.VMEM((sizes.q_tile, head_dim), jnp.float32)}
+    return given.launch(
+        backward_queries, listed, Grid(batch, heads), inputs, outputs, scratch, by_keys=False, products=3
     )
 
 
 def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
     """`dbias` in the shape of the padded bias. The members of the grid are what shares a tile of it."""
-    sizes, settings, bias = given.sizes, given.settings, given.block.bias
+    sizes, bias, by_rows = given.sizes, given.block.bias, given.settings.bias_rows
     assert bias is not None
     batch, _, heads, _ = given.block.q.shape
     of_batch, of_head = bias.shape[0] > 1 or batch == 1, bias.shape[1] > 1 or heads == 1
@@ -173,29 +147,23 @@ def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
     def real(at: At) -> At:
         row = at.batch if of_batch else jax.lax.div(at.member, np.int32(shared_heads))
         head = at.head if of_head else jax.lax.rem(at.member, np.int32(shared_heads))
-        q, kv = (at.own, at.visiting) if settings.bias_rows else (at.visiting, at.own)
-        return At(row, head, 0, q, kv)
+        return At(row, head, 0, *((at.own, at.visiting) if by_rows else (at.visiting, at.own)))
 
     def through(index: Any) -> Any:
         return lambda at: index(real(at))
 
     inputs = {name: operand._replace(at=through(operand.at)) for name, operand in inputs.items()}
-    tile = inputs["bias"]
     zeros = jnp.zeros(bias.shape, jnp.float32)
+    outputs = {"dbias": inputs["bias"]._replace(array=zeros)}
     inputs["dbias"] = Operand(align(zeros, axes_of([x for x, _ in given.arrays.values()])))
-    return launch(
-        functools.partial(
-            backward_bias,
-            settings=settings,
-            part=sizes.part_of(sizes.kv_tile),
-            begins=lambda step: (step.member == 0) if settings.bias_rows else (step.member == 0) & step.has(FIRST),
-        ),
-        steps(given.block, sizes.q_tile, sizes.kv_tile, by_keys=not settings.bias_rows, one_list=not of_batch),
+    return given.launch(
+        backward_bias,
+        steps(given.block, sizes.q_tile, sizes.kv_tile, by_keys=not by_rows, one_list=not of_batch),
         Grid(batch if of_batch else 1, heads if of_head else 1, members),
         inputs,
-        {"dbias": Operand(zeros, tile.block, tile.at)},
-        scratch=_scratch(given, False),
-        aliases={"dbias": "dbias"},
-        cost=given.cost(products=2),
-        name="ringattn_backward_bias",
+        outputs,
+        _row_columns(given),
+        by_keys=False,
+        products=2,
+        begins=lambda step: (step.member == 0) if by_rows else (step.member == 0) & step.has(FIRST),
     )["dbias"]

@@ -3,11 +3,8 @@
 
 from typing import Final
 
-from jaxtyping import Array, Float, Float32
-from ringattn_core.contract.protocol import Block, Gradients, Partial
-
-from . import candidates
 from .backward import backward
+from .candidates import candidate_configs
 from .forward import forward
 from .ordering import tie
 
@@ -18,20 +15,9 @@ class TpuKernel:
     # XLA on a TPU keeps several permutes in flight, and takes long to pack arrays of different dtypes into one.
     separate_sends = True
     tie = staticmethod(tie)
-    candidate_configs = staticmethod(candidates.candidate_configs)
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return forward(block, partial)
-
-    def backward(
-        self,
-        block: Block,
-        dout: Float[Array, "B T N Hv"],
-        lse: Float32[Array, "B N T"],
-        delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"] | None,
-    ) -> Gradients:
-        return backward(block, dout, lse, delta, dq)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    candidate_configs = staticmethod(candidate_configs)
 
 
 KERNEL: Final = TpuKernel()

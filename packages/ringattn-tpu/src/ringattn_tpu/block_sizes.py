@@ -7,6 +7,7 @@ from typing import Any, Final
 import jax.numpy as jnp
 from ringattn_core import BwdParams, FwdParams
 from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.tiles import near_equal
 from ringattn_core.contract.visibility import span
 from ringattn_core.errors import InputError
 
@@ -48,8 +49,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, seen))
     asked = (params.q_blocksize, params.kv_blocksize)
     while True:
-        q_tile, q_length = near_equal(block.q_length, _rounded(asked[0]) or target)
-        kv_tile, kv_length = near_equal(block.kv_length, _rounded(asked[1]) or target)
+        q_tile, q_length = cut(block.q_length, _rounded(asked[0]) or target)
+        kv_tile, kv_length = cut(block.kv_length, _rounded(asked[1]) or target)
         if steps.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
             return Sizes(q_tile, kv_tile, q_length, kv_length, _part(dict(params.extra).get("part")))
         if all(asked) or target > max(q_length, kv_length):
@@ -87,8 +88,7 @@ def _rounded(size: int | None) -> int | None:
     return -(-size // LANES) * LANES
 
 
-def near_equal(length: int, target: int) -> tuple[int, int]:
-    """The tile, and the padded length, when `length` is cut into the fewest near-equal tiles up to `target`."""
-    count = -(-length // target)
-    tile = -(-length // (count * LANES)) * LANES
-    return tile, tile * count
+def cut(length: int, longest: int) -> tuple[int, int]:
+    """The tile, and the padded length, when `length` is cut into the fewest near-equal tiles."""
+    tile = near_equal(length, longest, LANES)
+    return tile, -(-length // tile) * tile

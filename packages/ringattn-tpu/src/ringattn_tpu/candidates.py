@@ -7,7 +7,7 @@ from ringattn_core import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import Problem
 
 from . import steps
-from .block_sizes import near_equal
+from .block_sizes import cut
 
 _TILES: Final = (256, 512, 1024, 2048)
 _PARTS: Final = (256, 512, 1024)
@@ -20,10 +20,7 @@ def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
     found: dict[tuple[int, ...], RingAttentionConfig] = {}
     for q in _TILES:
         for kv in _TILES:
-            (q_tile, q_length), (kv_tile, kv_length) = (
-                near_equal(problem.q_length, q),
-                near_equal(problem.kv_length, kv),
-            )
+            (q_tile, q_length), (kv_tile, kv_length) = cut(problem.q_length, q), cut(problem.kv_length, kv)
             shape = problem.batch, q_length // q_tile, kv_length // kv_tile
             if q_tile * kv_tile > _MOST_SCORES or not steps.fits(*shape):
                 continue

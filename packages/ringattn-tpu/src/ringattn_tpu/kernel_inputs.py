@@ -2,6 +2,7 @@
 """What the kernels read of a block: arrays with heads before tokens, and the settings that they are compiled for."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Final, NamedTuple
 
@@ -9,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32
 from ringattn_core.contract import dropout
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 
 from . import mask_bits
-from .block_sizes import Sizes
-from .launch import At, Operand
+from .block_sizes import LANES, Sizes
+from .launch import At, Grid, Operand, launch
+from .steps import Steps
 
 LOG2_E: Final = math.log2(math.e)
 _NOWHERE: Final = 2**31 - 1
@@ -109,13 +112,42 @@ class KernelInputs(NamedTuple):
         named = list(zip(axes, x.shape, strict=True))
         return Operand(x, tuple(length(*one) for one in named), lambda at: tuple(index(*one, at) for one in named))
 
-    def cost(self, products: int) -> pl.CostEstimate:
-        """What XLA plans with where it hides transfers behind the kernel: as if all tiles were visited."""
-        batch, q_length, heads, head_dim = self.block.q.shape
-        pairs = batch * heads * q_length * self.block.kv_length
-        moved = sum(x.size * x.dtype.itemsize for x, _ in self.arrays.values())
-        return pl.CostEstimate(
-            flops=products * pairs * (head_dim + self.block.value_dim), transcendentals=pairs, bytes_accessed=moved
+    def launch(
+        self,
+        kernel: Any,
+        steps: Steps,
+        grid: Grid,
+        inputs: dict[str, Operand],
+        outputs: dict[str, Operand],
+        scratch: dict[str, Any],
+        *,
+        by_keys: bool,
+        products: int,
+        **options: Any,
+    ) -> dict[str, jax.Array]:
+        """The outputs of a kernel of this package, which multiplies so many pairs of tiles at each step.
+
+        `scratch` gets room for the integers of the own side as columns.
+        """
+        sizes, settings, block = self.sizes, self.settings, self.block
+        own, visiting = (sizes.kv_tile, sizes.q_tile) if by_keys else (sizes.q_tile, sizes.kv_tile)
+        if count := len(settings.kv_rows if by_keys else settings.q_rows):
+            scratch = scratch | {"columns": pltpu.VMEM((count, own, LANES), jnp.int32)}
+        pairs = block.q.shape[0] * block.q.shape[2] * block.q_length * block.kv_length
+        return launch(
+            functools.partial(kernel, settings=settings, part=sizes.part_of(visiting), **options),
+            steps,
+            grid,
+            inputs,
+            outputs,
+            scratch=scratch,
+            # XLA plans with this where it hides transfers behind the kernel: as if all tiles were visited.
+            cost=pl.CostEstimate(
+                flops=products * pairs * (block.q.shape[-1] + block.value_dim),
+                transcendentals=pairs,
+                bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in self.arrays.values()),
+            ),
+            name=f"ringattn_{kernel.__name__}",
         )
 
 

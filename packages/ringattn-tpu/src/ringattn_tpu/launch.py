@@ -19,13 +19,17 @@ from jax.interpreters import mlir
 from ringattn_core.contract.varying import align, axes_of
 
 from .lowering import over_no_mesh
+from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
-INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
 SIMULATE: Final = "simulate"
 """The value that asks for the simulator of a TPU, which is slower than the interpreter by far."""
 VMEM_LIMIT: Final = 2**25 * 3 // 2
 """What a kernel may use of a core's vector memory: 48 MiB, of the 64 MiB that the smallest of these TPUs has."""
+
+
+Run = functools.partial[list[jax.Array]]
+"""A launch but for its arrays and for how it runs; a parameter of the primitive."""
 
 
 class At(NamedTuple):
@@ -62,22 +66,6 @@ class Grid:
     members_inside: bool = True
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Launch:
-    """All of a launch that is known when the program is traced."""
-
-    kernel: Callable[..., None]
-    grid: Grid
-    numbering: Numbering
-    rows: int
-    inputs: Mapping[str, Operand]
-    outputs: Mapping[str, Operand]
-    scratch: Mapping[str, Any]
-    aliases: Mapping[str, str]
-    cost: Any
-    name: str
-
-
 def launch(
     kernel: Callable[..., None],
     steps: Steps,
@@ -86,17 +74,17 @@ def launch(
     outputs: Mapping[str, Operand],
     *,
     scratch: Mapping[str, Any],
-    aliases: Mapping[str, str] | None = None,
     cost: Any = None,
     name: str,
 ) -> dict[str, jax.Array]:
     """What the kernel writes: `kernel(step, inputs, outputs, scratch)` once a step, references under their names.
 
-    An output named by `aliases` under an input takes that input's memory; where no step writes it, it keeps the
-    input's values. The outputs vary over the mesh axes that the inputs vary over.
+    An output with the name of an input takes that input's memory, and keeps its values where no step writes. The
+    outputs vary over the mesh axes that the inputs vary over.
     """
     arrays = {name: operand.array for name, operand in inputs.items()}
-    call = Launch(
+    run = functools.partial(
+        _pallas,
         kernel=kernel,
         grid=grid,
         numbering=steps.numbering,
@@ -107,12 +95,11 @@ def launch(
             for name, operand in outputs.items()
         },
         scratch=scratch,
-        aliases=aliases or {},
         cost=cost,
         name=name,
     )
     axes = axes_of(arrays, steps.listed)
-    results = _run(steps.length, steps.listed, *arrays.values(), call=call)
+    results = _run(steps.length, steps.listed, *arrays.values(), run=run)
     return dict(zip(outputs, align(results, axes), strict=True))
 
 
@@ -148,19 +135,31 @@ def interpretation_allowed() -> bool:
     return os.environ.get(INTERPRET_VARIABLE, "") in ("1", SIMULATE)
 
 
-def _run(*arrays: jax.Array, call: Launch) -> list[jax.Array]:
+def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:
     """The launch as one operation. The simulator has effects, which no primitive hides: it gets a program for itself.
 
     It is of a TPU whose two cores share a grid, whose memory is NaN at first, and whose races are found.
     """
     if os.environ.get(INTERPRET_VARIABLE, "") != SIMULATE:
-        return _launch.bind(*arrays, call=call)
-    simulator = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, random_seed=0)
-    return _pallas(*arrays, call=call, interpret=simulator)
+        return _launch.bind(*arrays, run=run)
+    return run(*arrays, interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, random_seed=0))
 
 
-def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Launch, interpret: Any) -> list[jax.Array]:
-    grid, rows = call.grid, call.rows
+def _pallas(
+    count: jax.Array,
+    listed: jax.Array,
+    *arrays: jax.Array,
+    interpret: Any,
+    kernel: Callable[..., None],
+    grid: Grid,
+    numbering: Numbering,
+    rows: int,
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
+    scratch: Mapping[str, Any],
+    cost: Any,
+    name: str,
+) -> list[jax.Array]:
     outer = grid.batch if rows == 1 else 1
     if grid.members_inside:
         loops, where = (outer, grid.heads, count, grid.members), (0, 1, 3, 2)
@@ -170,7 +169,6 @@ def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Launc
     def at(program: tuple[Any, ...], listed: Any) -> At:
         batch, head, member, step = (program[place] for place in where)
         number = listed[step]
-        numbering = call.numbering
         batch = batch if rows == 1 else numbering.batch(number)
         return At(batch, head, member, numbering.own(number), numbering.visiting(number))
 
@@ -180,55 +178,56 @@ def _pallas(count: jax.Array, listed: jax.Array, *arrays: jax.Array, call: Launc
             return pl.BlockSpec(memory_space=pl.ANY)
         return pl.BlockSpec(operand.block, lambda *given: index(at(given[:-1], given[-1])))
 
-    def kernel(listed: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    def body(listed: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         program = tuple(pl.program_id(axis) for axis in range(4))
         place = at(program, listed)
-        call.kernel(Step(listed[program[where[3]]], place, grid.members), inputs, outputs, scratch)
+        kernel(Step(listed[program[where[3]]], place, grid.members), inputs, outputs, scratch)
 
-    names = list(call.inputs)
-    given = dict(zip(names, arrays, strict=True))
-    order = sorted(names)  # the order of a dict's leaves
+    given = dict(zip(inputs, arrays, strict=True))
+    order = sorted(given)  # the order of a dict's leaves
     varying = jax.typeof(listed).manual_axis_type
     shapes = {
         name: jax.ShapeDtypeStruct(operand.array.shape, operand.array.dtype, manual_axis_type=varying)
-        for name, operand in call.outputs.items()
+        for name, operand in outputs.items()
     }
     results = pl.pallas_call(
-        kernel,
+        body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=loops,
-            in_specs=[{name: spec(operand) for name, operand in call.inputs.items()}],
-            out_specs={name: spec(operand) for name, operand in call.outputs.items()},
-            scratch_shapes=[dict(call.scratch)],
+            in_specs=[{name: spec(operand) for name, operand in inputs.items()}],
+            out_specs={name: spec(operand) for name, operand in outputs.items()},
+            scratch_shapes=[dict(scratch)],
         ),
         out_shape=shapes,
-        input_output_aliases={1 + order.index(a): sorted(shapes).index(b) for a, b in call.aliases.items()},
+        input_output_aliases={1 + order.index(name): sorted(shapes).index(name) for name in shapes if name in given},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
-        cost_estimate=call.cost,
+        cost_estimate=cost,
         interpret=interpret,
-        name=call.name,
+        name=name,
     )(listed, given)
-    return [results[name] for name in call.outputs]
+    return [results[name] for name in outputs]
 
 
-def _abstract(*_: Any, call: Launch) -> list[jax.core.ShapedArray]:
-    return [jax.core.ShapedArray(operand.array.shape, operand.array.dtype) for operand in call.outputs.values()]
+def _abstract(*_: Any, run: Run) -> list[jax.core.ShapedArray]:
+    return [
+        jax.core.ShapedArray(operand.array.shape, operand.array.dtype) for operand in run.keywords["outputs"].values()
+    ]
 
 
-def _eager(*arrays: jax.Array, call: Launch) -> list[jax.Array]:
-    return jax.jit(functools.partial(_launch.bind, call=call))(*arrays)
+def _eager(*arrays: jax.Array, run: Run) -> list[jax.Array]:
+    return jax.jit(functools.partial(_launch.bind, run=run))(*arrays)
 
 
-def _interpreted(*arrays: jax.Array, call: Launch) -> list[jax.Array]:
+def _interpreted(*arrays: jax.Array, run: Run) -> list[jax.Array]:
     if not interpretation_allowed():
         raise RuntimeError(
-            f"kernel {call.name} was to be launched on a CPU, and Mosaic compiles for TPUs. Set {INTERPRET_VARIABLE}=1 "
-            "to interpret it, which is slow and meant for tests, or choose the backend 'xla'."
+            f"kernel {run.keywords['name']} was to be launched on a CPU, and Mosaic compiles for TPUs. Set "
+            f"{INTERPRET_VARIABLE}=1 to interpret it, which is slow and meant for tests, or choose the backend 'xla'."
         )
-    return _pallas(*arrays, call=call, interpret=True)
+    return run(*arrays, interpret=True)
 
 
 _launch: Final = Primitive("ringattn_tpu_launch")
@@ -237,5 +236,5 @@ _launch.def_abstract_eval(_abstract)
 _launch.def_impl(_eager)
 mlir.register_lowering(_launch, over_no_mesh(_interpreted, multiple_results=True), platform="cpu")
 mlir.register_lowering(
-    _launch, over_no_mesh(functools.partial(_pallas, interpret=False), multiple_results=True), platform="tpu"
+    _launch, over_no_mesh(lambda *arrays, run: run(*arrays, interpret=False), multiple_results=True), platform="tpu"
 )

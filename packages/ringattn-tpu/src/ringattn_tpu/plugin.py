@@ -6,6 +6,8 @@ from typing import Final
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 
+INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
+"""Set to 1 it has the kernels interpreted on a CPU."""
 _FEATURES: Final = (
     Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.SLIDING_WINDOW, Feature.CHUNKED,
     Feature.SEGMENT_IDS, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK, Feature.GROUPED_HEADS,
@@ -22,5 +24,5 @@ BACKEND: Final = Backend(
     reasons={Feature.FLOAT16: "the compiler of TPU kernels has no float16; use bfloat16"},
     kernel="ringattn_tpu.block:KERNEL",
     probe="ringattn_tpu.availability:why_unavailable",
-    variables=("RINGATTN_TPU_INTERPRET",),
+    variables=(INTERPRET_VARIABLE,),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the kernels can run in this process, and if not, why: a sentence for each reason."""
+"""Says in a sentence why the kernels cannot run in this process."""
 
 import re
 from collections.abc import Sequence

@@ -2,18 +2,42 @@
 """The block kernel that core drives: it gives each block to the first family of kernels that takes it."""
 
 import functools
-from typing import Final
+from typing import Final, Protocol
 
 import jax
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.varying import align, axes_of
 
-from .family import Family
 from .hopper.family import HOPPER
 from .launch.target import Target, target
 from .portable.family import PORTABLE
 from .tuning_candidates import candidate_configs
+
+
+class Family(Protocol):
+    """Kernels for some GPUs. Another GPU's family is a folder with such an object, listed in `FAMILIES`.
+
+    `why_not_forward` and `why_not_backward` give the reason why the family does not take a block on a device, or `None`
+    where it takes it. `forward` and `backward` are those of `ringattn_core.contract.protocol.BlockKernel`.
+    """
+
+    def why_not_forward(self, block: Block, target: Target) -> str | None: ...
+
+    def why_not_backward(self, block: Block, target: Target) -> str | None: ...
+
+    def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial: ...
+
+    def backward(
+        self,
+        block: Block,
+        dout: Float[Array, "B T N Hv"],
+        lse: Float32[Array, "B N T"],
+        delta: Float32[Array, "B N T"],
+        dq: Float32[Array, "B T N H"] | None,
+        target: Target,
+    ) -> Gradients: ...
+
 
 FAMILIES: Final[tuple[Family, ...]] = (HOPPER, PORTABLE)
 """In this order. The last one takes every block."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a block kernels read: arrays in the order of their parameters, and constants that are compiled in.
+"""The inputs of every kernel: a block's arrays in the order of the kernel's parameters, and compiled-in constants.
 
 Nothing is copied or transposed. Shapes and strides are constants, an axis of length 1 has stride 0, and an array that
 the rule does not use is `None` and never read.
@@ -32,11 +32,11 @@ INPUTS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class BlockConstants:
-    """What a kernel is compiled for. A field `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
+    """The constants that a kernel is compiled for; `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
 
     `plain`: a score is a positive number times the product, or times the capped product, so that row maxima may be
     taken of the products; otherwise `unbend` makes it a score. `fold` converts what `scores.scored` returns to units of
-    log2. `below` and `above`: a query sees no key before, or behind, some position. `wide`: offsets need int64.
+    log2. `below`, `above`: a query sees no key before, or behind, some position. `wide`: offsets need int64.
     """
 
     q_length: int
@@ -70,12 +70,9 @@ class BlockConstants:
     below: bool
     above: bool
     causal: bool
-    bounded_left: bool
-    left: int
-    bounded_right: bool
-    right: int
-    chunked: bool
-    chunk: int
+    left: int | None
+    right: int | None
+    chunk: int | None
     segments: bool
     padded: bool
     dropout: bool
@@ -211,12 +208,9 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         below=left is not None or rule.chunk is not None,
         above=rule.causal or right is not None or rule.chunk is not None,
         causal=rule.causal,
-        bounded_left=left is not None,
-        left=min(left, _NO_LIMIT) if left is not None else 0,
-        bounded_right=right is not None,
-        right=min(right, _NO_LIMIT) if right is not None else 0,
-        chunked=rule.chunk is not None,
-        chunk=min(rule.chunk, _NO_LIMIT) if rule.chunk is not None else 0,
+        left=None if left is None else min(left, _NO_LIMIT),
+        right=None if right is None else min(right, _NO_LIMIT),
+        chunk=None if rule.chunk is None else min(rule.chunk, _NO_LIMIT),
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout),

@@ -64,8 +64,8 @@ def table(
     queries where `by_keys`, is never seen whole.
     """
     found = seen(inputs, block, q_tile, kv_tile)
-    listed = _scattered(block)
     run = not (block.rule.masks or block.mask is not None)
+    listed = not run or block.q_segments is not None or not block.rule.increasing
     bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
     groups, rows, _ = bounds.shape
     heads = block.kv_heads if by_keys else block.q.shape[2]
@@ -110,7 +110,7 @@ def of_bitmap(
 
 
 def together(rows: int, heads: int, programs: int) -> int:
-    """How many heads share the device: enough for these programs, a power of two that divides all."""
+    """How many heads run together: the least power of two that divides `heads` and makes so many programs."""
     enough = 1
     while enough * rows < programs and heads % (2 * enough) == 0:
         enough *= 2
@@ -120,11 +120,12 @@ def together(rows: int, heads: int, programs: int) -> int:
 def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles:
     """Which tiles see each other. A mask that is packed into bits is read from them, not evaluated again."""
     words = inputs.named("mask_words")
-    by_words = words is not None and kv_tile % BITS == 0
-    bare = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=())) if by_words else block
+    words = words if kv_tile % BITS == 0 else None
+    unmasked = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=()))
+    bare = block if words is None else unmasked
     rows, columns = -(-block.q_length // q_tile), -(-block.kv_length // kv_tile)
     found = tiles(bare.padded_to(rows * q_tile, columns * kv_tile), q_tile, kv_tile)
-    if by_words:
+    if words is not None:
         some, full = _of_words(words, block.kv_length, q_tile, kv_tile)
         found = Tiles(found.some & some, found.full & full)
     shape = (max(x.shape[0] for x in found), rows, columns)
@@ -134,7 +135,7 @@ def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles
 def _of_words(
     words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
 ) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
-    """Which tiles have any bit in any mask, and which have all bits in all; bits past the end are not counted."""
+    """Which tiles have any bit set in any mask, and which all bits in all masks, not counting keys past the end."""
     counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
     valid = jnp.where(counted, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32), 0).sum(-1, dtype=jnp.uint32)
     more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]
@@ -147,9 +148,3 @@ def _of_words(
     some = reduced(words & valid, jax.lax.bitwise_or, 0)
     full = reduced(words | ~valid, jax.lax.bitwise_and, 2**32 - 1)
     return some != 0, full == np.uint32(2**32 - 1)
-
-
-def _scattered(block: Block) -> bool:
-    """Whether a row of tiles may see some that are no run."""
-    rule = block.rule
-    return bool(rule.masks) or block.mask is not None or block.q_segments is not None or not rule.increasing

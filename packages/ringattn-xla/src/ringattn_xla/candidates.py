@@ -6,7 +6,7 @@ from typing import Final
 from ringattn_core import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import Problem
 
-from .tiling import longest, near_equal
+from .tiling import cut, longest
 
 _ROWS: Final = (64, 128, 256, 512, 1024)
 """Of a tile: queries times heads of a group, as the products have them."""
@@ -20,11 +20,11 @@ def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
     """One for each way in which such sizes cut the block and the kernel by itself would not."""
     group = problem.heads // problem.kv_heads
     own = longest(problem, group)
-    alike = near_equal(problem.q_length, own[0]), near_equal(problem.kv_length, own[1])
+    alike = cut(problem.q_length, own[0]), cut(problem.kv_length, own[1])
     found: dict[tuple[int, int], RingAttentionConfig] = {}
     for q in (max(rows // group, _SHORTEST) for rows in _ROWS):
         for kv in _KV_TILES:
-            cut = near_equal(problem.q_length, q), near_equal(problem.kv_length, kv)
-            if cut[0] * cut[1] * group <= _MOST_SCORES and cut not in (alike, *found):
-                found[cut] = RingAttentionConfig(FwdParams(q, kv), BwdParams(q, kv))
+            sizes = cut(problem.q_length, q), cut(problem.kv_length, kv)
+            if sizes[0] * sizes[1] * group <= _MOST_SCORES and sizes not in (alike, *found):
+                found[sizes] = RingAttentionConfig(FwdParams(q, kv), BwdParams(q, kv))
     return list(found.values())

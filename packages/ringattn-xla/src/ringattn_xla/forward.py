@@ -5,24 +5,26 @@ from typing import Any
 
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
+from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import SHIFT_BELOW, Block, Partial
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
-from .scores import from_row_values, like_scores, outer, row_values, rows, scores, unrows
+from .scores import from_row_values, like_scores, product, row_values, rows, scores, unrows
 from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
 
 _CARRIED = ("BTN.", ".BKR")
 
 
-def forward(block: Block, partial: Partial) -> Partial:
+def forward(block: Block, partial: Partial | None) -> Partial:
     """`partial` continued with the keys of the block."""
-    block, partial = align((block, partial), axes_of(block, partial))
+    before = empty(block) if partial is None else partial
+    block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    largest, total = _begun(partial)
+    largest, total = _begun(before)
     softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
-    out = padded(partial.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
+    out = padded(before.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
     surviving = 1.0 - block.rule.dropout
 
     def step(start: Cut, size: Cut, carry: Any) -> Any:
@@ -65,5 +67,5 @@ def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
     total = total * shrink + p.sum(-1)
     if tile.rule.dropout:
         p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p, 0.0)
-    added = outer(p.astype(v.dtype), v, tile)
+    added = product(p.astype(v.dtype), v, 2, tile)
     return unrows(rows(out, tile) * shrink[..., None] + added, tile), jnp.stack([now, total])

@@ -19,32 +19,27 @@ Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
     """The scores, -inf where a key is masked out, and the scaled and capped products that they come from."""
     rule = tile.rule
-    product = (inner(k, q, tile) if by_keys else inner(q, k, tile)) * rule.scale
+    s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.scale
     if rule.soft_cap is not None:
-        product = rule.soft_cap * jnp.tanh(product / rule.soft_cap)
-    s = product
+        s = rule.soft_cap * jnp.tanh(s / rule.soft_cap)
+    capped = s
     if tile.bias is not None:
         s = s + like_scores(tile.bias.astype(jnp.float32), s, tile, by_keys)
     if tile.slopes is not None:
         s = s - like_scores(tile.slopes[:, :, None, None] * distance(tile), s, tile, by_keys)
     seen = visible(tile)
-    return s if seen is None else jnp.where(like_scores(seen, s, tile, by_keys), s, -jnp.inf), product
+    return s if seen is None else jnp.where(like_scores(seen, s, tile, by_keys), s, -jnp.inf), capped
 
 
 def distance(tile: Block) -> Float32[Array, "b 1 t s"]:
     return jnp.abs(tile.q_positions[:, None, :, None] - tile.kv_positions[:, None, None, :]).astype(jnp.float32)
 
 
-def inner(a: Float[Array, "b k i h"], c: Float[Array, "b k j h"], tile: Block) -> Float32[Array, "b k i j"]:
-    return _product(a, c, 3, tile)
+def product(a: Float[Array, "b k i h"], c: Float[Array, "b k x y"], contracted: int, tile: Block) -> Scores:
+    """The product of the last axis of `a` and one of `c`, accumulated in float32.
 
-
-def outer(a: Float[Array, "b k i j"], c: Float[Array, "b k j h"], tile: Block) -> Float32[Array, "b k i h"]:
-    return _product(a, c, 2, tile)
-
-
-def _product(a: Any, c: Any, contracted: int, tile: Block) -> Any:
-    """A product of tiles, accumulated in float32; float32 inputs are exact, unless the rule asks for less."""
+    A product of float32 inputs is exact, unless the rule asks for less.
+    """
     precision: Any = tile.rule.precision
     if precision is None and c.dtype == jnp.float32:
         precision = jax.lax.Precision.HIGHEST
@@ -68,15 +63,12 @@ def unrows(x: Float[Array, "b k r h"], tile: Block) -> Float[Array, "b t n h"]:
 
 def row_values(x: Float32[Array, "B N T"], block: Block) -> Float32[Array, "B K R"]:
     """One number for each query, in the order of `rows`."""
-    batch, heads, length = x.shape
-    split = x.reshape(batch, heads // block.group, block.group, length)
-    return jnp.swapaxes(split, 2, 3).reshape(batch, -1, length * block.group)
+    return rows(jnp.swapaxes(x, 1, 2)[..., None], block)[..., 0]
 
 
 def from_row_values(x: Float32[Array, "B K R"], block: Block) -> Float32[Array, "B N T"]:
     """The inverse of `row_values`."""
-    batch, heads, _ = x.shape
-    return jnp.swapaxes(x.reshape(batch, heads, -1, block.group), 2, 3).reshape(batch, heads * block.group, -1)
+    return jnp.swapaxes(unrows(x[..., None], block)[..., 0], 1, 2)
 
 
 def like_scores(x: Any, s: Scores, tile: Block, by_keys: bool) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from ringattn_core import BwdParams, FwdParams
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.contract.tiles import tiles
+from ringattn_core.contract.tiles import near_equal, tiles
 from ringattn_core.contract.visibility import span
 from ringattn_core.tuning import Problem
 
@@ -53,8 +53,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     batch rows go together as keep the scores of a step few: on CPU they should stay in the cache of a core.
     """
     q, kv = longest(block.rule, block.group)
-    q = near_equal(block.q_length, params.q_blocksize or q)
-    kv = near_equal(block.kv_length, params.kv_blocksize or kv)
+    q = cut(block.q_length, params.q_blocksize or q)
+    kv = cut(block.kv_length, params.kv_blocksize or kv)
     room = (_SCORES_ON_CPU if jax.default_backend() == "cpu" else _SCORES_ELSEWHERE) // (q * kv * block.group)
     heads = largest_divisor(block.kv_heads, room)
     batch = largest_divisor(block.q.shape[0], room // heads) if heads == block.kv_heads else 1
@@ -67,12 +67,9 @@ def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
     return max(target // group, 16), target
 
 
-def near_equal(length: int, target: int) -> int:
-    """The size of the tiles when `length` is cut into the fewest near-equal ones of at most `target`."""
-    count = -(-length // target)
-    size = -(-length // count)
-    rounded = -(-size // 8) * 8
-    return rounded if count > 1 and rounded <= target else size
+def cut(length: int, longest: int) -> int:
+    """The size of the fewest near-equal tiles: a multiple of 8 where there are several and `longest` is one."""
+    return near_equal(length, longest, 8 if length > longest and longest % 8 == 0 else 1)
 
 
 def largest_divisor(number: int, most: int) -> int:

@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..call.options import AttentionSettings, RingSettings, TokenOptions
+from ..call.options import AttentionSettings as AttentionSettings
+from ..call.options import RingSettings, TokenOptions
 from ..errors import InputError
 from ..placement import arrays
 

@@ -38,7 +38,7 @@ def ring_attention(
     other way round, so that links are used in both directions. With `return_lse` the result is `(out, lse)`.
     """
     given: dict[str, Any] = dict(options)
-    refuse_unknown(given, inspect.signature(ring_attention).parameters)
+    refuse_unknown(given, _NAMES)
     config, backend = _config(given.pop("cfg", None)), given.pop("backend", None)
     mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
     given = _with_mask_info(given, given.pop("mask_info", None))
@@ -61,17 +61,14 @@ def ring_attention(
     return answer(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
-_SIGNATURE = inspect.signature(ring_attention)
+_NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]
+_OPTIONS = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=kind)
+    for name, kind in Options.__annotations__.items()
+]
+_NAMES = [parameter.name for parameter in (*_NAMED, *_OPTIONS)]
 # Editors and `help` show every option with its default.
-ring_attention.__signature__ = _SIGNATURE.replace(  # pyright: ignore[reportFunctionMemberAccess]
-    parameters=[
-        *[p for p in _SIGNATURE.parameters.values() if p.kind is not p.VAR_KEYWORD],
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=kind)
-            for name, kind in Options.__annotations__.items()
-        ),
-    ]
-)
+ring_attention.__signature__ = inspect.Signature([*_NAMED, *_OPTIONS])  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _config(cfg: Any) -> RingAttentionConfig:

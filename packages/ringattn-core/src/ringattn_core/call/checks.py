@@ -10,11 +10,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from ..errors import InputError
 from ..masks.builder import Built, build
-from ..masks.int32 import POSITION, SEED, fitting
+from ..masks.int32 import INT32, POSITION, SEED, Limits, as_given, as_int32, fitting
 from ..placement import arrays, axes
 
 MOST_POSITION: Final = POSITION[1] + 1
@@ -45,9 +45,9 @@ def as_array(argument: str, x: Any) -> jax.Array:
         ) from error
 
 
-def array(argument: str, x: Any, wanted: Any, sizes: Sizes) -> jax.Array:
+def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
     """`x` as an array with the axes and the kind of numbers of `wanted`; integers become int32."""
-    found = typed(argument, x, wanted)
+    found = as_int32(argument, x, limits) if wanted.dtype is Int else typed(argument, x, wanted)
     if not arrays.fits(wanted, found.shape, sizes.of):
         names = arrays.letters(wanted)
         each = [(name, sizes.of[name.upper()]) for name in names]
@@ -59,39 +59,18 @@ def array(argument: str, x: Any, wanted: Any, sizes: Sizes) -> jax.Array:
 
 
 def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
-    """`x` as an array of the kind of numbers that `wanted` has."""
+    """`x` as an array of floating-point numbers or of booleans, whichever `wanted` holds."""
     found = as_array(argument, x)
     if wanted.dtype is Float and not jnp.issubdtype(found.dtype, jnp.floating):
         raise InputError(argument, f"has dtype {found.dtype}", "It needs floating-point numbers")
     if wanted.dtype is Bool and found.dtype != jnp.bool_:
         raise InputError(argument, f"has dtype {found.dtype}", "It needs booleans, true where a query may see a key")
-    if wanted.dtype in (Float, Bool):
-        return found
-    if not jnp.issubdtype(found.dtype, jnp.integer):
-        raise InputError(argument, f"has dtype {found.dtype}", "It needs integers")
-    fitting(argument, _as_given(x, found))
-    return found.astype(jnp.int32)
-
-
-def _as_given(x: Any, found: jax.Array) -> Any:
-    """The array before JAX cut 64 bits to 32."""
-    try:
-        return x if isinstance(x, jax.Array) else np.asarray(x)
-    except jax.errors.TracerArrayConversionError:
-        return found
+    return found
 
 
 def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
     """A check for positions, which are smaller than 2^30."""
-
-    def check(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
-        if x is None:
-            return None
-        found = array(argument, x, wanted, sizes)
-        fitting(argument, _as_given(x, found), POSITION)
-        return found
-
-    return check
+    return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes, POSITION)
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
@@ -115,8 +94,9 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
         return found[:, None]  # known to be split with the heads
     if found.shape[0] != every:
         return jnp.broadcast_to(found, (heads, found.shape[0]))
-    start = axes.coordinate(sizes.head_axes) * heads if every != heads else 0
-    return jax.lax.dynamic_slice_in_dim(found, start, heads)[:, None]
+    if every != heads:
+        found = jax.lax.dynamic_slice_in_dim(found, axes.coordinate(sizes.head_axes) * heads, heads)
+    return found[:, None]
 
 
 def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
@@ -200,7 +180,7 @@ def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
     found = as_array(argument, 0 if whole else x)
     if found.ndim or not jnp.issubdtype(found.dtype, jnp.integer):
         raise InputError(argument, f"has shape {found.shape} and dtype {found.dtype}", "It needs one integer")
-    given = np.asarray(x, object) if whole else _as_given(x, found)
+    given = np.asarray(x, object) if whole else as_given(argument, x)
     fitting(argument, given, SEED)
     return jnp.asarray(found if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
 

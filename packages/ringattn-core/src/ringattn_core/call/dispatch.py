@@ -3,7 +3,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
-from ..contract.signature import PARAMETERS
+from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
@@ -75,7 +74,7 @@ def per_shard(name: str) -> Callable[..., Any]:
         return answer(select(name, needs(call), platform_of(None, (call.query,))), call)
 
     ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
-    ring_attention.__signature__ = inspect.Signature(PARAMETERS)  # pyright: ignore[reportFunctionMemberAccess]
+    ring_attention.__signature__ = SIGNATURE  # pyright: ignore[reportFunctionMemberAccess]
     ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
     return ring_attention
 

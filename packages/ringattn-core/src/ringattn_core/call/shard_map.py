@@ -16,7 +16,7 @@ def refuse_replicated(call: Call) -> None:
     `shard_map` knows that under `check_vma=True`. Segment ids pass, because a constant id on all ranks is usual.
     """
     ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
-    tracked = ring & axes.tracked()
+    tracked = ring and ring & axes.tracked()
     for argument in _OF_TOKENS:
         x = getattr(call, argument)
         missing = () if x is None else tuple(sorted(tracked - axes.varying(x)))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the arguments of a call fit together: a call leaves here in canonical form, or as an error."""
 
+import inspect
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 
 from ..contract.call import Call
-from ..contract.signature import PARAMETERS
+from ..contract.signature import SIGNATURE
 from ..errors import InputError
 from ..placement import axes
 from ..placement import layout as layouts
@@ -16,7 +16,7 @@ from .options import DEFAULTS, OPTIONS, refuse_unknown
 from .shard_map import refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
-_POSITIONAL: Final = [p.name for p in PARAMETERS if p.kind is p.POSITIONAL_OR_KEYWORD]
+_POSITIONAL: Final = [p.name for p in SIGNATURE.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 _PAIRS: Final = (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions"))
 _ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
 
@@ -66,24 +66,27 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Every argument by its one name; those that are not given have their defaults."""
     refuse_unknown(options, DEFAULTS)
-    if len(arguments) > len(_POSITIONAL):
-        raise InputError(
-            "arguments", f"are {len(arguments)} by position", f"Pass those after {_POSITIONAL[-1]} by name"
-        )
     by_position = dict(zip(_POSITIONAL, arguments, strict=False))
-    for name in options:
-        if name in by_position:
-            raise InputError(name, "is given twice, by position and by name", "Pass it once")
     given = DEFAULTS | by_position | options
-    for name in ("query", "key", "value"):
-        if name not in by_position and name not in options:
-            raise InputError(name, "is missing", "Pass query, key and value")
+    missing = any(given[name] is inspect.Parameter.empty for name in ("query", "key", "value"))
+    if missing or len(by_position) < len(arguments) or by_position.keys() & options:
+        raise _unbound(arguments, options)
     for alias, name in _ALIASES.items():
         other = given.pop(alias)
         if other is not None and given[name] is not None:
             raise InputError(alias, f"is another name of {name}, which is given too", "Pass one of them")
         given[name] = given[name] if other is None else other
     return given
+
+
+def _unbound(arguments: tuple[Any, ...], options: dict[str, Any]) -> InputError:
+    """What Python says of arguments that are missing, given twice or too many."""
+    try:
+        SIGNATURE.bind(*arguments, **options)
+    except TypeError as error:
+        remedy = f"Pass query, key and value, and whatever follows {_POSITIONAL[-1]} by name"
+        return InputError("ring_attention", str(error), remedy)
+    raise AssertionError("the arguments bind")
 
 
 def _operands(*given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -148,4 +151,4 @@ def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Ar
         raise InputError(
             given, f"is given alone, but there are {q.shape[1]} queries and {k.shape[1]} keys", f"Pass {other} too"
         )
-    found[other] = jnp.asarray(found[given])
+    found[other] = found[given]

@@ -67,5 +67,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
-        report.report(found)
+        report.report(found, picture.TerminalPicture(found))
     return int(found.choice is None)

@@ -15,10 +15,8 @@ COLUMNS = 9
 """The most hops that are columns of the table of tiles; more are rows."""
 
 
-def report(found: CallAnalysis) -> None:
-    """Prints everything."""
-    from .picture import TerminalPicture
-
+def report(found: CallAnalysis, picture: Any) -> None:
+    """Prints everything, with `picture` above the table of tiles."""
     rows, columns = found.states.shape[2:]
     show(Title(title(found)), described(found), "", *_backends(found))
     show(
@@ -27,7 +25,7 @@ def report(found: CallAnalysis) -> None:
             rows, columns, *found.tile
         )),
         "A kernel chooses its own tile size; --tile sets the size that is shown.",
-        TerminalPicture(found),
+        picture,
         *_tiles(found),
         "",
         *_sent(found),

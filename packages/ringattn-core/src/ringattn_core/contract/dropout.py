@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which probabilities dropout keeps: Philox by global index, so the bits are the same on every ring, tile and backend.
 
-The entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share one draw of two words, where `i % 16 < 8` and
-`j % 16 < 8`. Each takes 16 of its bits.
+The entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share one draw of two words, where `i % 16 < 8`
+and `j % 16 < 8`. Each takes 16 of its bits.
 """
 
 import math

@@ -55,6 +55,7 @@ class RingAttention(Protocol):
 
 
 PARAMETERS = tuple(inspect.signature(RingAttention.__call__).parameters.values())[1:]
+SIGNATURE = inspect.Signature(PARAMETERS)
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:

@@ -53,6 +53,15 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     return Tiles(jnp.broadcast_to(some, shape), jnp.broadcast_to(full, shape))
 
 
+def near_equal(length: int, longest: int, multiple: int = 1) -> int:
+    """The size of the tiles when `length` is cut into the fewest near-equal ones of at most `longest`.
+
+    It is rounded up to a multiple of `multiple`, which divides `longest`.
+    """
+    count = -(-length // longest)
+    return -(-length // (count * multiple)) * multiple
+
+
 def _by_tile(x: jax.Array, tile: int) -> jax.Array:
     return x.reshape(x.shape[0], -1, tile)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement.axes import AxisName
-from .int32 import INT32, POSITION, Limits, fitting, size
+from .int32 import INT32, POSITION, Limits, as_given, as_int32, size
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +89,7 @@ class MaskInfo:
 
         Rows are sharded like the queries and in layout order, columns are whole and in natural order.
         """
-        dense = _array("attention_mask", mask)
+        dense = as_given("attention_mask", mask)
         if dense.dtype != jnp.bool_:
             raise InputError(
                 "attention_mask",
@@ -126,31 +126,16 @@ class MaskInfo:
         return MaskInfo(**specs)
 
 
-def _array(argument: str, value: Any) -> Any:
-    """What `jnp.asarray` accepts, still on the host where it was."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return value
-    try:
-        return np.asarray(value)
-    except ValueError as error:
-        raise InputError(
-            argument, f"is not an array: {error}", "Pass an array, or nested lists of equal lengths"
-        ) from None
-
-
 def _integers(argument: str, value: Any, ranks: tuple[int, ...], limits: Limits = INT32) -> Int32[Array, "..."]:
-    array = _array(argument, value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise InputError(argument, f"has dtype {array.dtype}", "Pass int32")
+    array = as_int32(argument, value, limits)
     if array.ndim not in ranks:
         shapes = " or ".join(("[T]", "[B, T]")[rank - 1] for rank in ranks)
         raise InputError(argument, f"has shape {array.shape}", f"Pass {shapes}")
-    fitting(argument, array, limits)
-    return jnp.asarray(array, jnp.int32)
+    return array
 
 
 def _ids_of_lengths(argument: str, lengths: Any, limit: str, longest: int | None) -> Int32[Array, "B T"]:
-    array = _array(argument, lengths)
+    array = as_given(argument, lengths)
     longest = None if longest is None else size(limit, longest)
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InputError(argument, f"has shape {array.shape} and dtype {array.dtype}", "Pass one integer for each row")

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InputError
@@ -28,6 +29,29 @@ def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
     known = np.asarray(given)
     if known.size and (known.min() < least or known.max() > most):
         raise InputError(argument, f"reaches from {known.min()} to {known.max()}", remedy)
+
+
+def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:
+    """`x` as an array of int32; refuses other numbers, and integers beyond the limits."""
+    given = as_given(argument, x)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise InputError(argument, f"has dtype {given.dtype}", "It needs integers")
+    fitting(argument, given, limits)
+    return jnp.asarray(given).astype(jnp.int32)
+
+
+def as_given(argument: str, x: Any) -> Any:
+    """What `jnp.asarray` accepts as an array, still on the host where it was: JAX cuts integers of 64 bits there."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return x
+    try:
+        return np.asarray(x)
+    except jax.errors.TracerArrayConversionError:
+        return jnp.asarray(x)
+    except ValueError as error:
+        raise InputError(
+            argument, f"is not an array: {error}", "Pass an array, or nested lists of equal lengths"
+        ) from None
 
 
 def size(argument: str, x: Any) -> int:

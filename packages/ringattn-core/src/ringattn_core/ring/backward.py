@@ -77,25 +77,26 @@ def _rows(kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Rows:
 
 
 def _in_input_dtypes(kept: Residuals, rows: Rows, dq: Any, dk: Any, dv: Any, dbias: Any, dslopes: Any) -> Any:
-    dsinks = None if kept.inputs.sinks is None else _sink_gradients(kept, rows.delta)
+    sinks = sinks_of(kept.inputs)
+    dsinks = None if sinks is None else _sink_gradients(sinks, kept, rows.delta)
     inputs = dataclasses.replace(kept.inputs, bias=None if dbias is None else kept.inputs.bias)
     gradients = Differentiable(dq, dk, dv, dsinks, dbias, dslopes)
     return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs)
 
 
-def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array:
+def _sink_gradients(sinks: jax.Array, kept: Residuals, delta: jax.Array) -> jax.Array:
     """Minus the sum over rows of each sink's probability times `delta`."""
-    sinks = sinks_of(kept.inputs)[None, :, None, :]
-    above = sinks if kept.shift is None else sinks - kept.shift[..., None]
+    above = sinks[None, :, None, :] if kept.shift is None else sinks[None, :, None, :] - kept.shift[..., None]
     probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
     return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")
 
 
 def _array(cotangent: Any, inputs: Differentiable) -> jax.Array:
     """A cotangent as an array: for a result that nothing depends on JAX gives only its shape."""
-    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return cotangent
-    return aligned(jnp.zeros(cotangent.shape, cotangent.dtype), inputs)
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        zero: Any = cotangent
+        return aligned(jnp.zeros(zero.shape, zero.dtype), inputs)
+    return cotangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ class _Pass:
         for arrival in (*(following or ()), *(arrived or ())):
             sums = tuple({**each, "q": ordering.settled(each["q"], arrival)} for each in sums)
         if early is None:
-            made = [self._visit(*each, offset) for each in self._each(wires, sums)]
+            made = [self._visit(way, rows, x, before, offset) for way, rows, x, before in self._each(wires, sums)]
             mine, sums = zip(*made, strict=True)
         else:
             late, sums = self._own_half(1, wires, sums)

@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from ..contract.protocol import Block, BlockKernel, Gradients, Partial
 from ..placement.arrays import axes_with
 
 _PER_EXAMPLE, _BROADCAST = axes_with(Block, "B"), axes_with(Block, "b")
+_MAY_BE_SHARED = [name.removeprefix("d") for name in axes_with(Gradients, "b")]
+"""The arrays with a gradient that all rows of a batch may have in common."""
 
 
 def forward(kernel: BlockKernel) -> Callable[[Block, Partial | None], Partial]:
@@ -41,7 +43,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
         block_batched, *arrays_batched = batched
         if block_batched.head_index:
             return _one_by_one(call, size, batched, block, *arrays)
-        folded = _fold_block(size, block_batched, block, expand=("bias", "slopes"))
+        folded = _fold_block(size, block_batched, block, expand=_MAY_BE_SHARED)
         if _shared(block, block_batched, "bias"):
             # The gradients of a shared bias are summed below, and rounded to the dtype of the bias once, after that.
             folded = dataclasses.replace(folded, final=False)
@@ -52,7 +54,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
     return call
 
 
-def _fold_block(size: int, batched: Any, block: Block, expand: tuple[str, ...]) -> Block:
+def _fold_block(size: int, batched: Any, block: Block, expand: Sequence[str]) -> Block:
     """Every array per example of the vmapped axis times the batch; those with batch 1 stay so unless in `expand`."""
     examples = block.q.shape[1 if batched.q else 0]
     changes: dict[str, Any] = {name: _fold(size, getattr(batched, name), getattr(block, name)) for name in _PER_EXAMPLE}
@@ -89,14 +91,14 @@ def _unfolded(size: int, result: Any) -> tuple[Any, Any]:
 def _reduce_like(result: Gradients, block: Block, batched: Any) -> Gradients:
     """Sums each example's gradient of an input that its batch shares over that batch."""
     changes = {}
-    for name in ("bias", "slopes"):
+    for name in _MAY_BE_SHARED:
         if _shared(block, batched, name) and getattr(result, f"d{name}") is not None:
             changes[f"d{name}"] = getattr(result, f"d{name}").sum(1, keepdims=True)
     return dataclasses.replace(result, **changes)
 
 
 def _shared(block: Block, batched: Any, name: str) -> bool:
-    """Whether all rows of an example's batch have the same bias, or slopes."""
+    """Whether all rows of an example's batch have this array in common."""
     x = getattr(block, name)
     return x is not None and x.shape[1 if getattr(batched, name) else 0] == 1
 

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from .dropout import kept
-from .scores import Part, power, products, scores, to_column, wide
+from .scores import Part, mask_out, power, products, scores, to_column, wide
 
 LSE: Final = 0
 DELTA: Final = 1
@@ -40,10 +40,11 @@ def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
 
     # Both products before the scores: Mosaic schedules a body of v6e in 5085 bundles, and in 5494 with `dp` first.
     product, dp = products(part, "q", "k"), products(part, "dout", "v")
-    s, bent = scores(part, product, masked)
+    s, bent = scores(part, product)
     if settings.bias:
         s = s - row(SHIFT)
-    weight = power(s - row(LSE), settings)
+    logarithm = s - row(LSE)
+    weight = power(mask_out(part, logarithm) if masked else logarithm, settings)
     p = weight
     if settings.rule.dropout:
         keep = kept(part, settings.keep_weight)

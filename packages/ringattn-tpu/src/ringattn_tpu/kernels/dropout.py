@@ -43,8 +43,8 @@ def _first_rows(own: jax.Array) -> jax.Array:
 def _drawn(part: Part, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two words of the draw of each pair, as int32."""
     shape = jnp.broadcast_shapes(i.shape, j.shape)
-    counter = tuple(_bits_as(jnp.broadcast_to(draw_number(x), shape), jnp.uint32) for x in (i, j))
-    first, second = philox_2x32(counter, _bits_as(part.inputs["dropout_key"][...], jnp.uint32))
+    a, b = (_bits_as(jnp.broadcast_to(draw_number(x), shape), jnp.uint32) for x in (i, j))
+    first, second = philox_2x32((a, b), _bits_as(part.inputs["dropout_key"][...], jnp.uint32))
     return _bits_as(first, jnp.int32), _bits_as(second, jnp.int32)
 
 

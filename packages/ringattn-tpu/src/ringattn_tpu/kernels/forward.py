@@ -10,7 +10,20 @@ from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST
 from .dropout import kept
-from .scores import LANES, Part, folded, keep_columns, matmul, power, products, scores, to_column, to_row, wide
+from .scores import (
+    LANES,
+    Part,
+    folded,
+    keep_columns,
+    mask_out,
+    matmul,
+    power,
+    products,
+    scores,
+    to_column,
+    to_row,
+    wide,
+)
 
 LARGEST: Final = 0
 TOTAL: Final = 1
@@ -55,8 +68,9 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
 
 
 def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None:
-    settings, v = part.settings, part.rows("v")
-    s, _ = scores(part, products(part, "q", "k"), masked)
+    settings = part.settings
+    s, _ = scores(part, products(part, "q", "k"))
+    s = mask_out(part, s) if masked else s
     before = largest[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
     p = power(s - wide(after, part.width), settings)
@@ -65,4 +79,4 @@ def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None
     largest[...] = after
     if settings.rule.dropout:
         p = p * kept(part, 1.0)
-    acc[...] = wide(decay, acc.shape[1]) * acc[...] + matmul(p, v, settings)
+    acc[...] = wide(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)

@@ -78,16 +78,11 @@ class Part(NamedTuple):
         return wide(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
 
 
-def own_integers(settings: Settings, by_keys: bool) -> tuple[str, ...]:
-    """The integers that a kernel keeps as columns."""
-    return settings.kv_rows if by_keys else settings.q_rows
-
-
 def keep_columns(settings: Settings, inputs: Any, columns: Any, by_keys: bool) -> None:
     """Turns the integers of the own tile to columns, once for all tiles that visit it."""
-    rows = "kv_integers" if by_keys else "q_integers"
-    for row in range(len(own_integers(settings, by_keys))):
-        columns[row] = to_column(inputs[rows][row : row + 1, :])
+    name, rows = ("kv_integers", settings.kv_rows) if by_keys else ("q_integers", settings.q_rows)
+    for row in range(len(rows)):
+        columns[row] = to_column(inputs[name][row : row + 1, :])
 
 
 def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
@@ -113,11 +108,8 @@ def products(part: Part, of_query: str, of_key: str) -> jax.Array:
     )
 
 
-def scores(part: Part, product: jax.Array, masked: bool) -> tuple[jax.Array, jax.Array]:
-    """The scores from the products, and the tanh that the soft cap takes (without a cap, the scaled products).
-
-    Where `masked`, the score of a pair that is masked out is -inf.
-    """
+def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The scores before any mask, and the tanh that the soft cap takes (without a cap, the scaled products)."""
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
@@ -128,8 +120,13 @@ def scores(part: Part, product: jax.Array, masked: bool) -> tuple[jax.Array, jax
         s = s + _bias(part)
     if settings.slopes:
         s = s - part.inputs["slopes"][...] * settings.unit * distance(part)
-    seen = _visible(part) if masked else None
-    return s if seen is None else jnp.where(seen, s, -jnp.inf), bent
+    return s, bent
+
+
+def mask_out(part: Part, x: jax.Array) -> jax.Array:
+    """`x`, and -inf where a key is masked out."""
+    seen = _visible(part)
+    return x if seen is None else jnp.where(seen, x, -jnp.inf)
 
 
 def _bias(part: Part) -> jax.Array:

@@ -103,7 +103,7 @@ def _why_not_here(block: Block, target: Target) -> str | None:
 
 
 def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
-    """Why the forward kernel does not take the block, where it has none or the portable one is faster."""
+    """Why the forward kernel cannot compute the block, or is slower than the portable one."""
     schedule = schedules.forward(constants)
     if schedule is None or constants.value_dim != constants.head_dim:
         return "no forward kernel has heads of these sizes, or a soft cap with them"
@@ -128,10 +128,9 @@ def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
 
 
 def _too_little(constants: BlockConstants) -> bool:
-    """Whether beginning and end dominate a turn: it has few tiles, or short products to mask."""
-    right = 0 if constants.causal or constants.chunked else constants.right if constants.bounded_right else math.inf
-    window = constants.left + right if constants.bounded_left else math.inf
-    seen = min(window, constants.chunk if constants.chunked else math.inf)
+    """Whether the beginning and end of a turn dominate: it has few tiles, or small products to mask."""
+    left, right, chunk = (math.inf if x is None else x for x in (constants.left, constants.right, constants.chunk))
+    seen = min(left + (0 if constants.causal or constants.chunk is not None else right), chunk)
     if constants.head_dim == 128:
         return seen < 1024
     return seen < 2048 or constants.q_length < 4096 or constants.segments or constants.masks

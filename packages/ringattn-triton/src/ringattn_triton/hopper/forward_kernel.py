@@ -29,7 +29,7 @@ def forward(
     STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, SHIFTED: gl.constexpr,
     BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as the device has multiprocessors. They count their turns in `TAKEN`, which begins at 0.
+    """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
     `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no score needs a row
     maximum taken from it. `REGISTERS`: how many a thread of a consumer has.
@@ -123,7 +123,7 @@ def forward(
 def _consume(
     NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """The results of every turn for 64 of its queries."""
+    """A consumer: it computes and writes 64 queries of every turn."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
@@ -144,7 +144,7 @@ def _consume(
     acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, SUMS)
     top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     total = top
-    weights = _as_operand(nought, shared.k.dtype, SUMS)
+    weights = _packed(nought, shared.k.dtype)
     turn = next_turn(shared, done)
     while turn < all_turns:
         own, batch, head_number = of_turn(turn, F, T)
@@ -161,9 +161,9 @@ def _consume(
         before = (taken + STAGES - 1) % STAGES
         if done > 0:
             mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
-        acc = warpgroup_mma(weights, shared.v.index(before), acc, is_async=True)
+        acc = warpgroup_mma(_as_operand(weights, shared.v.dtype, SUMS), shared.v.index(before), acc, is_async=True)
         head = of_head(P, batch, head_number, F)
-        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), F, RAGGED, False)
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
         old_top, old_total = top, total
@@ -185,7 +185,7 @@ def _consume(
             acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = warpgroup_mma_wait(0, deps=[acc])
-        weights = _as_operand(p, queries_here.dtype, SUMS)
+        weights = _packed(p, queries_here.dtype)
         taken += 1
         first = 1
         if MASKED:
@@ -209,7 +209,9 @@ def _consume(
     if done > 0:
         last = taken - 1
         mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
+        acc = warpgroup_mma(
+            _as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True
+        )
         acc = warpgroup_mma_wait(0, deps=[acc])
         written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
 
@@ -220,7 +222,7 @@ def _continued(
     queries, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
     SUMS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One step: the scores of this tile and the last tile's weighted values are in flight together."""
+    """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
@@ -232,7 +234,7 @@ def _continued(
     k = shared.k.index(taken % STAGES)
     s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
     mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = warpgroup_mma(weights, shared.v.index(last % STAGES), acc, is_async=True)
+    acc = warpgroup_mma(_as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True)
     if ORDERED:
         mbarrier.arrive(shared.order.index((NUMBER + 1) % CONSUMERS), count=1)
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
@@ -244,13 +246,27 @@ def _continued(
     mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
     if not BOUNDED:
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return acc, _as_operand(p, queries_here.dtype, SUMS), total, top
+    return acc, _packed(p, queries_here.dtype), total, top
 
 
 @gluon.jit
-def _as_operand(p, TYPE: gl.constexpr, SUMS: gl.constexpr):
-    """The weights in the registers from which a product takes its left side."""
-    return gl.convert_layout(p.to(TYPE), gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+def _packed(p, TYPE: gl.constexpr):
+    """Weights in half precision, two neighbours of a row in one word: `[64, KV_TILE / 2]`.
+
+    Carried from step to step as single numbers, they cost the assembler an instruction each to unpack and pack again.
+    """
+    first, second = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(ROUND, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _as_operand(weights, TYPE: gl.constexpr, SUMS: gl.constexpr):
+    """Packed weights in the layout of a product's left operand."""
+    first = weights.to(gl.int16).to(TYPE, bitcast=True)
+    second = (weights >> 16).to(gl.int16).to(TYPE, bitcast=True)
+    p = gl.reshape(gl.join(first, second), [weights.shape[0], weights.shape[1] * 2])
+    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
 
 
 @gluon.jit
@@ -258,18 +274,18 @@ def _keys(
     shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The keys of a tile to mask."""
+    """The `Keys` of a tile to mask, or 0."""
     if MASKED:
         start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
         columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
-        return of_columns(P, batch, start, columns, F, KV_TILE, False)
+        return of_columns(P, batch, start, columns, 0, F, KV_TILE, False)
     else:
         return 0
 
 
 @gluon.jit
 def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
-    """The bias of a tile of scores."""
+    """The bias of a tile of scores, or 0."""
     if F.bias:
         return shared.bias.index((taken % S[2]) * S[0] + NUMBER).load(SCORES)
     else:
@@ -278,7 +294,7 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr,
 
 @gluon.jit
 def _softmax(s, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
-    """The weights of a tile of products, sums and maxima that count it in, and the factor for the sums so far.
+    """The weights of a tile, the updated sums and maxima, and the factor for the sums so far.
 
     Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor is 1.
     """

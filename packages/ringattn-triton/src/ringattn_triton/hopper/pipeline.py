@@ -127,7 +127,7 @@ def _put(place, number):
 
 @gluon.jit
 def got(place):
-    """The number in a place, for all threads of a consumer."""
+    """Reads a number from a place, in all threads of a consumer."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
@@ -169,6 +169,6 @@ def _tile_fetched(
 
 @gluon.jit
 def next_turn(shared, done):
-    """The number that the producer took next; not less than their count where none is left."""
+    """The number of the next turn; past the last turn, a number that is not below their count."""
     mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
     return got(shared.turns.index(done % 2))

@@ -16,7 +16,7 @@ from .schedules import CONSUMER_ROWS
 def continued_rows(
     LSE_BEFORE, SHIFT_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, OF_ROWS: gl.constexpr
 ):
-    """Maxima and sums of weights as other keys have left them, or before there was any key.
+    """The row maxima and sums of weights with which a turn begins.
 
     With a bias maxima are natural scores, without one in units of log2 (`kernels.scores.in_log2`).
     """

@@ -3,28 +3,31 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+import jax.numpy as jnp
 import numpy as np
 
 _LOW: Final = np.uint64(2**32 - 1)
 _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "tanh.approx.f32": lambda x: (np.tanh(x),),
     "mul.wide.u32": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64),),
+    "cvt.rn.bf16x2.f32": lambda upper, lower: (_halves(upper, lower, jnp.bfloat16),),
+    "cvt.rn.f16x2.f32": lambda upper, lower: (_halves(upper, lower, np.float16),),
     "mov.b32": lambda x: (x,),
     "st.global.b32": lambda pointer, word: pointer.write(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
-"""The results of each, in the order in which PTX writes them. What points into memory is a `Place`."""
+"""The results of each, in the order in which PTX writes them. A pointer has a method `write`."""
 
 
-class Place(Protocol):
-    """Where words of 32 bits can be written; `()` is the result."""
+def _halves(upper: np.ndarray, lower: np.ndarray, dtype: Any) -> np.ndarray:
+    """Two numbers rounded to half precision, in one word."""
+    high, low = (x.astype(dtype).view(np.uint16).astype(np.uint32) for x in (upper, lower))
+    return (high << np.uint32(16) | low).view(np.int32)
 
-    def write(self, words: Any) -> tuple[()]: ...
 
-
-def computed(assembly: str, inputs: Sequence[np.ndarray | Place], outputs: int) -> list[Any]:
+def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:
     """The outputs `$0` and so on of instructions applied element by element; inputs are numbered after them."""
     registers = {f"${outputs + number}": x for number, x in enumerate(inputs)}
     body = re.sub(r"^\s*\{(.*)\}\s*$", r"\1", assembly, flags=re.DOTALL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the names of Gluon mean in an interpreted kernel: shared memory, barriers, fetches, products that run on.
+"""The functions of Gluon over NumPy arrays and threads: shared memory, barriers, TMA fetches, asynchronous products.
 
 The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
 as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
@@ -272,7 +272,7 @@ def warp_specialize(partitions: Sequence[tuple[Any, tuple[Any, ...]]], warps: An
     team.finish()
 
 
-def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, value: Any = None) -> Shared:
+def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any) -> Shared:
     sizes = [plain(size) for size in shape]
     if type(layout).__name__ == "MBarrierLayout":
         barriers = np.empty(sizes, object)
@@ -280,10 +280,7 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any, v
             barriers[at] = Barrier()
         return Shared(barriers, element_ty)
     shared = Shared(np.empty(sizes, held(element_ty)), element_ty)
-    if value is None:
-        shared.spoil()
-    else:
-        shared.store(value)
+    shared.spoil()
     return shared
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the names of `triton.language` mean in an interpreted kernel: types, memory, control flow and shapes.
+"""The functions of `triton.language` for memory, control flow and shapes, over NumPy arrays.
 
-The functions that compute are in `mathematics`; `programs` puts both in the place of `triton.language`.
+`mathematics` has the functions that compute; `programs` substitutes both for `triton.language`.
 """
 
 import threading
@@ -28,7 +28,7 @@ def num_programs(axis: int) -> Tensor:
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
-    """The elements pointed at; where the mask forbids, `other`, or without it what nobody should rely on."""
+    """The elements pointed at; where the mask is false, `other`, or without it NaN."""
     _need_pointer(pointer)
     dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)
     if allowed is None:
@@ -40,11 +40,7 @@ def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = Fal
     return Tensor(pointer.buffer.load(pointer.data, allowed, fill), dtype)
 
 
-def store(
-    pointer: Any,
-    value: Any,
-    mask: Any = None,
-) -> None:
+def store(pointer: Any, value: Any, mask: Any = None) -> None:
     _need_pointer(pointer)
     data = cast(tensor(value), pointer.buffer.dtype).data
     pointer.buffer.store(pointer.data, data, _mask(pointer, mask))
@@ -66,8 +62,6 @@ def _mask(pointer: Pointer, mask: Any) -> Any:
     if mask is None or mask is True:
         return None
     data = cast(tensor(mask), tl.int1).data
-    if data.ndim and not pointer.data.ndim:
-        raise TypeError("a block of masks needs a block of pointers, got one pointer")
     return data
 
 
@@ -79,12 +73,8 @@ def arange(start: int, end: int) -> Tensor:
 
 def full(shape: Any, value: Any, dtype: Any) -> Tensor:
     sizes = _sizes(shape)
-    data = cast(value, dtype).data if isinstance(value, Tensor) else _filled(constant(value), dtype)
+    data = cast(value, dtype).data if isinstance(value, Tensor) else rounded(held(dtype)(constant(value)), dtype)
     return Tensor(np.full(sizes, data, held(dtype)) if sizes else data, dtype)
-
-
-def _filled(value: Any, dtype: Any) -> Any:
-    return rounded(held(dtype)(value), dtype)
 
 
 def zeros(shape: Any, dtype: Any) -> Tensor:
@@ -93,15 +83,6 @@ def zeros(shape: Any, dtype: Any) -> Tensor:
 
 def zeros_like(input: Tensor) -> Tensor:
     return full(input.shape, 0, input.dtype)
-
-
-def to_tensor(value: Any) -> Tensor:
-    return tensor(constant(value))
-
-
-def constexpr(value: Any) -> Any:
-    """A constant is the value itself: what Triton needs the wrapper for is known here anyway."""
-    return constant(value)
 
 
 def reshape(input: Tensor, *shape: Any) -> Tensor:
@@ -117,7 +98,7 @@ def trans(input: Tensor, *dims: Any) -> Tensor:
 
 
 def join(a: Any, b: Any) -> Tensor:
-    """Both along a new last axis of two."""
+    """Both stacked along a new last axis."""
     a, b = tensor(a), tensor(b)
     if a.dtype != b.dtype:
         raise TypeError(f"join takes two tensors of one type, got {a.dtype} and {b.dtype}")
@@ -144,16 +125,10 @@ def static_range(arg1: Any, arg2: Any = None, step: Any = None) -> range:
     return range(plain(start), plain(end), 1 if step is None else plain(step))
 
 
-def static_assert(cond: Any, msg: str = "") -> None:
-    if isinstance(cond, Tensor):
-        raise TypeError(f"static_assert takes what is known at compile time, got the tensor {cond}")
-    assert cond, msg
-
-
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Of 32 bits each way, or through pointers, an element at a time."""
+    """Applies instructions on 32 bits, or stores through pointers, element by element."""
     several = isinstance(dtype, tuple)
     dtypes = dtype if several else (dtype,)
     inputs = [_Words(x) if isinstance(x, Pointer) else tensor(x).data for x in args]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions of `triton.language` compute: elementwise, over an axis, and products of matrices."""
+"""The functions of `triton.language` that compute: elementwise, over an axis, and matrix products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -52,21 +52,11 @@ def dot(input: Tensor, other: Tensor, acc: Any = None, input_precision: Any = No
     """The product of two blocks, summed in float32. float32 inputs are cut to TF32 unless the caller asks otherwise."""
     if input.dtype != other.dtype:
         raise TypeError(f"dot takes two blocks of one type, got {input.dtype} and {other.dtype}")
-    if input.data.ndim != 2 or other.data.ndim != 2:
-        raise TypeError(f"dot takes two matrices, got shapes {input.shape} and {other.shape}")
-    if input.dtype not in (tl.float32, tl.float16, tl.bfloat16):
-        raise TypeError(f"dot is interpreted for float32, float16 and bfloat16, got {input.dtype}")
-    if input.shape[-1] < 16:
-        raise ValueError(f"dot sums over at least 16 elements, got shapes {input.shape} and {other.shape}")
     a, b = input.data, other.data
     if input.dtype is tl.float32 and constant(input_precision) in (None, "tf32"):
         a, b = to_tf32(a), to_tf32(b)
     product = np.matmul(a, b)
-    if acc is not None:
-        if acc.shape != product.shape:
-            raise ValueError(f"the accumulator of dot has shape {acc.shape}, the product {product.shape}")
-        product = product + acc.data
-    return Tensor(product, tl.float32)
+    return Tensor(product if acc is None else product + acc.data, tl.float32)
 
 
 def sum(input: Tensor, axis: Any = None) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel may touch: every access is inside its operand, and no two programs meet in one element."""
+"""Memory of interpreted kernels: raises on accesses outside an operand and on races between programs."""
 
 import dataclasses
 import threading

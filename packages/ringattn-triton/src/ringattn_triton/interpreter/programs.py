@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a compiled kernel's source runs here: with globals in which `triton.language` is the interpreter's."""
+"""Runs a kernel's own code with other globals, in which the interpreter stands for `triton.language`."""
 
 import builtins
 import inspect
@@ -79,7 +79,7 @@ _LANGUAGES = tuple(
 
 
 class _Language:
-    """Stands for `triton.language` and its modules: the interpreter's own, else what Triton wrote in itself."""
+    """Stands for `triton.language` and its modules: the interpreter's functions, and Triton's types."""
 
     def __init__(self) -> None:
         for module in (language, mathematics):
@@ -87,19 +87,13 @@ class _Language:
             vars(self).update({k: v for k, v in own.items() if getattr(v, "__module__", None) == module.__name__})
         self.range = language.range_
         self.cdiv = lambda x, div: (x + (div - 1)) // div
-        self.cast = lambda input, dtype, *args, **options: language.to_tensor(input).to(dtype, *args, **options)
         self.tensor = Tensor
-        self.math = self.core = self.standard = self.random = self
 
     def __getattr__(self, name: str) -> Any:
-        for module in _LANGUAGES:
-            value = getattr(module, name, None)
-            if value is not None:
-                if tl.core.is_builtin(value):
-                    raise NotImplementedError(f"triton.language.{name} is not interpreted")
-                vars(self)[name] = _replaced(value)
-                return vars(self)[name]
-        raise AttributeError(f"triton.language has no {name!r}")
+        value = getattr(tl, name)
+        if isinstance(value, JITFunction) or tl.core.is_builtin(value):
+            raise NotImplementedError(f"triton.language.{name} is not interpreted")
+        return value
 
 
 class _Gluon:
@@ -153,7 +147,8 @@ def _environment(function: Any) -> dict[str, Any]:
 def _replaced(value: Any) -> Any:
     """What stands for a global of a kernel's module."""
     if isinstance(value, JITFunction):
-        return _Function(value)
+        own = value.fn.__module__.startswith("triton.language")
+        return getattr(LANGUAGE, value.__name__) if own else _Function(value)
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(value, types.ModuleType):
@@ -180,24 +175,10 @@ class _Function:
         self._run: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        run = self._run
-        if run is None:
-            own = getattr(LANGUAGE, self._kernel.__name__, None) if _is_language(self._kernel) else None
-            run = self._run = own if own is not None and own is not self else interpreted(self._kernel)
-        return run(*args, **options)
+        if self._run is None:
+            self._run = interpreted(self._kernel)
+        return self._run(*args, **options)
 
 
-def _is_language(kernel: JITFunction) -> bool:
-    return kernel.fn.__module__.startswith("triton.language") and kernel.__name__ in vars(LANGUAGE)
-
-
-def _smallest(*values: Any) -> Any:
-    return mathematics.minimum(*values) if any(isinstance(v, Tensor) for v in values) else min(*values)
-
-
-def _largest(*values: Any) -> Any:
-    return mathematics.maximum(*values) if any(isinstance(v, Tensor) for v in values) else max(*values)
-
-
-_BUILTINS = {**vars(builtins), "range": language.range_, "min": _smallest, "max": _largest, "print": print}
+_BUILTINS = {**vars(builtins), "range": language.range_}
 LANGUAGE = _Language()

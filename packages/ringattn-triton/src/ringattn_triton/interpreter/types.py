@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which types values have, as Triton promotes them, and in which NumPy type each is held.
+"""The types of values, promoted by Triton's rules, and the NumPy type that holds each.
 
 bfloat16 and float16 are held in float32, rounded after every operation: sums and products of two such numbers are
 exact or correctly rounded in float32 first, so that the result is the one of the narrow type.
@@ -12,35 +12,18 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 
+_INTEGER_NAMES: Final = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
 HELD: Final[dict[str, Any]] = {
+    **{name: getattr(np, name) for name in _INTEGER_NAMES},
     "int1": np.bool_,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
     "fp16": np.float32,
     "bf16": np.float32,
     "fp32": np.float32,
     "fp64": np.float64,
 }
-OF_ARRAY: Final = {
+OF_ARRAY: Final[dict[str, Any]] = {
+    **{name: getattr(tl, name) for name in (*_INTEGER_NAMES, "float16", "bfloat16", "float32", "float64")},
     "bool": tl.int1,
-    "int8": tl.int8,
-    "int16": tl.int16,
-    "int32": tl.int32,
-    "int64": tl.int64,
-    "uint8": tl.uint8,
-    "uint16": tl.uint16,
-    "uint32": tl.uint32,
-    "uint64": tl.uint64,
-    "float16": tl.float16,
-    "bfloat16": tl.bfloat16,
-    "float32": tl.float32,
-    "float64": tl.float64,
 }
 """The Triton type of a NumPy (or ml_dtypes) array."""
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of a kernel's source compute: tensors and pointers over NumPy arrays."""
+"""Tensors and pointers of interpreted kernels, over NumPy arrays, with Python's operators."""
 
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 import triton.language as tl
@@ -29,10 +29,6 @@ class Tensor:
         return self.data.shape
 
     @property
-    def type(self) -> Any:
-        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
-
-    @property
     def numel(self) -> int:
         return self.data.size
 
@@ -47,8 +43,6 @@ class Tensor:
         index = index if isinstance(index, tuple) else (index,)
         if any(part is not None and part != slice(None) for part in index):
             raise TypeError(f"a tensor is indexed with : and None alone, got {index}")
-        if sum(part is not None for part in index) != len(self.shape):
-            raise TypeError(f"{index} does not name each of the {len(self.shape)} axes of the tensor once")
         return self._like(np.asarray(self.data)[index])
 
     def _like(self, data: Any) -> "Tensor":
@@ -76,21 +70,9 @@ class Tensor:
     def __neg__(self) -> "Tensor":
         return Tensor(np.negative(self.data), self.dtype)
 
-    def __pos__(self) -> "Tensor":
-        return self
-
     def __invert__(self) -> "Tensor":
         _need(self.dtype.is_int(), "~", self.dtype)
         return Tensor(np.invert(self.data), self.dtype)
-
-    def logical_not(self) -> "Tensor":
-        return Tensor(np.logical_not(self.data), tl.int1)
-
-    def logical_and(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_and, cast(self, tl.int1), cast(tensor(other), tl.int1))
-
-    def logical_or(self, other: Any) -> "Tensor":
-        return bitwise(np.bitwise_or, cast(self, tl.int1), cast(tensor(other), tl.int1))
 
 
 class Pointer(Tensor):
@@ -114,12 +96,6 @@ class Pointer(Tensor):
     def __sub__(self, other: Any) -> "Pointer":
         return Pointer(self.buffer, np.subtract(self.data, _offsets(other)))
 
-    def _refuse(self, other: Any = None) -> NoReturn:
-        raise TypeError(f"a pointer into {self.buffer} moves by integers, and has no other arithmetic")
-
-    __mul__ = __rmul__ = __rsub__ = __truediv__ = __floordiv__ = __mod__ = _refuse
-    __and__ = __or__ = __xor__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __neg__ = __invert__ = _refuse  # pyright: ignore
     __hash__ = Tensor.__hash__
 
 
@@ -132,7 +108,7 @@ def _offsets(value: Any) -> Any:
 
 
 def tensor(value: Any) -> Tensor:
-    """A number of the source as a tensor, which it is wherever Triton computes with it."""
+    """Makes a tensor of a number in the source, as Triton does."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Number):
@@ -145,7 +121,7 @@ _numbers: Final[dict[tuple[Any, ...], Any]] = {}
 
 
 def number(value: Number, dtype: Any) -> Any:
-    """A number of the source in the type of the tensor that it meets."""
+    """A number of the source, converted to the type of the tensor that it is combined with."""
     key = (value, type(value), dtype.name)
     found = _numbers.get(key) if value else None
     if found is None:
@@ -195,7 +171,7 @@ def bitcasted(x: Tensor, dtype: Any) -> Tensor:
 
 
 def met(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
-    """The data of both in the type in which they are computed with, and that type."""
+    """Both operands converted to their common type, and that type."""
     if isinstance(a, Tensor):
         if isinstance(b, Tensor):
             dtype = common_type(a.dtype, b.dtype, division=division)
@@ -249,7 +225,7 @@ def quotient(a: Any, b: Any) -> Tensor:
 
 
 def remainder(a: Any, b: Any) -> Tensor:
-    """What `quotient` leaves: it has the sign of the dividend."""
+    """The remainder of `quotient`; it has the sign of the dividend."""
     x, y, dtype = met(a, b, division=True)
     return Tensor(rounded(np.fmod(x, y), dtype), dtype)
 
@@ -296,12 +272,12 @@ _operators()
 
 
 def constant(value: Any) -> Any:
-    """A compile-time value, of `tl.constexpr` or its own."""
+    """The value of a `tl.constexpr`; other values as they are."""
     return value.value if isinstance(value, tl.constexpr) else value
 
 
 def plain(value: Any) -> int:
-    """An integer known when the kernel is compiled; a tensor is none."""
+    """An integer known when the kernel is compiled; raises on a tensor."""
     value = constant(value)
     if isinstance(value, Tensor):
         raise TypeError(f"an integer known at compile time is needed here, got the tensor {value}")

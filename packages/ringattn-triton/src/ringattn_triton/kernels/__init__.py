@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels, in Triton."""
+"""Device functions that kernels of several families share."""

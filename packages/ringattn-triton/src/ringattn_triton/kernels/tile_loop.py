@@ -58,7 +58,7 @@ def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, T: tl.constexpr):
-    """The number of the tile at a step of `[0, masked)`; for the step after the last, any number.
+    """The number of the tile at a step of `[0, masked)`; past the last step, any number.
 
     Kernels load the number of a listed tile one step ahead, so that fetching the tile does not wait for it.
     """
@@ -70,7 +70,7 @@ def masked_tile(visited, step, T: tl.constexpr):
 
 @triton.jit
 def full_tile(visited, step, T: tl.constexpr):
-    """The number of the tile at a step of `[full_from, full_to)`; for the step after the last, any number."""
+    """The number of the tile at a step of `[full_from, full_to)`; past the last step, any number."""
     if T.run:
         return step
     else:

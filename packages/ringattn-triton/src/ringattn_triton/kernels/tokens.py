@@ -122,18 +122,15 @@ def of_head(P, batch, head, F: tl.constexpr):
 @triton.jit
 def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
     """The `Queries` of a tile that begins at row `start`."""
-    found = of_rows(P, batch, start + tl.arange(0, TILE), F, F.q_length % TILE != 0, BY_KEYS)
     counter = 0
     if F.dropout:
         counter = _counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
-    return Queries(
-        found.row, found.inside, found.position, found.low, found.high, found.index, counter, found.segment
-    )  # fmt: skip
+    return of_rows(P, batch, start + tl.arange(0, TILE), counter, F, F.q_length % TILE != 0, BY_KEYS)
 
 
 @triton.jit
-def of_rows(P, batch, raw, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Queries` of some rows, without a `counter`; `RAGGED`: they may lie past the end."""
+def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Queries` of some rows; `RAGGED`: they may lie past the end."""
     position = 0
     index = 0
     segment = 0
@@ -155,7 +152,7 @@ def of_rows(P, batch, raw, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.co
         # Negative ids are padding: -1 equals no key's id, and -2 no query's.
         found = tl.load(P.q_segments + (batch * F.q_length + row))
         segment = as_queries(tl.where(found < 0, -1, found), BY_KEYS)
-    return Queries(as_queries(row, BY_KEYS), inside, position, low, high, index, 0, segment)
+    return Queries(as_queries(row, BY_KEYS), inside, position, low, high, index, counter, segment)
 
 
 @triton.jit
@@ -163,32 +160,31 @@ def _range_of(position, F: tl.constexpr):
     """The first and the last position that a query sees; no sum leaves int32, however wide the window."""
     first = position
     last = position
-    if F.bounded_right:
+    if F.right is not None:
         last = tl.minimum(position, 2147483647 - F.right) + F.right
-    if F.causal or F.chunked:
+    if F.causal or F.chunk is not None:
         last = tl.minimum(last, position)
-    if F.bounded_left:
+    if F.left is not None:
         first = tl.maximum(position, F.left - 2147483647) - F.left
-    if F.chunked:
+    if F.chunk is not None:
         rest = position % F.chunk
         start = position - tl.where(rest < 0, rest + F.chunk, rest)
-        first = tl.maximum(first, start) if F.bounded_left else start
+        first = tl.maximum(first, start) if F.left is not None else start
     return first, last
 
 
 @triton.jit
 def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
     """The `Keys` of a tile that begins at column `start`."""
-    found = of_columns(P, batch, start, tl.arange(0, TILE), F, TILE, BY_KEYS)
     counter = 0
     if F.dropout:
         counter = _counter(P.kv_counters, batch, start, F.kv_index_batch, F.kv_length, TILE)
-    return Keys(found.start, found.column, found.inside, found.position, found.index, counter, found.segment)
+    return of_columns(P, batch, start, tl.arange(0, TILE), counter, F, TILE, BY_KEYS)
 
 
 @triton.jit
-def of_columns(P, batch, start, columns, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Keys` of a tile, without a `counter`: they lie so many `columns` after its `start`."""
+def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
+    """The `Keys` at these `columns` of a tile that begins at column `start`."""
     position = 0
     index = 0
     segment = 0
@@ -204,7 +200,7 @@ def of_columns(P, batch, start, columns, F: tl.constexpr, TILE: tl.constexpr, BY
     if F.segments:
         found = tl.load(P.kv_segments + (batch * F.kv_length + column))
         segment = as_keys(tl.where(found < 0, -2, found), BY_KEYS)
-    return Keys(start, as_keys(column, BY_KEYS), inside, position, index, 0, segment)
+    return Keys(start, as_keys(column, BY_KEYS), inside, position, index, counter, segment)
 
 
 @triton.jit
@@ -248,7 +244,7 @@ def visible(
 
 @triton.jit
 def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
-    """What the words of a mask say of a tile."""
+    """The bits of a mask for a tile."""
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel

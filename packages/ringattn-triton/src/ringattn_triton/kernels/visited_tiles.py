@@ -12,7 +12,7 @@ def table(
     LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
     RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`BOUNDS` and `TILES` of `visited_tiles.Table`, for so many of all `LINES`, the rows of every group, `TOGETHER`.
+    """`BOUNDS` and `TILES` of `visited_tiles.Table`, for `TOGETHER` of all `LINES` (the rows of every group).
 
     `SEEN [g, rows, columns]` is 0 for a tile that is not seen, 1 for one to mask and 2 for one seen whole, which only
     the first `WHOLE` columns have. Of runs that are as long as each other the last one counts.
@@ -80,7 +80,7 @@ def table(
 
 @triton.jit
 def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
-    """The numbers of some columns, which of them each row sees at all, and which it sees whole."""
+    """The numbers of a chunk of columns, and which of them each row sees, and sees whole."""
     number = start + tl.arange(0, CHUNK)[None, :]
     seen = tl.load(rows + number, mask=inside & (number < COLUMNS), other=0)
     return number, seen > 0, (seen > 1) & (number < WHOLE)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton and Gluon kernels, and launches them by jaxlib's own call.
-
-Nothing is written to disk on NVIDIA: a program keeps its compiled kernels.
-"""
+"""Compiles Triton and Gluon kernels, and launches them by jaxlib's own call; no file is written on NVIDIA."""
 
 import functools
 import math
@@ -20,10 +17,8 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from .kernel_call import KernelCall
-from .target import device_architecture, device_capability
 
-_TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bool": "i1"}
-_TYPES_OF_INTEGERS: Final = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 32)}
+_KIND: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32", "uint32": "u32"}
 _ALIGNED: Final = 16
 
 
@@ -45,11 +40,11 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     from jaxlib import gpu_triton
 
     if platform == "cuda":
-        capability = capability or device_capability()
+        capability = capability or int(jax.local_devices()[0].compute_capability.replace(".", ""))
         target = GPUTarget("cuda", capability, 32)
     else:
         capability = gpu_triton.get_compute_capability(0)
-        target = GPUTarget("hip", device_architecture(), 64)
+        target = GPUTarget("hip", jax.local_devices()[0].compute_capability.split(":")[0], 64)
     made = compile_kernel(call, tuple(x.dtype.name for x in (*arrays, *call.outputs)), target)
     code = made.code
     if platform == "rocm":
@@ -84,8 +79,7 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     On NVIDIA the last one is PTX, which XLA assembles for the driver that it finds.
     """
     names, fixed = call.kernel.arg_names, dict(call.constants)
-    kinds = _TYPES | _TYPES_OF_INTEGERS
-    pointers = dict(zip((name for name in names if name not in fixed), (f"*{kinds[x]}" for x in dtypes), strict=True))
+    pointers = dict(zip((name for name in names if name not in fixed), (f"*{_KIND[x]}" for x in dtypes), strict=True))
     signature = {name: "constexpr" if name in fixed else pointers[name] for name in names}
     aligned = {(i,): [["tt.divisibility", _ALIGNED]] for i, name in enumerate(names) if name in pointers}
     kind: Any = GluonASTSource if getattr(call.kernel, "is_gluon", bool)() else ASTSource
@@ -94,7 +88,7 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     asked: dict[str, Any] = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
     if target.backend == "cuda":
         # What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older.
-        asked |= {"maxnreg": call.registers, "ptx_version": 87 if target.arch < 100 else 88}
+        asked |= {"maxnreg": call.registers, "ptx_version": 87 if int(target.arch) < 100 else 88}
     options = backend.parse_options(asked)
     context = ir.context()
     ir.load_dialects(context)

@@ -71,13 +71,3 @@ def compiling_for(capability: int) -> Iterator[None]:
         yield
     finally:
         _capability.reset(token)
-
-
-def device_capability() -> int:
-    """The compute capability of the first GPU."""
-    return int(jax.local_devices()[0].compute_capability.replace(".", ""))
-
-
-def device_architecture() -> str:
-    """The architecture of the first AMD GPU, such as gfx942."""
-    return jax.local_devices()[0].compute_capability.split(":")[0]

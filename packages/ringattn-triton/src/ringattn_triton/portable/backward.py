@@ -10,12 +10,11 @@ from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block, Gradients
 
 from .. import kernel_inputs, visited_tiles
-from ..kernel_inputs import BlockConstants, KernelInputs
+from ..kernel_inputs import KernelInputs
 from ..launch import launch
 from ..launch.target import Target
 from . import bias_gradient, schedules
 from .backward_kernels import backward_keys, backward_queries
-from .schedules import Schedule
 
 Rows = list[jax.Array]
 """`dout`, `lse` in units of log2 and finite where a row sees nothing, and `delta`, as both kernels take them."""
@@ -36,14 +35,14 @@ def backward(
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
     dq, dslopes, dbias = _of_queries(block, inputs, rows, dq, target)
     dk, dv = _of_keys(block, inputs.with_transposed_bias(), rows, target)
-    if block.slopes is not None:
-        by_batch = dslopes.sum(2)
-        return Gradients(dq, dk, dv, dbias, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
-    return Gradients(dq, dk, dv, dbias)
+    if block.slopes is None:
+        return Gradients(dq, dk, dv, dbias)
+    by_batch = dslopes.sum(2)
+    return Gradients(dq, dk, dv, dbias, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
 
 
 def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
-    """dk and dv."""
+    """dk and dv, by the kernel that owns keys."""
     schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
     return launch(
@@ -53,8 +52,7 @@ def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> 
         grid=(table.shape.rows * block.q.shape[0] * block.kv_heads,),
         name="ringattn_backward_keys",
         T=table.shape,
-        HELD=schedule.held,
-        **_constants(inputs.constants, schedule),
+        **schedules.launch_options(inputs.constants, schedule),
     )
 
 
@@ -89,9 +87,8 @@ def _of_queries(
             T=table.shape,
             S=strips or table.shape,
             FRESH=before is None,
-            HELD=schedule.held,
             IN_STRIPS=first is not None,
-            **_constants(inputs.constants, schedule),
+            **schedules.launch_options(inputs.constants, schedule),
         )
 
     if bias is None or strips is None:
@@ -111,15 +108,3 @@ def _of_queries(
 def _dtype(block: Block, x: jax.Array) -> jnp.dtype:
     """The dtype of the gradient by `x`."""
     return x.dtype if block.final else jnp.dtype(jnp.float32)
-
-
-def _constants(constants: BlockConstants, schedule: Schedule) -> dict:
-    return {
-        "F": constants,
-        "Q_TILE": schedule.q_tile,
-        "KV_TILE": schedule.kv_tile,
-        "DIM": kernel_inputs.padded_dim(constants.head_dim),
-        "VALUE_DIM": kernel_inputs.padded_dim(constants.value_dim),
-        "warps": schedule.warps,
-        "stages": schedule.stages,
-    }

@@ -23,7 +23,7 @@ def backward_keys(
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of keys of each key head; first those which most see under a causal mask."""
+    """One program for each tile of keys of each key head; the first tiles, which most queries see, start first."""
     own, batch, kv_head = owned(tl.program_id(0), T, F.kv_heads)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
@@ -94,7 +94,7 @@ def _added_to_keys(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with what a tile of queries adds. Rows past the end weigh nothing: their lse is +inf."""
+    """Adds the share of a tile of queries to dk and dv. Rows past the end have lse +inf and add 0."""
     Q_RAGGED: tl.constexpr = MASKED and F.q_length % Q_TILE != 0
     start = tile * Q_TILE
     rows = start + tl.arange(0, Q_TILE)
@@ -215,7 +215,7 @@ def _added_to_queries(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq, and the gradient of the slope, with what a tile of keys adds."""
+    """Adds the share of a tile of keys to dq and to the gradient of the slope."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = (start + tl.arange(0, KV_TILE))[:, None]

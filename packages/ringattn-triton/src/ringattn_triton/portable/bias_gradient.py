@@ -27,7 +27,7 @@ MOST: Final = 16
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """What is kept of a strip: `rows` tiles of queries of all `heads`, each with `columns` tiles of keys.
+    """The size of a strip: `rows` tiles of queries of all `heads`, each with `columns` tiles of keys.
 
     The programs of so many heads go `together`.
     """
@@ -40,7 +40,7 @@ class Strips:
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """Over what each program sums: so many batch rows, heads and tiles of queries.
+    """How many batch rows, heads and tiles of queries each program sums over.
 
     There are `rows` tiles of queries, in each of `grouped` batch rows or in all alike; `own_rows` of a strip, and
     `heads` heads, have programs of their own. `summed_rows` says that the bias has one row for all queries.
@@ -64,7 +64,7 @@ def strips(block: Block, rows: int, columns: int) -> Strips:
 
 
 def first(tile: int, token: jax.Array | None) -> Int32[Array, " 1"]:
-    """The number of the first tile of a strip, not before the token: so only one strip at a time is kept."""
+    """The number of a strip's first tile. It waits for the token, so that one strip at a time is in memory."""
     number = jnp.full((1,), tile, jnp.int32)
     return number if token is None else ordering.tie(number, token)
 
@@ -78,7 +78,7 @@ def summed(
     of: Strips,
     tiles: tuple[int, int],
 ) -> jax.Array:
-    """The gradient of the bias as far as it is known after this strip."""
+    """The gradient of the bias so far, this strip included."""
     assert block.bias is not None
     batch, heads, length, _ = block.bias.shape
     summed_rows = length == 1

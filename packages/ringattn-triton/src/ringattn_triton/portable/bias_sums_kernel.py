@@ -61,7 +61,7 @@ def bias_sums(
 
 @triton.jit
 def keep_tile(at, ds, F: tl.constexpr):
-    """Writes a tile of derivatives by scores."""
+    """Stores a tile of derivatives by scores for `bias_sums`."""
     Q_TILE: tl.constexpr = ds.shape[0]
     KV_TILE: tl.constexpr = ds.shape[1]
     kept = ds.to(at.dtype.element_ty)

@@ -16,7 +16,7 @@ from .forward_kernel import forward as forward_kernel
 
 
 class PortableFamily:
-    """Takes every block; refuses heads of more than 256."""
+    """Takes every block, and raises on heads of more than 256."""
 
     backward = staticmethod(backward)
 
@@ -39,25 +39,18 @@ class PortableFamily:
             arrays,
             results(block),
             grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
-            warps=schedule.warps,
-            stages=schedule.stages,
             aliases={len(arrays) - 3 + i: i for i, x in enumerate(before) if x is not None},
             name="ringattn_forward",
-            F=constants,
             T=table.shape,
-            Q_TILE=schedule.q_tile,
-            KV_TILE=schedule.kv_tile,
-            DIM=kernel_inputs.padded_dim(constants.head_dim),
-            VALUE_DIM=kernel_inputs.padded_dim(constants.value_dim),
-            HELD=schedule.held,
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
+            **schedules.launch_options(constants, schedule),
         )
         return Partial(out, lse, shift if constants.bias else None)
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
-    """What a forward kernel writes: `out`, `lse`, and the shift, or one element where there is none."""
+    """The outputs of a forward kernel: `out`, `lse`, and the shift, which is one element without a bias."""
     batch, length, heads, _ = block.q.shape
     return [
         jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),

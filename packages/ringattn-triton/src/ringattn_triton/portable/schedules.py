@@ -2,7 +2,7 @@
 """How large the tiles of the portable kernels are, and how many warps and stages they have, on each kind of device."""
 
 import dataclasses
-from typing import Final
+from typing import Any, Final
 
 from ringattn_core import BwdParams, FwdParams
 from ringattn_core.errors import InputError
@@ -18,7 +18,7 @@ _WIDE_PRODUCTS: Final = (90, 100, 103)
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How one kernel runs; `held` says that its queries, or keys, stay in registers while others pass by."""
+    """How one kernel runs; `held`: the tile that a program owns stays in registers."""
 
     q_tile: int
     kv_tile: int
@@ -36,7 +36,7 @@ _DOCUMENTS: Final = Schedule(32, 64, 4, 3, held=True)
 
 
 def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
-    """The schedule of the forward kernel, with what the caller fixed of it."""
+    """The schedule of the forward kernel; what the caller fixes overrides the default."""
     default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _fixed(_shortened(default, constants), params, "fwd_params")
     held = schedule.kv_tile <= 64 and _may_hold(constants, itemsize, target)
@@ -44,10 +44,10 @@ def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target:
 
 
 def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """What was fastest where it was measured, on Hopper; elsewhere what spills no registers, or hardly any.
+    """The fastest schedule of those measured on Hopper; elsewhere one that spills hardly any registers.
 
-    Exact float32 products are no business of tensor cores: their operands are held in registers, so that tiles are
-    small. Dropout holds a weight for each score, and a bias a tile more of shared memory.
+    Exact float32 products do not run on tensor cores: their operands are in registers, so tiles are small. Dropout
+    needs a register for each score, and a bias needs one more tile of shared memory.
     """
     if target.kind == "interpreter":
         return _INTERPRETED
@@ -74,7 +74,7 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
 
 
 def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of dk and dv, with what the caller fixed of it."""
+    """The schedule of the kernel of dk and dv; what the caller fixes overrides the default."""
     default = _backward_keys_by_family(constants, itemsize, constants.largest_dim, target)
     small = _may_hold_keys(constants, itemsize, target)
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
@@ -87,7 +87,7 @@ def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, t
 
 
 def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """Both operands and both results of a key tile are held, so that keys have the longer side."""
+    """A program holds k, v, dk and dv of its tile of keys, so keys have the longer side."""
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
@@ -104,8 +104,7 @@ def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int,
 
 
 def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of dq, with what the caller fixed of it: by `dq_q_blocksize` and the like in `extra`
-    where it is to differ from that of dk and dv."""
+    """The schedule of the kernel of dq: `dq_q_blocksize` and the like in `extra` fix what differs from dk and dv."""
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
     default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
@@ -147,12 +146,12 @@ def _wide_products(target: Target) -> bool:
 
 
 def _may_hold(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether products take their left side from registers as well, and there are registers for it."""
+    """Whether a product can take its left side from registers, and registers are left for it."""
     return target == Target("cuda", 90) and itemsize < 4 and constants.largest_dim <= 128
 
 
 def _may_hold_keys(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether the kernel of dk and dv may hold keys in registers: where it has segments, and little else to hold."""
+    """Whether the kernel of dk and dv keeps k in registers: with segment ids and few other options."""
     light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
     return constants.segments and light and constants.largest_dim > 64 and _may_hold(constants, itemsize, target)
 
@@ -166,7 +165,7 @@ def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:
 
 
 def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Schedule:
-    """The schedule with what the caller asks for, refused where no kernel could run so."""
+    """The schedule with the sizes that the caller fixes; raises on sizes that no kernel has."""
     asked = {
         "q_tile": ("q_blocksize", params.q_blocksize, _SMALLEST_TILE, 256),
         "kv_tile": ("kv_blocksize", params.kv_blocksize, _SMALLEST_TILE, 256),
@@ -190,7 +189,7 @@ def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Sch
 def _fitting(
     schedule: Schedule, default: Schedule, constants: BlockConstants, itemsize: int, target: Target, owner: str
 ) -> Schedule:
-    """The schedule, if the tiles that stream through shared memory fit there; the compiler may need some more."""
+    """The schedule; raises where the pipeline's tiles exceed shared memory (the compiler may need more)."""
     vectors = itemsize * (padded_dim(constants.head_dim) + padded_dim(constants.value_dim))
     streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
     # AMD's compiler keeps the last stage in registers.
@@ -205,8 +204,22 @@ def _fitting(
     return schedule
 
 
+def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, Any]:
+    """The options of a launch that every portable kernel has."""
+    return {
+        "F": constants,
+        "Q_TILE": schedule.q_tile,
+        "KV_TILE": schedule.kv_tile,
+        "DIM": padded_dim(constants.head_dim),
+        "VALUE_DIM": padded_dim(constants.value_dim),
+        "HELD": schedule.held,
+        "warps": schedule.warps,
+        "stages": schedule.stages,
+    }
+
+
 def refuse_large_heads(constants: BlockConstants) -> None:
-    """No kernel holds longer vectors than these."""
+    """Raises on heads that are longer than any kernel holds."""
     for name, size in (("query", constants.head_dim), ("value", constants.value_dim)):
         if size > LARGEST_DIM:
             raise InputError(

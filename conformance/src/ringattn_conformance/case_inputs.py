@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cases are made of: segment ids, positions, and masks that core and the oracle each read in their own way."""
+"""Segment ids, positions and masks of the cases; of each mask one version for core and one for the oracle."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from .oracle import Problem, positions
 
 Pair = tuple[np.ndarray | None, np.ndarray | None]
 Ids = Callable[[int, int, int], Pair]
-"""From batch, query length and key length to the ids of both, `[B, T]` and `[B, S]`, or `None` on a side."""
+"""A function of batch, query and key length that gives both ids, `[B, T]` and `[B, S]`; one may be `None`."""
 Positions = Callable[[int, int, int], Pair]
 """The same for positions, `[T]` or `[B, T]`."""
 
 
 def _documents(batch: int, length: int, shares: tuple[float, ...]) -> np.ndarray:
-    """Documents one after the other; each batch row cuts elsewhere."""
+    """Packed documents, whose borders differ by batch row."""
     rows = []
     for row in range(batch):
         ends = (np.cumsum(shares) * length).astype(int) + row
@@ -37,13 +37,13 @@ def packed_alike(batch: int, rows: int, columns: int) -> Pair:
 
 
 def repeated(batch: int, rows: int, columns: int) -> Pair:
-    """A B A B: one id serves two stretches of the sequence."""
+    """Two ids in the order A B A B."""
     ids = _documents(batch, rows, (0.2, 0.3, 0.25)) % 2
     return ids, ids[:, :columns]
 
 
 def padding(batch: int, rows: int, columns: int) -> Pair:
-    """The end is padding, of several negative ids, and so is one token in the middle."""
+    """Padding at the end, with two negative ids, and one token of padding in the middle."""
     ids = _documents(batch, rows, (0.3, 0.3))
     ids[:, -rows // 4 :] = -1
     ids[:, -2:] = -7
@@ -52,14 +52,14 @@ def padding(batch: int, rows: int, columns: int) -> Pair:
 
 
 def padding_ranks(batch: int, rows: int, columns: int) -> Pair:
-    """Half the sequence is padding: whole ranks in the contiguous layout."""
+    """The first half is padding: whole ranks in the contiguous layout."""
     ids = np.zeros((batch, rows), np.int32)
     ids[:, : rows // 2] = -1
     return ids, ids.copy()
 
 
 def unseen_ranks(batch: int, rows: int, columns: int) -> Pair:
-    """The queries of the first half find no key of their id."""
+    """The queries of the first half have an id that no key has."""
     q_ids = np.full((batch, rows), 3, np.int32)
     q_ids[:, : rows // 2] = 8
     return q_ids, np.full((batch, columns), 3, np.int32)
@@ -97,13 +97,13 @@ def negative(batch: int, rows: int, columns: int) -> Pair:
 
 
 def shuffled(batch: int, rows: int, columns: int) -> Pair:
-    """In no order at all, and with repeats."""
+    """Positions in random order, with repeats."""
     rng = np.random.default_rng(3)
     return rng.integers(-5, rows, rows).astype(np.int32), rng.permutation(columns).astype(np.int32)
 
 
 def extreme(batch: int, rows: int, columns: int) -> Pair:
-    """Up to both ends of what is allowed."""
+    """Positions near -2^30 and 2^30, the ends of what is allowed."""
     q, kv = np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32)
     far = np.int32(2**30 - 1)
     q = np.where(q < rows // 2, q - far, far - rows + 1 + q)
@@ -119,7 +119,7 @@ def later_keys(batch: int, rows: int, columns: int) -> Pair:
 
 
 Build = Callable[[int, int, int, int, int], Any]
-"""What a user gives as `mask_builder`: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`."""
+"""A `mask_builder`: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Builder:
     seen: Callable[[Any, Any, Any, Any, int, int], Any]
 
     def dense(self, problem: Problem) -> np.ndarray:
-        """`[B|1, N, T, S]`."""
+        """The mask as an array `[B|1, N, T, S]`."""
         q, kv = positions(problem)
         q_index, kv_index = np.arange(q.shape[1]), np.arange(kv.shape[1])
         heads, group = problem.q.shape[2], problem.q.shape[2] // problem.k.shape[2]
@@ -185,7 +185,7 @@ def _numpy(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int
 
 @dataclasses.dataclass(frozen=True)
 class Indexed:
-    """A mask of somebody else's library: a shape, and an index as NumPy's, slices included."""
+    """A mask as another library may have it: a shape, and indexing as in NumPy."""
 
     shape: tuple[int, int]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By what factor this run multiplies the tolerances of the specification: 1, unless its user says so aloud."""
+"""The factor by which this run multiplies every tolerance: 1 unless the command line sets it."""
 
 import math
 
@@ -7,7 +7,7 @@ _factor = 1.0
 
 
 def use(factor: float) -> None:
-    """Every comparison of this process from now on."""
+    """Sets the factor for every later comparison of this process."""
     global _factor
     _factor = factor
 
