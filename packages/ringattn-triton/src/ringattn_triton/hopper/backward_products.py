@@ -111,9 +111,9 @@ def _step_of(
         row, batch, _ = owned(turn, T, F.kv_heads)
         number = got_number(at(shared.tile, place), 4)
         rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
-        queries = of_rows(P, batch, rows, F, F.q_length % Q_TILE != 0, True)
+        queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
         columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, F, PLAN.kv_tile, True)
+        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
     s = warpgroup_mma_wait(1, deps=[s])
     p = gl.exp2(s * F.fold - shared.rows.index(place).load(SCORES))
     if MASKED:  # rows past the end have lse +inf
