@@ -41,18 +41,18 @@ def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: 
     """
     calls = {}
     for name, candidate in candidates.items():
-        _seconds(candidate, 1)
-        calls[name] = math.ceil(least / _seconds(candidate, 1)) if least else 1
+        seconds_of(candidate, 1)
+        calls[name] = math.ceil(least / seconds_of(candidate, 1)) if least else 1
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, candidate in candidates.items():
             if least:
-                _seconds(candidate, calls[name])
-            found[name].append(_seconds(candidate, calls[name]))
+                seconds_of(candidate, calls[name])
+            found[name].append(seconds_of(candidate, calls[name]))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def _seconds(candidate: Callable[[], object], calls: int) -> float:
+def seconds_of(candidate: Callable[[], object], calls: int) -> float:
     """The seconds per call, of `calls` in a row."""
     start = time.perf_counter()
     for _ in range(calls - 1):

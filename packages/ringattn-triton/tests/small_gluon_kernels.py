@@ -5,6 +5,7 @@
 
 from typing import Any, NamedTuple
 
+from ringattn_triton.hopper.backward_transfers import async_atomic_add
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -317,3 +318,20 @@ def unwritten(FLOATS, INTEGERS):
     i = gl.arange(0, TILE, ONE)
     gl.store(FLOATS + i, gl.allocate_shared_memory(gl.float32, [TILE], LAYOUT).load(ONE))
     gl.store(INTEGERS + i, gl.allocate_shared_memory(gl.int32, [TILE], LAYOUT).load(ONE))
+
+
+@gluon.jit
+def added(OUT_BEFORE, OUT, ROW: gl.constexpr, FAULT: gl.constexpr):
+    """Each program adds two tiles, of ones and of twos, to a matrix of 32 rows of 64, from this row on."""
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    rows = tma.make_tensor_descriptor(OUT, [TILE, DIM], [DIM, 1], [TILE, DIM], PLAIN)
+    place = gl.allocate_shared_memory(gl.float32, [TILE, DIM], PLAIN)
+    for number in range(1, 3):
+        place.store(gl.full([TILE, DIM], 1.0, gl.float32, LAYOUT) * number)
+        fence_async_shared()
+        async_atomic_add(rows, [ROW, 0], place)
+        if FAULT is None:
+            tma.store_wait(0)
+    if FAULT != "ends unread":
+        tma.store_wait(0)

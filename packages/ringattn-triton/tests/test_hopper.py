@@ -179,7 +179,11 @@ def test_a_product_beyond_float32_makes_no_query_infinite(fields: dict[str, Any]
     assert not np.isnan(check(block, str(fields)).out).any()
 
 
-@pytest.mark.parametrize(("layout", "options"), [("zigzag", {}), ("striped", {"sliding_window": (150, 0)})], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [("zigzag", {}), ("zigzag", {"fused_backward": True}), ("striped", {"sliding_window": (150, 0)})],
+    ids=str,
+)
 def test_a_ring_of_two_and_its_gradients(layout: str, options: dict[str, Any]) -> None:
     if jax.device_count() < 2:
         pytest.skip("one GPU makes no ring")
@@ -203,6 +207,8 @@ def test_a_ring_of_two_and_its_gradients(layout: str, options: dict[str, Any]) -
             names = [call.name for call, _ in launches(program.trace(q, k, v).jaxpr.jaxpr)]
             found[backend] = jax.tree.leaves(program(q, k, v))
         assert ("ringattn_hopper_forward" in names) == (backend == "triton")
+        fused = backend == "triton" and "fused_backward" in options
+        assert ("ringattn_hopper_backward" in names) == fused
     for got, want in zip(found["triton"][1:], found["xla"][1:], strict=True):
         near("output or gradient", got, want, TOLERANCE["bfloat16"] * max(1.0, float(jnp.abs(want).max())))
 

@@ -152,6 +152,30 @@ def test_hundreds_of_programs_never_seem_to_wait_for_ever_and_share_no_turn(hast
     assert taken == turns
 
 
+def sums(row, fault=None):
+    before = np.ones((TILE, DIM), np.float32)
+    (out,) = interpret(
+        kernels.added, [before], [((TILE, DIM), np.float32)], grid=(4,), aliases={0: 0}, ROW=row, FAULT=fault
+    )
+    return out
+
+
+@pytest.mark.parametrize("row", [0, 8, -8])
+def test_programs_add_their_tiles_to_what_is_there_and_nothing_past_the_end(row):
+    added = np.zeros((TILE, DIM))
+    added[max(row, 0) : TILE + min(row, 0)] = 4 * (1 + 2)
+    np.testing.assert_array_equal(sums(row), 1 + added)
+
+
+def test_a_tile_that_is_overwritten_before_it_is_read_adds_the_next_one():
+    np.testing.assert_array_equal(sums(0, "given up too early"), 1 + 4 * (2 + 2))
+
+
+def test_a_program_that_ends_before_its_tiles_are_added_is_an_error():
+    with pytest.raises(RuntimeError, match="ends before what it adds to memory has arrived there"):
+        sums(0, "ends unread")
+
+
 def test_what_nobody_wrote_to_shared_memory_is_nan_or_the_largest_integer():
     floats, integers = interpret(kernels.unwritten, [], [((TILE,), np.float32), ((TILE,), np.int32)])
     assert np.isnan(floats).all() and (integers == np.iinfo(np.int32).max).all()
@@ -231,6 +255,7 @@ def test_an_error_of_one_launch_leaves_nothing_to_the_next():
         (kernels.turns, "iiiii", {"TURNS": 3}),
         (kernels.handed_on, "iiiii", {"ROUNDS": 3}),
         (kernels.unwritten, "fi", {}),
+        (kernels.added, "ff", {"ROW": 0, "FAULT": None}),
     ],
 )
 def test_these_kernels_are_such_as_a_gpu_takes(kernel, kinds, constants):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels for Hopper: which blocks it takes, and its forward pass."""
+"""The family of kernels for Hopper: which blocks it takes, and its forward pass; `backward` has the other."""
 
 import math
 from typing import Final
@@ -17,7 +17,7 @@ from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable.family import results
-from . import schedules
+from . import backward, schedules
 
 _TRITON_CEILING: Final = (3, 10)
 """Before which version these kernels have been compiled: Gluon may change with each."""
@@ -36,8 +36,8 @@ class HopperFamily:
         return reason or _why_not_forward(block, kernel_inputs.of_block(block, fast=True).constants)
 
     def why_not_backward(self, block: Block, target: Target) -> str | None:
-        """A backward kernel for Hopper is chosen here: it gives the reason why it does not take the block."""
-        return "the Hopper family has no backward kernel"
+        reason = _why_not_here(block, target)
+        return reason or backward.why_not(block, kernel_inputs.of_block(block, fast=True).constants)
 
     def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
         from .forward_kernel import forward as forward_kernel
@@ -87,7 +87,7 @@ class HopperFamily:
         dq: Float32[Array, "B T N H"] | None,
         target: Target,
     ) -> Gradients:
-        raise NotImplementedError(self.why_not_backward(block, target))
+        return backward.backward(block, dout, lse, delta, dq)
 
 
 def _why_not_here(block: Block, target: Target) -> str | None:

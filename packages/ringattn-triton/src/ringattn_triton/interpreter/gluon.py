@@ -37,7 +37,10 @@ class Team:
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
         """One partition, or a program until it has any, in this thread."""
         current.team, current.products, current.unfenced = self, collections.deque(), []
+        current.additions = collections.deque()
         function(*arguments, **constants)
+        if current.additions:
+            raise _error("ends before what it adds to memory has arrived there")
         if current.products:
             raise _error("ends before its products do")
 
@@ -219,13 +222,22 @@ class Descriptor:
         self.bytes = int(np.prod(self.block)) * width
 
     def tile(self, at: Sequence[Any]) -> Tensor:
+        inside, offsets = self._places(at)
+        return Tensor(self.base.buffer.load(self.base.data + offsets, inside, 0), self.dtype)
+
+    def _places(self, at: Sequence[Any]) -> tuple[np.ndarray, Any]:
+        """Which elements of a tile there are, and where."""
         starts = [_integer(start) for start in at]
         ranges = np.meshgrid(
             *(start + np.arange(size) for start, size in zip(starts, self.block, strict=True)), indexing="ij"
         )
         inside = np.logical_and.reduce([(r >= 0) & (r < size) for r, size in zip(ranges, self.shape, strict=True)])
-        offsets = sum(r * step for r, step in zip(ranges, self.strides, strict=True))
-        return Tensor(self.base.buffer.load(self.base.data + offsets, inside, 0), self.dtype)
+        return inside, sum(r * step for r, step in zip(ranges, self.strides, strict=True))
+
+    def add(self, at: Sequence[Any], source: Shared) -> None:
+        """Adds a tile; what lies past the end is left out."""
+        inside, offsets = self._places(at)
+        self.base.buffer.add(self.base.data + np.where(inside, offsets, 0), source.data, inside)
 
 
 def _integer(value: Any) -> int:
@@ -312,6 +324,25 @@ def async_load(descriptor: Descriptor, coord: Any, barrier: Shared, result: Shar
 
 
 async_copy_global_to_shared = async_load
+
+
+def async_atomic_add(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
+    """Begins to add a tile to memory; its place is read as late as a device may read it."""
+    at = [_integer(start) for start in coord]
+    current.additions.append(lambda: tensor_desc.add(at, src))
+
+
+def store_wait(pendings: Any) -> None:
+    """Until no more than so many tiles are still to be read from shared memory."""
+    while len(current.additions) > plain(pendings):
+        current.additions.popleft()()
+
+
+wait_for_additions = store_wait
+
+
+def opaque_zero() -> int:
+    return 0
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:

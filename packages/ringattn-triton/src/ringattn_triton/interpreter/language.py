@@ -27,7 +27,7 @@ def num_programs(axis: int) -> Tensor:
     return Tensor(np.int32(current.launch.grid[plain(axis)]), tl.int32)
 
 
-def load(pointer: Any, mask: Any = None, other: Any = None) -> Tensor:
+def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
     """The elements pointed at; where the mask is false, `other`, or without it NaN."""
     _need_pointer(pointer)
     dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)

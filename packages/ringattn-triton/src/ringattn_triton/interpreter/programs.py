@@ -160,7 +160,7 @@ def _replaced(value: Any) -> Any:
             return _Module(value)
         return value
     if callable(value) and tl.core.is_builtin(value):
-        of = _Gluon(sys.modules[value.__module__]) if value.__module__.startswith(_GLUON) else LANGUAGE
+        of = LANGUAGE if value.__module__.startswith("triton.language") else _Gluon(sys.modules[value.__module__])
         return getattr(of, value.__name__)
     if type(value).__name__ == "ConstexprFunction":  # what Triton calls while it compiles
         return getattr(value, "fn")  # noqa: B009

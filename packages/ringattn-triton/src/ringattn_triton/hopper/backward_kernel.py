@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+"""Attention's backward pass in one kernel for Hopper: dk and dv in registers, dq added up in memory.
+
+Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
+(`backward_products`). One more warp fetches the query tiles that see these keys, another adds dq to memory
+(`backward_transfers`).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ..kernels.tokens import Inputs
+from .backward_memory import shared_memory
+from .backward_products import compute_gradients
+from .backward_transfers import add_dq, fetch_tiles
+
+
+@gluon.jit
+def backward(
+    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
+    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK, DV, COUNTERS, DQ,
+    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
+
+    `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
+    end, `LSE` is +inf. `DQ` is float32 in the order of `dq_order`, without the scale; `DQ_BEFORE` has the same memory.
+    """
+    DIM: gl.constexpr = F.head_dim
+    TYPE: gl.constexpr = Q.dtype.element_ty
+    Q_TILE: gl.constexpr = PLAN.q_tile
+    Q_TILES: gl.constexpr = T.columns
+    Q_WIDTH: gl.constexpr = F.heads * DIM
+    Q_ROWS: gl.constexpr = BATCH * F.q_length
+    KV_ROWS: gl.constexpr = BATCH * F.kv_length
+    PADDED: gl.constexpr = Q_TILES * Q_TILE
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_TILE, DIM], TYPE)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, Q_TILE], TYPE)
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    q_tiles = tma.make_tensor_descriptor(Q, [Q_ROWS, Q_WIDTH], [Q_WIDTH, 1], [Q_TILE, DIM], QUERIES)
+    dout_tiles = tma.make_tensor_descriptor(DOUT, [Q_ROWS, Q_WIDTH], [Q_WIDTH, 1], [Q_TILE, DIM], QUERIES)
+    k_tiles = tma.make_tensor_descriptor(K, [KV_ROWS, F.k_token], [F.k_token, 1], [PLAN.kv_tile, DIM], KEYS)
+    values = V + F.v_start
+    v_tiles = tma.make_tensor_descriptor(values, [KV_ROWS, F.v_token], [F.v_token, 1], [PLAN.kv_tile, DIM], KEYS)
+    lse_rows = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    delta_rows = tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    dq_tiles = tma.make_tensor_descriptor(DQ, [BATCH * F.heads * Q_TILES * 32, 256], [256, 1], [16, 256], PLAIN)
+    memory = shared_memory(TYPE, KEYS, QUERIES, DS, PLAIN, DIM, PLAN)
+    P = Inputs(
+        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
+        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    )  # fmt: skip
+    turns = T.rows * BATCH * F.kv_heads
+    gl.warp_specialize(
+        [
+            (compute_gradients, (0, memory, P, DK, DV, turns, F, T, PLAN)),
+            (compute_gradients, (1, memory, P, DK, DV, turns, F, T, PLAN)),
+            (
+                fetch_tiles,
+                (
+                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS, turns,
+                    F, T, PLAN,
+                ),
+            ),
+            (add_dq, (memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+        ],
+        [4, 1, 1],
+        [PLAN.registers, 24, 24],
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+"""The five products of the one-pass backward: what a consumer, a group of four warps, computes for its 64 keys."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..kernels.tile_loop import owned
+from ..kernels.tokens import of_columns, of_rows, visible
+from .backward_memory import at, got_number, next_turn, shared_places
+
+
+@builtin
+def opaque_zero(_semantic=None):
+    """Zero, of which the compiler does not know that it is the same in every step.
+
+    It would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
+    """
+    result = _semantic.builder.get_int32_ty()
+    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
+    return gl.tensor(zero.get_result(0), gl.int32)
+
+
+@gluon.jit
+def compute_gradients(
+    NUMBER: gl.constexpr, memory, P, DK, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
+):
+    """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
+    DIM: gl.constexpr = F.head_dim
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    shared = shared_places(memory, PLAN)
+    taken = 0
+    done = 0
+    turn = next_turn(shared, taken, 4)
+    while turn < all_turns:
+        whole = got_number(at(shared.whole, taken % 2), 4)
+        dk = gl.zeros([64, DIM], gl.float32, SUMS)
+        dv = gl.zeros([64, DIM], gl.float32, SUMS)
+        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
+        if PLAN.masked:
+            before = got_number(at(shared.before, taken % 2), 4)
+            after = got_number(at(shared.after, taken % 2), 4)
+            # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
+            for part in range(0, 2 * F.group):
+                end = done + gl.where(part % 2 == 0, before, after)
+                for step in range(done, end):
+                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, True, SCORES, SUMS)
+                done = end + gl.where(part % 2 == 0, whole, 0)
+                for step in range(end, done):
+                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
+        else:
+            first = done
+            done += F.group * whole
+            for step in range(first, done):
+                dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
+        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
+        # The turn is read once more, so that no registers hold any of it through the loops.
+        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
+        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+        token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
+        offsets = token + kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, SUMS))[None, :]
+        inside = (rows < F.kv_length)[:, None]
+        gl.store(DK + offsets, (dk * F.scale).to(DK.dtype.element_ty), mask=inside)
+        gl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=inside)
+        taken += 1
+        turn = next_turn(shared, taken, 4)
+
+
+@gluon.jit
+def _step_of(
+    dk, dv, shared, step, NUMBER: gl.constexpr, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """One query tile against the keys, with keys as rows.
+
+    Scores `s = k q^T`; `p = exp(s - lse)`; `dp = v dout^T - delta`; `ds = p dp`; `dv += p dout`; `dk += ds q`;
+    and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
+    dk, so that dk covers dq's way out of the registers.
+    """
+    DIM: gl.constexpr = F.head_dim
+    Q_TILE: gl.constexpr = PLAN.q_tile
+    TYPE: gl.constexpr = shared.kv.dtype
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
+    zero_dq = gl.zeros([64, 64], gl.float32, HALF)
+    place = step % PLAN.stages
+    phase = (step // PLAN.stages) & 1
+    ds_place = step % PLAN.ds_places
+    k = shared.kv.index(opaque_zero())
+    v = shared.kv.index(1 + opaque_zero())
+    q = shared.queries.index(place)
+    dout = shared.queries.index(PLAN.stages + place)
+    mbarrier.wait(at(shared.q_full, place), phase)
+    s = warpgroup_mma(
+        k.slice(NUMBER * 64, 64, dim=0), q.permute((1, 0)), zero, use_acc=False, is_async=True
+    )  # fmt: skip
+    mbarrier.wait(at(shared.dout_full, place), phase)
+    dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if MASKED:
+        row, batch, _ = owned(turn, T, F.kv_heads)
+        number = got_number(at(shared.tile, place), 4)
+        rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
+        queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
+        columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    p = gl.exp2(s * F.fold - shared.rows.index(place).load(SCORES))
+    if MASKED:  # rows past the end have lse +inf
+        p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
+    left = gl.convert_layout(p.to(TYPE), LEFT)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    dv = warpgroup_mma(left, dout, dv, is_async=True)
+    ds = (p * (dp + shared.rows.index(PLAN.stages + place).load(SCORES))).to(TYPE)
+    shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
+    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    both = shared.ds.index(ds_place)
+    if DIM == 128:  # a consumer's half of dq is 64 columns
+        dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
+    else:  # or 64 rows
+        dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
+    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    mbarrier.arrive(at(shared.dout_empty, place), count=1)
+    _hand_over(dq, shared, step, NUMBER, PLAN)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    mbarrier.arrive(at(shared.q_empty, place), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
+    place = (step % PLAN.dq_places) * 2 + NUMBER
+    mbarrier.wait(at(shared.dq_empty, place), ((step // PLAN.dq_places) & 1) ^ 1)
+    # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
+    split = gl.permute(gl.reshape(dq, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5))
+    shared.dq.index(place).store(gl.reshape(split, (16, 256)))
+    fence_async_shared()
+    mbarrier.arrive(at(shared.dq_full, place), count=1)

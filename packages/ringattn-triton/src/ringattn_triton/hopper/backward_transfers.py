@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
+"""What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..kernels.tile_loop import owned
+from .backward_memory import at, next_turn, put_number, shared_places
+from .backward_turns import steps_of, tile_at
+
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""As Triton 3.9 calls it, and as it was called before."""
+
+
+@builtin
+def async_atomic_add(tensor_desc, coord, src, _semantic=None):
+    """Begins to add a tile in shared memory to device memory; Triton 3.6 has the operation, but no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def wait_for_additions(PENDING, _semantic=None):
+    """Waits until no more than so many of the tiles that this warp added are still on their way to memory.
+
+    `tma.store_wait` waits until shared memory has been read, which is sooner.
+    """
+    count = _unwrap_if_constexpr(PENDING)
+    assembly = f"cp.async.bulk.wait_group {count}; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    result = _semantic.builder.get_int32_ty()
+    _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
+
+
+@gluon.jit
+def fetch_tiles(
+    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS, all_turns,
+    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
+
+    The next turn is taken when everything of this one is on its way, so that no turn waits long for its program.
+    """
+    VECTORS: gl.constexpr = PLAN.q_tile * F.head_dim * 2
+    NUMBERS: gl.constexpr = PLAN.q_tile * 4
+    shared = shared_places(memory, PLAN)
+    taken = 0
+    done = 0
+    turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
+    while turn < all_turns:
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
+        mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
+        full = at(shared.kv_full, 0)
+        first_key = batch * F.kv_length + row * PLAN.kv_tile
+        mbarrier.expect(full, PLAN.kv_tile * F.head_dim * 2 * 2)
+        fetch(k_tiles, [first_key, kv_head * F.k_head], full, shared.kv.index(0))
+        fetch(v_tiles, [first_key, kv_head * F.v_head], full, shared.kv.index(1))
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
+        count = steps.before + steps.whole + steps.after
+        ahead = tile_at(steps, 0, T, PLAN)
+        for member in range(0, F.group):
+            head = kv_head * F.group + member
+            for step in range(0, count):
+                tile = ahead
+                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
+                place = done % PLAN.stages
+                phase = ((done // PLAN.stages) & 1) ^ 1
+                tokens_at = [batch * F.q_length + tile * PLAN.q_tile, head * F.head_dim]
+                numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
+                full = at(shared.q_full, place)
+                mbarrier.wait(at(shared.q_empty, place), phase)
+                put_number(at(shared.tile, place), tile)
+                mbarrier.expect(full, VECTORS + NUMBERS)
+                fetch(q_tiles, tokens_at, full, shared.queries.index(place))
+                fetch(lse_rows, numbers_at, full, shared.rows.index(place))
+                full = at(shared.dout_full, place)
+                mbarrier.wait(at(shared.dout_empty, place), phase)
+                mbarrier.expect(full, VECTORS + NUMBERS)
+                fetch(dout_tiles, tokens_at, full, shared.queries.index(PLAN.stages + place))
+                fetch(delta_rows, numbers_at, full, shared.rows.index(PLAN.stages + place))
+                done += 1
+        taken += 1
+        turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
+    _announce(shared, taken, turn, 0, 0, 0)
+
+
+@gluon.jit
+def _announce(shared, taken, turn, before, whole, after):
+    """Tells the others of a turn, when they no longer need the last but one."""
+    place = taken % 2
+    mbarrier.wait(at(shared.turn_empty, place), ((taken // 2) & 1) ^ 1)
+    put_number(at(shared.turn, place), turn)
+    put_number(at(shared.before, place), before)
+    put_number(at(shared.whole, place), whole)
+    put_number(at(shared.after, place), after)
+    mbarrier.arrive(at(shared.turn_full, place), count=1)
+
+
+@gluon.jit
+def add_dq(
+    memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
+):
+    """Adds the two halves of each dq tile to memory as the consumers compute them.
+
+    Where the plan is `ordered`, a query tile has a counter of the turns that have added to it, and a turn waits until
+    that is its rank among those that visit the tile. Ranks follow the numbers of turns, and programs take turns in
+    that order, one after the other: so the lowest turn that is not done has begun and never waits, and there is no
+    deadlock, however many programs run at a time. A tile is counted when the next one is under way, so that nothing
+    waits for memory.
+    """
+    Q_TILES: gl.constexpr = T.columns
+    shared = shared_places(memory, PLAN)
+    done = 0
+    taken = 0
+    turn = next_turn(shared, taken, 1)
+    while turn < all_turns:
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
+        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        count = steps.before + steps.whole + steps.after
+        group = batch if T.grouped else 0
+        ranks = RANKS + (group * T.rows + row) * Q_TILES
+        for member in range(0, F.group):
+            first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
+            counters = COUNTERS + 1 + first
+            tile = tile_at(steps, 0, T, PLAN)
+            last = 0  # not `tile`: Triton 3.6 would see no change in the loop's `last = tile`, and keep the first one
+            rank = 0
+            reached = 0
+            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
+                if count > 0:
+                    rank = gl.load(ranks + tile)
+                    reached = gl.load(counters + tile, volatile=True)
+            for step in range(0, count):
+                following = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
+                if PLAN.ordered:
+                    while reached < rank:
+                        reached = gl.load(counters + tile, volatile=True)
+                place = (done % PLAN.dq_places) * 2
+                phase = (done // PLAN.dq_places) & 1
+                for half in gl.static_range(2):
+                    mbarrier.wait(at(shared.dq_full, place + half), phase)
+                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(place + half))
+                if PLAN.ordered:
+                    # These loads are on their way while the additions are.
+                    rank = gl.load(ranks + following)
+                    reached = gl.load(counters + following, volatile=True)
+                    if step > 0:
+                        wait_for_additions(2)
+                        gl.atomic_add(counters + last, 1, sem="release")
+                for half in gl.static_range(2):
+                    tma.store_wait(1 - half)
+                    mbarrier.arrive(at(shared.dq_empty, place + half), count=1)
+                last = tile
+                tile = following
+                done += 1
+            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
+                if count > 0:
+                    wait_for_additions(0)
+                    gl.atomic_add(counters + last, 1, sem="release")
+        taken += 1
+        turn = next_turn(shared, taken, 1)
+    wait_for_additions(0)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on the one-pass backward kernel for Hopper: what it takes, and that its gradients are the XLA backend's."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringattn_xla.block
+from compile_budgets import SHARED, allowed
+from compile_reports import launches, of_lowered
+from given_blocks import SEEDS, TOLERANCE, bias, make_block, with_option
+from ringattn_core.config import BwdParams
+from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_triton.block_kernel import KERNEL
+from ringattn_triton.hopper import backward as one_pass
+from ringattn_triton.hopper import schedules
+from ringattn_triton.launch.target import compiling_for
+
+HALF = jnp.bfloat16
+OPTIONS = ("plain", "causal", "window", "chunk", "causal segments", "padding", "positions")
+
+
+def prepared(block: Block, dout_seed: int = 1) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`dout`, the final `lse`, and `delta` of a block that is the whole of attention."""
+    done = ringattn_xla.block.KERNEL.forward(block, None)
+    dout = jnp.asarray(np.random.default_rng(dout_seed).normal(size=done.out.shape), block.q.dtype)
+    return dout, done.lse, jnp.swapaxes((dout.astype(jnp.float32) * done.out).sum(-1), 1, 2)
+
+
+def computed(block: Block, ordered: bool = True, dq: jax.Array | None = None) -> Gradients:
+    """What the kernel computes, if the XLA backend agrees."""
+    rule = dataclasses.replace(block.rule, fused_backward=not ordered)
+    block = dataclasses.replace(block, rule=rule)
+    rows = prepared(block)
+    got = one_pass.backward(block, *rows, dq)
+    want = ringattn_xla.block.KERNEL.backward(block, *rows, dq)
+    for name in ("dq", "dk", "dv"):
+        found, right = (np.asarray(getattr(x, name), np.float64) for x in (got, want))
+        wrong = np.linalg.norm(found - right) / np.linalg.norm(right)
+        assert wrong <= TOLERANCE[str(block.q.dtype)] / 4, f"{name} is off by {wrong:.3g} of its norm"
+    return got
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize(("option", "dim"), [(option, 64) for option in OPTIONS] + [("causal", 128), ("window", 128)])
+def test_gradients_are_right_in_ragged_tiles_with_grouped_heads(option: str, dim: int, ordered: bool) -> None:
+    computed(with_option(option, 200, 150, dim=dim, dtype=HALF), ordered)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_whole_tiles_and_equal_heads_in_float16_are_right(dim: int) -> None:
+    computed(make_block(1, 256, 256, dim=dim, dtype=jnp.float16, causal=True))
+
+
+@pytest.mark.parametrize(("q_length", "kv_length"), [(200, 256), (256, 200), (40, 40)])
+def test_full_attention_may_be_ragged_on_either_side(q_length: int, kv_length: int) -> None:
+    computed(make_block(1, q_length, kv_length, dim=64, dtype=HALF))
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = make_block(1, 128, 400, dim=64, dtype=HALF)
+    usual = computed(block)
+    monkeypatch.setattr(one_pass, "PROGRAMS", places)
+    got = computed(block)
+    for name in ("dq", "dk", "dv"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(usual, name))
+
+
+def test_dq_continues_what_other_keys_gave() -> None:
+    block = make_block(1, 128, 256, dim=64, dtype=HALF, causal=True)
+    rows = prepared(block)
+    whole = one_pass.backward(block, *rows, None)
+    dq = None
+    for start in (128, 0):
+        dq = one_pass.backward(block.tile(0, 128, start, 128), *rows, dq).dq
+    np.testing.assert_allclose(dq, whole.dq, atol=1e-5)
+
+
+def test_a_final_block_has_gradients_in_the_dtype_of_its_inputs() -> None:
+    block = make_block(1, 128, 128, dim=64, dtype=HALF)
+    assert {x.dtype for x in jax.tree.leaves(computed(block))} == {jnp.dtype(jnp.float32)}
+    final = computed(dataclasses.replace(block, final=True))
+    assert {x.dtype for x in jax.tree.leaves(final)} == {jnp.dtype(HALF)}
+
+
+def test_rows_and_keys_that_see_nothing_have_gradients_of_zero() -> None:
+    got = computed(make_block(1, 256, 256, dim=64, dtype=HALF, causal=True, offset=100))
+    assert not np.asarray(got.dq[:, :100]).any() and not np.asarray(got.dk[:, 156:]).any()
+    assert np.asarray(got.dq[:, 101:]).any() and np.isfinite(got.dq).all()
+
+
+def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
+    block = make_block(1, 384, 512, dim=128, dtype=HALF, causal=True)
+    found = launched(dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=True)))
+    assert found == ["ringattn_table", "ringattn_hopper_backward", "ringattn_hopper_finish_dq"]
+    inputs = one_pass.kernel_inputs.of_block(block, fast=True)
+    ranks = one_pass._ranks(inputs, block, one_pass.PLANS[128])
+    rows, columns = np.indices((4, 6))
+    seen = columns * 64 + 63 >= rows * 128
+    np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
+
+
+def launched(block: Block) -> list[str]:
+    """The names of the kernels of a block's backward pass on Hopper."""
+    rows = jnp.zeros((block.q.shape[0], block.q.shape[2], block.q.shape[1]))
+    with compiling_for(90):
+        program = jax.make_jaxpr(lambda *x: KERNEL.backward(*x))(block, block.q, rows, rows, None)
+    return [call.name for call, _ in launches(program.jaxpr)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fused_backward": False},
+        {"dtype": jnp.float32},
+        {"dim": 96},
+        {"value_dim": 64},
+        {"soft_cap": 3.0},
+        {"scale": -1.0},
+        {"bias": bias(1, 2, 200, 200)},
+        {"slopes": np.array([[0.5, 0.1]], np.float32)},
+        {"dropout": 0.1, "seed": SEEDS[:1]},
+        {"mask": np.ones((1, 1, 1, 1), bool)},
+        {"bwd_params": BwdParams(num_stages=2)},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_other_blocks_take_two_passes(fields: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {"q_length": 200, "kv_length": 200, "dim": 128, "dtype": HALF, "fused_backward": True}
+    assert "ringattn_hopper_backward" in launched(make_block(1, **usual))
+    assert "ringattn_backward_keys" in launched(make_block(1, **(usual | fields)))
+
+
+def test_as_many_programs_run_as_the_largest_hopper_has_multiprocessors() -> None:
+    assert one_pass.PROGRAMS == schedules.PROGRAMS == 132
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("option", ["plain", "causal", "causal segments"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
+    length = 1000 if option == "causal segments" else 1024
+    block = with_option(option, length, length, dim=dim, dtype=HALF)
+    block = dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=not ordered))
+    rows = jnp.zeros((2, 4, length))
+    with compiling_for(90):
+        program = jax.jit(lambda *x: one_pass.backward(*x, None)).trace(block, block.q, rows, rows)
+        found = {x.name: x for x in of_lowered(program.lower(lowering_platforms=("cuda",)))}
+    report = found["ringattn_hopper_backward"]
+    bound, reason = allowed("bfloat16", dim, report.name + (" with masks" if option != "plain" else ""), 90)
+    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+    assert report.shared <= SHARED[90] * 1024 and report.matrix == "wgmma" and not report.serialized, report
+    assert found["ringattn_hopper_finish_dq"].spilled == 0
