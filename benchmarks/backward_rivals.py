@@ -38,10 +38,10 @@ class Case:
     causal: bool = True
     window: tuple[int, int] | None = None
     document: int = 0
-    """How long documents are, if there are any."""
+    """The length of a document; 0 without documents."""
 
     def block(self) -> Block:
-        """Random inputs, as a ring of one has them."""
+        """A block of random inputs, as on a ring of one."""
         index = jnp.arange(self.tokens, dtype=jnp.int32)[None]
         ids = jnp.broadcast_to(index // self.document, (self.batch, self.tokens)) if self.document else None
         rule = Rule(scale=self.dim**-0.5, causal=self.causal, window=self.window)
@@ -58,7 +58,7 @@ class Case:
         return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
 
     def rival(self) -> dict[str, Any]:
-        """The mask as FlashAttention-3 takes it."""
+        """The mask as arguments of FlashAttention-3."""
         found: dict[str, Any] = {"causal": self.causal, "window": self.window or (-1, -1)}
         if self.document:
             starts = jnp.arange(0, self.tokens + 1, self.document, dtype=jnp.int32)
@@ -88,7 +88,7 @@ def _with(block: Block, fused: bool) -> Block:
 
 @functools.partial(jax.jit, static_argnums=4)
 def one(block: Block, dout: jax.Array, out: jax.Array, lse: jax.Array, fused: bool) -> tuple[jax.Array, ...]:
-    """dq, dk, dv in one pass, in any order if `fused`; with `delta`, as the others compute it."""
+    """dq, dk, dv by our one-pass kernel, summed in any order if `fused`. Computes `delta` too, as its rivals do."""
     found = one_pass.backward(_with(block, fused), dout, lse, delta_of(dout, out), None)
     return found.dq, found.dk, found.dv
 
@@ -121,7 +121,7 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def measure(name: str, case: Case, rounds: int) -> None:
-    """Prints how far results are from two passes', and the median and least time of each."""
+    """Prints the errors of each candidate against our two passes, and its median and least time."""
     runs = candidates(case)
     right = [np.asarray(x, np.float32) for x in runs["two passes"]()]
     for who, run in runs.items():
@@ -141,7 +141,7 @@ def measure(name: str, case: Case, rounds: int) -> None:
 
 
 def compare_bits(times: int = 20) -> None:
-    """Prints how often a second call of each form gives the bits of the first."""
+    """Prints how often a repeated call of each form gives equal bits."""
     runs = candidates(Case(1, 4096, 8, 8, 128))
     for who in ("ordered", "unordered", "two passes"):
         first = [np.asarray(x).view(np.uint16) for x in runs[who]()]

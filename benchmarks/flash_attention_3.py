@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention-3's kernels, as the wheel `dew-flash-attn-cu13` brings them to JAX, for comparison.
+"""FlashAttention-3's kernels, for comparison, from the wheel `dew-flash-attn-cu13`, which has them for JAX.
 
 Only `libdew_flash_attn3.so` of the wheel is needed; `FLASH_ATTENTION_3` names the file.
 """
@@ -42,7 +42,7 @@ def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = False, window: tuple[int, int] = (-1, -1),
     starts: jax.Array | None = None, longest: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Output and log-sum-exp `[B, N, T]`; with `starts`, of documents packed into one row of the batch."""
+    """Output and log-sum-exp `[B, N, T]`. With `starts`, one batch row holds several packed documents."""
     _register()
     batch, length, heads, dim = q.shape
     one = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)

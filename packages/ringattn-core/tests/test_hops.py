@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ringattn_core import masks
 from ringattn_core.contract.rule import Rule
-from ringattn_core.contract.visibility import of_positions
+from ringattn_core.contract.visibility import position_masks
 from ringattn_core.masks import Coordinates
 from ringattn_core.placement.layout import LAYOUTS, order
 from ringattn_core.ring.hops import Plan, plan
@@ -29,7 +29,7 @@ RULES = {
 def seen(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> set[int]:
     """The offsets at which some pair is visible, by the dense mask."""
     q, kv = (order(layout, ranks, ranks * n) for n in (q_length, kv_length))
-    everyone = [*of_positions(rule)] or [masks.Full()]
+    everyone = [*position_masks(rule)] or [masks.Full()]
     rows, columns = Coordinates(q, q).rows(), Coordinates(kv, kv).columns()
     dense = np.ones((len(q), len(kv)), bool)
     for mask in everyone:

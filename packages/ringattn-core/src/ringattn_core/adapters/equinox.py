@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionSettings, RingArrays, checked, told_in_words_of
+from .options import AttentionSettings, RingArrays, checked, adapter_names
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
@@ -125,7 +125,7 @@ class RingMultiheadAttention(eqx.Module):
             inputs |= {"dropout_prob": self.dropout.p, "dropout_seed": seed("key", key, self.dropout.p)}
         sinks = inputs.pop("softmax_aux", None)
         allowed = None if mask is None else mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-        with told_in_words_of(RENAMED):
+        with adapter_names(RENAMED):
             out = ring_attention(q, k, v, sinks, attention_mask=allowed, **dict(self.settings), **inputs)
         out = out.reshape(*out.shape[:2], -1)
         return _each(self.output_proj, out if batched else out[0])

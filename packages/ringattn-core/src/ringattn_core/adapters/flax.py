@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..call.attention import ring_attention
 from ..errors import InputError
 from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
-from .options import AttentionOptions, checked, told_in_words_of
+from .options import AttentionOptions, checked, adapter_names
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
@@ -88,7 +88,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
             chosen, allowed = with_hidden_tokens(chosen, shape, None, allowed[:, 0, 0]), None
         if allowed is not None:
             allowed = broadcast(allowed, q.shape[1], columns)
-        with told_in_words_of(RENAMED):
+        with adapter_names(RENAMED):
             out = ring_attention(q, k, v, sinks, added, attention_mask=allowed, **chosen)
         # The softmax is float32 in any case. With this flag Flax also returns a float32 output.
         out = out.astype(jnp.float32) if force_fp32_for_softmax else out

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..call.attention import ring_attention
 from ..errors import BackendNotFoundError, InputError
 from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
-from .options import RingOptions, checked, told_in_words_of
+from .options import RingOptions, checked, adapter_names
 
 RENAMED: Final = {
     "attention_mask": "mask",
@@ -66,7 +66,7 @@ def dot_product_attention(
     if allowed is not None:
         allowed = broadcast(allowed, q_length, columns)
     options = with_hidden_tokens(options, (batch, q_length, k_length), queries, keys)
-    with told_in_words_of(RENAMED), _told_of_implementation():
+    with adapter_names(RENAMED), _explain_implementation():
         result = ring_attention(
             q, k, v, sinks, added,
             attention_mask=allowed, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
@@ -81,7 +81,7 @@ def dot_product_attention(
 
 
 @contextlib.contextmanager
-def _told_of_implementation() -> Iterator[None]:
+def _explain_implementation() -> Iterator[None]:
     try:
         yield
     except BackendNotFoundError as error:

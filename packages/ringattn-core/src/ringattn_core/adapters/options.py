@@ -43,7 +43,7 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
 
 
 @contextlib.contextmanager
-def told_in_words_of(renamed: Mapping[str, str]) -> Iterator[None]:
+def adapter_names(renamed: Mapping[str, str]) -> Iterator[None]:
     """Adds the adapter's name of an argument to an error about that argument of `ring_attention`."""
     try:
         yield

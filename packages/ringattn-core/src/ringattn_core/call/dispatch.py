@@ -18,7 +18,7 @@ from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
 from ..ring import engine
-from ..tuning.choice import settled
+from ..tuning.choice import with_parameters
 from .options import needs
 from .validation import validated
 
@@ -41,7 +41,7 @@ def reverse_mode_only() -> Iterator[None]:
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
-    call = settled(registration, call)
+    call = with_parameters(registration, call)
     if backend.kernel is None:
         result = _by_ring_kernel(implementation, call)
     else:

@@ -20,7 +20,7 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import pieces
 from ..placement.platforms import platform_of
-from ..tuning.choice import settled_over
+from ..tuning.choice import with_parameters_over_mesh
 from .checks import halves_go_both_ways
 from .dispatch import answer, reverse_mode_only
 from .options import ARRAYS, needs
@@ -44,7 +44,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     registration = select(backend, needs(call), platform_of(mesh, ()))
     placed = {name: _placed(getattr(call, name), mesh, spec) for name, spec in split.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
-    options = settled_over(mesh, registration, options, split, placed)
+    options = with_parameters_over_mesh(mesh, registration, options, split, placed)
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
         result = _run(registration, options, mesh, roles, tuple(split.items()), placed)
     if call.query.shape[1] == length:

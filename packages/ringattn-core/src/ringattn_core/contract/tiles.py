@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool
 
 from ..masks import Coordinates, all_of, any_of, same_segment
 from .protocol import Block
-from .visibility import of_positions
+from .visibility import position_masks
 
 
 class Tiles(NamedTuple):
@@ -34,7 +34,7 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
     q = Coordinates(_by_tile(block.q_positions, q_tile), _by_tile(block.q_index, q_tile))
     kv = Coordinates(*(_unpadded(_by_tile(x, kv_tile), padding) for x in (block.kv_positions, block.kv_index)))
-    parts = [mask.tiles(q, kv) for mask in of_positions(rule)]
+    parts = [mask.tiles(q, kv) for mask in position_masks(rule)]
     if block.q_segments is not None and block.kv_segments is not None:
         kv_ids = _unpadded(_by_tile(block.kv_segments, kv_tile), padding)
         parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))

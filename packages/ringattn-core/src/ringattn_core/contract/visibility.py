@@ -9,7 +9,7 @@ from .protocol import Block
 from .rule import Rule
 
 
-def of_positions(rule: Rule) -> list[Mask]:
+def position_masks(rule: Rule) -> list[Mask]:
     """The options `causal`, `window` and `chunk` as masks of the mask algebra."""
     masks: list[Mask] = []
     if rule.causal:
@@ -26,7 +26,7 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index).rows()
     kv = Coordinates(block.kv_positions, block.kv_index).columns()
-    parts = [mask.visible(q, kv)[:, None] for mask in of_positions(rule)]
+    parts = [mask.visible(q, kv)[:, None] for mask in position_masks(rule)]
     if block.q_segments is not None and block.kv_segments is not None:
         ids, kv_ids = block.q_segments[:, None, :, None], block.kv_segments[:, None, None, :]
         parts.append((ids == kv_ids) & (ids >= 0))

@@ -175,7 +175,7 @@ class _Pass:
         else:
             wires, following, arrived = self._send_apart(wires, behind, done, onward, back)
         for arrival in (*(following or ()), *(arrived or ())):
-            sums = tuple({**each, "q": ordering.settled(each["q"], arrival)} for each in sums)
+            sums = tuple({**each, "q": ordering.tie_on_cpu(each["q"], arrival)} for each in sums)
         if early is None:
             made = [self._visit(way, rows, x, before, offset) for way, rows, x, before in self._each(wires, sums)]
             mine, sums = zip(*made, strict=True)

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ..contract.rule import Rule
-from ..contract.visibility import of_positions
+from ..contract.visibility import position_masks
 from ..masks import Coordinates, Mask, all_of, any_of
 from ..placement.layout import order
 
@@ -122,7 +122,7 @@ def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int)
     every = tuple(range(ranks))
     if not rule.increasing or ranks == 1:
         return every
-    masks = [*of_positions(rule)]
+    masks = [*position_masks(rule)]
     if rule.masks and all(mask.bounded for mask in rule.masks):
         masks.append(any_of(rule.masks))
     if not masks:

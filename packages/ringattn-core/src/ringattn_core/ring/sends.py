@@ -46,7 +46,7 @@ def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
 
 def after_hop(fixed: Fixed, token: jax.Array) -> Fixed:
     """`fixed`, ordered after `token`: XLA must not compute the kernels' tile lists of all hops at once."""
-    return dataclasses.replace(fixed, rank=ordering.number(fixed.rank, token))
+    return dataclasses.replace(fixed, rank=ordering.tie_number_on_cpu(fixed.rank, token))
 
 
 def wire(ring: Ring, kv: Packed) -> parcels.Wire:

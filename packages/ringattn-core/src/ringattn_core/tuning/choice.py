@@ -40,7 +40,7 @@ def forget() -> None:
 on_clear.append(forget)
 
 
-def settled(registration: Registration, call: Call, ranks: int | None = None, mesh: Any = None) -> Call:
+def with_parameters(registration: Registration, call: Call, ranks: int | None = None, mesh: Any = None) -> Call:
     """Fills in the kernel parameters that the call of one shard does not set.
 
     Forward and backward parameters are chosen separately: a call may set one of them only.
@@ -59,16 +59,16 @@ def settled(registration: Registration, call: Call, ranks: int | None = None, me
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
 
 
-def settled_over(
+def with_parameters_over_mesh(
     mesh: Any, registration: Registration, options: Call, specs: Mapping[str, PartitionSpec], arrays: Any
 ) -> Call:
-    """As `settled`, for global `arrays`: `options` is the call without them, `specs` say how each is split."""
+    """As `with_parameters`, for global `arrays`: `options` is the call without them, `specs` say how each is split."""
     shards = {
         name: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(arrays[name].shape), arrays[name].dtype)
         for name, spec in specs.items()
     }
     ranks = math.prod(mesh.shape[name] for name in options.axis_name or ())
-    found = settled(registration, dataclasses.replace(options, **shards), ranks, mesh)
+    found = with_parameters(registration, dataclasses.replace(options, **shards), ranks, mesh)
     return dataclasses.replace(options, fwd_params=found.fwd_params, bwd_params=found.bwd_params)
 
 
