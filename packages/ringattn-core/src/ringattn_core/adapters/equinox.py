@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionSettings, RingArrays, checked, adapter_names
+from .options import AttentionSettings, RingArrays, adapter_names, checked
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..call.attention import ring_attention
 from ..errors import InputError
 from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
-from .options import AttentionOptions, checked, adapter_names
+from .options import AttentionOptions, adapter_names, checked
 from .seeds import seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}

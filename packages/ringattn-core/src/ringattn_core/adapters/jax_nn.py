@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..call.attention import ring_attention
 from ..errors import BackendNotFoundError, InputError
 from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
-from .options import RingOptions, checked, adapter_names
+from .options import RingOptions, adapter_names, checked
 
 RENAMED: Final = {
     "attention_mask": "mask",
