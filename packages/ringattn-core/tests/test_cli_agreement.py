@@ -21,7 +21,7 @@ from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.placement.layout import order
-from sends_apart import APART, SendsApart
+from separate_sends import SEPARATE, SeparateSends
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
@@ -180,9 +180,9 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
 
 
 def test_separate_sends_of_a_kernel_are_in_the_analysis() -> None:
-    with discovery.registered(APART, SendsApart()):
-        found = analysis.analyse(REQUESTS["bfloat16"], "cpu", "apart")
-        text = program(REQUESTS["bfloat16"], gradients=True, backend="apart")
+    with discovery.registered(SEPARATE, SeparateSends()):
+        found = analysis.analyse(REQUESTS["bfloat16"], "cpu", "separate")
+        text = program(REQUESTS["bfloat16"], gradients=True, backend="separate")
     assert not any(message.keys and message.gradients for message in found.backward)
     assert moved(text, "collective-permute") == Counter(x.bytes for x in (*found.forward, *found.backward))
     together = explained("bfloat16")

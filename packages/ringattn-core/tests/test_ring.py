@@ -17,7 +17,7 @@ from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering, packing
 from ringattn_core.errors import DerivativeError
 from ringattn_core.ring import hops, parcels
-from sends_apart import APART, SendsApart
+from separate_sends import SEPARATE, SeparateSends
 
 N, K, H = 4, 2, 8
 
@@ -177,8 +177,8 @@ def test_separate_sends_give_the_same_gradients(dtype: Any, emulated: bool, two_
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))(q, k, v, bias, slopes)
 
-    with registered(APART, SendsApart()):
-        for a, b in zip(jax.tree.leaves(gradients("apart")), jax.tree.leaves(gradients("xla")), strict=True):
+    with registered(SEPARATE, SeparateSends()):
+        for a, b in zip(jax.tree.leaves(gradients("separate")), jax.tree.leaves(gradients("xla")), strict=True):
             difference = jnp.abs(a - b).max() / jnp.abs(b).max()
             assert float(difference) <= 4 * float(jnp.finfo(dtype).eps)
 

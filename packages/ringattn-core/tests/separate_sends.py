@@ -7,8 +7,8 @@ from ringattn_core import Backend, Feature, Support
 from ringattn_xla.block import XlaKernel
 
 
-class SendsApart(XlaKernel):
+class SeparateSends(XlaKernel):
     separate_sends = True
 
 
-APART: Final = Backend("apart", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+SEPARATE: Final = Backend("separate", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
