@@ -267,7 +267,8 @@ _IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("plain", {"lse": False}),
     ("causal", {"causal": True, **_GROUPED}),
     ("bias-sinks", {"bias": "NT", "sinks": "head", "causal": True, "lse": False}),
-    ("dropout-of-one-key", {"window": (0, 0), "dropout": 0.3, "bias": "NT", "value_dim": 6, "lse": False}),
+    # Not one key: its exact gradients are zero, and `delta` from an output in half precision is off by its rounding.
+    ("dropout-of-few-keys", {"window": (3, 0), "dropout": 0.3, "bias": "NT", "value_dim": 6, "lse": False}),
     ("empty-rows", {"segments": case_inputs.unseen_ranks, "value_dim": 6}),
     ("everything", {
         "causal": True, "window": (29, 0), "segments": case_inputs.packed, "soft_cap": 3.0, "bias": "N",
