@@ -19,7 +19,7 @@ _TWO_POINTERS: Final = "keys and values have a pointer each, outside the loops"
 _WHILE_MASKING: Final = "steps that mask hold positions and ids beside the accumulators; the others spill nothing"
 
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
-    ("bfloat16", 64, "ringattn_forward"): dict.fromkeys((80, 86, 89), (8, _TWO_POINTERS)),
+    ("bfloat16", 64, "ringattn_forward"): dict.fromkeys((80, 86, 89, 120), (8, _TWO_POINTERS)),
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
     ("bfloat16", 64, "ringattn_backward_queries"): {90: (48, _ON_HOPPER)},
     ("bfloat16", 64, "ringattn_hopper_forward"): {90: (296, _AT_THE_END)},
