@@ -74,7 +74,7 @@ def backward(
     dout, q, k, v, out, lse = map(cut, (dout, q, k, v, out, lse))
     results = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)), scratch, scratch)
     if starts is None:
-        return jax.ffi.ffi_call("dew_flash3_mha_bwd", results)(dout, q, k, v, out, lse, **attributes)[:3]
+        return tuple(jax.ffi.ffi_call("dew_flash3_mha_bwd", results)(dout, q, k, v, out, lse, **attributes)[:3])
     found = jax.ffi.ffi_call("dew_flash3_mha_varlen_bwd", results)(
         dout, q, k, v, out, lse, starts, starts, max_seqlen=np.int64(longest), max_seqlen_k=np.int64(longest),
         **attributes,
