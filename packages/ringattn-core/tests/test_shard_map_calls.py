@@ -98,7 +98,7 @@ def test_dropout_needs_the_axes_that_split_batch_and_heads(
     with pytest.raises(InputError) as error:
         on_ranks(check_vma=check_vma, **DROPPED, **named)
     assert f"dropout_prob: needs the global indices of batch and heads, and the mesh axes ({over})" in str(error.value)
-    assert f"in {unsaid}, () for none" in str(error.value)
+    assert f"in {unsaid}; () means none" in str(error.value)
 
 
 def test_dropout_with_named_axes_is_that_of_one_device() -> None:
