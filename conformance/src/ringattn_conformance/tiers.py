@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring sizes of the suite, and its three tiers, each of which holds the one before it."""
+"""The ring sizes of the suite, and its three tiers: `full` includes `core`, and `exhaustive` includes `full`."""
 
 from typing import Final
 

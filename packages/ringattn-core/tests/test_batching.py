@@ -112,12 +112,9 @@ def test_the_gradient_of_a_bias_that_a_batch_shares_is_rounded_once():
 
         def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
             rows = block.q.shape[0] // block.bias.shape[0]
-            return Gradients(
-                jnp.zeros(block.q.shape),
-                jnp.zeros(block.k.shape),
-                jnp.zeros(block.v.shape),
-                jnp.full_like(block.bias, rows * 1.0038, jnp.float32),
-            )
+            dtype = block.bias.dtype if block.final else jnp.float32
+            zeros = (jnp.zeros(x.shape, dtype) for x in (block.q, block.k, block.v))
+            return Gradients(*zeros, jnp.full_like(block.bias, rows * 1.0038, dtype))
 
     features = {name: Support.FULL for name in (Feature.BFLOAT16, Feature.BIAS, Feature.GRADIENTS)}
     q = jnp.ones((3, 200, 2, 1, 4), jnp.bfloat16)
@@ -128,7 +125,8 @@ def test_the_gradient_of_a_bias_that_a_batch_shares_is_rounded_once():
 
     adder = Backend(name="adder", api=1, platforms=("cpu",), kernel="a:b", features=features)
     with discovery.registered(adder, Adder()):
-        got = jax.vmap(jax.grad(loss), (None, 0))(bias, q)
+        got, dq = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))(bias, q)
+    assert got.dtype == dq.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got.astype(jnp.float32), 201)
 
 

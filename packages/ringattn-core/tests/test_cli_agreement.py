@@ -74,7 +74,7 @@ def explained(name: str, **options: Any) -> CallAnalysis:
 def moved(program: str, operation: str, of: Collection[str] = SIZES.keys()) -> Counter[int]:
     """The sizes in bytes of the arrays that one device receives by an operation, with the number of each size.
 
-    The result of a `-start` operation lists the arrays that it sends, then those that it receives.
+    The result of a `-start` operation lists the arrays that it sends, then the arrays that it receives.
     """
     found: Counter[int] = Counter()
     for result, named, start in MOVED.findall(program):

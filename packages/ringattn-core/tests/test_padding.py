@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values in padding affect no result; NaN in any other token reaches every row that sees it."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import ring_attention
+from ringattn_core import Backend, Feature, Support, ring_attention
+from ringattn_core.backends import discovery
 from ringattn_core.placement.padding import cleaned
 
 LENGTH, BAD = 12, 5
@@ -54,6 +56,26 @@ def test_values_in_padding_affect_no_output_and_no_gradient(ranks: int | None, v
     for got, want in zip(differentiated(value), differentiated(0.0), strict=True):
         np.testing.assert_array_equal(got, want)
         assert jnp.isfinite(got).all() and (got[0, BAD] == 0).all()
+
+
+def test_a_ring_function_reads_zeros_in_padding_and_gets_no_cotangent_of_it():
+    def ring(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> Any:
+        out = query + key + value
+        return out, out[..., 0].swapaxes(1, 2)
+
+    features = dict.fromkeys(
+        (Feature.FLOAT32, Feature.GRADIENTS, Feature.SEGMENT_IDS, Feature.RETURN_LSE), Support.FULL
+    )
+    ids = jnp.zeros((1, LENGTH), jnp.int32).at[0, BAD].set(-1)
+    with discovery.registered(Backend("sum", 1, ("cpu",), features, ring="nowhere:ring"), ring):
+        for operand in range(3):
+            x = arrays()
+            x[operand] = x[operand].at[0, BAD].set(jnp.nan)
+            call = functools.partial(ring_attention, q_segment_ids=ids, return_lse=True, backend="sum")
+            (out, lse), pull = jax.vjp(call, *x)
+            assert (out[0, BAD] == 0).all() and (lse[..., BAD] == 0).all()
+            gradients = pull((jnp.ones_like(out).at[0, BAD].set(jnp.nan), jnp.ones_like(lse).at[..., BAD].set(jnp.nan)))
+            assert all((gradient[0, BAD] == 0).all() and jnp.isfinite(gradient).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("ranks", MESHES)

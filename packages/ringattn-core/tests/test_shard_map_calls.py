@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of a call in the caller's own shard_map: it refuses missing axis names, and uses those that it gets."""
+"""Calls in the caller's own shard_map: missing axis names are refused, and given axis names are used."""
 
 from typing import Any
 

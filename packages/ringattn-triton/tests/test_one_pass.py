@@ -71,7 +71,7 @@ def test_however_many_programs_take_turns_the_bits_are_the_same(places: int, mon
 
 
 def test_dq_continues_what_other_keys_gave() -> None:
-    block = make_block(1, 128, 256, dim=64, dtype=HALF, causal=True)
+    block = make_block(1, 128, 256, dim=64, dtype=HALF)
     rows = prepared(block)
     whole = one_pass.backward(block, *rows, None)
     dq = None

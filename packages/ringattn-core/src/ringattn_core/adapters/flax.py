@@ -2,7 +2,7 @@
 """An `attention_fn` for the attention layers of Flax, in Linen and in NNX.
 
 This module does not import Flax. Linen silently drops arguments that a function does not name. So this function names
-all of them, and raises for those that it does not support.
+all of them, and raises for an argument that it does not support.
 """
 
 from collections.abc import Callable

@@ -46,5 +46,5 @@ def refuse_unnamed_axes(call: Call) -> None:
         raise InputError(
             asked,
             f"needs the global indices of batch and heads, and the mesh axes {over} may split them",
-            f"Name those that do in {' and '.join(unsaid)}; () means none",
+            f"Name the axes that split them in {' and '.join(unsaid)}; () means none",
         )

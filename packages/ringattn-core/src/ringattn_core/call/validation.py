@@ -25,7 +25,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     """The call in canonical form, from the arguments of the per-shard signature. Raises if they do not fit together.
 
     By default the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`. Outside, `ranks`
-    is the number of shards of the sequence of which the arrays hold one: 1 for global arrays.
+    is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
     given = _named(arguments, options)
     q, k, v = _operands(*(given.pop(name) for name in ("query", "key", "value")))

@@ -64,7 +64,7 @@ class Hop:
 class CallAnalysis:
     """The result of `analyse`. The JSON output has the names of these fields.
 
-    `choice` is the backend that would run the call; if there is none, `refusal` says why. `own_ring` means that this
+    `choice` is the backend that would run the call; without one, `refusal` gives the reason. `own_ring` means that this
     backend drives its own ring; the hops are then those of core's engine. `lengths` are the numbers of queries and
     keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
     key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `states`

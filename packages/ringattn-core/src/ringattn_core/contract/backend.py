@@ -19,7 +19,7 @@ class Backend:
     of `kernel` and `ring` is given. `probe` is a function that returns why the backend cannot run here, as one
     sentence, or `None`. `api` is the backend API that the backend was written for, as a literal number. `reasons` may
     say why a feature is not supported; messages put "planned:" or "impossible:" before it. `variables` are the
-    environment variables `RINGATTN_...` that the backend reads; core warns of a variable that nobody declares.
+    environment variables `RINGATTN_...` that the backend reads; core warns of one that nothing installed declares.
     """
 
     name: str

@@ -25,12 +25,25 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
-    """`kernel.backward`; raises if a gradient is missing or has a wrong shape or dtype."""
+    """`kernel.backward`; raises if a gradient is missing or has a wrong shape or dtype.
+
+    Gradients of a final block come in the dtypes of its inputs, whichever the kernel returned: `vmap` must not change a
+    dtype, and its rule may run the kernel on a block that is not final.
+    """
     result = kernel.backward(block, *arrays)
     wanted = {"dq": _like(block.q), "dk": _like(block.k), "dv": _like(block.v)}
     wanted |= {} if block.bias is None or block.bias_fixed else {"dbias": _like(block.bias)}
     wanted |= {} if block.slopes is None else {"dslopes": _like(block.slopes)}
-    return _checked(kernel, "backward", result, Gradients, wanted, block.final)
+    return in_input_dtypes(block, _checked(kernel, "backward", result, Gradients, wanted, block.final))
+
+
+def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
+    """The gradients of a final block in the dtypes of its inputs; of another block, as they are."""
+    if not block.final:
+        return found
+    dtypes = {"dq": block.q.dtype, "dk": block.q.dtype, "dv": block.q.dtype}
+    dtypes |= {} if block.bias is None or found.dbias is None else {"dbias": block.bias.dtype}
+    return dataclasses.replace(found, **{name: getattr(found, name).astype(x) for name, x in dtypes.items()})
 
 
 def _like(x: Any) -> Expected:

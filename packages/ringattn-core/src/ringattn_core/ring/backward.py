@@ -164,8 +164,8 @@ class _Pass:
         """Computes with the keys in `wires`; meanwhile sends them `onward` ranks, and `behind` by `back` ranks.
 
         `behind` are the key gradients of the hop before. `early` are this hop's key gradients for half of the heads,
-        where these are known; then the kernel computes the other half. Returns the keys that arrive, the gradients of
-        the keys in `wires` (this hop's plus those that arrive for them), and the sums.
+        where these are known; then the kernel computes the other half. Returns three things: the keys that arrive; the
+        gradients of the keys in `wires`, which are this hop's plus the gradients that arrive; and the sums.
         """
         done = [of_direction["q"] for of_direction in sums]
         wires = tuple(after(self.ring, x, done) for x in wires)
@@ -177,7 +177,7 @@ class _Pass:
         for arrival in (*(following or ()), *(arrived or ())):
             sums = tuple({**each, "q": ordering.tie_on_cpu(each["q"], arrival)} for each in sums)
         if early is None:
-            made = [self._visit(way, rows, x, before, offset) for way, rows, x, before in self._each(wires, sums)]
+            made = [self._visit(*each, offset=offset) for each in self._each(wires, sums)]
             mine, sums = zip(*made, strict=True)
         else:
             late, sums = self._own_half(1, wires, sums)

@@ -49,7 +49,7 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
             folded = dataclasses.replace(folded, final=False)
         given = [_fold(size, is_batched, x) for is_batched, x in zip(arrays_batched, arrays, strict=True)]
         result, every = _unfolded(size, call(folded, *given))
-        return _reduce_like(result, block, block_batched), every
+        return checks.in_input_dtypes(block, _reduce_like(result, block, block_batched)), every
 
     return call
 

@@ -110,7 +110,7 @@ def tune(
 
 @functools.cache
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
-    """The configuration from the disk. Each problem is looked up once, also if there is none."""
+    """The configuration from the disk. Each problem is looked up once, and a miss is remembered too."""
     if registration.in_process:
         return None
     from . import cache

@@ -36,7 +36,7 @@ def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
 
 
 def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[FwdParams, BwdParams]:
-    """The parameters of a call that `backend` runs; overlays give those that the call does not set."""
+    """The parameters of a call that `backend` runs; overlays fill in the parameters that the call leaves open."""
     for cfg in _context.get():
         if cfg.backend_name in (None, backend):
             forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
