@@ -48,7 +48,7 @@ def product_of_heads(left, right, nought, DIM: gl.constexpr):
 
 @gluon.jit
 def _product_of_piece(left, right, product, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    if WIDTH != left.shape[1]:
+    if left.shape[1] != WIDTH:
         left = left.slice(FIRST, WIDTH, dim=1)
         right = right.slice(FIRST, WIDTH, dim=1)
     return warpgroup_mma(left, right.permute((1, 0)), product, use_acc=FIRST > 0, is_async=True)

@@ -83,7 +83,7 @@ def written(
 
 @gluon.constexpr_function
 def in_sixteens(dim):
-    """The layout of 64 rows of 128 or 256 numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
+    """The layout of 64 rows of 128 or 256 numbers of two bytes in which each thread has 16 bytes of a row in one piece.
 
     It is that of a product after every four threads have exchanged numbers.
     """
