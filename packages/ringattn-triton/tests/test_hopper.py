@@ -254,7 +254,8 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
     ("reason", "fields"),
     [
         ("float32", {"dtype": jnp.float32}),
-        ("a head size of its own", {"dim": 96}),
+        ("a head size that is no multiple of 8", {"dim": 100}),
+        ("small heads", {"dim": 48}),
         ("values of another size", {"value_dim": 64}),
         ("few queries", {"q_length": 127}),
         ("few keys", {"kv_length": 127}),

@@ -12,8 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 
 @gluon.constexpr_function
-def _piece_count(dim):
-    """How many pieces cover `dim` dimensions in shared memory: powers of two from 16 on, the largest first."""
+def product_count(dim):
+    """How many pieces cover `dim` dimensions in shared memory: powers of two from 16 on, the largest first.
+
+    `product_of_heads` is as many products.
+    """
     return (-(-dim // 16)).bit_count()
 
 
@@ -41,7 +44,7 @@ def tiles_of_heads(
 def product_of_heads(left, right, nought, DIM: gl.constexpr):
     """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece of them."""
     product = nought
-    for number in gl.static_range(_piece_count(DIM)):
+    for number in gl.static_range(product_count(DIM)):
         product = _product_of_piece(left, right, product, _piece(DIM, number)[0], _piece(DIM, number)[1])
     return product
 
