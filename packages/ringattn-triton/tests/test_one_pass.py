@@ -149,7 +149,7 @@ def test_as_many_programs_run_as_the_largest_hopper_has_multiprocessors() -> Non
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 @pytest.mark.parametrize("option", ["plain", "causal", "causal segments"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
     length = 1000 if option == "causal segments" else 1024
     block = with_option(option, length, length, dim=dim, dtype=HALF)
