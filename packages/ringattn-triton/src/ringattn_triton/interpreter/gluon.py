@@ -311,9 +311,8 @@ def arrive(mbarrier: Shared, *, count: Any = 1) -> None:
     _barrier(mbarrier).arrived(plain(count))
 
 
-def wait(mbarrier: Shared, phase: Any, pred: Any = True) -> None:
-    if constant(pred):
-        current.team.wait(_barrier(mbarrier), _integer(phase))
+def wait(mbarrier: Shared, phase: Any) -> None:
+    current.team.wait(_barrier(mbarrier), _integer(phase))
 
 
 def make_tensor_descriptor(base: Pointer, shape: Any, strides: Any, block_shape: Any, layout: Any) -> Descriptor:
