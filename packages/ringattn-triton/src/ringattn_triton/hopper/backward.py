@@ -33,13 +33,13 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "keys and values are packed side by side"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
-    if constants.capped or constants.bias or constants.slopes or constants.dropout:
-        return "the one-pass backward kernel has no soft cap, bias, ALiBi and dropout"
-    if constants.masks:
-        return "the one-pass backward kernel has no dense masks and no masks by predicate"
+    if constants.bias:
+        return "the one-pass backward kernel has no bias"
+    if constants.capped and constants.slopes:
+        return "the one-pass backward kernel has no soft cap with ALiBi"
     if not (block.rule.fused_backward or ORDERED_BY_DEFAULT):
         return "the caller wants the same bits at every run, for which two passes are the default"
-    return None if constants.plain else "the scale is not positive"
+    return None
 
 
 def backward(
@@ -61,7 +61,7 @@ def backward(
     table = visited_tiles.table(
         inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
     )
-    masked = any((constants.below, constants.above, constants.segments, constants.padded))
+    masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
@@ -72,14 +72,18 @@ def backward(
     sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
     ranks = _ranks(inputs, block, plan) if ordered else None
     arrays = [
-        *inputs.arrays, table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more), ranks,
+        *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more),
+        _away(block, plan, q_tiles) if constants.slopes else None, ranks,
         counters, sums,
     ]  # fmt: skip
-    dk, dv, _, sums = launch(
+    # Each consumer of each turn writes what it finds for each head's slope, masked steps apart from others.
+    slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
+    dk, dv, dslopes, _, sums = launch(
         backward_kernel,
         arrays,
         [
             *(jax.ShapeDtypeStruct(block.k.shape, block.q.dtype if block.final else jnp.float32) for _ in range(2)),
+            jax.ShapeDtypeStruct(slope_parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             jax.ShapeDtypeStruct(sums.shape, sums.dtype),
         ],
@@ -87,7 +91,7 @@ def backward(
         warps=4,
         stages=1,
         registers=_REGISTERS_AT_START,
-        aliases={len(arrays) - 2: 2, len(arrays) - 1: 3},
+        aliases={len(arrays) - 2: 3, len(arrays) - 1: 4},
         name="ringattn_hopper_backward",
         F=constants,
         T=table.shape,
@@ -110,10 +114,23 @@ def backward(
         SCALE=constants.scale,
         FRESH=dq is None,
     )
-    return Gradients(dq, dk, dv)
+    if block.slopes is None:
+        return Gradients(dq, dk, dv)
+    by_batch = -dslopes.sum(2)
+    return Gradients(dq, dk, dv, None, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
+
+
+def _away(block: Block, plan: BackwardPlan, q_tiles: int) -> Float32[Array, "b rows"]:
+    """How far the position of each query is from that of the first one in its tile."""
+    found = jnp.pad(block.q_positions, [(0, 0), (0, q_tiles * plan.q_tile - block.q_length)], mode="edge")
+    of_tile = found.reshape(-1, q_tiles, plan.q_tile)
+    return (of_tile - of_tile[:, :, :1]).astype(jnp.float32).reshape(found.shape)
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
     """For each key tile and query tile that see each other, how many earlier key tiles see that query tile."""
-    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int32)
-    return jnp.cumsum(seen, 1, dtype=jnp.int32) - seen
+    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.bfloat16)
+    # A product, with sums of zeros and ones that float32 holds exactly: XLA's running sums are some twenty kernels.
+    ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
+    earlier = jnp.triu(ones, 1) if plan.from_last else jnp.tril(ones, -1)
+    return jnp.einsum("rs,gsc->grc", earlier, seen, preferred_element_type=jnp.float32).astype(jnp.int32)

@@ -22,13 +22,13 @@ from .backward_transfers import add_dq, fetch_tiles
 def backward(
     Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
     SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK, DV, COUNTERS, DQ,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
-    end, `LSE` is +inf. `DQ` is float32 in the order of `dq_order`, without the scale; `DQ_BEFORE` has the same memory.
+    end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first one of its tile. `DQ` is float32 in the order of `dq_order`, without the scale; `DQ_BEFORE` has the same memory.
     """
     DIM: gl.constexpr = F.head_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
@@ -49,8 +49,12 @@ def backward(
     v_tiles = tma.make_tensor_descriptor(values, [KV_ROWS, F.v_token], [F.v_token, 1], [PLAN.kv_tile, DIM], KEYS)
     lse_rows = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     delta_rows = tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    away_rows = lse_rows
+    if F.slopes:
+        GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
+        away_rows = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     dq_tiles = tma.make_tensor_descriptor(DQ, [BATCH * F.heads * Q_TILES * 32, 256], [256, 1], [16, 256], PLAIN)
-    memory = shared_memory(TYPE, KEYS, QUERIES, DS, PLAIN, DIM, PLAN)
+    memory = shared_memory(TYPE, KEYS, QUERIES, DS, PLAIN, F, PLAN)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
         SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
@@ -58,17 +62,18 @@ def backward(
     turns = T.rows * BATCH * F.kv_heads
     gl.warp_specialize(
         [
-            (compute_gradients, (0, memory, P, DK, DV, turns, F, T, PLAN)),
-            (compute_gradients, (1, memory, P, DK, DV, turns, F, T, PLAN)),
+            (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
+            (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
             (
                 fetch_tiles,
                 (
-                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS, turns,
-                    F, T, PLAN,
+                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
+                    COUNTERS, turns, F, T, PLAN,
                 ),
             ),
-            (add_dq, (memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+            (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+            (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
         ],
-        [4, 1, 1],
-        [PLAN.registers, 24, 24],
+        [4, 1, 1, 1],
+        [PLAN.registers, 24, 24, 24],
     )  # fmt: skip

@@ -30,7 +30,8 @@ class Shared(NamedTuple):
 
     Of a turn there are its number, and how many steps it has `before` those that see everything, how many of those
     (`whole`), and how many `after` them. `kv` holds its keys, then its values. In `queries` place `i` is a tile of q
-    and place `STAGES + i` one of dout; in `rows` they are the rows' lse and -delta, and come with those. `tile` is the
+    and place `STAGES + i` one of dout; in `rows` they are the rows' lse and -delta, and come with those. For
+    ALiBi place `2 STAGES + i` is how far the rows' positions are from the tile's first. `tile` is the
     number of a query tile. `ds` is the derivative by the scores, keys as rows, of both consumers. `dq` has a place for
     each half of a tile: consumer `c` fills places `2 i + c`.
     """
@@ -74,7 +75,7 @@ def at(places, number):
 @gluon.jit
 def shared_memory(
     TYPE: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr, DS: gl.constexpr, PLAIN: gl.constexpr,
-    DIM: gl.constexpr, PLAN: gl.constexpr,
+    F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """The allocations in these layouts, with barriers that are ready to be used."""
     STAGES: gl.constexpr = PLAN.stages
@@ -83,15 +84,15 @@ def shared_memory(
     memory = Memory(
         barriers=gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
-        rows=gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PLAN.q_tile], PLAIN),
-        queries=gl.allocate_shared_memory(TYPE, [2 * STAGES, PLAN.q_tile, DIM], QUERIES),
-        keys=gl.allocate_shared_memory(TYPE, [2, PLAN.kv_tile, DIM], KEYS),
+        rows=gl.allocate_shared_memory(gl.float32, [(3 if F.slopes else 2) * STAGES, 1, PLAN.q_tile], PLAIN),
+        queries=gl.allocate_shared_memory(TYPE, [2 * STAGES, PLAN.q_tile, F.head_dim], QUERIES),
+        keys=gl.allocate_shared_memory(TYPE, [2, PLAN.kv_tile, F.head_dim], KEYS),
         ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, PLAN.kv_tile, PLAN.q_tile], DS),
         dq=gl.allocate_shared_memory(gl.float32, [2 * PLAN.dq_places, 16, 256], PLAIN),
     )
     shared = shared_places(memory, PLAN)
     _begin(shared.turn_full, 2, 1)
-    _begin(shared.turn_empty, 2, 3)
+    _begin(shared.turn_empty, 2, 2 + PLAN.writers)
     _begin(shared.kv_full, 1, 1)
     _begin(shared.kv_empty, 1, 2)
     _begin(shared.q_full, STAGES, 1)
@@ -99,7 +100,7 @@ def shared_memory(
     _begin(shared.dout_full, STAGES, 1)
     _begin(shared.dout_empty, STAGES, 2)
     _begin(shared.ds_full, PLAN.ds_places, 2)
-    _begin(shared.dq_full, 2 * PLAN.dq_places, 1)
+    _begin(shared.dq_full, 2 * PLAN.writers, 1)
     _begin(shared.dq_empty, 2 * PLAN.dq_places, 1)
     return memory
 
@@ -108,7 +109,6 @@ def shared_memory(
 def shared_places(memory, PLAN: gl.constexpr):
     """The places in the allocations, by name."""
     STAGES: gl.constexpr = PLAN.stages
-    HALVES: gl.constexpr = 2 * PLAN.dq_places
     barriers = memory.barriers
     numbers = memory.numbers
     DS_FULL: gl.constexpr = 6 + 4 * STAGES
@@ -134,7 +134,7 @@ def shared_places(memory, PLAN: gl.constexpr):
         ds_full=Places(barriers, DS_FULL),
         dq=memory.dq,
         dq_full=Places(barriers, DQ_FULL),
-        dq_empty=Places(barriers, DQ_FULL + HALVES),
+        dq_empty=Places(barriers, DQ_FULL + 2 * PLAN.writers),
     )
 
 

@@ -17,6 +17,9 @@ class BackwardPlan:
     q_tile: int
     masked: bool = False
     ordered: bool = False
+    from_last: bool = True
+    writers: int = 2
+    sixteens: bool = True
     kv_tile: int = 128
     stages: int = 2
     ds_places: int = 2
@@ -27,7 +30,7 @@ class BackwardPlan:
     @property
     def barriers(self) -> int:
         """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
-        return power_of_two(6 + 4 * self.stages + self.ds_places + 4 * self.dq_places)
+        return power_of_two(6 + 4 * self.stages + self.ds_places + 2 * self.dq_places + 2 * self.writers)
 
 
 PLANS: Final = {64: BackwardPlan(q_tile=128), 128: BackwardPlan(q_tile=64)}

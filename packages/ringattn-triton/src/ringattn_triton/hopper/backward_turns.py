@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Which query tiles a turn of the one-pass backward visits, in which order. A turn owns a tile of keys."""
+"""In which order the one-pass backward works through tiles: which turn owns which key tile, and what it visits."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.tile_loop import full_tile, masked_tile, visit
+from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 
 
 class Steps(NamedTuple):
@@ -20,22 +20,29 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
-    """What a turn visits, from the first query tile to the last, or backwards where the plan is `ordered`.
+def owner(turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """The key tile, batch row and key head of a turn.
 
-    Turns that run at a time then come to the tiles that they share one after the other, in the order in which they may
-    add to them. From the first to the last, a causal mask would let a turn begin far ahead of those it waits for.
+    Turns begin with the last key tile where the plan is `ordered`. Each turn visits query tiles from the first to the
+    last, so under a causal mask or in a document it begins ahead of the turns before it, which are gone when it
+    comes to the tiles that they share. With the first key tile first, turns that begin together would queue.
     """
+    row, batch, kv_head = owned(turn, T, F.kv_heads)
+    if PLAN.from_last:
+        row = T.rows - 1 - row
+    return row, batch, kv_head
+
+
+@gluon.jit
+def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
+    """What a turn visits, from the first query tile to the last wherever tiles form runs."""
     visited = visit(BOUNDS, TILES, batch, row, T)
     whole = visited.full_to - visited.full_from
-    before = visited.masked
-    if not T.listed:
-        before = visited.before
-    after = visited.masked - before
-    if PLAN.ordered:
-        return Steps(visited, after, whole, before)
+    after = visited.masked - visited.before
+    if PLAN.ordered and not PLAN.from_last:
+        return Steps(visited, after, whole, visited.before)
     else:
-        return Steps(visited, before, whole, after)
+        return Steps(visited, visited.before, whole, after)
 
 
 @gluon.jit
@@ -43,7 +50,7 @@ def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile of a step; any number after the last."""
     number = step
     before = steps.before
-    if PLAN.ordered:
+    if PLAN.ordered and not PLAN.from_last:
         number = gl.maximum(steps.before + steps.whole + steps.after - 1 - step, 0)
         before = steps.after
     inside = number - before

@@ -75,23 +75,23 @@ def written(
     # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange.
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
     EXCHANGED: gl.constexpr = SMALL and F.head_dim == 128 and not F.bias
-    WRITTEN: gl.constexpr = in_sixteens() if EXCHANGED else SUMS
+    WRITTEN: gl.constexpr = in_sixteens(F.head_dim) if EXCHANGED else SUMS
     out_at, within = outputs(start, batch, head, F, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
 
 
 @gluon.constexpr_function
-def in_sixteens():
-    """The layout of 64 rows of 128 numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
+def in_sixteens(DIM):
+    """The layout of 64 rows of `DIM` numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
 
     It is that of a product after every four threads have exchanged numbers.
     """
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[0, 64]] if DIM == 128 else []),
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[CONSUMER_ROWS.value, 128],
+        shape=[CONSUMER_ROWS.value, DIM],
     )
 
 
