@@ -17,6 +17,8 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.hopper import schedules
+from ringattn_triton.hopper.turn_order import order_of_keys
+from ringattn_triton.kernel_inputs import BlockConstants
 from ringattn_triton.launch.target import compiling_for
 
 HALF = jnp.bfloat16
@@ -97,20 +99,52 @@ def test_rows_and_keys_that_see_nothing_have_gradients_of_zero() -> None:
     assert np.asarray(got.dq[:, 101:]).any() and np.isfinite(got.dq).all()
 
 
-def test_a_rank_counts_the_key_tiles_after_it_that_see_a_query_tile() -> None:
+def test_a_rank_counts_the_key_tiles_before_it_that_see_a_query_tile() -> None:
     block = make_block(1, 384, 512, dim=128, dtype=HALF, causal=True)
-    found = launched(dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=True)))
-    assert found == ["ringattn_table", "ringattn_hopper_backward", "ringattn_hopper_finish_dq"]
     inputs = one_pass.kernel_inputs.of_block(block, fast=True)
-    ranks = one_pass._ranks(inputs, block, one_pass.PLANS[128])
+    order = np.array([2, 0, 1, 3])
+    ranks = one_pass._ranks(inputs, block, one_pass.PLANS[128], jnp.asarray(order))
     rows, columns = np.indices((4, 6))
-    seen = columns * 64 + 63 >= rows * 128
-    np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, seen[::-1].cumsum(0)[::-1] - 1, 0))
+    seen = (columns * 64 + 63 >= rows * 128)[order]
+    np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, seen.cumsum(0) - 1, 0))
+
+
+def constants_of(**fields: Any) -> BlockConstants:
+    block = make_block(1, 128, 128, dim=64, dtype=HALF, **fields)
+    return dataclasses.replace(one_pass.kernel_inputs.of_block(block, fast=True).constants, kv_heads=8)
+
+
+def test_every_key_tile_has_one_turn_and_documents_and_windows_begin_with_the_last() -> None:
+    for batch, rows in ((1, 1), (1, 5), (1, 64), (2, 300), (100, 64)):
+        order = order_of_keys(constants_of(causal=True), batch, rows)
+        assert sorted(order) == list(range(rows)) and order[-1] == rows - 1 or rows <= 17
+    assert list(order_of_keys(constants_of(causal=True), 4, 8)) == [6, 4, 2, 0, 1, 3, 5, 7]
+    near = constants_of(causal=True, window=(5, 0)), with_segments()
+    assert all(list(order_of_keys(constants, 1, 4)) == [3, 2, 1, 0] for constants in near)
+
+
+def with_segments() -> BlockConstants:
+    block = with_option("causal segments", 128, 128, dim=64, dtype=HALF)
+    return one_pass.kernel_inputs.of_block(block, fast=True).constants
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "kernel"),
+    [(16, 8192, "ringattn_hopper_backward"), (2, 8192, "ringattn_backward_keys"), (140, 64, "ringattn_hopper_backward")],
+)
+def test_by_default_one_pass_adds_in_order_unless_turns_of_few_heads_would_queue(
+    heads: int, length: int, kernel: str
+) -> None:
+    block = make_block(1, 1, 1, dim=128, dtype=HALF, heads=heads, kv_heads=heads)
+    long = jax.ShapeDtypeStruct((1, length, heads, 128), HALF)
+    index = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    fields = dict.fromkeys(("q_positions", "kv_positions", "q_index", "kv_index"), index)
+    assert kernel in launched(dataclasses.replace(block, q=long, kv=(long, long), **fields))
 
 
 def launched(block: Block) -> list[str]:
     """The names of the kernels of a block's backward pass on Hopper."""
-    rows = jnp.zeros((block.q.shape[0], block.q.shape[2], block.q.shape[1]))
+    rows = jax.ShapeDtypeStruct((block.q.shape[0], block.q.shape[2], block.q.shape[1]), jnp.float32)
     with compiling_for(90):
         program = jax.make_jaxpr(lambda *x: KERNEL.backward(*x))(block, block.q, rows, rows, None)
     return [call.name for call, _ in launches(program.jaxpr)]

@@ -15,9 +15,8 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from .backward_plan import PLANS, BackwardPlan
 from .schedules import PROGRAMS
+from .turn_order import order_of_keys, queue_too_long
 
-ORDERED_BY_DEFAULT: Final = False
-"""Whether blocks whose bits must repeat get the ordered form. Two passes have been certified on a GPU, it has not."""
 _TOGETHER: Final = 512
 """How many turns the heads that go together have: few enough for their queries to stay in the cache."""
 _ALL_TOGETHER: Final = 2**30
@@ -37,8 +36,8 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no bias"
     if constants.capped and constants.slopes:
         return "the one-pass backward kernel has no soft cap with ALiBi"
-    if not (block.rule.fused_backward or ORDERED_BY_DEFAULT):
-        return "the caller wants the same bits at every run, for which two passes are the default"
+    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), PLANS[constants.head_dim].q_tile):
+        return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
     return None
 
 
@@ -70,10 +69,13 @@ def backward(
     lse = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), more, constant_values=jnp.inf)
     counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
-    ranks = _ranks(inputs, block, plan) if ordered else None
+    order = ranks = None
+    if ordered:
+        order = jnp.asarray(order_of_keys(constants, batch, table.shape.rows), jnp.int32)
+        ranks = _ranks(inputs, block, plan, order)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more),
-        _away(block, plan, q_tiles) if constants.slopes else None, ranks,
+        _away(block, plan, q_tiles) if constants.slopes else None, order, ranks,
         counters, sums,
     ]  # fmt: skip
     # Each consumer of each turn writes what it finds for each head's slope, masked steps apart from others.
@@ -127,10 +129,12 @@ def _away(block: Block, plan: BackwardPlan, q_tiles: int) -> Float32[Array, "b r
     return (of_tile - of_tile[:, :, :1]).astype(jnp.float32).reshape(found.shape)
 
 
-def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
-    """For each key tile and query tile that see each other, how many earlier key tiles see that query tile."""
-    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.bfloat16)
-    # A product, with sums of zeros and ones that float32 holds exactly: XLA's running sums are some twenty kernels.
-    ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
-    earlier = jnp.triu(ones, 1) if plan.from_last else jnp.tril(ones, -1)
-    return jnp.einsum("rs,gsc->grc", earlier, seen, preferred_element_type=jnp.float32).astype(jnp.int32)
+def _ranks(
+    inputs: KernelInputs, block: Block, plan: BackwardPlan, order: Int32[Array, "rows"]
+) -> Int32[Array, "g rows columns"]:
+    """For each key tile, in the order of turns, and each query tile: how many earlier ones see that query tile."""
+    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)[:, order]
+    # A product, whose sums of zeros and ones float32 holds exactly: XLA's running sums are some twenty kernels.
+    earlier = jnp.tril(jnp.ones((len(order),) * 2, jnp.bfloat16), -1)
+    found = jnp.einsum("rs,gsc->grc", earlier, seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return found.astype(jnp.int32)

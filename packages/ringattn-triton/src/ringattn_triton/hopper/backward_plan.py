@@ -17,7 +17,6 @@ class BackwardPlan:
     q_tile: int
     masked: bool = False
     ordered: bool = False
-    from_last: bool = True
     writers: int = 2
     sixteens: bool = True
     kv_tile: int = 128

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""In which order the one-pass backward works through tiles: which turn owns which key tile, and what it visits."""
+"""Which query tiles a turn of the one-pass backward visits, in which order. A turn owns a tile of keys."""
 
 from typing import Any, NamedTuple
 
@@ -20,42 +20,27 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def owner(turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """The key tile, batch row and key head of a turn.
-
-    Turns begin with the last key tile where the plan is `ordered`. Each turn visits query tiles from the first to the
-    last, so under a causal mask or in a document it begins ahead of the turns before it, which are gone when it
-    comes to the tiles that they share. With the first key tile first, turns that begin together would queue.
-    """
+def owner(turn, ORDER, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """The key tile, batch row and key head of a turn."""
     row, batch, kv_head = owned(turn, T, F.kv_heads)
-    if PLAN.from_last:
-        row = T.rows - 1 - row
+    if PLAN.ordered:
+        row = gl.load(ORDER + row)
     return row, batch, kv_head
 
 
 @gluon.jit
-def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
+def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr):
     """What a turn visits, from the first query tile to the last wherever tiles form runs."""
     visited = visit(BOUNDS, TILES, batch, row, T)
-    whole = visited.full_to - visited.full_from
-    after = visited.masked - visited.before
-    if PLAN.ordered and not PLAN.from_last:
-        return Steps(visited, after, whole, visited.before)
-    else:
-        return Steps(visited, visited.before, whole, after)
+    return Steps(visited, visited.before, visited.full_to - visited.full_from, visited.masked - visited.before)
 
 
 @gluon.jit
-def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
+def tile_at(steps, step, T: gl.constexpr):
     """The number of the query tile of a step; any number after the last."""
-    number = step
-    before = steps.before
-    if PLAN.ordered and not PLAN.from_last:
-        number = gl.maximum(steps.before + steps.whole + steps.after - 1 - step, 0)
-        before = steps.after
-    inside = number - before
+    inside = step - steps.before
     if (inside >= 0) & (inside < steps.whole):
         tile = full_tile(steps.visited, steps.visited.full_from + inside, T)
     else:
-        tile = masked_tile(steps.visited, gl.where(inside < 0, number, number - steps.whole), T)
+        tile = masked_tile(steps.visited, gl.where(inside < 0, step, step - steps.whole), T)
     return tile
