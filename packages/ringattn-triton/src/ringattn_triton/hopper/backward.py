@@ -64,21 +64,17 @@ def backward(
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
-    more = [(0, 0), (0, 0), (0, q_tiles * plan.q_tile - length)]
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    lse = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), more, constant_values=jnp.inf)
-    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
-    sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
     order = ranks = None
     if ordered:
         order = jnp.asarray(order_of_keys(constants, batch, table.shape.rows), jnp.int32)
         ranks = _ranks(inputs, block, plan, order)
+    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
+    sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
     arrays = [
-        *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more),
-        _away(block, plan, q_tiles) if constants.slopes else None, order, ranks,
-        counters, sums,
+        *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
+        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), order, ranks, counters, sums,
     ]  # fmt: skip
-    # Each consumer of each turn writes what it finds for each head's slope, masked steps apart from others.
+    # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
     slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
     dk, dv, dslopes, _, sums = launch(
         backward_kernel,
@@ -122,11 +118,20 @@ def backward(
     return Gradients(dq, dk, dv, None, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
 
 
-def _away(block: Block, plan: BackwardPlan, q_tiles: int) -> Float32[Array, "b rows"]:
-    """How far the position of each query is from that of the first one in its tile."""
-    found = jnp.pad(block.q_positions, [(0, 0), (0, q_tiles * plan.q_tile - block.q_length)], mode="edge")
-    of_tile = found.reshape(-1, q_tiles, plan.q_tile)
-    return (of_tile - of_tile[:, :, :1]).astype(jnp.float32).reshape(found.shape)
+def _rows(
+    block: Block, lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], plan: BackwardPlan, length: int
+) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b rows"] | None]:
+    """`lse` in units of log2 and `-delta`, filled up to a `length` of whole tiles; and, for ALiBi, how far the position
+    of each query is from that of the first one in its tile."""
+    more = (0, length - block.q_length)
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
+    delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if block.slopes is None:
+        return lse, delta, None
+    positions = jnp.pad(block.q_positions, [(0, 0), more], mode="edge").reshape(-1, length // plan.q_tile, plan.q_tile)
+    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(-1, length)
 
 
 def _ranks(

@@ -22,13 +22,17 @@ from .backward_transfers import add_dq, fetch_tiles
 def backward(
     Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
     SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, ORDER, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK, DV, DSLOPES, COUNTERS, DQ,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, ORDER, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
+    DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
-    end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first one of its tile. `DQ` is float32 in the order of `dq_order`, without the scale; `DQ_BEFORE` has the same memory.
+    end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.
+    `ORDER` and `RANKS` say in which order turns own tiles of keys and add to a tile of dq. `DSLOPES` has a number for
+    each head, part of its steps, key tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
+    The two arrays with `BEFORE` in their names have the same memory as the results.
     """
     DIM: gl.constexpr = F.head_dim
     TYPE: gl.constexpr = Q.dtype.element_ty

@@ -34,8 +34,9 @@ def opaque_zero(_semantic=None):
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, ORDER, DK, DV, DSLOPES, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
-):
+    NUMBER: gl.constexpr, memory, P, ORDER, DK, DV, DSLOPES, all_turns,
+    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
     DIM: gl.constexpr = F.head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
