@@ -15,7 +15,7 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from .backward_plan import PLANS, BackwardPlan
 from .schedules import PROGRAMS
-from .turn_order import order_of_keys, queue_too_long
+from .turn_order import last_keys_first, queue_too_long
 
 _TOGETHER: Final = 512
 """How many turns the heads that go together have: few enough for their queries to stay in the cache."""
@@ -62,17 +62,14 @@ def backward(
     )
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
+    plan = dataclasses.replace(plan, masked=masked, ordered=ordered, last_first=ordered and last_keys_first(constants))
     q_tiles = table.shape.columns
-    order = ranks = None
-    if ordered:
-        order = jnp.asarray(order_of_keys(constants, batch, table.shape.rows), jnp.int32)
-        ranks = _ranks(inputs, block, plan, order)
+    ranks = _ranks(inputs, block, plan) if ordered else None
     counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), order, ranks, counters, sums,
+        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, sums,
     ]  # fmt: skip
     # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
     slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
@@ -134,12 +131,11 @@ def _rows(
     return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(-1, length)
 
 
-def _ranks(
-    inputs: KernelInputs, block: Block, plan: BackwardPlan, order: Int32[Array, "rows"]
-) -> Int32[Array, "g rows columns"]:
-    """For each key tile, in the order of turns, and each query tile: how many earlier ones see that query tile."""
-    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)[:, order]
+def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
+    """For each key tile and query tile, how many key tiles before it, in the order of turns, see that query tile."""
+    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)
+    ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
+    before = jnp.triu(ones, 1) if plan.last_first else jnp.tril(ones, -1)
     # A product, whose sums of zeros and ones float32 holds exactly: XLA's running sums are some twenty kernels.
-    earlier = jnp.tril(jnp.ones((len(order),) * 2, jnp.bfloat16), -1)
-    found = jnp.einsum("rs,gsc->grc", earlier, seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    found = jnp.einsum("rs,gsc->grc", before, seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     return found.astype(jnp.int32)

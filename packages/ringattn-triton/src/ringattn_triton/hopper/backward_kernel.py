@@ -22,7 +22,7 @@ from .backward_transfers import add_dq, fetch_tiles
 def backward(
     Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
     SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, ORDER, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
     DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
@@ -30,8 +30,8 @@ def backward(
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
     end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.
-    `ORDER` and `RANKS` say in which order turns own tiles of keys and add to a tile of dq. `DSLOPES` has a number for
-    each head, part of its steps, key tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
+    `RANKS` says in which order turns add to a tile of dq. `DSLOPES` has a number for each head, part of its steps, key
+    tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
     The two arrays with `BEFORE` in their names have the same memory as the results.
     """
     DIM: gl.constexpr = F.head_dim
@@ -66,17 +66,17 @@ def backward(
     turns = T.rows * BATCH * F.kv_heads
     gl.warp_specialize(
         [
-            (compute_gradients, (0, memory, P, ORDER, DK, DV, DSLOPES, turns, F, T, PLAN)),
-            (compute_gradients, (1, memory, P, ORDER, DK, DV, DSLOPES, turns, F, T, PLAN)),
+            (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
+            (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
             (
                 fetch_tiles,
                 (
-                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, ORDER, BOUNDS,
-                    TILES, COUNTERS, turns, F, T, PLAN,
+                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
+                    COUNTERS, turns, F, T, PLAN,
                 ),
             ),
-            (add_dq, (0, memory, dq_tiles, ORDER, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
-            (add_dq, (1, memory, dq_tiles, ORDER, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+            (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+            (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
         ],
         [4, 1, 1, 1],
         [PLAN.registers, 24, 24, 24],

@@ -12,17 +12,19 @@ class BackwardPlan:
     """How the kernel runs.
 
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
+    `last_first`: as `turn_order.last_keys_first`.
     """
 
     q_tile: int
     masked: bool = False
     ordered: bool = False
-    writers: int = 2
-    sixteens: bool = True
+    last_first: bool = False
     kv_tile: int = 128
     stages: int = 2
     ds_places: int = 2
     dq_places: int = 1
+    writers: int = 2
+    """Warps that add dq to memory, in turn: an addition in order takes about as long as a step."""
     registers: int = 240
     """Registers of a consumer's thread, which it takes over from the other warps'."""
 

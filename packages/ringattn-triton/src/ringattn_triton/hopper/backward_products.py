@@ -34,7 +34,7 @@ def opaque_zero(_semantic=None):
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, ORDER, DK, DV, DSLOPES, all_turns,
+    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, all_turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
@@ -55,32 +55,32 @@ def compute_gradients(
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         mbarrier.wait(at(shared.kv_full, 0), taken & 1)
         for part in range(0, PARTS * F.group):
-            head = _head_of(P, turn, ORDER, part // PARTS, F, T, PLAN)
+            head = _head_of(P, turn, part // PARTS, F, T, PLAN)
             dslope = slope_sums(F)
             if PLAN.masked:
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
                     dk, dv, dslope = _step_of(
-                        dk, dv, dslope, shared, step, NUMBER, P, ORDER, turn, head, F, T, PLAN, True, SCORES, SUMS
+                        dk, dv, dslope, shared, step, NUMBER, P, turn, head, F, T, PLAN, True, SCORES, SUMS
                     )
                 done = end
             end = done + (gl.where(part % 2 == 0, whole, 0) if PLAN.masked else whole)
             for step in range(done, end):
                 dk, dv, dslope = _step_of(
-                    dk, dv, dslope, shared, step, NUMBER, P, ORDER, turn, head, F, T, PLAN, False, SCORES, SUMS
+                    dk, dv, dslope, shared, step, NUMBER, P, turn, head, F, T, PLAN, False, SCORES, SUMS
                 )
             done = end
             if F.slopes:
-                row, batch, kv_head = owner(turn, ORDER, F, T, PLAN)
+                row, batch, kv_head = owner(turn, F, T, PLAN)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
-        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), ORDER, F, T, PLAN)
+        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
         SMALL: gl.constexpr = DK.dtype.element_ty.primitive_bitwidth == 16
-        # Of a product four threads hold 16 bytes of a row, half of what memory writes at a time.
-        WRITTEN: gl.constexpr = in_sixteens(DIM) if SMALL and PLAN.sixteens else SUMS
+        WRITTEN: gl.constexpr = in_sixteens(DIM) if SMALL else SUMS
         dk = gl.convert_layout((dk * F.scale).to(DK.dtype.element_ty), WRITTEN)
         if F.dropout:
             dv = dv * F.keep_weight
@@ -96,10 +96,10 @@ def compute_gradients(
 
 
 @gluon.jit
-def _head_of(P, turn, ORDER, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The `Head` that a turn works on, or 0 where no option depends on the head."""
     if F.slopes or F.dropout or F.masks:
-        _, batch, kv_head = owner(turn, ORDER, F, T, PLAN)
+        _, batch, kv_head = owner(turn, F, T, PLAN)
         return of_head(P, batch, kv_head * F.group + member, F)
     else:
         return 0
@@ -107,7 +107,7 @@ def _head_of(P, turn, ORDER, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 
 @gluon.jit
 def _step_of(
-    dk, dv, dslope, shared, step, NUMBER: gl.constexpr, P, ORDER, turn, head, F: gl.constexpr, T: gl.constexpr,
+    dk, dv, dslope, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile against the keys, with keys as rows.
@@ -138,7 +138,7 @@ def _step_of(
     dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     tile = 0
     if MASKED or F.slopes or F.dropout:
-        row, batch, _ = owner(turn, ORDER, F, T, PLAN)
+        row, batch, _ = owner(turn, F, T, PLAN)
         tile = tile_of(
             P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
         )  # fmt: skip

@@ -104,7 +104,7 @@ def weights(p, F: gl.constexpr):
 def derivatives(steep, dp, minus_delta, F: gl.constexpr):
     """The derivatives by the scores, or by the products where there is a soft cap."""
     if F.dropout:
-        return gl.abs(steep) * (gl.where(steep > 0.0, dp * F.keep_weight, 0.0) + minus_delta)
+        return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
     else:
         return steep * (dp + minus_delta)
 

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..kernels.tile_loop import owned
 from .backward_memory import at, next_turn, put_number, shared_places
 from .backward_turns import owner, steps_of, tile_at
 
@@ -38,8 +37,8 @@ def wait_for_additions(PENDING, _semantic=None):
 
 @gluon.jit
 def fetch_tiles(
-    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, ORDER, BOUNDS, TILES, COUNTERS,
-    all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES, COUNTERS, all_turns,
+    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
 
@@ -52,22 +51,22 @@ def fetch_tiles(
     done = 0
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, ORDER, F, T, PLAN)
+        row, batch, kv_head = owner(turn, F, T, PLAN)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
         first_key = batch * F.kv_length + row * PLAN.kv_tile
         mbarrier.expect(full, PLAN.kv_tile * F.head_dim * 2 * 2)
         fetch(k_tiles, [first_key, kv_head * F.k_head], full, shared.kv.index(0))
         fetch(v_tiles, [first_key, kv_head * F.v_head], full, shared.kv.index(1))
-        steps = steps_of(row, batch, BOUNDS, TILES, T)
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
-        ahead = tile_at(steps, 0, T)
+        ahead = tile_at(steps, 0, T, PLAN)
         for member in range(0, F.group):
             head = kv_head * F.group + member
             for step in range(0, count):
                 tile = ahead
-                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T)
+                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
                 place = done % PLAN.stages
                 phase = ((done // PLAN.stages) & 1) ^ 1
                 tokens_at = [batch * F.q_length + tile * PLAN.q_tile, head * F.head_dim]
@@ -106,7 +105,7 @@ def _announce(shared, taken, turn, before, whole, after):
 
 @gluon.jit
 def add_dq(
-    NUMBER: gl.constexpr, memory, dq_tiles, ORDER, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
+    NUMBER: gl.constexpr, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
@@ -125,20 +124,20 @@ def add_dq(
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, ORDER, F, T, PLAN)
+        row, batch, kv_head = owner(turn, F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        steps = steps_of(row, batch, BOUNDS, TILES, T)
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0
-        ranks = RANKS + (group * T.rows + owned(turn, T, F.kv_heads)[0]) * Q_TILES
+        ranks = RANKS + (group * T.rows + row) * Q_TILES
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = COUNTERS + 1 + first
             start = (done + NUMBER) % PLAN.writers
-            ahead = tile_at(steps, start, T)
+            ahead = tile_at(steps, start, T, PLAN)
             for step in range(start, count, PLAN.writers):
                 tile = ahead
-                ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T)
+                ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T, PLAN)
                 if PLAN.ordered:
                     rank = gl.load(ranks + tile)
                     while gl.load(counters + tile, volatile=True) < rank:

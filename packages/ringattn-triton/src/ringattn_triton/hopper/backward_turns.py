@@ -20,27 +20,37 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def owner(turn, ORDER, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def owner(turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The key tile, batch row and key head of a turn."""
     row, batch, kv_head = owned(turn, T, F.kv_heads)
-    if PLAN.ordered:
-        row = gl.load(ORDER + row)
+    if PLAN.last_first:
+        row = T.rows - 1 - row
     return row, batch, kv_head
 
 
 @gluon.jit
-def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr):
-    """What a turn visits, from the first query tile to the last wherever tiles form runs."""
+def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
+    """What a turn visits, from the first query tile to the last, or from the last to the first."""
     visited = visit(BOUNDS, TILES, batch, row, T)
-    return Steps(visited, visited.before, visited.full_to - visited.full_from, visited.masked - visited.before)
+    whole = visited.full_to - visited.full_from
+    after = visited.masked - visited.before
+    if PLAN.ordered and not PLAN.last_first:
+        return Steps(visited, after, whole, visited.before)
+    else:
+        return Steps(visited, visited.before, whole, after)
 
 
 @gluon.jit
-def tile_at(steps, step, T: gl.constexpr):
+def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile of a step; any number after the last."""
-    inside = step - steps.before
+    number = step
+    before = steps.before
+    if PLAN.ordered and not PLAN.last_first:
+        number = gl.maximum(steps.before + steps.whole + steps.after - 1 - step, 0)
+        before = steps.after
+    inside = number - before
     if (inside >= 0) & (inside < steps.whole):
         tile = full_tile(steps.visited, steps.visited.full_from + inside, T)
     else:
-        tile = masked_tile(steps.visited, gl.where(inside < 0, step, step - steps.whole), T)
+        tile = masked_tile(steps.visited, gl.where(inside < 0, number, number - steps.whole), T)
     return tile
