@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is launched from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU.
-
-Which of the two is decided when the program is lowered, so that one traced program serves both.
-"""
+"""How a kernel is launched from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU."""
 
 import dataclasses
 import functools
@@ -11,19 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.core
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from ringattn_core.contract.launch import Interpreter, launch_primitive
 from ringattn_core.contract.varying import align, axes_of
 
-from .lowering import over_no_mesh
 from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
 SIMULATE: Final = "simulate"
 """The value that asks for the simulator of a TPU, which is slower than the interpreter by far."""
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", values=("1", SIMULATE))
 VMEM_LIMIT: Final = 2**25 * 3 // 2
 """What a kernel may use of a core's vector memory: 48 MiB, of the 64 MiB that the smallest of these TPUs has."""
 
@@ -130,11 +125,6 @@ def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], 
         pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))(functools.partial(whole, masked))
 
 
-def interpretation_allowed() -> bool:
-    """Whether the environment asks for it; programs that are lowered for TPUs are compiled all the same."""
-    return os.environ.get(INTERPRET_VARIABLE, "") in ("1", SIMULATE)
-
-
 def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:
     """The launch as one operation. The simulator has effects, which no primitive hides: it gets a program for itself.
 
@@ -211,30 +201,13 @@ def _pallas(
     return [results[name] for name in outputs]
 
 
-def _abstract(*_: Any, run: Run) -> list[jax.core.ShapedArray]:
-    return [
-        jax.core.ShapedArray(operand.array.shape, operand.array.dtype) for operand in run.keywords["outputs"].values()
-    ]
-
-
-def _eager(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    return jax.jit(functools.partial(_launch.bind, run=run))(*arrays)
-
-
 def _interpreted(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    if not interpretation_allowed():
-        raise RuntimeError(
-            f"kernel {run.keywords['name']} was to be launched on a CPU, and Mosaic compiles for TPUs. Set "
-            f"{INTERPRET_VARIABLE}=1 to interpret it, which is slow and meant for tests, or choose the backend 'xla'."
-        )
+    INTERPRETER.check(run.keywords["name"])
     return run(*arrays, interpret=True)
 
 
-_launch: Final = Primitive("ringattn_tpu_launch")
-_launch.multiple_results = True
-_launch.def_abstract_eval(_abstract)
-_launch.def_impl(_eager)
-mlir.register_lowering(_launch, over_no_mesh(_interpreted, multiple_results=True), platform="cpu")
-mlir.register_lowering(
-    _launch, over_no_mesh(lambda *arrays, run: run(*arrays, interpret=False), multiple_results=True), platform="tpu"
+_launch: Final = launch_primitive(
+    "ringattn_tpu_launch",
+    lambda *_, run: [operand.array for operand in run.keywords["outputs"].values()],
+    {"cpu": _interpreted, "tpu": lambda *arrays, run: run(*arrays, interpret=False)},
 )
