@@ -121,7 +121,7 @@ def test_members_of_a_group_come_inside_the_steps_or_round_them(members_inside: 
     given = steps(causal=True)
 
     def kernel(step: Step, inputs: Any, outputs: Any, scratch: Any) -> None:
-        @launching.pl.when((step.at.own == 0) & (step.member == 0))
+        @launching.pl.when((step.at.own == 0) & (step.at.member == 0))
         def _():
             scratch["clock"][0] = 0
 

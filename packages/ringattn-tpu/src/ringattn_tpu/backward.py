@@ -12,12 +12,12 @@ from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes
-from .block_sizes import LANES
+from .block_sizes import LANES, SUBLANES
 from .kernel_inputs import KernelInputs, prepared
 from .kernels.backward_bias import backward_bias
 from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
-from .kernels.backward_queries import SUBLANES, backward_queries
+from .kernels.backward_queries import backward_queries
 from .launch import VMEM_LIMIT, At, Grid, Operand
 from .steps import FIRST, Steps, steps
 
@@ -46,7 +46,7 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
     if wants_dbias:
-        dbias = _bias(given, inputs)[:, :, : q_length if given.settings.bias_rows else 1, :kv_length]
+        dbias = _bias(given, inputs)[:, :, : block.bias.shape[2], :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
 
 
@@ -94,9 +94,8 @@ def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
     block, sizes = given.block, given.sizes
     wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
     floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
-    return (
-        not given.settings.slopes and (of_keys.rows == 1 or block.group == 1) and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
-    )
+    alone = of_keys.rows == 1 or block.group == 1
+    return block.slopes is None and alone and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
 
 
 def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
@@ -124,7 +123,7 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
     outputs = {"dq": _result(given, "dq", False)}
     if dq is not None:
         inputs = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}
-    if given.settings.slopes:
+    if given.block.slopes is not None:
         zeros = jnp.zeros((batch, heads, SUBLANES, LANES), jnp.float32)
         inputs = inputs | {"dslopes": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
         outputs["dslopes"] = given.operand(zeros, "BN..", by_keys=False)
@@ -137,8 +136,9 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
 
 def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
     """`dbias` in the shape of the padded bias. The members of the grid are what shares a tile of it."""
-    sizes, bias, by_rows = given.sizes, given.block.bias, given.settings.bias_rows
+    sizes, bias = given.sizes, given.block.bias
     assert bias is not None
+    by_rows = bias.shape[2] > 1
     batch, _, heads, _ = given.block.q.shape
     of_batch, of_head = bias.shape[0] > 1 or batch == 1, bias.shape[1] > 1 or heads == 1
     shared_heads = 1 if of_head else heads
@@ -165,5 +165,5 @@ def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
         _row_columns(given),
         by_keys=False,
         products=2,
-        begins=lambda step: (step.member == 0) if by_rows else (step.member == 0) & step.has(FIRST),
+        begins=lambda step: (step.at.member == 0) if by_rows else (step.at.member == 0) & step.has(FIRST),
     )["dbias"]

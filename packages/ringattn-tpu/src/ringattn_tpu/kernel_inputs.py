@@ -36,12 +36,9 @@ class Settings:
     rule: Rule
     q_rows: tuple[str, ...]
     kv_rows: tuple[str, ...]
-    precision: Any
-    mask_bits: bool
+    precision: str | None
+    """Of products of float32: exact unless the caller asks for less. Products of bfloat16 are exact as they are."""
     bias: bool
-    bias_rows: bool
-    """Whether each query has a row of the bias of its own."""
-    slopes: bool
 
     @property
     def unit(self) -> float:
@@ -78,7 +75,7 @@ class KernelInputs(NamedTuple):
     def operands(self, by_keys: bool) -> dict[str, Operand]:
         """The arrays as operands of a kernel whose own side are the queries, or the keys where `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
-        if self.settings.mask_bits:
+        if self.block.rule.masks or self.block.mask is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
             packed = mask_bits.of(self.block, by_keys, tile)
             found["mask_bits"] = self.operand(packed, "BNST" if by_keys else "BNTS", by_keys)
@@ -160,11 +157,8 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
         rule=rule,
         q_rows=tuple(q_side),
         kv_rows=tuple(kv_side),
-        precision=_precision(rule.precision, block.q.dtype),
-        mask_bits=bool(rule.masks) or block.mask is not None,
+        precision=(rule.precision or "highest") if block.q.dtype == jnp.float32 else None,
         bias=block.bias is not None,
-        bias_rows=block.bias is not None and block.bias.shape[2] > 1,
-        slopes=block.slopes is not None,
     )
     arrays = {"q": (jnp.swapaxes(block.q, 1, 2), "BNT.")}
     if not isinstance(block.kv, tuple) and block.kv.ndim == 5:
@@ -228,12 +222,3 @@ def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"
 def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "b rows T"]:
     batch = max(x.shape[0] for x in side.values())
     return jnp.stack([jnp.broadcast_to(x, (batch, x.shape[1])) for x in side.values()], 1)
-
-
-def _precision(asked: str | None, dtype: Any) -> Any:
-    """Products of bfloat16 are exact as they are; products of float32 are, unless the caller asks for less."""
-    if dtype != jnp.float32:
-        return None
-    return {"default": jax.lax.Precision.DEFAULT, "high": jax.lax.Precision.HIGH}.get(
-        asked or "", jax.lax.Precision.HIGHEST
-    )

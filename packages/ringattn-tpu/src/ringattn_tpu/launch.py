@@ -105,11 +105,6 @@ class Step(NamedTuple):
     at: At
     members: int
 
-    @property
-    def member(self) -> Any:
-        """Which of the members it is."""
-        return self.at.member
-
     def has(self, flag: int) -> Any:
         return (self.flags & flag) != 0
 

@@ -14,14 +14,15 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.visibility import visible
 
-_SUBLANES: Final = 8
+from .block_sizes import SUBLANES
+
 PAIRS_AT_ONCE: Final = 2**26
 """How many pairs of a mask are looked at before the next."""
 
 
 def bits(tile: int) -> int:
     """How many rows share a word, such that the words of a tile fill whole vector registers."""
-    return 32 if tile % (32 * _SUBLANES) == 0 else 16
+    return 32 if tile % (32 * SUBLANES) == 0 else 16
 
 
 def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"]:

@@ -27,6 +27,6 @@ def backward_bias(
     def visit(start: int, masked: bool) -> None:
         one = Part(settings, step, inputs, columns, False, start, part)
         ds = derivatives(one, row_values, masked).ds
-        outputs["dbias"][:, one.lanes] += ds if settings.bias_rows else ds.sum(0, keepdims=True)
+        outputs["dbias"][:, one.lanes] += ds if inputs["bias"].shape[0] > 1 else ds.sum(0, keepdims=True)
 
     over_parts(step, inputs["k"].shape[0], part, visit)

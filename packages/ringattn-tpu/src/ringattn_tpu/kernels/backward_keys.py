@@ -17,7 +17,7 @@ def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settin
     """`dk` and `dv`; every tile of keys has a step, if only to say that nobody sees it."""
     dk, dv, columns = scratch["dk"], scratch["dv"], scratch.get("columns")
 
-    @pl.when(step.has(FIRST) & (step.member == 0))
+    @pl.when(step.has(FIRST) & (step.at.member == 0))
     def _():
         keep_columns(settings, inputs, columns, by_keys=True)
         dk[...] = jnp.zeros_like(dk)
@@ -31,7 +31,7 @@ def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settin
 
     over_parts(step, inputs["q"].shape[0], part, visit)
 
-    @pl.when(step.has(LAST) & (step.member == step.members - 1))
+    @pl.when(step.has(LAST) & (step.at.member == step.members - 1))
     def _():
         outputs["dk"][...] = (dk[...] * settings.rule.scale).astype(outputs["dk"].dtype)
         outputs["dv"][...] = dv[...].astype(outputs["dv"].dtype)

@@ -6,12 +6,12 @@ from typing import Any, Final
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ..block_sizes import LANES
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST
 from .dropout import kept
 from .scores import (
-    LANES,
     Part,
     folded,
     keep_columns,
