@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass of a block: which kernels compute its gradients, and what they are given."""
 
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from .steps import FIRST, Steps, steps
 
 Found = dict[str, jax.Array]
 Inputs = dict[str, Operand]
-_ARRAYS: Final = {"dq": "BNT.", "dk": "BKS.", "dv": "BKS."}
 
 
 @jax.jit
@@ -80,13 +79,13 @@ def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = No
     """One gradient as an output; where the block is final it has the dtype of the inputs, unless it must be `wide`."""
     sizes, block = given.sizes, given.block
     batch, _, heads, head_dim = block.q.shape
-    shapes = {
-        "dq": (batch, heads, sizes.q_length, head_dim),
-        "dk": (batch, block.kv_heads, sizes.kv_length, head_dim),
-        "dv": (batch, block.kv_heads, sizes.kv_length, block.value_dim),
-    }
+    own_axes, shape = {
+        "dq": ("BNT.", (batch, heads, sizes.q_length, head_dim)),
+        "dk": ("BKS.", (batch, block.kv_heads, sizes.kv_length, head_dim)),
+        "dv": ("BKS.", (batch, block.kv_heads, sizes.kv_length, block.value_dim)),
+    }[name]
     dtype = block.q.dtype if block.final and not wide else jnp.float32
-    return given.operand(jax.ShapeDtypeStruct(shapes[name], dtype), axes or _ARRAYS[name], by_keys)
+    return given.operand(jax.ShapeDtypeStruct(shape, dtype), axes or own_axes, by_keys)
 
 
 def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:

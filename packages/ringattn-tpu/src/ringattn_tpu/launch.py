@@ -111,13 +111,12 @@ class Step(NamedTuple):
 
 def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], None]) -> None:
     """`visit(start, masked)` for each part of a visiting tile; two bodies, so that whole tiles are spared the masks."""
-
-    def whole(masked: bool) -> None:
-        for start in range(0, length, part):
-            visit(start, masked)
-
     for masked in (False, True):
-        pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))(functools.partial(whole, masked))
+
+        @pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))
+        def _(masked: bool = masked) -> None:
+            for start in range(0, length, part):
+                visit(start, masked)
 
 
 def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:

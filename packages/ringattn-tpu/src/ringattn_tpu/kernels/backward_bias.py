@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
-from .derivatives import derivatives, keep_row_values
+from .derivatives import derivatives
 from .scores import Part, keep_columns
 
 
@@ -17,8 +17,8 @@ def backward_bias(
 ) -> None:
     """`dbias`, where `begins(step)` says that a step is the first of its tile of the bias."""
     row_values, columns = scratch["row_values"], scratch.get("columns")
-    keep_columns(settings, inputs, columns, by_keys=False)
-    keep_row_values(inputs, row_values)
+    keep_columns(inputs.get("q_integers"), columns)
+    keep_columns(inputs["row_values"], row_values)
 
     @pl.when(begins(step))
     def _():

@@ -32,7 +32,7 @@ def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, setti
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=True)
+        keep_columns(inputs.get("kv_integers"), columns)
         dk[...] = jnp.zeros_like(dk)
         dv[...] = jnp.zeros_like(dv)
 

@@ -19,7 +19,7 @@ def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settin
 
     @pl.when(step.has(FIRST) & (step.at.member == 0))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=True)
+        keep_columns(inputs.get("kv_integers"), columns)
         dk[...] = jnp.zeros_like(dk)
         dv[...] = jnp.zeros_like(dv)
 

@@ -10,7 +10,7 @@ from ..block_sizes import SUBLANES
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST, OPENS
-from .derivatives import derivatives, keep_row_values
+from .derivatives import derivatives
 from .scores import Part, distance, folded, keep_columns, matmul
 
 
@@ -20,8 +20,8 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=False)
-        keep_row_values(inputs, row_values)
+        keep_columns(inputs.get("q_integers"), columns)
+        keep_columns(inputs["row_values"], row_values)
         acc[...] = jnp.zeros_like(acc)
 
     if "dslopes" in outputs:

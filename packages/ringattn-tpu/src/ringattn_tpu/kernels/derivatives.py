@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from .dropout import kept
-from .scores import Part, mask_out, power, products, scores, to_column, wide
+from .scores import Part, mask_out, power, products, scores, wide
 
 LSE: Final = 0
 DELTA: Final = 1
@@ -21,12 +21,6 @@ class Derivatives(NamedTuple):
     p: jax.Array
     ds: jax.Array
     dproduct: jax.Array
-
-
-def keep_row_values(inputs: Any, row_values: Any) -> None:
-    """Turns the numbers of the own queries to columns, once for all keys that visit them."""
-    for row in range(row_values.shape[0]):
-        row_values[row] = to_column(inputs["row_values"][row : row + 1, :])
 
 
 def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:

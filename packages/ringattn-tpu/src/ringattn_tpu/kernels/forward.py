@@ -42,7 +42,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=False)
+        keep_columns(inputs.get("q_integers"), columns)
         if "out" in inputs:
             before = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :])
             acc[...] = inputs["out"][...] * wide(before / settings.keep_weight, acc.shape[1])

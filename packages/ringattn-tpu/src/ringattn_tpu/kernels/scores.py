@@ -78,11 +78,10 @@ class Part(NamedTuple):
         return wide(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
 
 
-def keep_columns(settings: Settings, inputs: Any, columns: Any, by_keys: bool) -> None:
-    """Turns the integers of the own tile to columns, once for all tiles that visit it."""
-    name, rows = ("kv_integers", settings.kv_rows) if by_keys else ("q_integers", settings.q_rows)
-    for row in range(len(rows)):
-        columns[row] = to_column(inputs[name][row : row + 1, :])
+def keep_columns(rows: Any, columns: Any) -> None:
+    """Turns the rows of numbers of an own tile into columns, once for all tiles that visit it; `None`: no numbers."""
+    for row in range(0 if columns is None else columns.shape[0]):
+        columns[row] = to_column(rows[row : row + 1, :])
 
 
 def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
