@@ -22,7 +22,7 @@ from .launch import At, Grid, Operand, launch
 from .steps import Steps
 
 LOG2_E: Final = math.log2(math.e)
-_NOWHERE: Final = 2**31 - 1
+_LARGEST: Final = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,15 +206,13 @@ def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"
     lows, highs = [], []
     left, right = (None, None) if rule.window is None else rule.window
     if left is not None:
-        left = min(left, _NOWHERE)
-        lows.append(jnp.maximum(position, left - _NOWHERE) - left)
+        lows.append(jnp.maximum(position, left - _LARGEST) - left)
     if right is not None:
-        right = min(right, _NOWHERE)
-        highs.append(jnp.minimum(position, _NOWHERE - right) + right)
+        highs.append(jnp.minimum(position, _LARGEST - right) + right)
     if rule.causal or rule.chunk is not None:
         highs.append(position)
     if rule.chunk is not None:
-        lows.append(position - jnp.remainder(position, min(rule.chunk, _NOWHERE)))
+        lows.append(position - jnp.remainder(position, rule.chunk))
     low = jnp.stack(lows).max(0) if lows else None
     return low, jnp.stack(highs).min(0) if highs else None
 

@@ -35,8 +35,6 @@ def launch(
     memory of operand `i`: each program may read its part of the operand, then write that part of the output, and
     touches no other's. The outputs vary over the mesh axes that the operands vary over.
     """
-    given = [operand for operand in operands if operand is not None]
-    axes = axes_of(given)
     arrays = [jnp.zeros((1,), jnp.int32) if operand is None else operand for operand in operands]
     call = KernelCall(
         kernel=kernel,
@@ -50,7 +48,7 @@ def launch(
         registers=registers,
         among=_devices_together(),
     )
-    return tuple(align(_launch.bind(*arrays, call=call), axes))
+    return tuple(align(_launch.bind(*arrays, call=call), axes_of(operands)))
 
 
 def _devices_together() -> int:
