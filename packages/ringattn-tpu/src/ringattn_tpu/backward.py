@@ -27,7 +27,7 @@ Inputs = dict[str, Operand]
 
 @jax.jit
 def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None) -> Gradients:
-    """What the block adds to each gradient, from the final `lse` and `delta`."""
+    """The gradients of the block; `dq` continues the one given."""
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     q_length, kv_length = block.q_length, block.kv_length
     given = prepared(block, block_sizes.choose(block, block.rule.bwd_params))
@@ -50,7 +50,7 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
 
 
 def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
-    """The inputs with the cotangents of the queries; a row that saw nothing, or is padding, has no probabilities."""
+    """Adds dout and the row values. A row that sees nothing, or is padding, gets an lse of +inf, so that p is 0."""
     length, settings = given.sizes.q_length, given.settings
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * settings.unit), length, 2, jnp.inf)
     values = [lse, padded(delta, length, 2)]
@@ -65,12 +65,12 @@ def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.
 
 
 def _row_columns(given: KernelInputs) -> dict[str, Any]:
-    """Room for the numbers of the own queries as columns."""
+    """Scratch memory for the row values of the own queries, as columns."""
     return {"row_values": pltpu.VMEM((3 if given.settings.bias else 2, given.sizes.q_tile, LANES), jnp.float32)}
 
 
 def _key_sums(given: KernelInputs) -> dict[str, Any]:
-    """Room for the sums of `dk` and `dv` over the steps of a tile."""
+    """Scratch memory for the sums of `dk` and `dv` over the steps of a tile."""
     dims = {"dk": given.block.q.shape[-1], "dv": given.block.value_dim}
     return {name: pltpu.VMEM((given.sizes.kv_tile, dim), jnp.float32) for name, dim in dims.items()}
 
@@ -134,7 +134,7 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
 
 
 def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
-    """`dbias` in the shape of the padded bias. The members of the grid are what shares a tile of it."""
+    """`dbias` in the shape of the padded bias. The members of the grid share a tile of it."""
     sizes, bias = given.sizes, given.block.bias
     assert bias is not None
     by_rows = bias.shape[2] > 1

@@ -65,7 +65,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
 
 
 def refuse_large_heads(block: Block) -> None:
-    """Heads that the vector memory was not planned for."""
+    """Raises on heads that are too large for the vector memory."""
     size = max(block.q.shape[-1], block.value_dim)
     if size > LARGEST_HEAD:
         raise InputError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is launched from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU."""
+"""Launches a kernel from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU."""
 
 import dataclasses
 import functools
@@ -17,14 +17,13 @@ from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
 SIMULATE: Final = "simulate"
-"""The value that asks for the simulator of a TPU, which is slower than the interpreter by far."""
+"""The value that asks for the simulator of a TPU, which is far slower than the interpreter."""
 INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", values=("1", SIMULATE))
 VMEM_LIMIT: Final = 2**25 * 3 // 2
-"""What a kernel may use of a core's vector memory: 48 MiB, of the 64 MiB that the smallest of these TPUs has."""
-
+"""How much vector memory a kernel may use: 48 MiB, of the 64 MiB that a core of the smallest of these TPUs has."""
 
 Run = functools.partial[list[jax.Array]]
-"""A launch but for its arrays and for how it runs; a parameter of the primitive."""
+"""A launch without its arrays and without `interpret`: the static parameter of the primitive."""
 
 
 class At(NamedTuple):
@@ -38,9 +37,10 @@ class At(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An input or output of a kernel: the block of it that a step works on has this shape (`None`: one, and dropped).
+    """An input or output of a kernel: the shape of the `block` that a step works on, and the index of that block.
 
-    Without a `block` the kernel never reads it: it only lends its memory to an output.
+    `None` in the shape is an axis of length 1 that the kernel does not see. Without a `block` the kernel never reads
+    the array: it only lends its memory to an output.
     """
 
     array: Any
@@ -50,9 +50,9 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The loops round the steps, outermost first: batch rows, heads, then steps and members of a group.
+    """The loops around the steps, outermost first: batch rows, heads, then steps and members of a group.
 
-    `members_inside` says that all members of a group visit before the next step; else each makes all steps.
+    `members_inside`: every member of a group makes a step before the next step begins; else each makes all steps.
     """
 
     batch: int
@@ -72,7 +72,7 @@ def launch(
     cost: Any = None,
     name: str,
 ) -> dict[str, jax.Array]:
-    """What the kernel writes: `kernel(step, inputs, outputs, scratch)` once a step, references under their names.
+    """Calls `kernel(step, inputs, outputs, scratch)` at each step and returns the outputs by name.
 
     An output with the name of an input takes that input's memory, and keeps its values where no step writes. The
     outputs vary over the mesh axes that the inputs vary over.
@@ -110,7 +110,7 @@ class Step(NamedTuple):
 
 
 def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], None]) -> None:
-    """`visit(start, masked)` for each part of a visiting tile; two bodies, so that whole tiles are spared the masks."""
+    """Calls `visit(start, masked)` for each part of a visiting tile; `masked` is false where the tile is seen whole."""
     for masked in (False, True):
 
         @pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))
@@ -120,9 +120,9 @@ def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], 
 
 
 def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    """The launch as one operation. The simulator has effects, which no primitive hides: it gets a program for itself.
+    """Runs a launch as one primitive, or in the simulator: that has effects, which a primitive cannot have.
 
-    It is of a TPU whose two cores share a grid, whose memory is NaN at first, and whose races are found.
+    The simulated TPU has two cores that share a grid. Its memory is NaN at first, and races raise.
     """
     if os.environ.get(INTERPRET_VARIABLE, "") != SIMULATE:
         return _launch.bind(*arrays, run=run)

@@ -18,13 +18,13 @@ from ringattn_core.contract.varying import align, axes_of
 
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, such that nothing that reads the result starts before `token` is there."""
+    """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
     (tied,) = _tie.bind(_heads_first(x), _heads_first(token))
     return align(_heads_first(tied), axes_of(x, token))
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """Heads before tokens and back: so the arrays of a ring lie in memory, and a kernel takes axes as they lie."""
+    """Swaps tokens and heads: XLA stores the arrays of a ring with heads first, and a kernel takes them as stored."""
     return jnp.swapaxes(x, -3, -2) if x.ndim > 3 else x
 
 
@@ -41,7 +41,7 @@ def _in_place(x: jax.Array, token: jax.Array) -> list[jax.Array]:
 
 
 def _batched(arrays: Any, axes: Any) -> Any:
-    """A tie of whole arrays ties their examples, and leaves their axes where they are."""
+    """Ties the whole arrays, which orders each example."""
     return _tie.bind(*arrays), axes[:1]
 
 

@@ -38,7 +38,7 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _begun(partial: Partial) -> tuple[Any, Any]:
-    """The running maximum and the running sum of each row that `partial` stands for."""
+    """The running maximum and the running sum of each row of `partial`."""
     largest, shift = log_sum_exp(partial), 0.0 if partial.shift is None else partial.shift
     return largest, jnp.exp(partial.lse - jnp.where(jnp.isneginf(largest), 0.0, largest - shift))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the bias: a tile of it stays while all that shares it, batch rows, heads and queries, visits it."""
+"""The gradient of the bias: a tile of it stays while the batch rows, heads and queries that share it visit it."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from .scores import Part, keep_columns, matmul
 
 
 def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """`dk` and `dv`; every tile of keys has a step, if only to say that nobody sees it."""
+    """Writes `dk` and `dv`. Every tile of keys has a step: where nobody sees it, an idle one that writes zeros."""
     dk, dv, columns = scratch["dk"], scratch["dv"], scratch.get("columns")
 
     @pl.when(step.has(FIRST) & (step.at.member == 0))

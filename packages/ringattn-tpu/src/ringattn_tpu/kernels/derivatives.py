@@ -11,12 +11,11 @@ from .scores import Part, mask_out, power, products, scores, wide
 LSE: Final = 0
 DELTA: Final = 1
 SHIFT: Final = 2
-"""The rows of `row_values`, one number for each query: the final lse, delta, and with a bias what the lse is from."""
+"""The rows of `row_values`, one number for each query: the final lse, delta, and with a bias the shift."""
 
 
 class Derivatives(NamedTuple):
-    """`p` are the probabilities after dropout, `ds` the gradient of each score, `dproduct` of each product over the
-    scale."""
+    """`p`: the probabilities after dropout. `ds`: the gradients of the scores. `dproduct`: of the scaled products."""
 
     p: jax.Array
     ds: jax.Array
