@@ -167,7 +167,7 @@ _HERE: Final = "this process"
 def _installed() -> dict[str, Registration]:
     by_name: dict[str, list[Any]] = {}
     # Not `importlib_metadata`: it replaces the finder of the whole process, and its first look loads support for zip
-    # files. Discovery took 13 ms with it and takes 5 without (`benchmarks/import_time.py`, three backends).
+    # files: 11 ms for the 2 that discovery takes without it (`benchmarks/import_time.py`).
     for entry in importlib.metadata.entry_points(group=GROUP):
         by_name.setdefault(entry.name, []).append(entry)
     return {name: _registration(name, entries) for name, entries in by_name.items()}
