@@ -9,9 +9,11 @@ import numpy as np
 from jaxtyping import UInt8
 
 from ..errors import InputError
-from .analysis import MASKED, SKIPPED, WHOLE, WORDS, CallAnalysis
+from .analysis import MASKED, SKIPPED, WHOLE, WORDS, CallAnalysis, rank
 from .output import INSTALL, amount
-from .report import balance, contents, described, rank, title, totals
+from .report import balance, described, title, totals
+
+KINDS: Final = ("svg", "png")
 
 COLOURS: Final = {SKIPPED: "#e9edf1", MASKED: "#86b6e4", WHOLE: "#1c5a9e"}
 MUTED: Final = "#5b6570"
@@ -27,15 +29,15 @@ _LINES: Final = 44
 """The most lines of a panel, and of a whole picture on a terminal."""
 
 
-def shrunk(states: UInt8[np.ndarray, "q_tiles kv_tiles"], rows: int, columns: int) -> UInt8[np.ndarray, "rows columns"]:
+def shrunk(
+    states: UInt8[np.ndarray, "... q_tiles kv_tiles"], rows: int, columns: int
+) -> UInt8[np.ndarray, "... rows columns"]:
     """Shrinks the tiles to a grid of cells. A cell is `WHOLE` or `SKIPPED` if all its tiles are, else `MASKED`.
 
     With fewer tiles than cells, a tile fills several cells.
     """
-    starts = [np.arange(cells) * tiles // cells for cells, tiles in zip((rows, columns), states.shape, strict=True)]
-    lowest, highest = (
-        pool.reduceat(pool.reduceat(states, starts[0], 0), starts[1], 1) for pool in (np.minimum, np.maximum)
-    )
+    down, across = (np.arange(cells) * n // cells for cells, n in zip((rows, columns), states.shape[-2:], strict=True))
+    lowest, highest = (pool.reduceat(pool.reduceat(states, down, -2), across, -1) for pool in (np.minimum, np.maximum))
     return np.where(lowest == highest, lowest, MASKED).astype(np.uint8)
 
 
@@ -95,20 +97,23 @@ def figure(found: CallAnalysis) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    hops, side = len(found.hops), max(0.2, min(1.4, 10 / len(found.hops)))
-    made = Figure((max(7.5, side * (hops + 2) + 1), side * found.ranks + 2.4), layout="constrained", facecolor="white")
-    tiles, bars = made.subplots(1, 2, sharey=True, width_ratios=(hops, 2))
+    hops, side = len(found.hops), min(1.4, 13 / max(len(found.hops), found.ranks))
+    beside = max(2, hops // 8)
+    made = Figure((max(7.5, side * (hops + beside) + 1), side * found.ranks + 2.4), layout="constrained", facecolor="white")
+    tiles, bars = made.subplots(1, 2, sharey=True, width_ratios=(hops, beside))
     colours = ListedColormap([COLOURS[state] for state in (SKIPPED, MASKED, WHOLE)])
     extent = (-0.5, hops - 0.5, found.ranks - 0.5, -0.5)
     tiles.imshow(_mosaic(found), colours, vmin=0, vmax=2, interpolation="none", extent=extent, aspect="auto")
     _label_hops(found, tiles, wide=side > 1)
-    every = 1 if side > 0.3 else 4
-    tiles.set_yticks(range(0, found.ranks, every), [f"rank {number}" for number in range(0, found.ranks, every)])
-    drawn = bars.barh(range(found.ranks), found.of_ranks, 0.2, color=COLOURS[WHOLE])
-    bars.bar_label(drawn, padding=3, color=MUTED)
+    named = range(0, found.ranks, _every(found.ranks))
+    tiles.set_yticks(named, [f"rank {number}" for number in named])
+    bars.hlines(range(found.ranks), 0, found.of_ranks, COLOURS[WHOLE], linewidth=72 * side / 5)
+    for number in named:
+        count = found.of_ranks[number]
+        bars.annotate(f"{count}", (count, number), (3, 0), textcoords="offset points", va="center", color=MUTED)
     bars.set_title("tiles computed", fontsize="medium", color=MUTED, loc="left")
     bars.set_xticks([])
-    bars.margins(x=0.4)
+    bars.set_xlim(0, 1.5 * max(1, *found.of_ranks))
     for axes in (tiles, bars):
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
@@ -121,32 +126,34 @@ def figure(found: CallAnalysis) -> Any:
     return made
 
 
+def _every(count: int) -> int:
+    """The distance of labels: every rank or hop up to 32, and 16 to 32 labels of more."""
+    return 1 if count <= 32 else count // 16
+
+
 def _mosaic(found: CallAnalysis) -> np.ma.MaskedArray:
-    """All panels as one image of cells, with masked gaps between them."""
-    cells = max(8, min(64, 512 // max(found.ranks, len(found.hops))))
-    gap = max(1, cells // 16)
+    """All panels as one image of cells, with masked gaps between them if there is room."""
+    panels = max(found.ranks, len(found.hops))
+    cells = max(1, min(64, 512 // panels), min(2, 2048 // panels))
+    gap, gaps = -(-cells // 16) if cells >= 8 else 0, 255
     rows, columns = (min(cells, tiles) for tiles in found.states.shape[2:])
-    across, down = -(-cells // columns), -(-cells // rows)
-    image = [
-        [np.kron(shrunk(states, rows, columns), np.ones((down, across))) for states in of_rank]
-        for of_rank in found.states
-    ]
-    return np.ma.masked_less(np.block([[np.pad(x, gap, constant_values=-1) for x in row] for row in image]), 0)
+    states = shrunk(found.states, rows, columns).repeat(-(-cells // rows), 2).repeat(-(-cells // columns), 3)
+    apart = np.pad(states, ((0, 0), (0, 0), (gap, gap), (gap, gap)), constant_values=gaps)
+    return np.ma.masked_equal(np.concatenate(np.concatenate(apart, 1), 1), gaps)
 
 
 def _label_hops(found: CallAnalysis, axes: Any, wide: bool) -> None:
     """Labels each column: above, the hop and the owner of its keys; below, what is sent during the hop."""
-    every, names = (1 if wide else 4), [f"{hop.number}" for hop in found.hops]
+    every, names = _every(len(found.hops)), [f"{hop.number}" for hop in found.hops]
     sent: dict[float, str] = {}
     if wide:
         whose = [f"keys of rank {rank(-hop.offset)}" if hop.offset else "own keys" for hop in found.hops]
         names = [f"hop {name}\n{keys}" for name, keys in zip(names, whose, strict=True)]
-        ways = max(hop.ways for hop in found.hops)
+        ways, last = ("2 x " if found.hops[-1].ways == 2 else ""), found.hops[-1].number
         for column, hop in enumerate(found.hops):
-            if hop.offset >= 0 and ways * hop.number < len(found.forward):
-                message = found.forward[ways * hop.number]
-                words = f"{contents(message)} {amount(message.bytes)} \N{RIGHTWARDS ARROW}"
-                sent[column + 0.5] = f"2 x {words}" if ways == 2 else words
+            if hop.offset >= 0 and hop.number < last:
+                first = found.sent[0]
+                sent[column + 0.5] = f"{ways}{first['what']} {amount(first['bytes'])} \N{RIGHTWARDS ARROW}"
     else:
         axes.set_title("hop", fontsize="medium", color=MUTED, loc="left")
     axes.set_xticks(range(0, len(names), every), names[::every])

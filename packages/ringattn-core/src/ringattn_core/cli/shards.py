@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -55,7 +55,7 @@ class Shard:
 
 def trace(call: AbstractCall, work: Callable[[Call, Specs], Any]) -> Any:
     """The shapes of `work(local call, specs)`, stacked over the ranks. Traces `work`, and computes nothing."""
-    return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers())
+    return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers)
 
 
 def shard(call: AbstractCall, kernel: Any = None) -> Shard:
@@ -64,31 +64,35 @@ def shard(call: AbstractCall, kernel: Any = None) -> Shard:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
-def tile_states(call: AbstractCall, shard: Shard, offsets: Sequence[int], tile: tuple[int, int]) -> np.ndarray:
-    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, offsets, q tiles, kv tiles]`.
+def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.ndarray:
+    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, q tiles, ranks of the keys, kv tiles]`.
 
     It is that of the first batch row; a tile is skipped only if no head sees any of it.
     """
-    padded = [-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True)]
+    q_length, kv_length = (-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True))
 
     def of_rank(local: Call, specs: Specs) -> jax.Array:
         shard = _shard(None, local, specs)
-        fixed, kv = gathered(shard.ring, shard.fixed), packing.pack(shard.inputs.k, shard.inputs.v)
+        kv = packing.pack(shard.inputs.k, shard.inputs.v)
+        own = block(shard.ring, shard.inputs, kv, gathered(shard.ring, shard.fixed), 0).padded_to(q_length, kv_length)
 
-        def of_hop(offset: jax.Array) -> jax.Array:
-            found = tiles(block(shard.ring, shard.inputs, kv, fixed, offset).padded_to(*padded), *tile)
-            return found.some[0].astype(jnp.uint8) + found.full[0].astype(jnp.uint8)
+        def of_all_ranks(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
-        return jax.vmap(of_hop)(jnp.asarray(offsets, jnp.int32))
+        found = tiles(own.map_keys(of_all_ranks), *tile)
+        states = found.some[0].astype(jnp.uint8) + found.full[0].astype(jnp.uint8)
+        return states.reshape(q_length // tile[0], call.ring, kv_length // tile[1])
 
     # Only the shapes of the large arrays are read, so XLA under `jit` never allocates them.
-    return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers()))
+    return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers))
 
 
 def default_tile(shard: Shard) -> tuple[int, int]:
     """A tile size for pictures: 128 by 128, larger for very long sequences, never longer than a shard."""
     tile = _TILE
     while math.prod(shard.ring.plan.ranks * -(-length // tile) for length in shard.lengths) > _MOST_TILES:
+        if tile >= max(shard.lengths):
+            break
         tile *= 2
     return min(tile, shard.lengths[0]), min(tile, shard.lengths[1])
 
@@ -100,8 +104,8 @@ def _shard(kernel: Any, local: Call, specs: Specs) -> Shard:
 
 def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers: dict[str, Any]) -> Any:
     """`work` on the local call of each rank, stacked. A `vmap` with the axis name takes the place of `shard_map`."""
-    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating().items()}
-    whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options(), ranks=1), call.mesh)
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating.items()}
+    whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options, ranks=1), call.mesh)
     specs = tuple(sharding.specs(whole, roles).items())
     arrays, split = {}, {}
     for name, spec in specs:
