@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,8 +22,6 @@ from .shards import Shard, default_tile, shard, tile_states
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
-WORDS: Final = {WHOLE: "computed without a mask", MASKED: "masked, or in part skipped", SKIPPED: "skipped"}
-"""The legend of a picture. A cell of the picture may stand for several tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,32 +69,25 @@ class CallAnalysis:
         return self.call.ring
 
     @property
-    def grid(self) -> int:
-        """The number of tiles of one rank at one hop, including skipped tiles."""
-        return self.states.shape[2] * self.states.shape[3]
-
-    @functools.cached_property
     def tiles(self) -> np.ndarray:
         """The number of tiles that each rank computes at each hop, `[hops, ranks]`."""
         return (self.states >= MASKED).sum((2, 3)).T
 
     @functools.cached_property
-    def of_ranks(self) -> list[int]:
-        """The number of tiles that each rank computes. A tile with half of the heads counts half; rounded up."""
-        return (-(-self._halves.sum(0) // 2)).tolist()
-
-    @functools.cached_property
-    def slowest(self) -> int:
-        """The tiles of the busiest rank of each hop, summed: the time of a ring whose ranks run in lockstep."""
-        return int(-(-self._halves.max(1).sum() // 2))
+    def work(self) -> np.ndarray:
+        """`tiles` by the number of the hop. A tile with half of the heads counts half."""
+        halves = self.tiles / np.array([[hop.ways] for hop in self.hops])
+        return np.add.reduceat(halves, np.unique([hop.number for hop in self.hops], return_index=True)[1])
 
     @property
-    def _halves(self) -> np.ndarray:
-        """Twice the number of tiles of each rank, by the number of the hop."""
-        found = np.zeros((self.hops[-1].number + 1, self.ranks), int)
-        for hop, tiles in zip(self.hops, self.tiles, strict=True):
-            found[hop.number] += 2 * tiles // hop.ways
-        return found
+    def of_ranks(self) -> list[int]:
+        """The number of tiles that each rank computes, rounded up."""
+        return np.ceil(self.work.sum(0)).astype(int).tolist()
+
+    @property
+    def slowest(self) -> int:
+        """The tiles of the busiest rank of each hop, summed: the time of a ring whose ranks run in lockstep."""
+        return int(np.ceil(self.work.max(1).sum()))
 
 
 def analyse(
@@ -137,7 +128,7 @@ def analyse(
         sent=_sent(plan, local),
         gathered=sum(x.size * x.dtype.itemsize for x in ids) * (plan.ranks - 1),
         memory=held(local),
-        compiled=planned_by_xla(call, local, chosen.name, gradients) if compiled and chosen else None,
+        compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
     )
 

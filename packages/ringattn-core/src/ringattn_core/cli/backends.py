@@ -47,7 +47,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         {
             "name": backend.name,
             "distribution": f"{backend.distribution} {backend.version}",
-            "platforms": ", ".join(backend.platforms) or "-",
+            "platforms": backend.platforms,
             "priority": backend.priority,
             "features": f"{backend.supported} of {len(Feature)}",
             "here": "available" if backend.reason is None else "no",
@@ -70,17 +70,8 @@ def run_info(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(backend.to_dict(), indent=2))
         return int(backend.reason is not None)
-    facts = {
-        "name": backend.name,
-        "distribution": f"{backend.distribution} {backend.version}",
-        "platforms": ", ".join(backend.platforms),
-        "priority": backend.priority,
-        "backend API": backend.api,
-        backend.door or "kernel": backend.implementation,
-        "probe": backend.probe or "none: it runs wherever JAX does",
-        "here": backend.reason or "available",
-    }
-    show({name: "-" if fact in (None, "") else fact for name, fact in facts.items()})
+    shown = backend.to_dict()
+    show({name: fact for name, fact in shown.items() if name != "features"})
     if backend.features:
         support = backend.features.items()
         show("", [{"feature": name, "support": word, "what it is": Feature[name].value} for name, word in support])

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from ..call import checks
 from ..call.options import OPTIONS
 from ..call.validation import DTYPES
-from ..errors import InputError
 from ..masks.int32 import POSITION
 from ..placement import arrays
 

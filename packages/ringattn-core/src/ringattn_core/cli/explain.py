@@ -32,7 +32,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--backend", metavar="NAME[,NAME]", help="a backend, or several to try in order")
     chosen.add_argument("--platform", help="cpu, cuda, rocm or tpu; by default that of the devices here")
     shown = parser.add_argument_group("output")
-    shown.add_argument("--tile", type=call_arguments.numbers("Q,K", 2), metavar="Q,K", help="queries and keys of a tile")
+    shown.add_argument(
+        "--tile", type=call_arguments.numbers("Q,K", 2), metavar="Q,K", help="queries and keys of a tile"
+    )
     shown.add_argument("--json", action="store_true", help="print everything but the picture as JSON")
     shown.add_argument("--full", action="store_true", help="in JSON, the tiles of every rank, however many there are")
     for kind in picture.KINDS:
@@ -60,5 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.as_json(found, arguments.full), indent=2))
     else:
-        report.report(found, picture.TerminalPicture(found))
+        report.report(found, picture.text(found))
     return int(found.choice is None)

@@ -3,12 +3,11 @@
 
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from ..contract.features import Feature
 from ..errors import InputError
@@ -80,30 +79,22 @@ def provide_devices(ring: int) -> None:
         raise InputError("--compile", fact, "Ask for a smaller ring, or set JAX_PLATFORMS=cpu")
 
 
-def planned_by_xla(call: AbstractCall, shard: Shard, backend: str, gradients: bool) -> dict[str, Any]:
+def planned_by_xla(call: AbstractCall, backend: str, gradients: bool) -> dict[str, Any]:
     """The bytes of temporary memory that XLA plans on each of the `devices`, from programs that are only compiled.
 
     `forward` is for the forward pass, `both` for both passes; `None` if the backend has no backward pass, or if XLA
     gives no figure.
     """
     devices = jax.devices()[: call.ring]
-    mesh = Mesh(np.array(devices), (AXIS,))
-    floating = {name: placed(x, dict(shard.specs)[name], mesh) for name, x in call.floating.items()}
-    forward, both = programs(call, mesh, backend)
-    alone = jax.jit(forward).lower(floating).compile()
-    found = {"devices": f"{len(devices)} x {devices[0].device_kind}", "forward": _temporary(alone), "both": None}
-    if gradients:
-        cotangents = jax.tree.map(
-            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-            alone.out_info,
-            alone.output_shardings,
-        )
-        found["both"] = _temporary(jax.jit(both).lower(floating, cotangents).compile())
-    return found
+    forward, both = (_temporary(program(call, backend, passes)) if passes else None for passes in (1, 2 * gradients))
+    return {"devices": f"{len(devices)} x {devices[0].device_kind}", "forward": forward, "both": both}
 
 
-def programs(call: AbstractCall, mesh: Mesh, backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two functions: the call, of its differentiable inputs; and its output with all gradients, of cotangents too."""
+def program(call: AbstractCall, backend: str, passes: int) -> jax.stages.Compiled:
+    """The compiled call, of its differentiable inputs. With two `passes` it also takes a cotangent of the output, and
+    returns all gradients.
+    """
+    mesh = Mesh(np.array(jax.devices()[: call.ring]), (AXIS,))
 
     def forward(floating: dict[str, jax.Array]) -> Any:
         return call.attend(floating, mesh, backend)
@@ -112,13 +103,9 @@ def programs(call: AbstractCall, mesh: Mesh, backend: str) -> tuple[Callable[...
         out, pull = jax.vjp(forward, floating)
         return out, pull(cotangents)
 
-    return forward, both
-
-
-def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The shape with the sharding of the call. An uneven length is replicated, because the call will pad it."""
-    even = all(entry is None or length % mesh.size == 0 for entry, length in zip(spec, x.shape, strict=False))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if even else PartitionSpec()))
+    if passes == 1:
+        return jax.jit(forward).lower(call.floating).compile()
+    return jax.jit(both).lower(call.floating, jax.eval_shape(forward, call.floating)).compile()
 
 
 def _temporary(program: jax.stages.Compiled) -> int | None:

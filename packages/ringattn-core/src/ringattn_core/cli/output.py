@@ -21,7 +21,7 @@ class Title(str):
 
 
 def show(*parts: Any) -> None:
-    """Prints titles, sentences, tables (`Rows`), facts (a dict of two columns) and renderables of rich."""
+    """Prints titles, sentences, tables (`Rows`) and facts (a dict of two columns), one below the other."""
     try:
         from rich.console import Console
     except ImportError:
@@ -40,14 +40,17 @@ def show(*parts: Any) -> None:
 def _cells(table: Rows | dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The titles of the columns (none for facts), and the rows, as text."""
     if isinstance(table, dict):
-        return [], [[name, str(value)] for name, value in table.items()]
+        return [], [[name, _text("", value)] for name, value in table.items()]
     head = ["" if isinstance(value, bool) else name for name, value in table[0].items()]
     return head, [[_text(name, value) for name, value in row.items()] for row in table]
 
 
 def _text(name: str, value: Any) -> str:
+    """A cell of the column `name`, or of facts, whose column has no name."""
     if isinstance(value, bool):
-        return "->" if value else ""
+        return ("->" if value else "") if name else "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
     return "-" if value is None else amount(value) if name == "bytes" else str(value)
 
 

@@ -1,32 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a call analysis: which tiles each rank computes at each hop, on a terminal, as SVG or as PNG."""
+"""The picture of a call analysis: which tiles each rank computes at each hop, as text, as SVG or as PNG."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from jaxtyping import UInt8
 
 from ..errors import InputError
-from .analysis import MASKED, SKIPPED, WHOLE, WORDS, CallAnalysis, rank
-from .output import INSTALL, amount
+from .analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, rank
+from .output import INSTALL, PAGE
 from .report import balance, described, title, totals
 
 KINDS: Final = ("svg", "png")
-
+WORDS: Final = {WHOLE: "computed without a mask", MASKED: "masked, or in part skipped", SKIPPED: "skipped"}
+"""The legend. A cell of a picture may stand for several tiles."""
 COLOURS: Final = {SKIPPED: "#e9edf1", MASKED: "#86b6e4", WHOLE: "#1c5a9e"}
 MUTED: Final = "#5b6570"
-_LETTERS: Final = {SKIPPED: ".", MASKED: "+", WHOLE: "#"}
-_STYLES: Final = {
-    SKIPPED: "color(238) on color(238)",
-    MASKED: "color(75) on color(75)",
-    WHOLE: "color(26) on color(26)",
-}
-"""Colours that hide the letter in a coloured block. On a terminal without colours, the letter shows."""
+LETTERS: Final = {SKIPPED: ".", MASKED: "+", WHOLE: "#"}
 _ROWS: Final = 8
 _LINES: Final = 44
-"""The most lines of a panel, and of a whole picture on a terminal."""
+"""The most lines of a panel, and of a whole picture of text."""
 
 
 def shrunk(
@@ -41,39 +35,20 @@ def shrunk(
     return np.where(lowest == highest, lowest, MASKED).astype(np.uint8)
 
 
-class TerminalPicture(NamedTuple):
-    """A renderable of rich: rows of ranks and columns of hops. Each panel has queries down and keys across."""
-
-    found: CallAnalysis
-
-    def __str__(self) -> str:
-        return f"The picture of the tiles needs rich. {INSTALL}"
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.table import Table
-        from rich.text import Text
-
-        found, hops = self.found, len(self.found.hops)
-        room = options.max_width - len(f"rank {found.ranks - 1} ")
-        rows = min(_ROWS, _LINES // found.ranks - 1, ((room + 1) // hops - 1) // 2)
-        if rows < 2:
-            yield "The ring is too large for a picture here; --svg and --png draw it."
-            return
-        legend = [Text.assemble((_LETTERS[state], _STYLES[state]), f" {word}") for state, word in WORDS.items()]
-        yield Text("   ").join(legend).append("\n")
-        grid = Table("", *(f"hop {hop.number}" for hop in found.hops), box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for number, of_rank in enumerate(found.states):
-            grid.add_row(f"rank {number}", *(_text(shrunk(states, rows, 2 * rows)) for states in of_rank))
-            grid.add_row()
-        yield grid
-
-
-def _text(cells: np.ndarray) -> Any:
-    """The cells as coloured letters, a line for each row."""
-    from rich.text import Text
-
-    lines = (Text.assemble(*((_LETTERS[state], _STYLES[state]) for state in row)) for row in cells.tolist())
-    return Text("\n").join(lines)
+def text(found: CallAnalysis) -> str:
+    """Rows of ranks and columns of hops, a letter for each cell. Each panel has queries down and keys across."""
+    hops, margin = len(found.hops), len(f"rank {found.ranks - 1} ")
+    rows = min(_ROWS, _LINES // found.ranks - 1, ((PAGE - margin + 1) // hops - 1) // 2)
+    if rows < 2:
+        return "The ring is too large for a picture here; --svg and --png draw it."
+    lines = ["   ".join(f"{LETTERS[state]} {word}" for state, word in WORDS.items()), ""]
+    lines.append(" " * margin + " ".join(f"hop {hop.number}".ljust(2 * rows) for hop in found.hops))
+    for number, of_rank in enumerate(shrunk(found.states, rows, 2 * rows)):
+        for row, cells in enumerate(of_rank.swapaxes(0, 1).tolist()):
+            name = "" if row else f"rank {number}"
+            lines.append(name.ljust(margin) + " ".join("".join(LETTERS[x] for x in panel) for panel in cells))
+        lines.append("")
+    return "\n".join(lines)
 
 
 def save(found: CallAnalysis, path: Path, kind: str) -> None:
@@ -92,19 +67,24 @@ def save(found: CallAnalysis, path: Path, kind: str) -> None:
 
 
 def figure(found: CallAnalysis) -> Any:
-    """A matplotlib figure: rows of ranks and columns of hops. Beside it the tiles of each rank, below it the sends."""
+    """A matplotlib figure: rows of ranks and columns of hops, and beside it the tiles of each rank."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     hops, side = len(found.hops), min(1.4, 13 / max(len(found.hops), found.ranks))
     beside = max(2, hops // 8)
-    made = Figure((max(7.5, side * (hops + beside) + 1), side * found.ranks + 2.4), layout="constrained", facecolor="white")
+    size = max(7.5, side * (hops + beside) + 1), side * found.ranks + 2.4
+    made = Figure(size, layout="constrained", facecolor="white")
     tiles, bars = made.subplots(1, 2, sharey=True, width_ratios=(hops, beside))
     colours = ListedColormap([COLOURS[state] for state in (SKIPPED, MASKED, WHOLE)])
     extent = (-0.5, hops - 0.5, found.ranks - 0.5, -0.5)
     tiles.imshow(_mosaic(found), colours, vmin=0, vmax=2, interpolation="none", extent=extent, aspect="auto")
-    _label_hops(found, tiles, wide=side > 1)
+    named = range(0, hops, _every(hops))
+    names = [f"hop {hop.number}\nkeys of {rank(-hop.offset)}" if side > 1 else f"{hop.number}" for hop in found.hops]
+    tiles.set_xticks(named, [names[number] for number in named])
+    tiles.xaxis.tick_top()
+    tiles.set_title("" if side > 1 else "hop", fontsize="medium", color=MUTED, loc="left")
     named = range(0, found.ranks, _every(found.ranks))
     tiles.set_yticks(named, [f"rank {number}" for number in named])
     bars.hlines(range(found.ranks), 0, found.of_ranks, COLOURS[WHOLE], linewidth=72 * side / 5)
@@ -117,9 +97,8 @@ def figure(found: CallAnalysis) -> Any:
     for axes in (tiles, bars):
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    rows, columns = found.states.shape[2:]
     by = f"by {found.choice}" if found.choice else "by no installed backend"
-    each = "each panel is {} x {} tiles of {} queries by {} keys".format(rows, columns, *found.tile)
+    each = "each panel is {} x {} tiles of {} queries by {} keys".format(*found.states.shape[2:], *found.tile)
     made.suptitle(f"{title(found)}\n{described(found)}\n{by} on {found.platform}; {each}", x=0.01, ha="left")
     words, patches = f"{balance(found)}\n{totals(found)}", [Patch(color=COLOURS[x], label=WORDS[x]) for x in WORDS]
     made.legend(handles=patches, title=words, alignment="left", loc="outside lower left", ncols=3, frameon=False)
@@ -133,32 +112,10 @@ def _every(count: int) -> int:
 
 def _mosaic(found: CallAnalysis) -> np.ma.MaskedArray:
     """All panels as one image of cells, with masked gaps between them if there is room."""
-    panels = max(found.ranks, len(found.hops))
+    panels, gaps = max(found.ranks, len(found.hops)), 255
     cells = max(1, min(64, 512 // panels), min(2, 2048 // panels))
-    gap, gaps = -(-cells // 16) if cells >= 8 else 0, 255
+    gap = -(-cells // 16) if cells >= 8 else 0
     rows, columns = (min(cells, tiles) for tiles in found.states.shape[2:])
     states = shrunk(found.states, rows, columns).repeat(-(-cells // rows), 2).repeat(-(-cells // columns), 3)
     apart = np.pad(states, ((0, 0), (0, 0), (gap, gap), (gap, gap)), constant_values=gaps)
     return np.ma.masked_equal(np.concatenate(np.concatenate(apart, 1), 1), gaps)
-
-
-def _label_hops(found: CallAnalysis, axes: Any, wide: bool) -> None:
-    """Labels each column: above, the hop and the owner of its keys; below, what is sent during the hop."""
-    every, names = _every(len(found.hops)), [f"{hop.number}" for hop in found.hops]
-    sent: dict[float, str] = {}
-    if wide:
-        whose = [f"keys of rank {rank(-hop.offset)}" if hop.offset else "own keys" for hop in found.hops]
-        names = [f"hop {name}\n{keys}" for name, keys in zip(names, whose, strict=True)]
-        ways, last = ("2 x " if found.hops[-1].ways == 2 else ""), found.hops[-1].number
-        for column, hop in enumerate(found.hops):
-            if hop.offset >= 0 and hop.number < last:
-                first = found.sent[0]
-                sent[column + 0.5] = f"{ways}{first['what']} {amount(first['bytes'])} \N{RIGHTWARDS ARROW}"
-    else:
-        axes.set_title("hop", fontsize="medium", color=MUTED, loc="left")
-    axes.set_xticks(range(0, len(names), every), names[::every])
-    axes.xaxis.tick_top()
-    below = axes.secondary_xaxis("bottom")
-    below.set_xticks(list(sent), list(sent.values()), color=MUTED)
-    below.tick_params(length=0)
-    below.spines[:].set_visible(False)

@@ -12,33 +12,27 @@ COLUMNS: Final = 9
 """The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""
 
 
-def report(found: CallAnalysis, picture: Any) -> None:
+def report(found: CallAnalysis, picture: str) -> None:
     """Prints the whole analysis, with `picture` above the table of tiles."""
-    rows, columns = found.states.shape[2:]
-    grid = "{} x {} tiles of {} queries by {} keys".format(rows, columns, *found.tile)
+    grid = "{} x {} tiles of {} queries by {} keys".format(*found.states.shape[2:], *found.tile)
     show(
-        Title(title(found)), described(found), "", Title(f"Backends on {found.platform}"), found.backends,
-        *_of_backend(found), "",
+        Title(title(found)), described(found), "",
+        Title(f"Backends on {found.platform}"), found.backends, *_of_backend(found), "",
         Title(f"Tiles that each rank computes at each hop ({grid} a hop)"),
         "A kernel chooses its own tile size; --tile sets the size that is shown.", picture,
         tiles(found), *_of_tiles(found), "",
-        Title("Sent by each rank"), *([found.sent] if found.sent else []), *_of_sends(found), "",
+        Title("Sent by each rank"), *([found.sent] if found.sent else []), totals(found), "",
         Title("Memory of one device"), found.memory, _of_memory(found),
     )  # fmt: skip
 
 
 def as_json(found: CallAnalysis, full: bool = False) -> dict[str, Any]:
-    """Plain data. With `full`, the table of tiles has a column for each rank, however many there are."""
+    """Plain data. With `full`, the table of tiles has a row for each hop and a column for each rank."""
+    plain = {name: value for name, value in vars(found).items() if name not in ("call", "hops", "states", "work")}
     shapes = {name: x.shape for name, x in found.call.floating.items()}
-    named = ("platform", "needs", "backends", "choice", "refusal", "own_ring", "lengths", "tile", "skipped", "sent",
-             "gathered", "memory", "compiled")  # fmt: skip
-    return {
-        "call": shapes | {"ring": found.ranks, "dtype": _dtype(found), "layout": _layout(found)} | found.call.said,
-        **{name: getattr(found, name) for name in named},
-        "tiles": tiles(found, full),
-        "tiles_of_ranks": found.of_ranks,
-        "tiles_of_slowest": found.slowest,
-    }
+    call = shapes | {"ring": found.ranks, "dtype": _dtype(found), "layout": _layout(found)} | found.call.said
+    totals = {"tiles_of_ranks": found.of_ranks, "tiles_of_slowest": found.slowest}
+    return {"call": call, **plain, "tiles": tiles(found, full), **totals}
 
 
 def title(found: CallAnalysis) -> str:
@@ -82,28 +76,25 @@ def _of_backend(found: CallAnalysis) -> Iterator[str]:
 
 
 def tiles(found: CallAnalysis, full: bool = False) -> Rows:
-    """The tiles of each hop: those of each rank if there are few or with `full`, else their extremes.
+    """The tiles that ranks compute at each hop.
 
-    Consecutive hops with equal extremes are one row.
+    With `full`, or if there are few ranks, a row for each hop and a column for each rank. Else the columns are the
+    extremes, and consecutive hops with equal extremes are one row.
     """
-    counts = found.tiles.tolist()
-    if found.ranks <= COLUMNS or full:
+    full = full or found.ranks <= COLUMNS
 
-        def row(hop: Any, keys: str, tiles: Sequence[int], busiest: int) -> dict[str, Any]:
-            of_ranks = {f"rank {number}": count for number, count in enumerate(tiles)}
-            return {"hop": hop, "keys of": keys, **of_ranks, "busiest": busiest}
+    def row(hop: Any, keys: str, counts: Sequence[int], busiest: int) -> dict[str, Any]:
+        shown: dict[str, Any] = {"least": min(counts), "mean": f"{sum(counts) / len(counts):.1f}"}
+        if full:
+            shown = {f"rank {number}": count for number, count in enumerate(counts)}
+        return {"hop": hop, "keys of": keys, **shown, "busiest": busiest}
 
-        hops = zip(found.hops, counts, strict=True)
-        rows = [row(hop.number, rank(-hop.offset), tiles, max(tiles)) for hop, tiles in hops]
-        return [*rows, row("sum", "", found.of_ranks, found.slowest)]
-
-    def extremes(hops: Any, tiles: Sequence[int], busiest: int) -> dict[str, Any]:
-        mean = f"{sum(tiles) / len(tiles):.1f}"
-        return {"hop": hops, "least busy rank": min(tiles), "mean": mean, "busiest rank": busiest}
-
-    runs = groupby(zip(found.hops, counts, strict=True), lambda pair: extremes("", pair[1], max(pair[1])))
-    rows = [shown | {"hop": _runs(sorted({hop.number for hop, _ in run}))} for shown, run in runs]
-    return [*rows, extremes("all", found.of_ranks, found.slowest)]
+    pairs = zip(found.hops, found.tiles.tolist(), strict=True)
+    rows = [row(hop.number, rank(-hop.offset), counts, max(counts)) for hop, counts in pairs]
+    runs = [[one] for one in rows] if full else [list(run) for _, run in groupby(rows, lambda x: list(x.values())[2:])]
+    for first, *_, last in (run for run in runs if len(run) > 1):
+        first |= {name: f"{first[name]} to {last[name]}" for name in ("hop", "keys of")}
+    return [*(run[0] for run in runs), row("sum", "", found.of_ranks, found.slowest)]
 
 
 def _of_tiles(found: CallAnalysis) -> Iterator[str]:
@@ -111,35 +102,33 @@ def _of_tiles(found: CallAnalysis) -> Iterator[str]:
     if any(hop.ways == 2 for hop in found.hops):
         yield "After hop 0 each row is half of the heads: their keys come from either side."
     if found.skipped:
-        lost = f"no query sees the keys that are {_runs(found.skipped)} ranks away."
-        yield f"{len(found.hops) - 1} of {found.ranks - 1} sends are made: {lost}"
+        runs = [[x for _, x in run] for _, run in groupby(enumerate(found.skipped), lambda pair: pair[1] - pair[0])]
+        lost = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        made = f"{len(found.hops) - 1} of {found.ranks - 1} sends are made"
+        yield f"{made}: no query sees the keys that are {lost} ranks away."
 
 
 def balance(found: CallAnalysis) -> str:
     """A sentence: how many tiles are computed, and how evenly the ranks share them."""
-    work, total = sum(found.of_ranks), found.grid * found.ranks * found.ranks
-    computed = f"{_share(work, total)} of all {total} tiles are computed."
-    if found.ranks == 1:
+    work, total = sum(found.of_ranks), found.states[:, 0].size * found.ranks
+    computed = f"{100 * work / total:.0f}% of all {total} tiles are computed."
+    if found.ranks == 1 or not work:
         return computed
-    busy = _share(work, found.slowest * found.ranks)
+    busy = f"{100 * work / (found.slowest * found.ranks):.0f}%"
     return f"{computed} Each hop waits for its busiest rank: counted in tiles, ranks are busy {busy} of the time."
 
 
 def totals(found: CallAnalysis) -> str:
-    """A sentence: how many bytes each rank sends."""
+    """Sentences: how many bytes each rank sends, and gathers before the first hop."""
     if not found.sent:
         return "Nothing is sent."
     forward, backward = (
-        sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == phase)
+        amount(sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == phase))
         for phase in ("forward", "backward")
     )
-    return f"Each rank sends {amount(forward)} in the forward pass and {amount(backward)} in the backward pass."
-
-
-def _of_sends(found: CallAnalysis) -> Iterator[str]:
-    yield totals(found)
-    if found.gathered:
-        yield f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
+    sent = f"Each rank sends {forward} in the forward pass and {backward} in the backward pass."
+    ids = f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
+    return f"{sent} {ids}" if found.gathered else sent
 
 
 def _of_memory(found: CallAnalysis) -> str:
@@ -150,13 +139,3 @@ def _of_memory(found: CallAnalysis) -> str:
     said = [f"{amount(count)} {name}" for name, count in named.items() if count is not None]
     planned = f"Temporary memory as XLA plans it on {found.compiled['devices']}"
     return f"{counted} {planned}: {', '.join(said) or 'no figure'}."
-
-
-def _share(part: float, whole: float) -> str:
-    return "-" if whole == 0 else f"{100 * part / whole:.0f}%"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Sorted integers as short text, such as `2 to 6, 9`."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

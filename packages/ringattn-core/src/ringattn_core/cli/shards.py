@@ -10,7 +10,6 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ..call import options, sharding
 from ..call.validation import validated
@@ -22,7 +21,6 @@ from ..ring import engine
 from ..ring.blocks import Differentiable, Fixed, Ring, block, gathered
 from .abstract_call import AXIS, AbstractCall
 
-Specs = tuple[tuple[str, PartitionSpec], ...]
 _TILE: Final = 128
 _MOST_TILES: Final = 2**22
 """The default tile size grows until all ranks together have at most this number of tiles."""
@@ -31,16 +29,12 @@ _MOST_TILES: Final = 2**22
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The inputs of one rank as the ring engine gets them.
-
-    `needs` are the features that the call needs of a backend; `specs` say how each of its arrays is split.
-    """
+    """The inputs of one rank as the ring engine gets them, and the features that the call `needs` of a backend."""
 
     inputs: Differentiable
     fixed: Fixed
     ring: Ring = dataclasses.field(metadata={"static": True})
     needs: frozenset[Feature] = dataclasses.field(metadata={"static": True})
-    specs: Specs = dataclasses.field(metadata={"static": True})
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -53,8 +47,8 @@ class Shard:
         return self.inputs.k.size + self.inputs.v.size
 
 
-def trace(call: AbstractCall, work: Callable[[Call, Specs], Any]) -> Any:
-    """The shapes of `work(local call, specs)`, stacked over the ranks. Traces `work`, and computes nothing."""
+def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
+    """The shapes of `work(local call)`, stacked over the ranks. Traces `work`, and computes nothing."""
     return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers)
 
 
@@ -71,8 +65,8 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
     """
     q_length, kv_length = (-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True))
 
-    def of_rank(local: Call, specs: Specs) -> jax.Array:
-        shard = _shard(None, local, specs)
+    def of_rank(local: Call) -> jax.Array:
+        shard = _shard(None, local)
         kv = packing.pack(shard.inputs.k, shard.inputs.v)
         own = block(shard.ring, shard.inputs, kv, gathered(shard.ring, shard.fixed), 0).padded_to(q_length, kv_length)
 
@@ -89,34 +83,29 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
 
 def default_tile(shard: Shard) -> tuple[int, int]:
     """A tile size for pictures: 128 by 128, larger for very long sequences, never longer than a shard."""
-    tile = _TILE
-    while math.prod(shard.ring.plan.ranks * -(-length // tile) for length in shard.lengths) > _MOST_TILES:
-        if tile >= max(shard.lengths):
-            break
+    tile, ranks = _TILE, shard.ring.plan.ranks
+    while tile < max(shard.lengths) and math.prod(ranks * -(-n // tile) for n in shard.lengths) > _MOST_TILES:
         tile *= 2
     return min(tile, shard.lengths[0]), min(tile, shard.lengths[1])
 
 
-def _shard(kernel: Any, local: Call, specs: Specs) -> Shard:
+def _shard(kernel: Any, local: Call) -> Shard:
     ring, inputs, fixed = engine.prepared(kernel, local)
-    return Shard(inputs, fixed, ring, options.needs(local), specs)
+    return Shard(inputs, fixed, ring, options.needs(local))
 
 
-def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers: dict[str, Any]) -> Any:
+def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:
     """`work` on the local call of each rank, stacked. A `vmap` with the axis name takes the place of `shard_map`."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating.items()}
     whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options, ranks=1), call.mesh)
-    specs = tuple(sharding.specs(whole, roles).items())
     arrays, split = {}, {}
-    for name, spec in specs:
-        x = getattr(whole, name)
-        axis = next((number for number, entry in enumerate(spec) if entry == AXIS), None)
-        arrays[name], split[name] = x, axis
-        if axis is not None:
-            arrays[name] = x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
+    for name, spec in sharding.specs(whole, roles).items():
+        x, axis = getattr(whole, name), spec.index(AXIS) if AXIS in spec else None
+        split[name] = axis
+        arrays[name] = x if axis is None else x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
     rest = dataclasses.replace(whole, **dict.fromkeys(options.ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
-        return work(dataclasses.replace(rest, **local), specs)
+        return work(dataclasses.replace(rest, **local))
 
     return jax.vmap(of_rank, (split,), axis_name=AXIS, axis_size=call.ring)(arrays)

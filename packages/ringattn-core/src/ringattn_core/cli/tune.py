@@ -3,7 +3,6 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from ..backends.selection import select
 from ..call.options import needs
@@ -36,7 +35,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     call, asked = AbstractCall.of(arguments), []
 
-    def on_one_rank(local: Call, _: Any) -> None:
+    def on_one_rank(local: Call) -> None:
         registration = select(arguments.backend, needs(local), platform_of(None, ()))
         asked.append((registration, local.mask_builder, of_call(registration, local, call.ring)))
 
