@@ -18,7 +18,7 @@ from ..ring.hops import Plan, Send
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
 from .output import Rows
-from .shards import Shard, default_tile, shard, tile_states
+from .shards import Shard, shard, tile_size, tile_states
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
@@ -103,7 +103,7 @@ def analyse(
     chosen, refusal = _choice(backend, needs, platform)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
-    plan, sizes = local.ring.plan, _tile(tile, local)
+    plan, sizes = local.ring.plan, tile_size(local, tile)
     hops = [
         Hop(number, sign * offset, len(signs))
         for number, offset in enumerate(plan.offsets)
@@ -162,14 +162,6 @@ def _answer(chosen: Registration | None, registration: Registration, reason: str
         "priority": descriptor.priority if descriptor else None,
         "answer": reason or "runs this call" + (", without gradients" if lacks else ""),
     }
-
-
-def _tile(asked: tuple[int, int] | None, shard: Shard) -> tuple[int, int]:
-    if asked is None:
-        return default_tile(shard)
-    if min(asked) < 1:
-        raise InputError("--tile", f"got {','.join(map(str, asked))}", "Pass positive lengths of queries and keys")
-    return min(asked[0], shard.lengths[0]), min(asked[1], shard.lengths[1])
 
 
 def _sent(plan: Plan, shard: Shard) -> Rows:

@@ -17,13 +17,14 @@ from ..contract import packing
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.tiles import tiles
+from ..errors import InputError
 from ..ring import engine
 from ..ring.blocks import Differentiable, Fixed, Ring, block, gathered
 from .abstract_call import AXIS, AbstractCall
 
 _TILE: Final = 128
-_MOST_TILES: Final = 2**22
-"""The default tile size grows until all ranks together have at most this number of tiles."""
+_MANY_TILES, _MOST_TILES = 2**22, 2**26
+"""The default tile size grows until all ranks together have at most `_MANY_TILES`. More than `_MOST_TILES` raise."""
 
 
 @jax.tree_util.register_dataclass
@@ -81,12 +82,20 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
     return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers))
 
 
-def default_tile(shard: Shard) -> tuple[int, int]:
-    """A tile size for pictures: 128 by 128, larger for very long sequences, never longer than a shard."""
-    tile, ranks = _TILE, shard.ring.plan.ranks
-    while tile < max(shard.lengths) and math.prod(ranks * -(-n // tile) for n in shard.lengths) > _MOST_TILES:
-        tile *= 2
-    return min(tile, shard.lengths[0]), min(tile, shard.lengths[1])
+def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The size of a tile: as `asked`, or 128 by 128, or larger for very long sequences; never longer than a shard."""
+    ranks, size = shard.ring.plan.ranks, asked or (_TILE, _TILE)
+    if min(size) < 1:
+        raise InputError("--tile", f"got {size[0]},{size[1]}", "Pass positive lengths of queries and keys")
+
+    def count() -> int:
+        return math.prod(ranks * -(-length // tile) for length, tile in zip(shard.lengths, size, strict=True))
+
+    while asked is None and min(size) < max(shard.lengths) and count() > _MANY_TILES:
+        size = (2 * size[0], 2 * size[1])
+    if count() > _MOST_TILES:
+        raise InputError("--tile", f"{size[0]},{size[1]} makes {count()} tiles", f"At most {_MOST_TILES} can be shown")
+    return min(size[0], shard.lengths[0]), min(size[1], shard.lengths[1])
 
 
 def _shard(kernel: Any, local: Call) -> Shard:
