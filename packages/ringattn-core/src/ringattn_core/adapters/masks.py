@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from ..placement import axes
 from ..placement.layout import canonical, columns, to_layout
 
 
-def with_hidden_tokens(
+def _with_hidden_tokens(
     options: Mapping[str, Any],
     shape: tuple[int, int, int],
     queries: Bool[Array, "b T_global"] | None,
@@ -47,16 +47,35 @@ def global_length(local: int, options: Mapping[str, Any]) -> int:
     return local if options.get("mesh") is not None else local * _ranks(options)
 
 
-def hides_whole_keys(mask: Bool[Array, "b n t s"], shape: tuple[int, int, int]) -> bool:
-    """Whether a mask is equal for all heads and queries. `shape` is the batch, the queries and the keys."""
-    batch, rows, columns = shape
-    return mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and rows > 1
+def with_masks(
+    options: Mapping[str, Any],
+    shape: tuple[int, int, int],
+    bias: Float[Array, "b n t s"] | None,
+    mask: Bool[Array, "b n t s"] | None,
+    queries: Bool[Array, "b T_global"] | None = None,
+    keys: Bool[Array, "b S_global"] | None = None,
+) -> dict[str, Any]:
+    """The options, with a bias and a mask that broadcast; else as `_with_hidden_tokens`.
+
+    A mask that is equal for all heads and queries hides whole keys.
+    """
+    found, (batch, rows, local) = dict(options), shape
+    columns = global_length(local, options)
+    if bias is not None:
+        found["bias"] = _broadcast(bias, bias.shape[2], columns)
+    if mask is not None:
+        of_keys = mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and rows > 1
+        if of_keys and mask.dtype == jnp.bool_:
+            keys = mask[:, 0, 0] if keys is None else keys & mask[:, 0, 0]
+        else:
+            found["attention_mask"] = _broadcast(mask, rows, columns)
+    return _with_hidden_tokens(found, shape, queries, keys)
 
 
-def broadcast(x: jax.Array, rows: int | None, columns: int) -> jax.Array:
-    """Broadcasts the key axis of a mask or bias [b, n, t, s] to `columns`, and its query axis to `rows` if given."""
-    rows = rows if rows is not None and x.shape[2] == 1 else x.shape[2]
-    return jnp.broadcast_to(x, (*x.shape[:2], rows, columns if x.shape[3] == 1 else x.shape[3]))
+def _broadcast(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Broadcasts an axis of queries or keys of length 1 to `rows` and `columns`; other lengths stay, for the checks."""
+    lengths = (full if n == 1 else n for n, full in zip(x.shape[2:], (rows, columns), strict=True))
+    return jnp.broadcast_to(x, (*x.shape[:2], *lengths))
 
 
 def _local(x: Bool[Array, "b S_global"], options: Mapping[str, Any]) -> Bool[Array, "b S"]:
