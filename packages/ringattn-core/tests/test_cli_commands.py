@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core import errors, ring_attention
+from ringattn_core.call.options import OPTIONS
+from ringattn_core.cli.call_arguments import option_arguments
 from ringattn_core.cli.main import main
 from ringattn_core.contract.features import Feature
 
@@ -168,7 +170,6 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
     [
         (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
         (["--ring", "1000000"], "--ring: got 1000000. Pass the number of ranks, from 1 to 4096"),
-        (["--platform", "mars"], "--platform: got 'mars'. Known platforms: cpu, cuda, gpu, rocm, tpu"),
         (["--mask-builder", "os:getcwd"], "mask_builder: cannot be called with five arguments"),
         (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
         (
@@ -200,6 +201,7 @@ def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsy
         (["--query", "1,-2,3,4"], "argument --query: got -2, it needs lengths from 0 to"),
         (["--query", f"1,{10**13},4,8"], "argument --query: got 10000000000000, it needs lengths from 0 to"),
         (["--sinks", "-1"], "argument --softmax-aux/--sinks: got -1, it needs lengths from 0 to"),
+        (["--platform", "mars"], "argument --platform: invalid choice: 'mars'"),
         (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
         (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3', it needs W or L,R"),
         (["--prefix", "3", "--mask-builder", "a:b"], "argument --mask-builder: not allowed with argument --prefix"),
@@ -210,6 +212,13 @@ def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> N
         main([*CALL, *arguments])
     err = capsys.readouterr().err
     assert left.value.code == 2 and err.count("\n") == 1 and err.startswith(f"ringattn explain: {fault}")
+
+
+def test_the_command_line_takes_every_option_of_a_call() -> None:
+    named = {name for name, _ in option_arguments()}
+    otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
+    never = {"attention_mask", "axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
+    assert sorted([*named, *otherwise, *never, "dropout_seed"]) == sorted(option.name for option in OPTIONS)
 
 
 def test_a_side_of_a_window_may_be_unbounded(capsys) -> None:
@@ -272,4 +281,4 @@ def test_an_error_says_where_the_name_came_from_and_nothing_of_jax(capsys, monke
     error = errors.InputError("x", "got 1", "Pass 2")
     error.add_note("It was\nasked for.")
     error.add_note("-----\nJAX has removed frames.")
-    assert error.one_line() == "x: got 1. Pass 2 It was asked for."
+    assert error.one_line() == "x: got 1. Pass 2. It was asked for."

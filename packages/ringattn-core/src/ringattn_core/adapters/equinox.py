@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionSettings, RingArrays, adapter_names, checked
-from .seeds import seed
+from .options import AttentionSettings, RingArrays, adapter_names, checked, seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
 """Equinox's names for options of `ring_attention` that the module itself passes."""

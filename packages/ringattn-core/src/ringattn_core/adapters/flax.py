@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from ..call.attention import ring_attention
 from ..errors import InputError
 from .masks import with_masks
-from .options import AttentionOptions, adapter_names, checked
-from .seeds import seed
+from .options import AttentionOptions, adapter_names, checked, seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """Flax's names for options of `ring_attention` that its layers pass."""

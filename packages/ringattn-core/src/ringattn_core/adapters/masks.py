@@ -16,32 +16,6 @@ from ..placement import axes
 from ..placement.layout import canonical, columns, to_layout
 
 
-def _with_hidden_tokens(
-    options: Mapping[str, Any],
-    shape: tuple[int, int, int],
-    queries: Bool[Array, "b T_global"] | None,
-    keys: Bool[Array, "b S_global"] | None,
-) -> dict[str, Any]:
-    """The options, with segment ids that hide every token whose entry in `queries` or `keys` is false.
-
-    `queries` and `keys` are over the whole sequence, in natural order. `shape` is the batch and the lengths of this
-    call. Other tokens keep the ids that the options give them.
-    """
-    found = dict(options)
-    batch, *lengths = shape
-    names = ("q_segment_ids", "kv_segment_ids")
-    given = [options.get(name) for name in names]
-    alone = sum(ids is None for ids in given) == 1
-    if (queries is None and keys is None) or (alone and lengths[0] != lengths[1]):
-        return found
-    if alone:
-        given = [ids for ids in given if ids is not None] * 2
-    for name, ids, length, present in zip(names, given, lengths, (queries, keys), strict=True):
-        ids = jnp.zeros((batch, length), jnp.int32) if ids is None else jnp.asarray(ids)
-        found[name] = ids if present is None else jnp.where(_local(present, options), ids, -1)
-    return found
-
-
 def global_length(local: int, options: Mapping[str, Any]) -> int:
     """The length of the whole sequence, given the length `local` of the arrays of a call with these options."""
     return local if options.get("mesh") is not None else local * _ranks(options)
@@ -55,21 +29,32 @@ def with_masks(
     queries: Bool[Array, "b T_global"] | None = None,
     keys: Bool[Array, "b S_global"] | None = None,
 ) -> dict[str, Any]:
-    """The options, with a bias and a mask that broadcast; else as `_with_hidden_tokens`.
+    """The options, with a bias and a mask that broadcast, and with ids that hide tokens.
 
-    A mask that is equal for all heads and queries hides whole keys.
+    A token is hidden whose entry in `queries` or `keys` is false; these are over the whole sequence, in natural order.
+    A mask that is equal for all heads and queries hides keys too. Other tokens keep the ids of the options. `shape` is
+    the batch and the lengths of this call.
     """
-    found, (batch, rows, local) = dict(options), shape
-    columns = global_length(local, options)
+    found, (batch, *lengths) = dict(options), shape
+    columns = global_length(lengths[1], options)
     if bias is not None:
         found["bias"] = _broadcast(bias, bias.shape[2], columns)
     if mask is not None:
-        of_keys = mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and rows > 1
+        of_keys = mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and lengths[0] > 1
         if of_keys and mask.dtype == jnp.bool_:
             keys = mask[:, 0, 0] if keys is None else keys & mask[:, 0, 0]
         else:
-            found["attention_mask"] = _broadcast(mask, rows, columns)
-    return _with_hidden_tokens(found, shape, queries, keys)
+            found["attention_mask"] = _broadcast(mask, lengths[0], columns)
+    if queries is None and keys is None:
+        return found
+    names = ("q_segment_ids", "kv_segment_ids")
+    given = [ids for ids in map(options.get, names) if ids is not None]
+    if len(given) == 1 and lengths[0] != lengths[1]:
+        return found  # `ring_attention` asks for the other ids
+    given = given * 2 if len(given) == 1 else given or [jnp.zeros((batch, length), jnp.int32) for length in lengths]
+    for name, ids, present in zip(names, given, (queries, keys), strict=False):
+        found[name] = ids if present is None else jnp.where(_local(present, options), jnp.asarray(ids), -1)
+    return found
 
 
 def _broadcast(x: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -60,7 +60,7 @@ class AbstractCall:
             value = getattr(arguments, name)
             if value in (None, DEFAULTS[name]):
                 continue
-            said[name] = value or True
+            said[name] = True if value == () else value
             if isinstance(value, tuple) and name != "sliding_window":
                 shapes[name] = shape_of(name, value, sizes)
             else:

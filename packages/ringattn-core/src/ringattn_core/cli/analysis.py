@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..backends import discovery, selection
+from ..backends import selection
 from ..backends.discovery import Registration
 from ..contract.features import Feature
-from ..errors import BackendNotFoundError, InputError, RingAttnError
+from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
@@ -98,7 +98,6 @@ def analyse(
     compiled: bool = False,
 ) -> CallAnalysis:
     """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`."""
-    _known(platform)
     needs = shard(call).needs
     chosen, refusal = _choice(backend, needs, platform)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
@@ -131,13 +130,6 @@ def analyse(
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
     )
-
-
-def _known(platform: str) -> None:
-    served = {name for found in discovery.registrations().values() if found.backend for name in found.backend.platforms}
-    known = sorted({"cpu", "cuda", "rocm", "tpu"} | served)
-    if platform not in known:
-        raise InputError("--platform", f"got {platform!r}", f"Known platforms: {', '.join(known)}")
 
 
 def _choice(

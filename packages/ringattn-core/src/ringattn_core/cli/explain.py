@@ -30,7 +30,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     call_arguments.add(parser)
     chosen = parser.add_argument_group("backend")
     chosen.add_argument("--backend", metavar="NAME[,NAME]", help="a backend, or several to try in order")
-    chosen.add_argument("--platform", help="cpu, cuda, rocm or tpu; by default that of the devices here")
+    chosen.add_argument(
+        "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
+    )
     shown = parser.add_argument_group("output")
     shown.add_argument(
         "--tile", type=call_arguments.numbers("Q,K", 2), metavar="Q,K", help="queries and keys of a tile"
