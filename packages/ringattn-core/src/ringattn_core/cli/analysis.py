@@ -140,7 +140,7 @@ def analyse(
     states = tile_states(call, local, [offset for _, offset in visits], sizes)
 
     def messages(sends: tuple[Send, ...]) -> tuple[Message, ...]:
-        itemsize = local.inputs.k.dtype.itemsize
+        itemsize = local.call.key.dtype.itemsize
         return tuple(Message(x.shift, x.keys, x.gradients, x.bytes(local.elements, itemsize)) for x in sends)
 
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
@@ -212,5 +212,5 @@ def _counts(states: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _gathered(shard: Shard) -> int:
-    ids = jax.tree.leaves((shard.fixed.kv_segments, shard.fixed.kv_positions))
+    ids = jax.tree.leaves((shard.call.kv_segment_ids, shard.call.kv_positions))
     return sum(x.size * x.dtype.itemsize for x in ids) * (shard.ring.plan.ranks - 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,12 +42,18 @@ class XlaMemory:
 
 def held(shard: Shard) -> tuple[HeldArrays, ...]:
     """Lists the arrays of a call, each once: without the kernel's workspace, and without copies or reuse by XLA."""
-    inputs, fixed, plan = shard.inputs, shard.fixed, shard.ring.plan
-    batch, length, heads = inputs.q.shape[:3]
-    itemsize, out, lse = inputs.q.dtype.itemsize, batch * length * heads * inputs.v.shape[3], 4 * batch * length * heads
+    call, plan = shard.call, shard.ring.plan
+    inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
+    batch, length, heads = call.query.shape[:3]
+    itemsize, out, lse = (
+        call.query.dtype.itemsize,
+        batch * length * heads * call.value.shape[3],
+        4 * batch * length * heads,
+    )
     keys, gradients = shard.elements * itemsize, 4 * shard.elements
     sent = _most_sent_at_once(plan, shard.elements, itemsize)
-    ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
+    ids = _bytes((call.q_segment_ids, call.q_positions))
+    ids += plan.ranks * _bytes((call.kv_segment_ids, call.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
     found = [
         HeldArrays("call", "inputs", _bytes(inputs)),
@@ -58,9 +65,9 @@ def held(shard: Shard) -> tuple[HeldArrays, ...]:
         if sent
         else HeldArrays("backward", "K,V", keys),
         HeldArrays("backward", "dk, dv of the hop, float32", gradients),
-        HeldArrays("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
-        HeldArrays("backward", "dq, float32", 4 * inputs.q.size),
-        HeldArrays("backward", "dbias, float32", 0 if inputs.bias is None else 4 * inputs.bias.size),
+        HeldArrays("backward", "dk, dv of half of the own heads", plan.halves(call.key.shape[2]) * gradients // 2),
+        HeldArrays("backward", "dq, float32", 4 * call.query.size),
+        HeldArrays("backward", "dbias, float32", 0 if call.bias is None else 4 * call.bias.size),
         HeldArrays("backward", "output, lse, delta kept", out * itemsize + 2 * lse),
     ]
     return tuple(entry for entry in found if entry.bytes)

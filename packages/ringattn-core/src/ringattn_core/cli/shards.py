@@ -19,7 +19,8 @@ from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.tiles import tiles
 from ..ring import engine
-from ..ring.blocks import Differentiable, Fixed, Ring, block, gathered
+from ..ring.blocks import Ring, block, gathered
+from ..ring.directions import Direction, Location
 from .abstract_call import AXIS, AbstractCall
 
 Specs = tuple[tuple[str, PartitionSpec], ...]
@@ -36,8 +37,8 @@ class Shard:
     `needs` are the features that the call needs of a backend; `specs` say how each of its arrays is split.
     """
 
-    inputs: Differentiable
-    fixed: Fixed
+    call: Call
+    location: Location
     ring: Ring = dataclasses.field(metadata={"static": True})
     needs: frozenset[Feature] = dataclasses.field(metadata={"static": True})
     specs: Specs = dataclasses.field(metadata={"static": True})
@@ -45,12 +46,12 @@ class Shard:
     @property
     def lengths(self) -> tuple[int, int]:
         """The numbers of queries and keys of one rank, padding included."""
-        return self.inputs.q.shape[1], self.inputs.k.shape[1]
+        return self.call.query.shape[1], self.call.key.shape[1]
 
     @property
     def elements(self) -> int:
         """The number of elements of this rank's packed K,V."""
-        return self.inputs.k.size + self.inputs.v.size
+        return self.call.key.size + self.call.value.size
 
 
 def trace(call: AbstractCall, work: Callable[[Call, Specs], Any]) -> Any:
@@ -73,10 +74,11 @@ def tile_states(call: AbstractCall, shard: Shard, offsets: Sequence[int], tile: 
 
     def of_rank(local: Call, specs: Specs) -> jax.Array:
         shard = _shard(None, local, specs)
-        fixed, kv = gathered(shard.ring, shard.fixed), packing.pack(shard.inputs.k, shard.inputs.v)
+        direction = Direction(1, gathered(shard.ring, shard.call), shard.location)
+        kv = packing.pack(shard.call.key, shard.call.value)
 
         def of_hop(offset: jax.Array) -> jax.Array:
-            found = tiles(block(shard.ring, shard.inputs, kv, fixed, offset).padded_to(*padded), *tile)
+            found = tiles(block(shard.ring, direction, kv, offset).padded_to(*padded), *tile)
             return found.some[0].astype(jnp.uint8) + found.full[0].astype(jnp.uint8)
 
         return jax.vmap(of_hop)(jnp.asarray(offsets, jnp.int32))
@@ -94,8 +96,8 @@ def default_tile(shard: Shard) -> tuple[int, int]:
 
 
 def _shard(kernel: Any, local: Call, specs: Specs) -> Shard:
-    ring, inputs, fixed = engine.prepared(kernel, local)
-    return Shard(inputs, fixed, ring, options.needs(local), specs)
+    ring, call, location = engine.prepared(kernel, local)
+    return Shard(call, location, ring, options.needs(local), specs)
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers: dict[str, Any]) -> Any:

@@ -105,17 +105,9 @@ def _shared(block: Block, batched: Any, name: str) -> bool:
 
 def _one_by_one(call: Callable[..., Any], size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
     """Runs the examples one after another. `head_index` differs between them, and a batch has only one."""
-    flags, leaves = jax.tree.leaves(batched), jax.tree.leaves(args)
-    treedef = jax.tree.structure(args)
-
-    def one(number: jax.Array) -> Any:
-        picked = [
-            jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False) if flag else x
-            for flag, x in zip(flags, leaves, strict=True)
-        ]
-        return call(*jax.tree.unflatten(treedef, picked))
-
-    return _all_batched(jax.lax.map(one, jnp.arange(size)))
+    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+    sequential = jax.custom_batching.sequential_vmap(lambda *args: call(*args))
+    return _all_batched(jax.vmap(sequential, axes, axis_size=size)(*args))
 
 
 def _all_batched(result: Any) -> tuple[Any, Any]:
