@@ -36,31 +36,31 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """The directory of the cache files; `None` for a user without a home directory."""
+    """The directory of the cache files; `None`, with a warning, for a user without a home directory."""
     asked = os.environ.get(CACHE_VARIABLE)
     if asked:
-        root = os.path.abspath(os.path.expanduser(asked))
-    else:
-        import platformdirs
+        return Path(os.path.abspath(os.path.expanduser(asked))) / "tuning"
+    import platformdirs
 
-        try:
-            root = platformdirs.user_cache_dir("ringattn", appauthor=False)
-        except (RuntimeError, OSError, KeyError) as error:
-            return _without_home(error)
-        if not os.path.isabs(root):
-            return _without_home(root)
-    return Path(root) / "tuning"
+    try:
+        root: Any = platformdirs.user_cache_dir("ringattn", appauthor=False)
+    except (RuntimeError, OSError, KeyError) as error:
+        root = error
+    if isinstance(root, str) and os.path.isabs(root):
+        return Path(root) / "tuning"
+    _report(
+        f"there is no cache directory for this user ({root}): tuning results hold for this process only. "
+        f"Set {CACHE_VARIABLE} to a directory"
+    )
+    return None
 
 
 def read(problem: Problem) -> Entry | None:
     """The entry for this problem, or `None`. An unusable file is reported, and the next tuning replaces it."""
     root = directory()
-    if root is None:
-        return None
-    path = root / f"{problem.digest}.json"
-    entry = _read(path)
+    entry = None if root is None else _read(root / f"{problem.digest}.json")
     if entry is not None and json.dumps(entry.problem, sort_keys=True) != problem.key:
-        return _unusable(path, "it is for another problem")
+        return _unusable(entry.path, "it is for another problem")
     return entry
 
 
@@ -139,13 +139,6 @@ def _locked(root: Path) -> AbstractContextManager[Any]:
 
 def _unusable(path: Path, reason: str) -> None:
     _report(f"the tuned configuration in {path} cannot be used: {reason}. The backend's default is used")
-
-
-def _without_home(found: object) -> None:
-    _report(
-        f"there is no cache directory for this user ({found}): tuning results hold for this process only. "
-        f"Set {CACHE_VARIABLE} to a directory"
-    )
 
 
 def _report(message: str) -> None:
