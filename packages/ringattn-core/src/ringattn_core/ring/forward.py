@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from ..contract import packing
@@ -17,6 +18,7 @@ from ..placement.padding import cleaned
 from . import batching, hops, parcels
 from .blocks import Ring, block, gathered
 from .directions import Direction, Location, joined, split
+from .remat import LSE_NAME, OUT_NAME
 from .sends import Wires, after, after_hop, permuted, wire
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
@@ -49,8 +51,9 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     else:
         partial = _joined(_Pass(ring, directions, kernel).all_hops())
     partial = with_sinks(partial, sinks_of(call))
-    out = partial.out.astype(call.query.dtype)
-    return (out, log_sum_exp(partial)), Residuals(call, location, out, partial.lse, partial.shift)
+    out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
+    lse, shift = checkpoint_name((partial.lse, partial.shift), LSE_NAME)
+    return (out, log_sum_exp(Partial(out, lse, shift))), Residuals(call, location, out, lse, shift)
 
 
 @dataclasses.dataclass(frozen=True)
