@@ -25,4 +25,5 @@ from ..placement.layout import to_layout as to_layout
 from ..placement.mesh import ring_mesh as ring_mesh
 from ..ring.remat import remat_policy as remat_policy
 from .attention import ring_attention as ring_attention
+from .decode import decode_attention as decode_attention
 from .dispatch import per_shard as per_shard

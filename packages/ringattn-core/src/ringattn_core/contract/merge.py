@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
@@ -21,6 +22,17 @@ def merge(a: Partial, b: Partial) -> Partial:
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
+
+
+def merged_over(partial: Partial, axis: tuple[str, ...]) -> Partial:
+    """`merge` of the partial results of all ranks along mesh axes. They have no `shift`: that needs a bias."""
+    if not axis:
+        return partial
+    largest = jax.lax.pmax(partial.lse, axis)
+    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weight = jnp.exp(partial.lse - safe)
+    out, total = jax.lax.psum((partial.out * _over_out(weight), weight), axis)
+    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
