@@ -213,7 +213,7 @@ class Numpy(Mask):
     """A dense array `[T, S]` of the whole sequence, true where visible, addressed by global index."""
 
     held: _Held
-    bounded = False  # pyright: ignore[reportAssignmentType]
+    bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __init__(self, array: Any):
         held = _host("Numpy", array)
@@ -259,7 +259,7 @@ class Predicate(Mask):
     """Pairs where `seen(q_positions, kv_positions)` is true. `seen` uses `jax.numpy` and broadcasts."""
 
     seen: Callable[[Any, Any], Any]
-    bounded = False  # pyright: ignore[reportAssignmentType]
+    bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __post_init__(self) -> None:
         if not callable(self.seen):

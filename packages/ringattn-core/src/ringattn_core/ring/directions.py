@@ -93,7 +93,8 @@ def halved(sums: Sum) -> list[Sum]:
     """The inverse of `joined_sums` for two halves of the heads: shared arrays go to the first, zeros to the second."""
 
     def two(name: str, x: Any) -> Sequence[Any]:
-        shared = x is not None and x.shape[BLOCK_HEADS[name]] == 1
-        return (x, jnp.zeros_like(x)) if shared else parts(x, BLOCK_HEADS[name], 2)
+        if x is not None and x.shape[BLOCK_HEADS[name]] == 1:
+            return x, jnp.zeros_like(x)
+        return parts(x, BLOCK_HEADS[name], 2)
 
     return [{name: two(name, x)[half] for name, x in sums.items()} for half in range(2)]

@@ -84,11 +84,13 @@ def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, R
 def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]) -> tuple[Call, None]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     bias_fixed, kept = residuals
-    zero = jax.custom_derivatives.SymbolicZero
-    dout, dlse = (
-        align(jnp.zeros(x.shape, x.dtype), axes_of(kept.call)) if isinstance(x, zero) else x for x in cotangents
-    )
-    return backward(ring, bias_fixed.size == 1, kept, *first_derivative_only((dout, dlse))), None
+
+    def array(x: Any) -> jax.Array:
+        zero = isinstance(x, jax.custom_derivatives.SymbolicZero)
+        return align(jnp.zeros(x.shape, x.dtype), axes_of(kept.call)) if zero else x  # pyright: ignore[reportArgumentType]
+
+    dout, dlse = first_derivative_only([array(x) for x in cotangents])
+    return backward(ring, bias_fixed.size == 1, kept, dout, dlse), None
 
 
 attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)

@@ -92,11 +92,11 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
 
 def _inputs(problem: Problem) -> Call:
     """The call with arrays in the place of shapes; the ids and positions of keys are those of all ranks."""
-    assert problem.call is not None
-    shapes = {name: x for name, x in vars(problem.call).items() if isinstance(x, jax.ShapeDtypeStruct)}
+    call: Any = problem.call
+    shapes = {name: x for name, x in vars(call).items() if isinstance(x, jax.ShapeDtypeStruct)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     made = {name: _array(name, x, problem, key) for (name, x), key in zip(shapes.items(), keys, strict=True)}
-    return dataclasses.replace(problem.call, **made)
+    return dataclasses.replace(call, **made)
 
 
 def _array(name: str, x: jax.ShapeDtypeStruct, problem: Problem, key: jax.Array) -> jax.Array:
@@ -107,8 +107,8 @@ def _array(name: str, x: jax.ShapeDtypeStruct, problem: Problem, key: jax.Array)
         return jnp.zeros((), x.dtype)
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
-    layout = problem.call.layout
-    tokens = jnp.concatenate([indices(layout, problem.ranks, rank, x.shape[-1]) for rank in ranks])
+    call: Any = problem.call
+    tokens = jnp.concatenate([indices(call.layout, problem.ranks, rank, x.shape[-1]) for rank in ranks])
     document = max(problem.kv_length // DOCUMENTS, 1) if name.endswith("segment_ids") else 1
     return jnp.broadcast_to(tokens // document, (*x.shape[:-1], tokens.size))
 
