@@ -128,6 +128,14 @@ def test_decoding_one_token_after_another_gives_the_causal_result() -> None:
         np.testing.assert_allclose(got, wanted[:, position : position + 1], atol=2e-6)
 
 
+def test_a_vmapped_call_is_that_of_each_example() -> None:
+    over: dict[str, Any] = {"mesh": mesh_of(4), "axis_name": "sp", "return_lse": True}
+    lengths = jnp.stack([jnp.asarray(LENGTHS), jnp.asarray(LENGTHS) - 3])
+    out, lse = jax.vmap(lambda length: decode_attention(QUERY, KEY, VALUE, length, **over))(lengths)
+    for number in range(2):
+        agrees((out[number], lse[number]), expected(lengths[number]))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_results_have_the_dtype_of_the_query(dtype: Any) -> None:
     arrays = (x.astype(dtype) for x in (QUERY, KEY, VALUE))
@@ -162,6 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": ({"causal": True}, InputError, "causal: is no argument of decode_attention"),
     "misspelt": ({"window": 3}, InputError, "window: is no argument of decode_attention. Pass sliding_window"),
     "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),
+    "one axis twice": ({"head_axis_name": "sp"}, InputError, "head_axis_name: .* overlaps"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
 

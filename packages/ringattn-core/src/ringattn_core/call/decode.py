@@ -26,7 +26,7 @@ from .checks import Sizes
 from .options import ARRAYS, DEFAULTS, OPTIONS, needs, refuse_unknown
 from .shard_map import refuse_replicated, refuse_sharded
 from .sharding import check_mesh, divisible, named_roles, over_shards
-from .validation import operands
+from .validation import operands, refuse_overlaps
 
 Lengths = Int[jax.Array, " B"]
 
@@ -96,7 +96,9 @@ def _validated(
 ) -> tuple[Call, jax.Array]:
     """The call in canonical form, without positions; and the lengths, an integer for each row."""
     q, k, v = operands({"query": query, "key_cache": key_cache, "value_cache": value_cache})
-    ring, heads = (axes.names(given.get(name), name) for name in ("axis_name", "head_axis_name"))
+    names = ("axis_name", "batch_axis_name", "head_axis_name")
+    ring, batch, heads = (axes.names(given.get(name), name) for name in names)
+    refuse_overlaps(ring, batch, heads)
     ranks, copies = (1, 1) if mesh is not None else (axes.size("axis_name", ring), axes.size("head_axis_name", heads))
     total = k.shape[1] * ranks
     sizes = Sizes(

@@ -31,7 +31,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     q, k, v = operands({name: given.pop(name) for name in ("query", "key", "value")})
     ring = axes.names(given["axis_name"], "axis_name")
     batch, heads = (axes.names(given[name], name) for name in ("batch_axis_name", "head_axis_name"))
-    _refuse_overlaps(ring, batch, heads)
+    refuse_overlaps(ring, batch, heads)
     inside, copies = ranks is None, 1
     if inside:
         ranks = axes.size("axis_name", ring)
@@ -120,7 +120,7 @@ def operands(given: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def _refuse_overlaps(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
+def refuse_overlaps(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
     """Raises if one mesh axis would split two axes of an array."""
     for argument, names, other, taken in (
         ("batch_axis_name", batch, "the ring's axis_name", ring),

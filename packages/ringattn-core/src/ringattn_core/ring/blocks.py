@@ -15,7 +15,7 @@ from ..placement.layout import columns, indices
 from .directions import CALL_NAMES, Direction
 from .hops import Plan
 
-ARRAYS: Final = tuple(name for name in letters_of(Block) if name in CALL_NAMES)
+HELD: Final = tuple(name for name in letters_of(Block) if name in CALL_NAMES)
 """The arrays of a call that its blocks hold, by their names there; keys and values are passed apart."""
 OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
 
@@ -61,7 +61,7 @@ def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
             return columns(x, call.layout, ranks, origin)
         return jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, x.ndim - 1) if name in OF_KEYS else x
 
-    found = {name: in_block_form(name, of_hop(name)) for name in ARRAYS}
+    found = {name: in_block_form(name, of_hop(name)) for name in HELD}
     found |= {name: x for name, x in (("q_positions", q_index), ("kv_positions", kv_index)) if found[name] is None}
     if found["seed"] is not None:
         found["seed"] = jnp.broadcast_to(found["seed"], (batch,))
