@@ -18,6 +18,8 @@ from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Support, decode_attention, ring_attention, to_layout
 from ringattn_core.backends import discovery
 from ringattn_core.errors import DerivativeError, InputError, MeshError
+from ringattn_core.ring import decode
+from ringattn_xla.block import KERNEL as XLA
 
 B, T, S, N, K, H, HV = 3, 2, 32, 4, 2, 8, 6
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, HV)}
@@ -32,6 +34,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "several sinks": {"softmax_aux": jnp.ones((N, 2)), "sliding_window": 4},
     "cap and scale": {"logits_soft_cap": 2.0, "softmax_scale": 0.7},
     "slopes": {"alibi_slopes": jnp.linspace(0.1, 0.5, N)},
+    "many": {
+        "softmax_aux": SINKS,
+        "sliding_window": 9,
+        "logits_soft_cap": 3.0,
+        "alibi_slopes": jnp.linspace(0.1, 0.5, N),
+    },
 }
 
 
@@ -69,14 +77,53 @@ def in_shard_map(lengths: Any, ranks: int, tokens: int = T, **options: Any) -> A
     return jax.jit(mapped)(QUERY[:, :tokens], KEY, VALUE, jnp.asarray(lengths))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 4) for name in OPTIONS), *((name, ranks) for name in ("plain", "many") for ranks in (1, 2, 8))],
+)
 def test_it_equals_the_oracle_on_global_arrays_and_in_a_shard_map(name: str, ranks: int) -> None:
     options = OPTIONS[name]
     over = {"mesh": mesh_of(ranks), "axis_name": "sp"}
     wanted = expected(LENGTHS, **options)
     agrees(decode_attention(QUERY, KEY, VALUE, LENGTHS, return_lse=True, **over, **options), wanted)
     agrees(in_shard_map(LENGTHS, ranks, **options), wanted)
+
+
+@pytest.mark.parametrize(("name", "keys", "most"), [("plain", 2, 256), ("sinks", 4, 12), ("many", 2, 256)])
+def test_a_cache_that_is_cut_into_chunks_gives_the_same(
+    name: str, keys: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST_CHUNK", keys)
+    monkeypatch.setattr(decode, "MOST_CHUNKS", most)
+    jax.clear_caches()
+    seen = []
+    chunked = decode._chunked
+    monkeypatch.setattr(decode, "_chunked", lambda block, count: seen.append(count) or chunked(block, count))
+    over = {"mesh": mesh_of(2), "axis_name": "sp"}
+    got = decode_attention(QUERY, KEY, VALUE, LENGTHS, return_lse=True, **over, **OPTIONS[name])
+    agrees(got, expected(LENGTHS, **OPTIONS[name]))
+    assert seen == [8 if keys == 2 else 2]
+    jax.clear_caches()
+
+
+def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group() -> None:
+    rows = []
+
+    class Kernel:
+        def forward(self, block: Any, partial: Any) -> Any:
+            rows.append((block.q.shape, block.k.shape))
+            return XLA.forward(block, partial)
+
+        def backward(self, *_: Any) -> Any:
+            raise AssertionError
+
+    mine = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
+    with discovery.registered(mine, Kernel()):
+        agrees(decode_attention(QUERY, KEY, VALUE, LENGTHS, backend="mine", return_lse=True), expected(LENGTHS))
+        slopes = OPTIONS["slopes"]
+        got = decode_attention(QUERY, KEY, VALUE, LENGTHS, backend="mine", return_lse=True, **slopes)
+        agrees(got, expected(LENGTHS, **slopes))
+    assert rows == [((B, T * N // K, K, H), (B, S, K, H)), ((B, T, N, H), (B, S, K, H))]
 
 
 def test_on_one_device_it_needs_no_mesh_and_takes_one_length_for_all_rows() -> None:
