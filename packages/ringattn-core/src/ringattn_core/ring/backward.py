@@ -117,24 +117,11 @@ class _Pass:
         return self.hop(own, behind, sums, 0, None, plan.homeward, early)[1:]
 
     def _visitors(self, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
-        """Runs the hops with other ranks' keys. Returns the key gradients of the last of these hops, and the sums.
-
-        On a long ring a `scan` runs all of them but the first and the last.
-        """
+        """Runs the hops with other ranks' keys. Returns the key gradients of the last of these hops, and the sums."""
         offsets, shifts = self.ring.plan.offsets[1:], self.ring.plan.shifts
-        onward = (*shifts[1:], None)
-        wires, behind, sums = self.hop(wires, None, sums, offsets[0], onward[0], None)
-        steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
-        if len(steps) > hops.UNROLLED and set(shifts) == {1}:
-            (wires, behind, sums), _ = jax.lax.scan(
-                lambda carry, offset: (self.hop(*carry, offset, 1, 1), None),
-                (wires, behind, sums),
-                jnp.asarray(offsets[1:-1]),
-            )
-            steps = steps[-1:]
-        for offset, forth, back in steps:
-            wires, behind, sums = self.hop(wires, behind, sums, offset, forth, back)
-        return behind, sums
+        first, *steps = zip(offsets, (*shifts[1:], None), (None, *shifts[1:]), strict=True)
+        wires, behind, sums = self.hop(wires, None, sums, *first)
+        return hops.repeated(self.hop, (wires, behind, sums), steps)[1:]
 
     def hop(
         self,

@@ -65,21 +65,10 @@ class _Pass:
     kernel: Callable[[Block, Partial | None], Partial]
 
     def all_hops(self) -> Partials:
-        """Runs all hops. On a long ring a `scan` runs all of them but the first and the last."""
-        offsets, shifts = self.ring.plan.offsets, (*self.ring.plan.shifts, None)
+        """The partial results over all hops."""
         wires = tuple(wire(self.ring, packing.pack(each.call.key, each.call.value)) for each in self.directions)
-        wires, partials = self.hop(wires, None, offsets[0], shifts[0])
-        offsets, shifts = offsets[1:], shifts[1:]
-        if len(offsets) >= hops.UNROLLED and set(self.ring.plan.shifts) == {1}:
-            (wires, partials), _ = jax.lax.scan(
-                lambda carry, offset: (self.hop(*carry, offset, 1), None),
-                (wires, partials),
-                jnp.asarray(offsets[:-1], jnp.int32),
-            )
-            offsets, shifts = offsets[-1:], shifts[-1:]
-        for offset, shift in zip(offsets, shifts, strict=True):
-            wires, partials = self.hop(wires, partials, offset, shift)
-        return partials
+        first, *steps = zip(self.ring.plan.offsets, (*self.ring.plan.shifts, None), strict=True)
+        return hops.repeated(self.hop, self.hop(wires, None, *first), steps)[1]
 
     def hop(self, wires: Wires, partials: Partials | None, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
         """Sends the keys `shift` ranks on, and continues each partial result with the keys that are here.
