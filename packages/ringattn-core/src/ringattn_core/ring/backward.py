@@ -210,16 +210,15 @@ class _Pass:
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
         """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
-        added = {**sums, "q": found.dq}
-        for name in SUMMED[1:]:
-            total, new = sums[name], getattr(found, f"d{name}")
-            if total is None or new is None:
-                continue
-            if name in BY_COLUMN:
-                added[name] = put_columns(total, new, self.directions[0].call.layout, self.ring.plan.ranks, origin)
-            else:
-                added[name] = total + new
-        return added
+        layout, ranks = self.directions[0].call.layout, self.ring.plan.ranks
+
+        def added(name: str, total: jax.Array) -> Any:
+            new = getattr(found, f"d{name}")
+            if name == "q":  # the kernel has continued it
+                return new
+            return put_columns(total, new, layout, ranks, origin) if name in BY_COLUMN else total + new
+
+        return {name: added(name, total) for name, total in sums.items()}
 
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:
         """This rank's K,V, packed anew at each call: keeping them from the first hop to the last would cost memory."""
@@ -227,9 +226,9 @@ class _Pass:
         return tuple(wire(self.ring, packing.pack(k, v)) for k, v in pairs)
 
     def _zeros(self, direction: Direction) -> Sum:
-        given = {name: in_block_form(name, getattr(direction.call, CALL_NAMES[name])) for name in SUMMED}
-        given |= {"bias": None} if self.bias_fixed else {}
-        zeros = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in given.items()}
+        names = [name for name in SUMMED if name != "bias" or not self.bias_fixed]
+        given = {name: in_block_form(name, getattr(direction.call, CALL_NAMES[name])) for name in names}
+        zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in given.items() if x is not None}
         return align(zeros, axes_of(direction.call, direction.location))
 
     def _each(self, wires: Wires, sums: Sums) -> Any:

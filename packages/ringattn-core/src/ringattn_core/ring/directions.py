@@ -17,7 +17,7 @@ CALL_HEADS: Final = axes_with(Call, "N", "n", "K")
 """For each array of a call that has heads, the number of its head axis."""
 BLOCK_HEADS: Final = axes_with(Block, "N", "n")
 CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
-Sum = dict[str, Any]
+Sum = dict[str, jax.Array]
 """Gradients summed over the hops so far, under the names of the arrays in a `Block`."""
 
 
@@ -79,9 +79,7 @@ def joined(found: Sequence[jax.Array], axis: int) -> jax.Array:
 def joined_sums(sums: Sequence[Sum], call: Call) -> Sum:
     """Joins the sums of the parts of the call's heads. Those of an array that all heads share are added."""
 
-    def whole(name: str, found: list[Any]) -> Any:
-        if found[0] is None or len(found) == 1:
-            return found[0]
+    def whole(name: str, found: list[jax.Array]) -> jax.Array:
         x = getattr(call, CALL_NAMES[name])
         shared = x.shape[CALL_HEADS[CALL_NAMES[name]]] == 1
         return sum(found[1:], found[0]) if shared else joined(found, BLOCK_HEADS[name])
@@ -92,9 +90,7 @@ def joined_sums(sums: Sequence[Sum], call: Call) -> Sum:
 def halved(sums: Sum) -> list[Sum]:
     """The inverse of `joined_sums` for two halves of the heads: shared arrays go to the first, zeros to the second."""
 
-    def two(name: str, x: Any) -> Sequence[Any]:
-        if x is not None and x.shape[BLOCK_HEADS[name]] == 1:
-            return x, jnp.zeros_like(x)
-        return parts(x, BLOCK_HEADS[name], 2)
+    def two(x: jax.Array, axis: int) -> Sequence[jax.Array]:
+        return (x, jnp.zeros_like(x)) if x.shape[axis] == 1 else parts(x, axis, 2)
 
-    return [{name: two(name, x)[half] for name, x in sums.items()} for half in range(2)]
+    return [{name: two(x, BLOCK_HEADS[name])[half] for name, x in sums.items()} for half in range(2)]
