@@ -16,7 +16,7 @@ from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from . import batching
 from .blocks import block
-from .directions import Direction
+from .directions import BLOCK_HEADS, Direction
 from .engine import prepared
 from .forward import sinks_of
 
@@ -38,7 +38,9 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     ring, call, location = prepared(kernel, call)
     here = Direction(1, *align((call, location), axes_of(call, location)))
     own = block(ring, here, (here.call.key, here.call.value), 0)
-    group = own.group if own.slopes is None else 1
+    # Arrays with a value for each query head do not fit heads that have become rows.
+    of_heads = BLOCK_HEADS.keys() - {"q", "head_index"}
+    group = own.group if all(getattr(own, name) is None for name in of_heads) else 1
     count = _chunks(own)
     partial = batching.forward(kernel)(_chunked(_with_groups_as_rows(own, group), count), None)
     partial = _with_groups_as_heads(merged_over(partial, ring.axis, count), group)
