@@ -224,6 +224,10 @@ class TestWhatCannotBeTuned:
         with pytest.raises(TuningError, match="this process has no device"):
             tuner.fastest(mine(Kernel()), problem(**elsewhere), DEFAULT)
 
+    def test_a_problem_that_was_not_made_from_a_call(self, mine: Any) -> None:
+        with pytest.raises(TuningError, match="its problem was not made from a call"):
+            tuner.fastest(mine(Kernel()), problem(call=None), DEFAULT)
+
 
 class TestWhereItRuns:
     def test_no_trace_of_the_caller_captures_it(self, mine: Any, times: Any) -> None:

@@ -14,6 +14,7 @@ from ..contract.call import Call
 from ..contract.checks import backward, forward
 from ..contract.packing import pack
 from ..contract.protocol import Block, BlockKernel, Partial
+from ..errors import TuningError
 from ..placement.arrays import letters_of
 from ..placement.layout import indices
 from ..ring import engine
@@ -92,7 +93,13 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
 
 def _inputs(problem: Problem) -> Call:
     """The call with arrays in the place of shapes; the ids and positions of keys are those of all ranks."""
-    call: Any = problem.call
+    call = problem.call
+    if call is None:
+        raise TuningError(
+            problem.backend,
+            "its problem was not made from a call",
+            "Tune a problem that core made, or run ringattn tune",
+        )
     shapes = {name: x for name, x in vars(call).items() if isinstance(x, jax.ShapeDtypeStruct)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     made = {name: _array(name, x, problem, key) for (name, x), key in zip(shapes.items(), keys, strict=True)}
