@@ -158,14 +158,16 @@ class TestTune:
 
     def test_tunes_the_padded_length_of_a_rank_where_the_call_is_padded(self, tuned: list[Any]) -> None:
         ringattn("tune", "--query", "1,63,2,16", "--ring", "2", "--backend", "xla")
-        assert (tuned[0].q_length, tuned[0].kv_length, tuned[0].segments) == (32, 32, True)
+        assert (tuned[0].q_length, tuned[0].kv_length) == (32, 32)
+        assert dict(tuned[0].options)["q_segment_ids"] == "int32[1, 32]"
 
     def test_masks_of_heads_reach_the_tuner(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given = []
         monkeypatch.setattr(tuner, "fastest", lambda *arguments: given.append(arguments) or OUTCOME)
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--prefix", "3", "--ring", "2")
-        ((_, problem, _, built),) = given
-        assert problem.masks == tuple(map(repr, built.masks)) and "Prefix(length=3)" in problem.masks[0]
+        ((_, problem, _),) = given
+        (mask,) = dict(problem.options)["mask_builder"]
+        assert "Prefix(length=3)" in mask and repr(problem.call.mask_builder.masks[0]) == mask
 
 
 class TestCache:
@@ -178,7 +180,7 @@ class TestCache:
         assert head == f"1 in {cache.directory()}"
         assert name == entry.path.name
         assert problem.startswith("  backend xla, batch 1, q_length 64, kv_length 64, heads 2")
-        assert problem.endswith("ranks 1, layout contiguous, causal")
+        assert problem.endswith("ranks 1, causal, layout contiguous")
         assert "window" not in problem
         assert versions.startswith(f"  jax {jax.__version__}, ringattn-core ")
         assert (forward, backward) == ("  forward: q_blocksize=64", "  backward: as the kernel chooses")

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -27,6 +28,8 @@ from .options import ARRAYS, needs
 
 BATCH_AXES: Final = ("dp", "fsdp", "data")
 HEAD_AXES: Final = ("tp", "model")
+Work = Callable[[Registration, Call], Any]
+"""The computation of one shard."""
 
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
@@ -40,13 +43,9 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     """Runs a call on global arrays: pads uneven lengths, shards the arrays, runs every shard, and cuts the padding."""
     length = call.query.shape[1]
     call, roles = prepared(call, mesh, in_specs, out_specs)
-    split = specs(call, roles)
     registration = select(backend, needs(call), platform_of(mesh, ()))
-    placed = {name: _placed(getattr(call, name), mesh, spec) for name, spec in split.items()}
-    options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
-    options = with_parameters_over_mesh(mesh, registration, options, split, placed)
-    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        result = _run(registration, options, mesh, roles, tuple(split.items()), placed)
+    outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
+    result = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] == length:
         return result
     return (result[0][:, :length], result[1][..., :length]) if call.return_lse else result[:, :length]
@@ -60,20 +59,28 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     return dataclasses.replace(call, **named), roles
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def over_shards(work: Work, registration: Registration, call: Call, mesh: Any, split: Any, outputs: Any) -> Any:
+    """`work` on each shard of a call with global arrays; `split` and `outputs` are the specs of arrays and results."""
+    local = {name: _placed(getattr(call, name), mesh, spec) for name, spec in split.items()}
+    options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
+    options = with_parameters_over_mesh(mesh, registration, options, split, local)
+    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
+        return _run(work, registration, options, mesh, tuple(split.items()), outputs, local)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _run(
-    registration: Registration, options: Call, mesh: Mesh, roles: Roles, split: Any, placed: dict[str, jax.Array]
+    work: Work, registration: Registration, options: Call, mesh: Mesh, split: Any, outputs: tuple[P, P], local: Any
 ) -> Any:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
-    out, lse = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
     shard = jax.shard_map(
-        lambda local: answer(registration, dataclasses.replace(options, **local)),
+        lambda local: work(registration, dataclasses.replace(options, **local)),
         mesh=mesh,
         in_specs=(dict(split),),
-        out_specs=(out, lse) if options.return_lse else out,
+        out_specs=outputs if options.return_lse else outputs[0],
         check_vma=False,  # Triton and Pallas kernels do not declare over which axes results vary
     )
-    return shard(placed)
+    return shard(local)
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
@@ -95,31 +102,41 @@ def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec, _, dx: (dx,))
 
 
-def _roles(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
+def check_mesh(call: Call, mesh: Any) -> None:
+    """Raises unless `mesh` is a mesh that has all axes which the call names, outside a `shard_map` over them."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
-    sequence = call.axis_name or ()
-    if set(sequence) & axes.manual():
+    if set(call.axis_name or ()) & axes.manual():
         raise MeshError(
-            f"mesh= is for global arrays, but axis_name={sequence!r} belongs to a surrounding shard_map. "
+            f"mesh= is for global arrays, but axis_name={call.axis_name!r} belongs to a surrounding shard_map. "
             f"Leave mesh= out: inside shard_map the arrays are local"
         )
     for argument in ("axis_name", "batch_axis_name", "head_axis_name"):
         _known(argument, getattr(call, argument) or (), mesh)
-    if in_specs is not None:
-        roles = _of_specs(call, in_specs, sequence, mesh)
-    else:
-        free = [name for name in mesh.axis_names if name not in sequence]
-        batch, heads = call.batch_axis_name, call.head_axis_name
-        batch = tuple(n for n in free if n in BATCH_AXES and n not in (heads or ())) if batch is None else batch
-        heads = tuple(n for n in free if n in HEAD_AXES and n not in batch) if heads is None else heads
-        roles = Roles(batch, sequence, heads)
-        idle = [repr(name) for name in free if name not in (*batch, *heads)]
-        if not sequence and idle:
-            raise MeshError(
-                f"axis_name is missing. Say which axis of the mesh carries the sequence: one of {', '.join(idle)}"
-            )
-    _divisible(call, mesh, roles)
+
+
+def named_roles(call: Call, mesh: Any) -> Roles:
+    """The roles of the mesh axes: those that the call names, and by their usual names those that it leaves open."""
+    sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
+    free = [name for name in mesh.axis_names if name not in sequence]
+    batch = tuple(n for n in free if n in BATCH_AXES and n not in (heads or ())) if batch is None else batch
+    heads = tuple(n for n in free if n in HEAD_AXES and n not in batch) if heads is None else heads
+    idle = [repr(name) for name in free if name not in (*batch, *heads)]
+    if not sequence and idle:
+        raise MeshError(
+            f"axis_name is missing. Say which axis of the mesh carries the sequence: one of {', '.join(idle)}"
+        )
+    return Roles(batch, sequence, heads)
+
+
+def _roles(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
+    check_mesh(call, mesh)
+    sequence = call.axis_name or ()
+    roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, sequence, mesh)
+    divisible(call, mesh, roles)
+    if call.two_way:
+        halves_go_both_ways(call.key.shape[2] // math.prod(mesh.shape[name] for name in roles.heads))
+    _layout_fits(call, mesh, roles)
     wanted = roles.spec(arrays.Output)
     first = out_specs[0] if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
     if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
@@ -160,7 +177,8 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
     return Roles(batch, tokens, heads)
 
 
-def _divisible(call: Call, mesh: Any, roles: Roles) -> None:
+def divisible(call: Call, mesh: Any, roles: Roles) -> None:
+    """Raises unless the mesh axes divide batch and heads."""
     for argument, number, names, what in (
         ("query", call.query.shape[0], roles.batch, "batch"),
         ("query", call.query.shape[2], roles.heads, "heads"),
@@ -172,8 +190,9 @@ def _divisible(call: Call, mesh: Any, roles: Roles) -> None:
                 f"{argument} has {what} {number}, which the {parts} ranks of mesh axes {names} do not divide. "
                 f"Pass in_specs that leave that axis whole, or another mesh"
             )
-    if call.two_way:
-        halves_go_both_ways(call.key.shape[2] // math.prod(mesh.shape[name] for name in roles.heads))
+
+
+def _layout_fits(call: Call, mesh: Any, roles: Roles) -> None:
     ranks = math.prod(mesh.shape[name] for name in roles.sequence)
     parts = ranks * pieces(call.layout)
     for argument, x in (("query", call.query), ("key", call.key)):

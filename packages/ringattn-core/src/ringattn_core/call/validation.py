@@ -28,10 +28,10 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
     given = _named(arguments, options)
-    q, k, v = _operands(*(given.pop(name) for name in ("query", "key", "value")))
+    q, k, v = operands({name: given.pop(name) for name in ("query", "key", "value")})
     ring = axes.names(given["axis_name"], "axis_name")
     batch, heads = (axes.names(given[name], name) for name in ("batch_axis_name", "head_axis_name"))
-    _refuse_overlaps(ring, batch, heads)
+    refuse_overlaps(ring, batch, heads)
     inside, copies = ranks is None, 1
     if inside:
         ranks = axes.size("axis_name", ring)
@@ -89,36 +89,38 @@ def _unbound(arguments: tuple[Any, ...], options: dict[str, Any]) -> InputError:
     raise AssertionError("the arguments bind")
 
 
-def _operands(*given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v = (as_array(name, x) for name, x in zip(("query", "key", "value"), given, strict=True))
-    for name, x in (("query", q), ("key", k), ("value", v)):
+def operands(given: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value as arrays that fit together; errors call them by the names in `given`."""
+    q, k, v = (as_array(name, x) for name, x in given.items())
+    query, key, value = given
+    for name, x in zip(given, (q, k, v), strict=True):
         if x.ndim != 4:
             raise InputError(name, f"has shape {x.shape}", "Its four axes are (batch, length, heads, head size)")
         if 0 in x.shape:
             raise InputError(name, f"has shape {x.shape}, which is empty", "Every axis must be at least 1")
     if q.dtype.name not in DTYPES:
-        raise InputError("query", f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
-    for name, x in (("key", k), ("value", v)):
+        raise InputError(query, f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
+    for name, x in ((key, k), (value, v)):
         if x.dtype != q.dtype:
-            raise InputError(name, f"has dtype {x.dtype} but query has {q.dtype}", "Cast all three to one dtype")
+            raise InputError(name, f"has dtype {x.dtype} but {query} has {q.dtype}", "Cast all three to one dtype")
         if x.shape[0] != q.shape[0]:
-            raise InputError(name, f"has batch {x.shape[0]} but query has {q.shape[0]}", "They must be equal")
+            raise InputError(name, f"has batch {x.shape[0]} but {query} has {q.shape[0]}", "They must be equal")
     if k.shape[3] != q.shape[3]:
-        raise InputError("key", f"has head size {k.shape[3]} but query has {q.shape[3]}", "They must be equal")
+        raise InputError(key, f"has head size {k.shape[3]} but {query} has {q.shape[3]}", "They must be equal")
     if v.shape[1:3] != k.shape[1:3]:
         raise InputError(
-            "value", f"has (length, heads) {v.shape[1:3]} but key has {k.shape[1:3]}", "They must be equal"
+            value, f"has (length, heads) {v.shape[1:3]} but {key} has {k.shape[1:3]}", "They must be equal"
         )
     if q.shape[2] % k.shape[2]:
         raise InputError(
-            "key",
-            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of query",
+            key,
+            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of {query}",
             "Query heads share key heads in equal groups",
         )
     return q, k, v
 
 
-def _refuse_overlaps(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
+def refuse_overlaps(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
     """Raises if one mesh axis would split two axes of an array."""
     for argument, names, other, taken in (
         ("batch_axis_name", batch, "the ring's axis_name", ring),

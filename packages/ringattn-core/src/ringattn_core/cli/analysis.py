@@ -111,7 +111,7 @@ def analyse(
     ]
     ranks = np.arange(call.ring)[:, None]
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
-    ids = jax.tree.leaves((local.fixed.kv_segments, local.fixed.kv_positions))
+    ids = jax.tree.leaves((local.call.kv_segment_ids, local.call.kv_positions))
     return CallAnalysis(
         call=call,
         platform=platform,
@@ -160,7 +160,7 @@ def _sent(plan: Plan, shard: Shard) -> Rows:
     """The messages of each rank. Equal messages of a pass are one row."""
 
     def row(phase: str, send: Send, times: int) -> dict[str, Any]:
-        count = send.bytes(shard.elements, shard.inputs.k.dtype.itemsize)
+        count = send.bytes(shard.elements, shard.call.key.dtype.itemsize)
         return {"pass": phase, "times": times, "what": contents(send), "to": rank(send.shift), "bytes": count}
 
     passes = {"forward": plan.forward, "backward": plan.backward}

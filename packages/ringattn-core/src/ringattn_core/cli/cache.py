@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _text(entry: cache.Entry) -> str:
-    """An entry as text: its file, its problem without empty fields, and the chosen parameters."""
-    problem = {name: value for name, value in entry.problem.items() if value not in (None, False, [], ())}
+    """An entry as text: its file, its problem, and the chosen parameters."""
+    problem = dict(entry.problem)
     versions = ", ".join(" ".join(pair) for pair in problem.pop("versions"))
     told = ", ".join(f"{name} {value}" if value is not True else name for name, value in problem.items())
     forward, backward = shown(entry.config.fwd_params), shown(entry.config.bwd_params)

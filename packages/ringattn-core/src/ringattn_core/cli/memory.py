@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,12 +22,18 @@ TOGETHER = "together: the engine at its busiest hop"
 
 def held(shard: Shard) -> Rows:
     """Lists the arrays of a call, each once: without the kernel's workspace, and without copies or reuse by XLA."""
-    inputs, fixed, plan = shard.inputs, shard.fixed, shard.ring.plan
-    batch, length, heads = inputs.q.shape[:3]
-    itemsize, out, lse = inputs.q.dtype.itemsize, batch * length * heads * inputs.v.shape[3], 4 * batch * length * heads
+    call, plan = shard.call, shard.ring.plan
+    inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
+    batch, length, heads = call.query.shape[:3]
+    itemsize, out, lse = (
+        call.query.dtype.itemsize,
+        batch * length * heads * call.value.shape[3],
+        4 * batch * length * heads,
+    )
     keys, gradients = shard.elements * itemsize, 4 * shard.elements
     sent = _most_sent_at_once(plan, shard.elements, itemsize)
-    ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
+    ids = _bytes((call.q_segment_ids, call.q_positions))
+    ids += plan.ranks * _bytes((call.kv_segment_ids, call.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
     arrays = {
         "call": {
@@ -41,9 +48,9 @@ def held(shard: Shard) -> Rows:
         "backward": {
             **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
             "dk, dv of the hop, float32": gradients,
-            "dk, dv of half of the own heads": plan.halves(inputs.k.shape[2]) * gradients // 2,
-            "dq, float32": 4 * inputs.q.size,
-            "dbias, float32": 0 if inputs.bias is None else 4 * inputs.bias.size,
+            "dk, dv of half of the own heads": plan.halves(call.key.shape[2]) * gradients // 2,
+            "dq, float32": 4 * call.query.size,
+            "dbias, float32": 0 if call.bias is None else 4 * call.bias.size,
             "output, lse, delta kept": out * itemsize + 2 * lse,
         },
     }

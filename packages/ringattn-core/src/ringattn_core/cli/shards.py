@@ -19,7 +19,8 @@ from ..contract.features import Feature
 from ..contract.tiles import tiles
 from ..errors import InputError
 from ..ring import engine
-from ..ring.blocks import Differentiable, Fixed, Ring, block, gathered
+from ..ring.blocks import Ring, block, gathered
+from ..ring.directions import Direction, Location
 from .abstract_call import AXIS, AbstractCall
 
 _TILE: Final = 128
@@ -32,20 +33,20 @@ _MANY_TILES, _MOST_TILES = 2**22, 2**26
 class Shard:
     """The inputs of one rank as the ring engine gets them, and the features that the call `needs` of a backend."""
 
-    inputs: Differentiable
-    fixed: Fixed
+    call: Call
+    location: Location
     ring: Ring = dataclasses.field(metadata={"static": True})
     needs: frozenset[Feature] = dataclasses.field(metadata={"static": True})
 
     @property
     def lengths(self) -> tuple[int, int]:
         """The numbers of queries and keys of one rank, padding included."""
-        return self.inputs.q.shape[1], self.inputs.k.shape[1]
+        return self.call.query.shape[1], self.call.key.shape[1]
 
     @property
     def elements(self) -> int:
         """The number of elements of this rank's packed K,V."""
-        return self.inputs.k.size + self.inputs.v.size
+        return self.call.key.size + self.call.value.size
 
 
 def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
@@ -68,8 +69,9 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
 
     def of_rank(local: Call) -> jax.Array:
         shard = _shard(None, local)
-        kv = packing.pack(shard.inputs.k, shard.inputs.v)
-        own = block(shard.ring, shard.inputs, kv, gathered(shard.ring, shard.fixed), 0).padded_to(q_length, kv_length)
+        direction = Direction(1, gathered(shard.ring, shard.call), shard.location)
+        kv = packing.pack(shard.call.key, shard.call.value)
+        own = block(shard.ring, direction, kv, 0).padded_to(q_length, kv_length)
 
         def of_all_ranks(x: jax.Array, axis: int) -> jax.Array:
             return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
@@ -99,8 +101,8 @@ def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _shard(kernel: Any, local: Call) -> Shard:
-    ring, inputs, fixed = engine.prepared(kernel, local)
-    return Shard(inputs, fixed, ring, options.needs(local))
+    ring, call, location = engine.prepared(kernel, local)
+    return Shard(call, location, ring, options.needs(local))
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:

@@ -37,11 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = select(arguments.backend, needs(local), platform_of(None, ()))
-        asked.append((registration, local.mask_builder, of_call(registration, local, call.ring)))
+        asked.append((registration, of_call(registration, local, call.ring)))
 
     trace(call, on_one_rank)
-    registration, built, problem = asked[0]
-    outcome = choice.tune(problem, built, registration, keep=not arguments.dry_run)
+    registration, problem = asked[0]
+    outcome = choice.tune(problem, registration, keep=not arguments.dry_run)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, chosen in (
         ("forward", outcome.forward, outcome.config.fwd_params),
