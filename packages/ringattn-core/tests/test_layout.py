@@ -108,7 +108,7 @@ class TestReordering:
         for reorder in (layouts.to_layout, layouts.from_layout):
             with pytest.raises(InputError) as caught:
                 reorder(np.zeros((1, length)), layout, 4)
-            assert f"length {length}, which {layout!r} on 4 ranks cannot split into {parts}" in str(caught.value)
+            assert f"{layout!r} on 4 ranks needs lengths that {parts} divides, but x has {length}" in str(caught.value)
             assert f"Pad it to {following}" in str(caught.value)
             reorder(np.zeros((1, following)), layout, 4)
 

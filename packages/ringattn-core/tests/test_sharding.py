@@ -186,11 +186,11 @@ REFUSED = {
     "striped of 18": (dict(axis_name="sp", layout="striped"), InputError, "'striped' .* that 4 divides.*Pad it to 20"),
     "too few specs": (dict(axis_name="sp", in_specs=(P(),)), MeshError, "must be the PartitionSpecs of query"),
     "specs without the ring": (
-        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, r"in_specs\[0\].* must shard axis 1 over axis_name"
+        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, r"in_specs.* must split query, key and value alike, axis 1 over"
     ),
     "keys laid out otherwise": (
         dict(axis_name="sp", in_specs=(P("data", "sp"), P(None, "sp"), P(None, "sp"))), MeshError,
-        r"in_specs\[1\].* must equal that of the query",
+        r"in_specs.* must split query, key and value alike",
     ),
     "a fourth spec": (
         dict(axis_name="sp", in_specs=(P("data", "sp"),) * 4), MeshError, "and of nothing else.*Pass three"
@@ -204,7 +204,7 @@ REFUSED = {
     "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs 3 must equal that of the query"),
     "one axis for batch and heads": (
         dict(axis_name="sp", batch_axis_name="data", head_axis_name="data"), InputError,
-        r"head_axis_name: \('data',\) overlaps batch_axis_name \('data',\)",
+        r"batch_axis_name \('data',\) and head_axis_name \('data',\) share a mesh axis",
     ),
     "a number as axis": (dict(axis_name="sp", head_axis_name=3), MeshError, "head_axis_name=3 does not name mesh axes"),
     "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must equal that of the query"),

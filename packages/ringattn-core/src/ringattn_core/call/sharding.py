@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..contract.call import Call
-from ..errors import InputError, MeshError
+from ..errors import MeshError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
-from ..placement.layout import pieces
+from ..placement.layout import refuse_indivisible
 from ..placement.platforms import platform_of
 from ..tuning.choice import with_parameters_over_mesh
 from .checks import halves_go_both_ways
@@ -148,11 +148,11 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
         for names in _entries(f"in_specs[{number}]", spec):
             _known(f"in_specs[{number}]", names, mesh)
     batch, tokens, heads, rest = _entries("in_specs[0]", given[0])
-    if rest or tokens != sequence:
-        raise MeshError(f"in_specs[0]={given[0]} must shard axis 1 over axis_name={sequence} and leave axis 3 whole")
-    for number in (1, 2):
-        if _entries("", given[number]) != _entries("", given[0]):
-            raise MeshError(f"in_specs[{number}]={given[number]} must equal that of the query, {given[0]}")
+    if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
+        raise MeshError(
+            f"in_specs={in_specs} must split query, key and value alike, axis 1 over axis_name={sequence}, and leave "
+            f"axis 3 whole. Pass equal specs, or leave in_specs out"
+        )
     for argument, found in (("batch_axis_name", batch), ("head_axis_name", heads)):
         named = getattr(call, argument)
         if named is not None and named != found:
@@ -174,16 +174,10 @@ def _divisible(call: Call, mesh: Any, roles: Roles) -> None:
             )
     if call.two_way:
         halves_go_both_ways(call.key.shape[2] // math.prod(mesh.shape[name] for name in roles.heads))
-    ranks = math.prod(mesh.shape[name] for name in roles.sequence)
-    parts = ranks * pieces(call.layout)
-    for argument, x in (("query", call.query), ("key", call.key)):
-        if call.layout != "contiguous" and x.shape[1] % parts:
-            following = -(-x.shape[1] // parts) * parts
-            raise InputError(
-                "layout",
-                f"{call.layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {x.shape[1]}",
-                f"Pad it to {following}, or use 'contiguous', which pads by itself",
-            )
+    if call.layout != "contiguous":  # `_padded` pads that
+        ranks = math.prod(mesh.shape[name] for name in roles.sequence)
+        for argument, x in (("query", call.query), ("key", call.key)):
+            refuse_indivisible(argument, x.shape[1], call.layout, ranks)
 
 
 def _padded(call: Call, ranks: int) -> Call:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from ..errors import InputError
+from .arrays import as_array
 
 Layout = Literal["contiguous", "zigzag", "dual_chunk_swap", "striped"]
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
@@ -27,6 +28,17 @@ def canonical(layout: Any) -> str:
 def pieces(layout: str) -> int:
     """The number of equal parts into which the length of a shard must divide."""
     return 2 if layout == "zigzag" else 1
+
+
+def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> None:
+    """Raises if a layout cannot split a sequence of this length into equal shards."""
+    parts = ranks * pieces(layout)
+    if length % parts:
+        raise InputError(
+            "layout",
+            f"{layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {length}",
+            f"Pad it to {-(-length // parts) * parts}",
+        )
 
 
 def indices(layout: str, ranks: int, rank: Any, length: int) -> Int32[Array, " length"]:
@@ -70,25 +82,15 @@ def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
 
 def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
     layout = canonical(layout)
-    try:
-        x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError("x", f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts") from error
+    x = x if isinstance(x, np.ndarray) else as_array("x", x)
     if not _whole(ring_size) or ring_size < 1:
         raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
     if not _whole(axis) or not -x.ndim <= axis < x.ndim:
         raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
     if layout == "contiguous":
         return x
-    length, parts = x.shape[axis], ring_size * pieces(layout)
-    if length % parts:
-        following = -(-length // parts) * parts
-        raise InputError(
-            "x",
-            f"axis {axis} has length {length}, which {layout!r} on {ring_size} ranks cannot split into {parts}",
-            f"Pad it to {following}",
-        )
-    index = order(layout, ring_size, length)
+    refuse_indivisible("x", x.shape[axis], layout, ring_size)
+    index = order(layout, ring_size, x.shape[axis])
     index = np.argsort(index, kind="stable") if inverse else index
     return np.take(x, index, axis) if isinstance(x, np.ndarray) else jnp.take(x, index, axis)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..errors import MeshError
-from .device_order import Place, rings
+from .device_order import rings
 
 
 def ring_mesh(
@@ -32,19 +32,8 @@ def ring_mesh(
             f"axis_sizes={sizes} do not fit {len(found)} devices. Pass positive sizes whose product is that number"
         )
     ranks = sizes[axis_name]
-    places = [_place(device) for device in found]
-    known = [place for place in places if place is not None]
-    if len(known) == len(found):
-        found = [found[index] for ring in rings(known, ranks) for index in ring]
+    if all(getattr(device, "coords", None) is not None for device in found):
+        found = [device for ring in rings(found, ranks) for device in ring]
     others = [size for name, size in sizes.items() if name != axis_name]
     grid = np.array(found, dtype=object).reshape(*others, ranks)
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
-
-
-def _place(device: Any) -> Place | None:
-    """The slice, chip and core of a TPU; `None` for a device without coordinates."""
-    coordinates = getattr(device, "coords", None)
-    if coordinates is None:
-        return None
-    slice_index, core = (getattr(device, name, None) or 0 for name in ("slice_index", "core_on_chip"))
-    return Place(slice_index, tuple(coordinates), core)
