@@ -36,8 +36,14 @@ OPERANDS = {
         (*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)),
         "value: has dtype bfloat16 but query has float32",
     ),
-    "batches that differ": ((arrays()[0], ones(3, T, K, H), ones(3, T, K, H)), "key: has shape (3, 8, 2, 8). It needs (2, S, K, 8): (B, S, K, H)"),
-    "head sizes that differ": ((arrays()[0], ones(B, T, K, 4), arrays()[2]), "key: has shape (2, 8, 2, 4). It needs (2, S, K, 8)"),
+    "batches that differ": (
+        (arrays()[0], ones(3, T, K, H), ones(3, T, K, H)),
+        "key: has shape (3, 8, 2, 8). It needs (2, S, K, 8): (B, S, K, H)",
+    ),
+    "head sizes that differ": (
+        (arrays()[0], ones(B, T, K, 4), arrays()[2]),
+        "key: has shape (2, 8, 2, 4). It needs (2, S, K, 8)",
+    ),
     "fewer values than keys": (
         (*arrays()[:2], ones(B, 7, K, H)),
         "value: has shape (2, 7, 2, 8). It needs (2, 8, 2, Hv): (B, S, K, Hv)",
