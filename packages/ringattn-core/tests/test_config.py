@@ -53,7 +53,7 @@ class TestParams:
         assert "Leave it None" in str(caught.value)
 
     def test_unhashable_values_are_refused(self, params: Any) -> None:
-        with pytest.raises(InputError, match="extra: {'table': {1: 2}} cannot be hashed"):
+        with pytest.raises(InputError, match=r"extra: \{'table': \{1: 2\}\} cannot be hashed"):
             params(extra={"table": {1: 2}})
 
     def test_none_is_the_default_and_its_own_class_is_itself(self, params: Any) -> None:

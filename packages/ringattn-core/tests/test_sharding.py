@@ -186,7 +186,7 @@ REFUSED = {
     "striped of 18": (dict(axis_name="sp", layout="striped"), InputError, "'striped' .* that 4 divides.*Pad it to 20"),
     "too few specs": (dict(axis_name="sp", in_specs=(P(),)), MeshError, "must be the PartitionSpecs of query"),
     "specs without the ring": (
-        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, r"in_specs.* must split query, key and value alike, axis 1 over"
+        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, "must split query, key and value alike, axis 1"
     ),
     "keys laid out otherwise": (
         dict(axis_name="sp", in_specs=(P("data", "sp"), P(None, "sp"), P(None, "sp"))), MeshError,
