@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the arguments of a call fit together, and makes the call in canonical form."""
 
+import dataclasses
 from typing import Any, Final
 
 import jax
@@ -12,7 +13,7 @@ from ..placement import arrays, axes
 from ..placement import layout as layouts
 from .checks import Sizes, refuse_misfit
 from .options import OPTIONS, refuse_unknown
-from .shard_map import refuse_replicated, refuse_unnamed_axes
+from .shard_map import own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
 _PAIRS: Final = (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions"))
@@ -26,7 +27,6 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
     given = _named(arguments, options)
-    q, k, v = _operands(*(given.pop(name) for name in ("query", "key", "value")))
     ring = axes.names(given["axis_name"], "axis_name")
     batch, heads = (axes.names(given[name], name) for name in ("batch_axis_name", "head_axis_name"))
     if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
@@ -35,7 +35,11 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
             f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
             "Each mesh axis splits one axis of the arrays",
         )
+    q, k, v = (arrays.as_array(name, given.pop(name)) for name in ("query", "key", "value"))
     inside, copies = ranks is None, 1
+    if inside and heads and q.ndim == k.ndim == v.ndim == 4:
+        k, v = (own_key_heads(q, x, heads) for x in (k, v))
+    _check_operands(q, k, v)
     if inside:
         ranks = axes.size("axis_name", ring)
         axes.size("batch_axis_name", batch)
@@ -64,6 +68,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     if inside:
         refuse_replicated(call)
         refuse_unnamed_axes(call)
+        return dataclasses.replace(call, axis_name=ring or None)
     return call
 
 
@@ -85,8 +90,7 @@ def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any
     return given
 
 
-def _operands(*given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v = (arrays.as_array(name, x) for name, x in zip(("query", "key", "value"), given, strict=True))
+def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.dtype.name not in DTYPES:
         raise InputError("query", f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
     sizes: dict[str, int] = {}
@@ -103,7 +107,6 @@ def _operands(*given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
             f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of query",
             "Query heads share key heads in equal groups",
         )
-    return q, k, v
 
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a mesh for rings: neighbours on the ring are devices with a direct link."""
+"""Which mesh a call runs on, and how to build one whose rings connect neighbouring devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import MeshError
+from . import axes
 from .device_order import rings
 
 
@@ -37,3 +38,28 @@ def ring_mesh(
     others = [size for name, size in sizes.items() if name != axis_name]
     grid = np.array(found, dtype=object).reshape(*others, ranks)
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
+
+
+def surrounding(names: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, if one of the names is its axis or an array is split over its explicit axes.
+
+    Axes that a surrounding `shard_map` made manual do not count: over them, arrays are local.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    split = any(entry is not None for x in arrays for entry in jax.typeof(x).sharding.spec)
+    return context if split or set(names) & (set(context.axis_names) - axes.manual()) else None
+
+
+def of_context(mesh: Any) -> Any:
+    """The mesh in the form in which `shard_map` takes it here: that of the context inside a `shard_map`.
+
+    An abstract mesh outside `jax.jit` becomes the mesh with devices that `jax.set_mesh` set.
+    """
+    if axes.manual():
+        return jax.sharding.get_abstract_mesh()
+    if isinstance(mesh, AbstractMesh):
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:  # under `jax.jit`, which knows the devices
+            return mesh
+    return mesh
