@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import ring_attention
+from ringattn_core.errors import MeshError
 
 N, K, H = 4, 2, 8
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -86,6 +87,22 @@ def test_an_abstract_mesh_without_jit_is_that_of_the_context() -> None:
     x, mesh = arrays(), mesh_of()
     with jax.set_mesh(mesh):
         same(ring_attention(*x, mesh=mesh.abstract_mesh, axis_name="sp"), ring_attention(*x))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_arrays_that_are_split_over_explicit_axes_bring_their_mesh(jit: bool) -> None:
+    mesh, wanted = mesh_of("explicit"), ring_attention(*arrays(), causal=True)
+    x = [jax.device_put(a, NamedSharding(mesh, P("dp", "sp", "tp"))) for a in arrays()]
+
+    def attend(**options: Any) -> Any:
+        def call(*x: Any) -> Any:
+            return ring_attention(*x, causal=True, **options)
+
+        return (jax.jit(call) if jit else call)(*x)
+
+    same(attend(axis_name="sp"), wanted)
+    with pytest.raises(MeshError, match="axis_name is missing"):
+        attend()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

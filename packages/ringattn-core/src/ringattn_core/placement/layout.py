@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from ..errors import InputError
-from .arrays import as_array
 
 Layout = Literal["contiguous", "zigzag", "dual_chunk_swap", "striped"]
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
@@ -65,38 +64,6 @@ def order(layout: str, ranks: int, length: int) -> np.ndarray:
         return natural.reshape(-1, ranks).T.reshape(-1)
     chunks = natural.reshape(2 * ranks, -1)
     return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
-
-
-def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
-    """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
-
-    `from_layout` is the inverse.
-    """
-    return _reorder(x, layout, ring_size, axis, inverse=False)
-
-
-def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
-    """Reorders an axis back to natural order; the inverse of `to_layout`."""
-    return _reorder(x, layout, ring_size, axis, inverse=True)
-
-
-def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
-    layout = canonical(layout)
-    x = x if isinstance(x, np.ndarray) else as_array("x", x)
-    if not _whole(ring_size) or ring_size < 1:
-        raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
-    if not _whole(axis) or not -x.ndim <= axis < x.ndim:
-        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
-    if layout == "contiguous":
-        return x
-    refuse_indivisible("x", x.shape[axis], layout, ring_size)
-    index = order(layout, ring_size, x.shape[axis])
-    index = np.argsort(index, kind="stable") if inverse else index
-    return np.take(x, index, axis) if isinstance(x, np.ndarray) else jnp.take(x, index, axis)
-
-
-def _whole(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which mesh a call runs on, and how to build one whose rings connect neighbouring devices."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -40,14 +42,18 @@ def ring_mesh(
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
 
 
-def surrounding(names: Sequence[str], arrays: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh of `jax.set_mesh`, if one of the names is its axis or an array is split over its explicit axes.
+def surrounding(names: Sequence[str], arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
+    """The mesh of a call without `mesh=`: that whose explicit axes split an array, or that of `jax.set_mesh`.
 
-    Axes that a surrounding `shard_map` made manual do not count: over them, arrays are local.
+    The latter must have an axis with one of the names. Axes that a surrounding `shard_map` made manual do not count:
+    over them, arrays are local.
     """
+    for x in arrays:
+        typed = jax.typeof(x).sharding
+        if any(typed.spec):
+            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
     context = jax.sharding.get_abstract_mesh()
-    split = any(entry is not None for x in arrays for entry in jax.typeof(x).sharding.spec)
-    return context if split or set(names) & (set(context.axis_names) - axes.manual()) else None
+    return context if set(names) & (set(context.axis_names) - axes.manual()) else None
 
 
 def of_context(mesh: Any) -> Any:
@@ -58,8 +64,7 @@ def of_context(mesh: Any) -> Any:
     if axes.manual():
         return jax.sharding.get_abstract_mesh()
     if isinstance(mesh, AbstractMesh):
-        try:
-            mesh = jax.sharding.get_mesh()
-        except ValueError:  # under `jax.jit`, which knows the devices
-            return mesh
+        with contextlib.suppress(ValueError):  # raised under `jax.jit`, which knows the devices
+            found = jax.sharding.get_mesh()
+            return mesh if found.empty else found
     return mesh
