@@ -18,6 +18,7 @@ from ..call.validation import DTYPES
 from ..errors import InputError
 from ..masks.info import MaskInfo
 from ..placement import layout as layouts
+from ..placement.reorder import to_layout
 
 AXIS: Final = "ring"
 Shape = tuple[int, ...]
@@ -96,9 +97,7 @@ class AbstractCall:
             return {}
         packed = MaskInfo.from_documents(self.documents, self.query[1], self.restart_positions)
         found = {"q_segment_ids": packed.q_segment_ids, "q_positions": packed.q_positions}
-        laid = {
-            name: layouts.to_layout(np.asarray(x), self.layout, self.ring) for name, x in found.items() if x is not None
-        }
+        laid = {name: to_layout(np.asarray(x), self.layout, self.ring) for name, x in found.items() if x is not None}
         laid["q_segment_ids"] = np.repeat(laid["q_segment_ids"], self.query[0], 0)
         return laid | ({"q_positions": laid["q_positions"][0]} if "q_positions" in laid else {})
 
