@@ -145,8 +145,8 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
     parts = ranks_of(mesh, roles.heads)
     if call.key.shape[2] % parts:
         raise MeshError(
-            f"key_cache has heads {call.key.shape[2]}, which the {parts} ranks of mesh axes {roles.heads} do not divide. "
-            f"Pass head_axis_name=() to leave heads whole, or another mesh"
+            f"key_cache has heads {call.key.shape[2]}, which the {parts} ranks of mesh axes {roles.heads} do not "
+            f"divide. Pass head_axis_name=() to leave heads whole, or another mesh"
         )
     _splits(call, ranks_of(mesh, roles.sequence))
     whole = Roles(roles.batch, (), roles.heads)

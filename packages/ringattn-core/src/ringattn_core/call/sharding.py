@@ -44,7 +44,6 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     length = call.query.shape[1]
     mesh = of_context(mesh)
     call, roles = prepared(call, mesh, in_specs, out_specs)
-    split = specs(call, roles)
     registration = select(backend, needs(call), platform_of(mesh, ()))
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
     out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
