@@ -18,6 +18,12 @@ OPERANDS: Final = {
     "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias", "slopes": "dslopes",
 }  # fmt: skip
 """The differentiable inputs and the names of their gradients."""
+KEYWORDS: Final = {
+    "q": "query", "k": "key", "v": "value", "sinks": "softmax_aux", "bias": "bias", "slopes": "alibi_slopes",
+    "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
+    "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
+}  # fmt: skip
+"""The arrays of a call, and their names in `ring_attention`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +162,14 @@ class Inputs:
     dense_mask: np.ndarray | None
     dout: np.ndarray
     dlse: np.ndarray | None
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The arrays of the call that are not differentiable."""
+        seed = np.uint32(self.problem.seed) if self.problem.dropout else None
+        given = {"mask": self.dense_mask, "seed": seed}
+        given |= {name: getattr(self.problem, name) for name in KEYWORDS if name.endswith(("_segments", "_positions"))}
+        return {name: x for name, x in given.items() if x is not None}
 
 
 _CROSS: Final[dict[str, Any]] = {"q_length": 48, "kv_length": 96}

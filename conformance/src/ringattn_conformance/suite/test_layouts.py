@@ -11,7 +11,7 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.case_inputs import packed
-from ringattn_conformance.cases import OPERANDS, Case
+from ringattn_conformance.cases import KEYWORDS, OPERANDS, Case
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import static_options
 
@@ -31,16 +31,13 @@ def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> No
     inputs = case.inputs(ring)
     problem = inputs.problem
     operands = {name: jnp.asarray(x) for name in OPERANDS if (x := getattr(problem, name)) is not None}
-    fixed = {"q_segment_ids": problem.q_segments, "kv_segment_ids": problem.kv_segments}
-    fixed |= {"attention_mask": inputs.dense_mask, "dropout_seed": problem.seed if problem.dropout else None}
     moved = {"q": 1, "k": 1, "v": 1}
 
     def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         x = {n: to_layout(a, layout, ring, moved[n]) if n in moved else a for n, a in operands.items()}
-        found = ring_attention(
-            x["q"], x["k"], x["v"], x.get("sinks"), x.get("bias"), alibi_slopes=x.get("slopes"), mesh=mesh,
-            axis_name="sp", layout=layout, backend=backend, **fixed, **static_options(case),
-        )  # fmt: skip
+        named = {KEYWORDS[name]: array for name, array in (x | inputs.fixed).items()}
+        options = named | static_options(case)
+        found = ring_attention(**options, mesh=mesh, axis_name="sp", layout=layout, backend=backend)
         out, *lse = found if isinstance(found, tuple) else (found,)
         return from_layout(out, layout, ring), *(from_layout(x, layout, ring, 2) for x in lse)
 
