@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
-from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.call.options import ARRAYS
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
@@ -228,7 +228,7 @@ def static_options(case: Case) -> dict[str, Any]:
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
-        "return_lse": case.lse, "fused_backward": case.fused_backward,
+        "return_lse": case.lse, "fused_backward": case.fused_backward, "precision": case.precision,
         "mask_builder": case.builder.build if case.builder else None,
         "cfg": _blocks_of(case.block_size) if case.block_size else None,
     }  # fmt: skip

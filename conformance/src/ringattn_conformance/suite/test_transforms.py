@@ -13,7 +13,6 @@ from ringattn_core import ring_attention
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
-from ringattn_conformance.case_inputs import OF_HEADS, packed
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import (
@@ -28,9 +27,7 @@ from ringattn_conformance.ranks import (
     static_options,
 )
 
-CASE = Case("transformed", causal=True, heads=4, kv_heads=2, sinks="head", bias="NT", slopes=True)
-BUSY = dataclasses.replace(CASE, name="busy", dropout=0.2, builder=OF_HEADS, segments=packed, bias="T")
-SHARED = Case("shared", causal=True, heads=4, kv_heads=2, sinks="shared", bias="", slopes=True, dropout=0.2)
+CASE, BUSY, SHARED = NAMED["transformed"], NAMED["busy"], NAMED["shared"]
 NEEDS = frozenset({Feature.GRADIENTS})
 
 
@@ -71,7 +68,7 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
     case = Case("layer", causal=True, sinks="each")
     # Not emulated: inside a scan JAX traces a custom_vjp without the axes that vmap binds.
     ranks = min(2, len(jax.devices()))
-    placed = place(dataclasses.replace(case, lse=False), Placement(ranks), ringattn_backend)
+    placed = place(dataclasses.replace(case), Placement(ranks), ringattn_backend)
     layers = jnp.stack([placed.operands["sinks"], placed.operands["sinks"] + 1])
 
     def layer(x: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -204,7 +201,7 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
 
 @tiers.core
 def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
-    case = Case("two-axes", causal=True, lse=False)
+    case = Case("two-axes", causal=True)
     inputs, devices = case.inputs(4), jax.devices()
     rows, columns = (2, 2) if len(devices) >= 4 else (1, 1)
     mesh = Mesh(np.array(devices[: rows * columns]).reshape(rows, columns), ("outer", "inner"))
