@@ -277,9 +277,9 @@ COMBINED: Final = (
          cotangent_gain=8192.0, core=True),
     Case("logits-1e4", gain=1e4, causal=True),
     Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head"),
-    Case("everything", lse=True, causal=True, window=(29, None), segments=case_inputs.packed, positions=case_inputs.restarting,
-         builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5, bias="BNT", bias_forbids=True,
-         slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
+    Case("everything", lse=True, causal=True, window=(29, None), segments=case_inputs.packed,
+         positions=case_inputs.restarting, builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5,
+         bias="BNT", bias_forbids=True, slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
 )  # fmt: skip
 
 _IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
