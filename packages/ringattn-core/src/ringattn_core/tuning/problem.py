@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -11,7 +12,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
-import importlib_metadata
 import jax
 
 from ..backends.discovery import Registration
@@ -132,7 +132,7 @@ def machine(kind: str) -> str:
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
     """The versions that may change the compiled program."""
-    core = importlib_metadata.version("ringattn-core")
+    core = importlib.metadata.version("ringattn-core")
     return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
 
 
