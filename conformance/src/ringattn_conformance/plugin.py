@@ -142,6 +142,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("ringattn_point", parameters)
 
 
+@pytest.fixture
+def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
+    """The largest ring of the cases that take turns over ring sizes."""
+    return request.config.option.ringattn_largest_ring
+
+
 def _mixtures(config: pytest.Config, step: int) -> list[Any]:
     """Every backend with each of its mixtures, or with every so many; the first cover is in the core tier."""
     from ringattn_core.backends import discovery
