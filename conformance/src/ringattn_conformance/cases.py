@@ -3,6 +3,7 @@
 
 import dataclasses
 import zlib
+from collections.abc import Collection
 from typing import Any, Final
 
 import ml_dtypes
@@ -107,6 +108,17 @@ class Case:
         }
         return frozenset(feature for feature, needed in wanted.items() if needed)
 
+    def within(self, features: Collection[Feature]) -> "Case":
+        """The case without the options that need other features. Its dtype stays."""
+        found = self
+        for field in dataclasses.fields(self):
+            if field.name in ("name", "dtype"):
+                continue
+            without = dataclasses.replace(found, **{field.name: field.default})
+            if without.needs < found.needs and not found.needs - without.needs <= set(features):
+                found = without
+        return found
+
     def inputs(self, ring: int) -> "Inputs":
         """The arrays of the call, in natural order and rounded to the dtype; drawn by a seed from the name."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
@@ -204,7 +216,6 @@ ALONE: Final = (
     Case("positions-restart", positions=case_inputs.restarting, segments=case_inputs.packed_alike, causal=True),
     Case(
         "positions-restart-rows",
-        core=True,
         positions=case_inputs.restarting_rows,
         segments=case_inputs.packed,
         causal=True,
@@ -255,7 +266,7 @@ ALONE: Final = (
     Case("alibi", slopes=True),
     Case("alibi-causal", slopes=True, causal=True, **_GROUPED),
     Case("alibi-positions", slopes=True, positions=case_inputs.restarting_rows),
-    Case("dropout", dropout=0.3, core=True),
+    Case("dropout", dropout=0.3),
     Case("dropout-lse", lse=True, dropout=0.6, causal=True),
     Case("dropout-gqa", dropout=0.25, causal=True, **_GROUPED),
     Case("fused-backward", fused_backward=True, causal=True),

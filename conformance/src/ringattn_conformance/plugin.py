@@ -24,6 +24,8 @@ MIXTURE: Final = "ringattn_mixture"
 FORWARD_MIXTURE: Final = "ringattn_forward_mixture"
 COVERS: Final = 2
 """How many covers of mixtures the full tier has; the core tier has one."""
+FORWARD_STEP: Final = 8
+"""Of so many mixtures one also runs without gradients, which is another program."""
 DEVICES: Final = tiers.RINGS[-1]
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"
@@ -131,7 +133,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
     mixtures = [name for name in names if name in (MIXTURE, FORWARD_MIXTURE)]
     if mixtures:
-        metafunc.parametrize((PARAMETER, *mixtures), _mixtures(metafunc.config, 6 if FORWARD_MIXTURE in names else 1))
+        metafunc.parametrize(
+            (PARAMETER, *mixtures), _mixtures(metafunc.config, FORWARD_STEP if FORWARD_MIXTURE in names else 1)
+        )
     elif PARAMETER in names:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
     if "ringattn_point" in names:

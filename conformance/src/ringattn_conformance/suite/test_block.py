@@ -22,6 +22,8 @@ from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import inputs_of
 
 SHARDS = 2
+NEEDS = frozenset({Feature.GRADIENTS, Feature.CROSS_LENGTHS})
+"""A block has all queries and half of the keys."""
 _OF_KEYS = axes_with(Gradients, "S")
 """The gradients that each block gives for its own keys. The others are sums over the blocks."""
 
@@ -56,9 +58,9 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dls
 @pytest.mark.parametrize("case", parameters(CHOSEN))
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
     kernel = _kernel(ringattn_backend)
-    if kernel is None or not supports(ringattn_backend, *case.needs, Feature.GRADIENTS):
+    if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
-    notes.needs(case.needs | {Feature.GRADIENTS})
+    notes.needs(case.needs | NEEDS)
     inputs = inputs_of(case, SHARDS)
     answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
     blocks = blocks_of(case, inputs, SHARDS)

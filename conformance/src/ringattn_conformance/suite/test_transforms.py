@@ -14,7 +14,7 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
-from ringattn_conformance.outcomes import owed
+from ringattn_conformance.outcomes import declared, owed
 from ringattn_conformance.ranks import (
     RING,
     Arrays,
@@ -50,8 +50,9 @@ def _check(placed: Placed, gradients: Arrays, where: str) -> None:
 @tiers.mark(tiers.CORE, "grad", "checkpoint")
 @pytest.mark.parametrize("transformed", ["grad", "checkpoint", "eager"])
 def test_gradients_by_every_transformation(ringattn_backend: str, transformed: str):
-    placed = place(CASE, Placement(2, check_vma=transformed != "checkpoint"), ringattn_backend)
-    with owed(ringattn_backend, CASE.needs | NEEDS) as right:
+    case = declared(ringattn_backend, CASE)
+    placed = place(case, Placement(2, check_vma=transformed != "checkpoint"), ringattn_backend)
+    with owed(ringattn_backend, case.needs | NEEDS) as right:
         loss = _loss(placed)
         if transformed == "grad":
             found = jax.jit(jax.grad(loss))(placed.operands)
@@ -90,11 +91,11 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
                 tolerances.fail_if([fault] if fault else [], "scan against layers one by one")
 
 
-@tiers.core
+@tiers.mark(tiers.CORE, "checked")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
     """With `check_vma` the gradient of a replicated input is the sum over ranks; without, each rank has its part."""
-    placed = place(SHARED, Placement(4, check_vma=check_vma), ringattn_backend)
+    placed = place(declared(ringattn_backend, SHARED), Placement(4, check_vma=check_vma), ringattn_backend)
     if placed.placement.emulated:
         return
     whole = {name for name, x in placed.operands.items() if RING not in placed.spec(name, x.shape)}
@@ -107,7 +108,7 @@ def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
         found = jax.grad(loss)(operands)
         return found if check_vma else {n: jax.lax.psum(x, RING) if n in whole else x for n, x in found.items()}
 
-    with owed(ringattn_backend, SHARED.needs | NEEDS) as right:
+    with owed(ringattn_backend, placed.case.needs | NEEDS) as right:
         specs = [{n: placed.spec(n, x.shape) for n, x in tree.items()} for tree in (placed.operands, placed.fixed)]
         outputs = tuple(placed.spec(n, x.shape) for n, x in zip(placed.outputs, placed.cotangents, strict=True))
         sharded = jax.shard_map(
@@ -130,7 +131,7 @@ PLACEMENTS = (
 @pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda number: str(PLACEMENTS[number]))
 def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, number: int):
     placement = PLACEMENTS[number]
-    case = (BUSY, SHARED)[number // 2]
+    case = declared(ringattn_backend, (BUSY, SHARED)[number // 2])
     if not on_devices(placement):
         placement = dataclasses.replace(placement, data=1, heads=1, emulated=True)
     placed = place(case, placement, ringattn_backend)
@@ -189,7 +190,7 @@ def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
 
 @tiers.core
 def test_without_an_axis_it_is_one_device(ringattn_backend: str):
-    case = NAMED["everything"]
+    case = declared(ringattn_backend, NAMED["everything"])
     placed = place(case, Placement(1), ringattn_backend)
     alone = jax.jit(lambda operands, fixed: placed.local(operands, fixed, axis_name=None))
     with owed(ringattn_backend, case.needs) as right:
