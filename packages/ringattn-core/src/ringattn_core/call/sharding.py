@@ -196,7 +196,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
     grown = {}
     for name, array in ARRAYS.items():
         x = getattr(call, name)
-        if x is not None:
+        if x is not None and x.ndim:  # the seed has no axes, and jnp.pad refuses it
             named = zip(arrays.letters(array, x.ndim), x.shape, strict=True)
             whole = call.query.shape[1] != 1
             widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
