@@ -62,5 +62,6 @@ def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     plan = PLANS.get(constants.padded_head_dim)
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
-    wanted = (128, 256) if plan.wide else (constants.padded_head_dim,)
-    return plan if constants.padded_value_dim in wanted else None
+    if plan.wide and constants.padded_value_dim == 128:
+        return dataclasses.replace(plan, dout_stages=2)  # for which such values leave room
+    return plan if constants.padded_value_dim == constants.padded_head_dim else None
