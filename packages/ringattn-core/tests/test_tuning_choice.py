@@ -281,8 +281,9 @@ class TestUnderATrace:
         ring_attention(x, x, x, mesh=mesh, **options)
         spec = P("data", "sp")
         inside = jax.shard_map(
-            lambda x: ring_attention(x, x, x, **options), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+            lambda x: ring_attention(x, x, x, batch_axis_name="data", **options),
+            mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+        )  # fmt: skip
         jax.jit(inside)(x)
         (problem,) = mine.tunings
         assert (problem.batch, problem.q_length, problem.ranks, problem.layout) == (1, 4, 2, "zigzag")

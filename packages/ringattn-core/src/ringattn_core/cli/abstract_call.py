@@ -17,7 +17,6 @@ from ..call.attention import ring_attention
 from ..call.validation import DTYPES
 from ..errors import InputError
 from ..masks.info import MaskInfo
-from ..placement import layout as layouts
 from ..placement.reorder import to_layout
 
 AXIS: Final = "ring"
