@@ -42,7 +42,7 @@ def ring_attention(
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)
-    config, backend = _config(given.pop("cfg", None)), given.pop("backend", None)
+    config, backend = config_of(given.pop("cfg", None)), given.pop("backend", None)
     mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
     given = _with_mask_info(given, given.pop("mask_info", None))
     if mesh is None:
@@ -78,7 +78,7 @@ _NAMES = [parameter.name for parameter in (*_NAMED, *_OPTIONS)]
 ring_attention.__signature__ = inspect.Signature([*_NAMED, *_OPTIONS])  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _config(cfg: Any) -> RingAttentionConfig:
+def config_of(cfg: Any) -> RingAttentionConfig:
     if cfg is None:
         return RingAttentionConfig()
     if isinstance(cfg, dict):

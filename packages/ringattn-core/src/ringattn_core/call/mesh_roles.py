@@ -20,6 +20,21 @@ HEAD_AXES: Final = ("tp", "model", "tensor")
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     """The roles that the call, its specs or the names of the axes give; raises for roles that do not fit the call."""
+    check_mesh(call, mesh)
+    roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, call.axis_name or (), mesh)
+    refuse_indivisible_axes(call, mesh, roles)
+    if call.layout != "contiguous":  # `sharded` pads that
+        for argument, x in (("query", call.query), ("key", call.key)):
+            refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
+    wanted = roles.spec(arrays.Output)
+    first = out_specs[0] if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
+    if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
+        raise MeshError(f"out_specs {first} must equal that of the query, {wanted}. Pass that, or leave out_specs out")
+    return roles
+
+
+def check_mesh(call: Call, mesh: Any) -> None:
+    """Raises unless `mesh` is a mesh that has all axes which the call names, outside a `shard_map` over them."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
     for argument in ("axis_name", "batch_axis_name", "head_axis_name"):
@@ -30,13 +45,6 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
                 f"mesh= is for global arrays, but {argument}={named!r} belongs to a surrounding shard_map. "
                 f"Leave mesh= out: inside shard_map the arrays are local"
             )
-    roles = _by_name(call, mesh) if in_specs is None else _of_specs(call, in_specs, call.axis_name or (), mesh)
-    _refuse_misfit(call, mesh, roles)
-    wanted = roles.spec(arrays.Output)
-    first = out_specs[0] if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
-    if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
-        raise MeshError(f"out_specs {first} must equal that of the query, {wanted}. Pass that, or leave out_specs out")
-    return roles
 
 
 def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
@@ -44,7 +52,7 @@ def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _by_name(call: Call, mesh: Any) -> Roles:
+def named_roles(call: Call, mesh: Any) -> Roles:
     """The roles that the call gives. If it names no axes for batch or heads, the names of the mesh axes decide."""
     sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
     said = None not in (call.axis_name, batch, heads)
@@ -101,8 +109,8 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
     return Roles(batch, tokens, heads)
 
 
-def _refuse_misfit(call: Call, mesh: Any, roles: Roles) -> None:
-    """Raises for a batch, heads or lengths that the mesh axes do not divide. Key heads may be fewer than the ranks."""
+def refuse_indivisible_axes(call: Call, mesh: Any, roles: Roles) -> None:
+    """Raises for a batch or query heads that the mesh axes do not divide."""
     for number, names, what in (
         (call.query.shape[0], roles.batch, "batch"),
         (call.query.shape[2], roles.heads, "heads"),
@@ -113,9 +121,6 @@ def _refuse_misfit(call: Call, mesh: Any, roles: Roles) -> None:
                 f"query has {what} {number}, which the {parts} ranks of mesh axes {names} do not divide. "
                 f"Pass in_specs that leave that axis whole, or another mesh"
             )
-    if call.layout != "contiguous":  # `sharded` pads that
-        for argument, x in (("query", call.query), ("key", call.key)):
-            refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
 
 
 def _entries(argument: str, spec: P) -> tuple[tuple[str, ...], ...]:

@@ -2,6 +2,8 @@
 """Checks a call inside the caller's own `shard_map`: its tokens are sharded, and it names the axes that matter."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,15 @@ _OF_TOKENS = ("query", "key", "value", "q_positions", "kv_positions")
 _NAMES = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
-def refuse_replicated(call: Call) -> None:
+def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> None:
     """Raises if tokens are replicated over the ring: each rank would take them for its own shard.
+
+    Checks the arrays `given` by the names of their arguments; by default all arrays of tokens in the call.
 
     JAX tracks this under `check_vma=True` only. Segment ids are not checked: a constant id on all ranks is usual.
     """
-    ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
-    tracked = ring and ring & axes.tracked()
-    for argument in _OF_TOKENS:
-        x = getattr(call, argument)
+    tracked = _tracked(call)
+    for argument, x in (given or {name: getattr(call, name) for name in _OF_TOKENS}).items():
         missing = () if x is None else tuple(sorted(tracked - axes.varying(x)))
         if missing:
             raise InputError(
@@ -30,6 +32,24 @@ def refuse_replicated(call: Call) -> None:
                 f"is replicated over {missing}, over which axis_name={call.axis_name} spreads the sequence",
                 "Shard its length over the ring in in_specs, or compute it from jax.lax.axis_index",
             )
+
+
+def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
+    """Raises if arrays that all ranks of the ring must have alike differ between them, as far as JAX tracks that."""
+    for argument, x in given.items():
+        over = tuple(sorted(_tracked(call) & axes.varying(x)))
+        if over:
+            raise InputError(
+                argument,
+                f"differs between the ranks of {over}, but all ranks of axis_name={call.axis_name} need the same",
+                "Do not shard it over the ring in in_specs",
+            )
+
+
+def _tracked(call: Call) -> frozenset[str]:
+    """The axes of the ring for which JAX tracks which arrays vary over them."""
+    ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
+    return axes.tracked() & ring if ring else frozenset()
 
 
 def refuse_unnamed_axes(call: Call, around: bool = False) -> None:

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ from .mesh_roles import ranks_of, roles_of
 from .options import ARRAYS, needs
 from .shard_map import refuse_unnamed_axes
 
+Work = Callable[[Registration, Call], Any]
+"""The computation of one shard."""
+
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
     """The `PartitionSpec` of every array of the call. Axes of size 1 that are broadcast are not split."""
@@ -40,13 +44,9 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     length = call.query.shape[1]
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
-    split = specs(call, roles)
     registration = select(backend, needs(call), platform_of(mesh, ()))
-    placed = {name: _placed(x, mesh, split[name]) for name, x in _given(call).items()}
-    options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
-    options = with_parameters_over_mesh(mesh, registration, options, split, placed)
-    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        out, *lse = _run(registration, options, mesh, roles, tuple(split.items()), placed)
+    outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
+    out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
         out = _typed(out, mesh, whole.spec(arrays.Output))[:, :length]
@@ -74,22 +74,41 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     return dataclasses.replace(call, **named), roles
 
 
+def over_shards(
+    work: Work, registration: Registration, call: Call, mesh: Any, split: dict[str, P], outputs: tuple[P, P]
+) -> tuple[jax.Array, ...]:
+    """What `work` gives on each shard of global arrays: the output, and the log-sum-exp if the call returns it.
+
+    `split` and `outputs` are the specs of the arrays and of the results.
+    """
+    placed = {name: _placed(x, mesh, split[name]) for name, x in _given(call).items()}
+    options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
+    options = with_parameters_over_mesh(mesh, registration, options, split, placed)
+    with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
+        return _run(work, registration, options, mesh, tuple(split.items()), outputs, placed)
+
+
 def _given(call: Call) -> dict[str, jax.Array]:
     return {name: getattr(call, name) for name in ARRAYS if getattr(call, name) is not None}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _run(
-    registration: Registration, options: Call, mesh: Mesh, roles: Roles, split: Any, placed: dict[str, jax.Array]
-) -> Any:
+    work: Work,
+    registration: Registration,
+    options: Call,
+    mesh: Mesh,
+    split: Any,
+    outputs: tuple[P, P],
+    placed: dict[str, jax.Array],
+) -> tuple[jax.Array, ...]:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
 
     def of_rank(local: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        found = answer(registration, dataclasses.replace(options, **local))
+        found = work(registration, dataclasses.replace(options, **local))
         return found if options.return_lse else (found,)
 
-    out, lse = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
-    in_specs, out_specs = dict(split), (out, lse) if options.return_lse else (out,)
+    in_specs, out_specs = dict(split), outputs if options.return_lse else outputs[:1]
     if axes.tracked():
         return _within_tracked(of_rank, mesh, in_specs, out_specs)(placed)
     # check_vma=False: Triton and Pallas kernels do not declare over which axes results vary.

@@ -29,17 +29,12 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     given = _named(arguments, options)
     ring = axes.names(given["axis_name"], "axis_name")
     batch, heads = (axes.names(given[name], name) for name in ("batch_axis_name", "head_axis_name"))
-    if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
-        raise InputError(
-            "axis_name",
-            f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
-            "Each mesh axis splits one axis of the arrays",
-        )
+    refuse_shared_axes(ring, batch, heads)
     q, k, v = (arrays.as_array(name, given.pop(name)) for name in ("query", "key", "value"))
     inside, copies = ranks is None, 1
     if inside and heads and q.ndim == k.ndim == v.ndim == 4:
         k, v = (own_key_heads(q, x, heads) for x in (k, v))
-    _check_operands(q, k, v)
+    check_operands({"query": q, "key": k, "value": v})
     if inside:
         ranks = axes.size("axis_name", ring)
         axes.size("batch_axis_name", batch)
@@ -90,22 +85,34 @@ def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any
     return given
 
 
-def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def check_operands(given: dict[str, jax.Array]) -> None:
+    """Raises unless query, key and value fit together. Errors call them by their names in `given`."""
+    (query, q), (key, k), _ = given.items()
     if q.dtype.name not in DTYPES:
-        raise InputError("query", f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
+        raise InputError(query, f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
     sizes: dict[str, int] = {}
-    for name, x, wanted in (("query", q, arrays.Query), ("key", k, arrays.Key), ("value", v, arrays.Value)):
+    for (name, x), wanted in zip(given.items(), (arrays.Query, arrays.Key, arrays.Value), strict=True):
         refuse_misfit(name, x, wanted, sizes)
         if 0 in x.shape:
             raise InputError(name, f"has shape {x.shape}, which is empty", "Every axis must be at least 1")
         if x.dtype != q.dtype:
-            raise InputError(name, f"has dtype {x.dtype} but query has {q.dtype}", "Cast all three to one dtype")
+            raise InputError(name, f"has dtype {x.dtype} but {query} has {q.dtype}", "Cast all three to one dtype")
         sizes |= zip(arrays.letters(wanted), x.shape, strict=True)
     if q.shape[2] % k.shape[2]:
         raise InputError(
-            "key",
-            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of query",
+            key,
+            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of {query}",
             "Query heads share key heads in equal groups",
+        )
+
+
+def refuse_shared_axes(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
+    """Raises if one mesh axis would split two axes of an array."""
+    if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
+        raise InputError(
+            "axis_name",
+            f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
+            "Each mesh axis splits one axis of the arrays",
         )
 
 
