@@ -298,6 +298,21 @@ class TestUnderATrace:
         assert problem.call.mask_builder.masks == (Prefix(4), Prefix(5))
 
 
+def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile(
+    mine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(problem: Any) -> None:
+        choice.tune(problem)
+
+    monkeypatch.setattr(cache, "read", read)
+    assert ran(mine) == TUNED
+
+
+def test_what_is_remembered_keeps_no_array_alive(mine: Any) -> None:
+    ring_attention(X, X, X, backend="mine")
+    assert {problem.call for _, problem in choice._known} == {None}
+
+
 class TestABackendWithout:
     def test_both_functions_runs_with_the_parameters_of_the_call_and_no_cache(
         self, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
