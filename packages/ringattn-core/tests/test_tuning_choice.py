@@ -158,7 +158,6 @@ class TestAnOverlay:
         features = dict.fromkeys(Feature, Support.FULL)
         backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
         registration = discovery.Registration("whole", backend, "d", "1", None, whole)
-        discovery._implementations[registration] = whole
         from ringattn_core.call.dispatch import answer
         from ringattn_core.call.validation import validated
 

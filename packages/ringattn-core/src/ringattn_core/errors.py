@@ -2,7 +2,13 @@
 """Every exception that ringattn raises, and what its message says: fact, value, remedy."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """`" (did you mean 'x'?)"` with the known name that is most like `name`; empty if none is like it."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class RingAttnError(Exception):

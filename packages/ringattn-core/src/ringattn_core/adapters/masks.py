@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from ..placement import axes
-from ..placement.layout import canonical, columns, to_layout
+from ..placement.layout import canonical, columns
+from ..placement.reorder import to_layout
 
 
 def global_length(local: int, options: Mapping[str, Any]) -> int:

@@ -2,7 +2,6 @@
 """The function `decode_attention`: a few new tokens attend to a cache of keys that is sharded over a ring."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -13,20 +12,22 @@ from typing_extensions import TypedDict, Unpack
 from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..contract.call import Call
-from ..errors import InputError
+from ..errors import InputError, MeshError
 from ..masks.int32 import as_int32
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import pieces
+from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
 from ..ring.decode import decode
 from ..tuning.choice import with_parameters
 from .attention import config_of
 from .checks import Sizes
+from .mesh_roles import check_mesh, named_roles, ranks_of, refuse_indivisible_axes
 from .options import ARRAYS, DEFAULTS, OPTIONS, needs, refuse_unknown
 from .shard_map import refuse_replicated, refuse_sharded
-from .sharding import check_mesh, divisible, named_roles, over_shards
-from .validation import operands, refuse_overlaps
+from .sharding import over_shards
+from .validation import check_operands, refuse_shared_axes
 
 Lengths = Int[jax.Array, " B"]
 
@@ -84,7 +85,7 @@ def decode_attention(
             "Pass another backend",
         )
     if mesh is not None:
-        return _sharded(registration, call, mesh)
+        return _sharded(registration, call, of_context(mesh))
     _splits(call, 1)
     refuse_replicated(call, {"key_cache": call.key, "value_cache": call.value})
     refuse_sharded(call, {"query": call.query, "lengths": lengths})
@@ -95,10 +96,13 @@ def _validated(
     query: Any, key_cache: Any, value_cache: Any, lengths: Any, mesh: Any, given: dict[str, Any]
 ) -> tuple[Call, jax.Array]:
     """The call in canonical form, without positions; and the lengths, an integer for each row."""
-    q, k, v = operands({"query": query, "key_cache": key_cache, "value_cache": value_cache})
+    given_arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    operands = {name: arrays.as_array(name, x) for name, x in given_arrays.items()}
+    check_operands(operands)
+    q, k, v = operands.values()
     names = ("axis_name", "batch_axis_name", "head_axis_name")
     ring, batch, heads = (axes.names(given.get(name), name) for name in names)
-    refuse_overlaps(ring, batch, heads)
+    refuse_shared_axes(ring, batch, heads)
     ranks, copies = (1, 1) if mesh is not None else (axes.size("axis_name", ring), axes.size("head_axis_name", heads))
     total = k.shape[1] * ranks
     sizes = Sizes(
@@ -137,8 +141,14 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
     """The result of global arrays; only the cache is split over the ring."""
     check_mesh(call, mesh)
     roles = named_roles(call, mesh)
-    divisible(call, mesh, roles)
-    _splits(call, math.prod(mesh.shape[name] for name in roles.sequence))
+    refuse_indivisible_axes(call, mesh, roles)
+    parts = ranks_of(mesh, roles.heads)
+    if call.key.shape[2] % parts:
+        raise MeshError(
+            f"key_cache has heads {call.key.shape[2]}, which the {parts} ranks of mesh axes {roles.heads} do not "
+            f"divide. Pass head_axis_name=() to leave heads whole, or another mesh"
+        )
+    _splits(call, ranks_of(mesh, roles.sequence))
     whole = Roles(roles.batch, (), roles.heads)
     given = {name: x for name in ARRAYS if (x := getattr(call, name)) is not None}
     specs = {
@@ -146,4 +156,5 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
     }
     named = {"axis_name": roles.sequence or None, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
-    return over_shards(_answer, registration, dataclasses.replace(call, **named), mesh, specs, outputs)
+    out, *lse = over_shards(_answer, registration, dataclasses.replace(call, **named), mesh, specs, outputs)
+    return (out, *lse) if lse else out

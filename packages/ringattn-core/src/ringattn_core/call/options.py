@@ -61,7 +61,7 @@ OPTIONS: Final = (
     Option("causal", checks.flag, feature=Feature.CAUSAL),
     Option("logits_soft_cap", checks.soft_cap, feature=Feature.SOFT_CAP),
     Option("softmax_scale", checks.scale),
-    Option("axis_name", lambda argument, value, _: axes.names(value, argument) or None),
+    Option("axis_name", lambda argument, value, _: None if value is None else axes.names(value, argument)),
     Option("fwd_params", lambda _, value, __: FwdParams.of(value)),
     Option("bwd_params", lambda _, value, __: BwdParams.of(value)),
     Option("fused_backward", checks.flag, feature=Feature.FUSED_BACKWARD),

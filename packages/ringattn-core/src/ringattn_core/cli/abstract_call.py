@@ -17,7 +17,7 @@ from ..call.attention import ring_attention
 from ..call.options import DEFAULTS
 from ..errors import InputError
 from ..masks.info import MaskInfo
-from ..placement import layout as layouts
+from ..placement.reorder import to_layout
 from .call_arguments import option_arguments, shape_of
 
 AXIS: Final = "ring"
@@ -92,7 +92,7 @@ def _packed(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str,
         return {}
     packed = MaskInfo.from_documents(arguments.documents, tokens, arguments.restart_positions)
     ids, positions = (
-        None if x is None else layouts.to_layout(np.asarray(x), arguments.layout, arguments.ring)
+        None if x is None else to_layout(np.asarray(x), arguments.layout, arguments.ring)
         for x in (packed.q_segment_ids, packed.q_positions)
     )
     found = {"q_segment_ids": np.repeat(np.asarray(ids), batch, 0)}

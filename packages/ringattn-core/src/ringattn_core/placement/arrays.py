@@ -10,8 +10,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
+
+from ..errors import InputError
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -28,6 +32,16 @@ Slopes = Float[Array, " N"]
 Seed = Int[Array, ""]
 Output = Float[Array, "B T N Hv"]
 LogSumExp = Float[Array, "B N T"]
+
+
+def as_array(argument: str, x: Any) -> jax.Array:
+    """`x` as a JAX array; raises for what JAX cannot convert."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
+        ) from error
 
 
 def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
