@@ -277,7 +277,7 @@ class TestUnderATrace:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "sp"))
         x = jnp.concatenate([X, X])
-        options = {"backend": "mine", "axis_name": "sp", "causal": True, "layout": "zigzag"}
+        options = {"backend": "mine", "axis_name": "sp", "causal": True, "layout": "zigzag", "batch_axis_name": "data"}
         ring_attention(x, x, x, mesh=mesh, **options)
         spec = P("data", "sp")
         inside = jax.shard_map(
