@@ -16,7 +16,7 @@ from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.hopper import schedules
+from ringattn_triton.hopper import backward_plan, schedules
 from ringattn_triton.launch.target import compiling_for
 
 HALF = jnp.bfloat16
@@ -48,6 +48,13 @@ def computed(block: Block, ordered: bool = True, dq: jax.Array | None = None) ->
 @pytest.mark.parametrize(("option", "dim"), [(option, 64) for option in OPTIONS] + [("causal", 128), ("window", 128)])
 def test_gradients_are_right_in_ragged_tiles_with_grouped_heads(option: str, dim: int, ordered: bool) -> None:
     computed(with_option(option, 200, 150, dim=dim, dtype=HALF), ordered)
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("dims", [(96, 96), (120, 72), (136, 136), (192, 128), (256, 256)], ids=str)
+def test_heads_of_any_multiple_of_8_are_filled_up_in_shared_memory(dims: tuple[int, int], ordered: bool) -> None:
+    block = make_block(1, 200, 140, dim=dims[0], value_dim=dims[1], dtype=HALF, causal=True, heads=4, kv_heads=2)
+    computed(block, ordered)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -98,7 +105,7 @@ def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     found = launched(dataclasses.replace(block, rule=dataclasses.replace(block.rule, fused_backward=True)))
     assert found == ["ringattn_table", "ringattn_hopper_backward", "ringattn_hopper_finish_dq"]
     inputs = one_pass.kernel_inputs.of_block(block, fast=True)
-    ranks = one_pass._ranks(inputs, block, one_pass.PLANS[128])
+    ranks = one_pass._ranks(inputs, block, backward_plan.PLANS[128])
     rows, columns = np.indices((4, 6))
     seen = columns * 64 + 63 >= rows * 128
     np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
@@ -117,7 +124,8 @@ def launched(block: Block) -> list[str]:
     [
         {"fused_backward": False},
         {"dtype": jnp.float32},
-        {"dim": 96},
+        {"dim": 100},
+        {"dim": 48},
         {"value_dim": 64},
         {"soft_cap": 3.0},
         {"scale": -1.0},
@@ -141,7 +149,7 @@ def test_as_many_programs_run_as_the_largest_hopper_has_multiprocessors() -> Non
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 @pytest.mark.parametrize("option", ["plain", "causal", "causal segments"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
     length = 1000 if option == "causal segments" else 1024
     block = with_option(option, length, length, dim=dim, dtype=HALF)

@@ -13,7 +13,7 @@ from ringattn_core.contract.protocol import Block, Gradients
 from .. import kernel_inputs, visited_tiles
 from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
-from .backward_plan import PLANS, BackwardPlan
+from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
 ORDERED_BY_DEFAULT: Final = False
@@ -27,10 +27,8 @@ _REGISTERS_AT_START: Final = 168
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block, or `None` where it does."""
-    if constants.head_dim not in PLANS or constants.value_dim != constants.head_dim:
+    if plan_of(constants) is None:
         return "the one-pass backward kernel has no heads of these sizes"
-    if constants.v_head != constants.value_dim:
-        return "keys and values are packed side by side"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
     if constants.capped or constants.bias or constants.slopes or constants.dropout:
@@ -57,7 +55,8 @@ def backward(
     constants = inputs.constants
     batch, length, heads, dim = block.q.shape
     ordered = not block.rule.fused_backward
-    plan = PLANS[dim]
+    plan = plan_of(constants)
+    assert plan is not None
     table = visited_tiles.table(
         inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
     )
@@ -68,8 +67,9 @@ def backward(
     more = [(0, 0), (0, 0), (0, q_tiles * plan.q_tile - length)]
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), more, constant_values=jnp.inf)
-    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
-    sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
+    counters = jnp.zeros(1 + (plan.writers * batch * heads * q_tiles if ordered else 0), jnp.int32)
+    pieces = plan.pieces(dim)
+    sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
     ranks = _ranks(inputs, block, plan) if ordered else None
     arrays = [
         *inputs.arrays, table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more), ranks,
@@ -79,7 +79,7 @@ def backward(
         backward_kernel,
         arrays,
         [
-            *(jax.ShapeDtypeStruct(block.k.shape, block.q.dtype if block.final else jnp.float32) for _ in range(2)),
+            *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             jax.ShapeDtypeStruct(sums.shape, sums.dtype),
         ],
@@ -98,7 +98,7 @@ def backward(
         finish_dq,
         [sums, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
-        grid=(batch * heads * q_tiles * 2,),
+        grid=(batch * heads * q_tiles * pieces,),
         warps=4,
         stages=1,
         aliases={1: 0} if dq is not None and not block.final else {},
@@ -109,6 +109,8 @@ def backward(
         Q_TILES=q_tiles,
         SCALE=constants.scale,
         FRESH=dq is None,
+        Q_TILE=plan.q_tile,
+        PIECES=pieces,
     )
     return Gradients(dq, dk, dv)
 

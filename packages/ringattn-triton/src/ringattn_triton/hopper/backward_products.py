@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_columns, of_rows, visible
 from .backward_memory import at, got_number, next_turn, shared_places
+from .head_tiles import product_count, product_of_heads
 
 
 @builtin
@@ -35,7 +36,7 @@ def compute_gradients(
     NUMBER: gl.constexpr, memory, P, DK, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
 ):
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
-    DIM: gl.constexpr = F.head_dim
+    DIM: gl.constexpr = F.padded_head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     shared = shared_places(memory, PLAN)
@@ -67,14 +68,23 @@ def compute_gradients(
         # The turn is read once more, so that no registers hold any of it through the loops.
         row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-        token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-        offsets = token + kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, SUMS))[None, :]
-        inside = (rows < F.kv_length)[:, None]
-        gl.store(DK + offsets, (dk * F.scale).to(DK.dtype.element_ty), mask=inside)
-        gl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=inside)
+        first = row * PLAN.kv_tile + NUMBER * 64
+        write_gradient(dk * F.scale, DK, first, batch, kv_head, F, F.head_dim, SUMS)
+        write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
+
+
+@gluon.jit
+def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = gl.arange(0, sums.shape[1], gl.SliceLayout(0, SUMS))[None, :]
+    token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
+    inside = (rows < F.kv_length)[:, None]
+    if sums.shape[1] != DIM:
+        inside = inside & (dims < DIM)
+    gl.store(GRADIENT + (token + kv_head * DIM + dims), sums.to(GRADIENT.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -88,9 +98,9 @@ def _step_of(
     and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
     dk, so that dk covers dq's way out of the registers.
     """
-    DIM: gl.constexpr = F.head_dim
+    DIM: gl.constexpr = F.padded_head_dim
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.kv.dtype
+    TYPE: gl.constexpr = shared.ds.dtype
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
@@ -98,16 +108,14 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    k = shared.kv.index(opaque_zero())
-    v = shared.kv.index(1 + opaque_zero())
-    q = shared.queries.index(place)
-    dout = shared.queries.index(PLAN.stages + place)
+    k = at(shared.k, opaque_zero())
+    v = at(shared.v, opaque_zero())
+    q = at(shared.q, place)
+    dout = at(shared.dout, place)
     mbarrier.wait(at(shared.q_full, place), phase)
-    s = warpgroup_mma(
-        k.slice(NUMBER * 64, 64, dim=0), q.permute((1, 0)), zero, use_acc=False, is_async=True
-    )  # fmt: skip
+    s = product_of_heads(k.slice(NUMBER * 64, 64, dim=0), q, zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)
-    dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), dout, zero, F.value_dim)
     if MASKED:
         row, batch, _ = owned(turn, T, F.kv_heads)
         number = got_number(at(shared.tile, place), 4)
@@ -115,14 +123,14 @@ def _step_of(
         queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
         columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
         keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
-    s = warpgroup_mma_wait(1, deps=[s])
-    p = gl.exp2(s * F.fold - shared.rows.index(place).load(SCORES))
+    s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
+    p = gl.exp2(s * F.fold - at(shared.lse, place).load(SCORES))
     if MASKED:  # rows past the end have lse +inf
         p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
     left = gl.convert_layout(p.to(TYPE), LEFT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, dout, dv, is_async=True)
-    ds = (p * (dp + shared.rows.index(PLAN.stages + place).load(SCORES))).to(TYPE)
+    ds = (p * (dp + at(shared.minus_delta, place).load(SCORES))).to(TYPE)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
@@ -144,10 +152,16 @@ def _step_of(
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
-    place = (step % PLAN.dq_places) * 2 + NUMBER
-    mbarrier.wait(at(shared.dq_empty, place), ((step // PLAN.dq_places) & 1) ^ 1)
-    # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
-    split = gl.permute(gl.reshape(dq, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5))
-    shared.dq.index(place).store(gl.reshape(split, (16, 256)))
+    PAIRS: gl.constexpr = PLAN.dq_places // 2
+    place = (step % PAIRS) * 2 + NUMBER
+    mbarrier.wait(at(shared.dq_empty, place), ((step // PAIRS) & 1) ^ 1)
+    shared.dq.index(place).store(in_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(at(shared.dq_full, place), count=1)
+
+
+@gluon.jit
+def in_register_order(x):
+    """The results of a product, 64 by 64, as `[16, 256]` in which each thread has pieces of 16 bytes."""
+    # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
+    return gl.reshape(gl.permute(gl.reshape(x, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5)), (16, 256))
