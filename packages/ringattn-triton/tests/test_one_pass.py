@@ -118,18 +118,20 @@ def test_a_rank_counts_the_key_tiles_before_it_that_see_a_query_tile(last_first:
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "kernel"),
+    ("heads", "length", "dim", "kernel"),
     [
-        (16, 8192, "ringattn_hopper_backward"),
-        (2, 8192, "ringattn_backward_keys"),
-        (140, 64, "ringattn_hopper_backward"),
+        (16, 8192, 128, "ringattn_hopper_backward"),
+        (4, 8192, 128, "ringattn_backward_keys"),
+        (4, 8192, 256, "ringattn_hopper_backward"),
+        (2, 8192, 256, "ringattn_backward_keys"),
+        (140, 64, 128, "ringattn_hopper_backward"),
     ],
 )
 def test_by_default_one_pass_adds_in_order_unless_turns_of_few_heads_would_queue(
-    heads: int, length: int, kernel: str
+    heads: int, length: int, dim: int, kernel: str
 ) -> None:
-    block = make_block(1, 1, 1, dim=128, dtype=HALF, heads=heads, kv_heads=heads)
-    long = jax.ShapeDtypeStruct((1, length, heads, 128), HALF)
+    block = make_block(1, 1, 1, dim=dim, dtype=HALF, heads=heads, kv_heads=heads)
+    long = jax.ShapeDtypeStruct((1, length, heads, dim), HALF)
     index = jax.ShapeDtypeStruct((1, length), jnp.int32)
     fields = dict.fromkeys(("q_positions", "kv_positions", "q_index", "kv_index"), index)
     assert kernel in launched(dataclasses.replace(block, q=long, kv=(long, long), **fields))
@@ -152,6 +154,7 @@ def launched(block: Block) -> list[str]:
         {"dim": 48},
         {"value_dim": 64},
         {"bias": bias(1, 2, 200, 200)},
+        {"dim": 256, "soft_cap": 3.0},
         {"soft_cap": 3.0, "slopes": np.array([[0.5, 0.1]], np.float32)},
         {"bwd_params": BwdParams(num_stages=2)},
     ],

@@ -37,7 +37,7 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no soft cap with ALiBi"
     if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
         return "the one-pass backward kernel has no options for heads of more than 128"
-    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), plan.q_tile):
+    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
     return None
 

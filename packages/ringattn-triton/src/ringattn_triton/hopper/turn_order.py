@@ -4,18 +4,22 @@
 from typing import Final
 
 from ..kernel_inputs import BlockConstants
+from .backward_plan import BackwardPlan
 from .schedules import PROGRAMS
 
 _STEPS: Final = 8
 """How many query tiles a turn visits, at least, for each program that works on the same head beside it. With fewer it
 waits too long: a simulation of the waits gives 1.3 of the steps at this bound under a causal mask, and two passes take
 1.4 of the time."""
+_WIDE_STEPS: Final = 2
+"""The same for wide heads, of which two passes take 2.2 of the time."""
 
 
-def queue_too_long(constants: BlockConstants, batch: int, q_tile: int) -> bool:
+def queue_too_long(constants: BlockConstants, batch: int, plan: BackwardPlan) -> bool:
     """Whether turns would wait for each other so long that two passes are faster: few heads, and few queries."""
     heads = batch * constants.kv_heads
-    return heads < PROGRAMS and -(-constants.q_length // q_tile) * heads < _STEPS * PROGRAMS
+    steps = _WIDE_STEPS if plan.wide else _STEPS
+    return heads < PROGRAMS and -(-constants.q_length // plan.q_tile) * heads < steps * PROGRAMS
 
 
 def last_keys_first(constants: BlockConstants) -> bool:
