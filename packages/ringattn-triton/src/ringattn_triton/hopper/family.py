@@ -49,7 +49,13 @@ class HopperFamily:
         table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, programs=_TOGETHER)
         before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
         turns_taken = jnp.zeros(1, jnp.int32)
-        arrays = [*inputs.arrays, table.bounds, table.tiles, *before, turns_taken]
+        arrays = [
+            *inputs.in_tiles(schedule.q_tile, schedule.kv_tile, of_all_keys=True),
+            table.bounds,
+            table.tiles,
+            *before,
+            turns_taken,
+        ]
         last = len(arrays) - 1
         batch, _, heads, _ = block.q.shape
         masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
@@ -75,7 +81,7 @@ class HopperFamily:
             MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
-            BOUNDED=constants.capped and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
+            BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
             REGISTERS=schedule.registers,
         )
         return Partial(out, lse, shift if constants.bias else None)
@@ -113,10 +119,10 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
         return "the block is shorter than a tile"
-    if constants.slopes or constants.dropout:
-        return "the forward kernel has no ALiBi and no dropout: the portable one was as fast"
-    if not constants.plain and not (constants.bias and _bias_by_tma(block, constants)):
-        return "the scale is not positive, or the bias cannot be fetched in tiles"
+    if constants.bias and not _bias_by_tma(block, constants):
+        return "the bias cannot be fetched in tiles"
+    if constants.bias and (constants.slopes or constants.dropout):
+        return "a bias leaves no registers for ALiBi or dropout"
     return "each tile has too little to do" if _too_little(constants) else None
 
 
