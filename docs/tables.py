@@ -44,12 +44,14 @@ def saboteurs() -> str:
     sys.path.insert(0, str(SABOTEURS))
     try:
         broken = importlib.import_module("saboteurs").SABOTEURS
+        partly = importlib.import_module("broken_blocks").BREAKS
     finally:
         sys.path.remove(str(SABOTEURS))
     rows = ["| saboteur | how it is broken | caught by |", "|---|---|---|"]
     for name, sabotage in broken.items():
         tests = ", ".join(f"`{test}`" for test in dict.fromkeys(short(test) for test in sabotage.caught_by))
         rows.append(f"| `{name}` | {inspect.getdoc(type(sabotage.kernel))} | {tests} |")
+    rows += [f"| `{name}` | {one.fault} | {one.caught_by} |" for name, one in partly.items()]
     return "\n".join(rows)
 
 

@@ -30,9 +30,10 @@ def distance(block: Block) -> jax.Array:
     return jnp.abs(block.q_positions[:, :, None] - block.kv_positions[:, None, :])[:, None].astype(jnp.float32)
 
 
-def scores(block: Block) -> tuple[jax.Array, jax.Array]:
-    """Every score, -inf where forbidden, and the derivative of the soft cap."""
-    s = block.rule.scale * product("btnh,bsnh->bnts", block.q, of_heads(block.k, block))
+def scores(block: Block, k: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Every score, -inf where forbidden, and the derivative of the soft cap; `k` has a key for each query head."""
+    k = of_heads(block.k, block) if k is None else k
+    s = block.rule.scale * product("btnh,bsnh->bnts", block.q, k)
     slope = jnp.ones((), jnp.float32)
     if block.rule.soft_cap is not None:
         bent = jnp.tanh(s / block.rule.soft_cap)
@@ -71,10 +72,16 @@ class Dense:
     """A block kernel that holds all scores."""
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        p, largest, lse = softmax(scores(block)[0])
-        out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
+        p, largest, lse = softmax(self.scores(block)[0])
+        out = product("bnts,bsnh->btnh", p * keep(block), self.of_heads(block.v, block))
         found = self.counted(out, largest, lse, block)
         return found if partial is None else merge(partial, found)
+
+    def of_heads(self, x: jax.Array, block: Block) -> jax.Array:
+        return of_heads(x, block)
+
+    def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
+        return scores(block, self.of_heads(block.k, block))
 
     def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
         """The result with the lse counted from 0, or in rows of hugely negative scores from the largest of them."""
@@ -86,13 +93,13 @@ class Dense:
     def backward(
         self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
     ) -> Gradients:
-        s, slope = scores(block)
+        s, slope = self.scores(block)
         shifted = s if block.shift is None else s - block.shift[..., None]
         p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(shifted - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
-        dp = product("btnh,bsnh->bnts", dout, of_heads(block.v, block))
+        dp = product("btnh,bsnh->bnts", dout, self.of_heads(block.v, block))
         ds = p * (keep(block) * dp - delta[..., None])
-        dz = block.rule.scale * ds * slope
-        own = product("bnts,bsnh->btnh", dz, of_heads(block.k, block))
+        dz = block.rule.scale * self.derivatives(ds, block) * slope
+        own = product("bnts,bsnh->btnh", dz, self.of_heads(block.k, block))
         return Gradients(
             dq=own if dq is None else dq + own,
             dk=self.grouped(product("bnts,btnh->bsnh", dz, block.q), block),
@@ -102,6 +109,10 @@ class Dense:
             if block.slopes is None
             else -summed_to(ds * distance(block), (*block.slopes.shape, 1, 1))[..., 0, 0],
         )
+
+    def derivatives(self, ds: jax.Array, block: Block) -> jax.Array:
+        """The derivatives of the scores as they are; a saboteur overrides it."""
+        return ds
 
     def grouped(self, x: jax.Array, block: Block) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, block.group, x.shape[-1]).sum(3)

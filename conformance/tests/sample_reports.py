@@ -22,6 +22,8 @@ BACKEND: BackendReport = {
     "unknown_expectations": [],
     "deselected": [],
     "not_run": [],
+    "untried": [],
+    "uncovered": [],
     "rings": {"2": {"real": 40, "emulated": 3}, "8": {"real": 0, "emulated": 20}},
     "features": {
         "CAUSAL": {

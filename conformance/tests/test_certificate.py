@@ -31,6 +31,7 @@ def test_failures_that_are_expected_are_part_of_it():
         ({"deselected": ["a", "b"]}, "2 tests were deselected"),
         ({"skipped": ["a"]}, "1 test was skipped"),
         ({"not_run": ["a"]}, "1 test did not run"),
+        ({"untried": ["BIAS in float16"]}, "declared, not tried: BIAS in float16"),
         ({"uncollected": ["test_ring"]}, "test_ring was not collected"),
         ({"tolerance_factor": 1.5}, "every tolerance was multiplied by 1.5"),
         ({"largest_ring": 4}, "no case was tried on a ring of more than 4 by turns"),

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +12,17 @@ from ringattn_core.contract import packing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.masks.builder import build
+from ringattn_core.placement.arrays import axes_with
 
 from .cases import Case, Inputs
 from .ranks import static_options
 
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
+_OPTIONAL: Final = tuple(
+    field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type) and field.name != "shift"
+)
+"""The arrays of a block that only some calls have."""
+_KEYS: Final = axes_with(Block, "S")
 
 
 def make_block(
@@ -42,7 +48,7 @@ def make_block(
         "kv": packing.pack(k, v),
         "q_positions": index, "kv_positions": kv_index, "q_index": index, "kv_index": kv_index,
         "batch_index": np.arange(batch, dtype=np.int32), "head_index": np.arange(heads, dtype=np.int32),
-        **dict.fromkeys(("q_segments", "kv_segments", "bias", "mask", "slopes", "seed")),
+        **dict.fromkeys(_OPTIONAL),
         **{name: x for name, x in fields.items() if name not in _OF_RULE},
     }  # fmt: skip
     plain = (bool, tuple, type(None))
@@ -81,32 +87,23 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     kv = np.stack([k, v]) if k.shape == v.shape else np.concatenate([k, v], -1)
     rule = rule_of(case, rows, columns)
 
-    def part(x: np.ndarray | None, axis: int, shard: int) -> jnp.ndarray | None:
-        return None if x is None else jnp.asarray(np.split(x, shards, axis)[shard])
+    optional = {name: getattr(problem, name, None) for name in _OPTIONAL} | {
+        "q_segments": q_ids, "kv_segments": kv_ids, "mask": inputs.dense_mask,
+        "seed": np.full((case.batch,), problem.seed, np.uint32) if problem.dropout else None,
+    }  # fmt: skip
+    given = {name: x if x is None or name == "seed" else np.atleast_2d(x) for name, x in optional.items()} | {
+        "q": without_padding(problem.q, q_ids), "kv": kv, "q_positions": q_positions, "kv_positions": kv_positions,
+        "q_index": np.arange(rows, dtype=np.int32)[None], "kv_index": np.arange(columns, dtype=np.int32)[None],
+        "batch_index": np.arange(case.batch, dtype=np.int32), "head_index": np.arange(case.heads, dtype=np.int32),
+    }  # fmt: skip
+    split_along = _KEYS | {"kv": kv.ndim - 3}
 
-    def whole(x: np.ndarray | None) -> jnp.ndarray | None:
+    def part(name: str, shard: int) -> jnp.ndarray | None:
+        x = given[name]
+        x = np.split(x, shards, split_along[name])[shard] if x is not None and name in split_along else x
         return None if x is None else jnp.asarray(x)
 
-    return [
-        Block(
-            q=jnp.asarray(without_padding(problem.q, q_ids)),
-            kv=jnp.asarray(np.split(kv, shards, kv.ndim - 3)[shard]),
-            q_positions=jnp.asarray(q_positions),
-            kv_positions=jnp.asarray(np.split(kv_positions, shards, 1)[shard]),
-            q_index=jnp.arange(rows, dtype=jnp.int32)[None],
-            kv_index=jnp.arange(columns, dtype=jnp.int32)[None].reshape(1, shards, -1)[:, shard],
-            batch_index=jnp.arange(case.batch, dtype=jnp.int32),
-            head_index=jnp.arange(case.heads, dtype=jnp.int32),
-            q_segments=whole(q_ids),
-            kv_segments=part(kv_ids, 1, shard),
-            bias=part(problem.bias, 3, shard),
-            mask=part(inputs.dense_mask, 3, shard),
-            slopes=None if problem.slopes is None else jnp.asarray(problem.slopes)[None],
-            seed=jnp.full((case.batch,), problem.seed, jnp.uint32) if problem.dropout else None,
-            rule=rule,
-        )
-        for shard in range(shards)
-    ]
+    return [Block(rule=rule, **{name: part(name, shard) for name in given}) for shard in range(shards)]
 
 
 def rule_of(case: Case, rows: int, columns: int) -> Rule:

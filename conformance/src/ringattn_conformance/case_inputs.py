@@ -65,6 +65,45 @@ def unseen_ranks(batch: int, rows: int, columns: int) -> Pair:
     return q_ids, np.full((batch, columns), 3, np.int32)
 
 
+def padding_among_tokens(batch: int, rows: int, columns: int) -> Pair:
+    """Padding is whole tiles at the end, and every third token before."""
+    token = np.arange(rows)
+    ids = np.where((token % 3 == 1) | (token >= 3 * rows // 4), -1, 0)[None].repeat(batch, 0).astype(np.int32)
+    return ids, ids
+
+
+def large_ids(batch: int, rows: int, columns: int) -> Pair:
+    """Documents whose ids are equal once rounded to float32, or cut to 8 or 16 bits; each batch row has its own."""
+    names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**24 + 2**16 + 1], np.int32)
+    q_ids, kv_ids = (_documents(batch, length, (0.3, 0.25, 0.25)) for length in (rows, columns))
+    return names[q_ids], names[kv_ids]
+
+
+def scattered_padding(batch: int, rows: int, columns: int) -> Pair:
+    """Two documents with padding of the ids -1 and -2 among their tokens, which begins later in each batch row."""
+
+    def ids(length: int) -> np.ndarray:
+        token, row = np.arange(length), np.arange(batch)[:, None]
+        return np.where((token + row) % 7 == 2, -1, np.where((token + row) % 9 == 5, -2, 2 * token >= length + 6 * row))
+
+    return ids(rows).astype(np.int32), ids(columns).astype(np.int32)
+
+
+FAR: Final = 2**24 + 2**15 - 20
+"""Positions from here on are odd numbers beyond float32, and pass a multiple of 2^16 where 16 bits turn negative."""
+
+
+def far(batch: int, rows: int, columns: int) -> Pair:
+    return np.arange(rows, dtype=np.int32) + FAR, np.arange(columns, dtype=np.int32) + FAR
+
+
+def far_rows(batch: int, rows: int, columns: int) -> Pair:
+    """Each batch row begins elsewhere, and its queries later than its keys."""
+    starts = FAR - 5 * np.arange(batch, dtype=np.int32)[:, None]
+    q, kv = far(batch, rows, columns)
+    return q + starts - FAR + 3, kv + starts - FAR
+
+
 def queries_alone(batch: int, rows: int, columns: int) -> Pair:
     return packed(batch, rows, columns)[0], None
 

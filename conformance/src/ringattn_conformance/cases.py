@@ -3,6 +3,7 @@
 
 import dataclasses
 import zlib
+from collections.abc import Collection
 from typing import Any, Final
 
 import ml_dtypes
@@ -18,6 +19,12 @@ OPERANDS: Final = {
     "q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias", "slopes": "dslopes",
 }  # fmt: skip
 """The differentiable inputs and the names of their gradients."""
+KEYWORDS: Final = {
+    "q": "query", "k": "key", "v": "value", "sinks": "softmax_aux", "bias": "bias", "slopes": "alibi_slopes",
+    "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
+    "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
+}  # fmt: skip
+"""The arrays of a call, and their names in `ring_attention`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Case:
 
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. `sinks` is `shared`, `head` or `each` (`[N, 2]`).
-    `core` marks the most used options.
+    `gain` multiplies the queries, `cotangent_gain` the cotangent of the output. `core` puts the case in the core tier.
     """
 
     name: str
@@ -40,6 +47,7 @@ class Case:
     value_dim: int = 8
     dtype: str = "float32"
     gain: float = 1.0
+    cotangent_gain: float = 1.0
     causal: bool = False
     window: Any = None
     chunk: int | None = None
@@ -55,8 +63,9 @@ class Case:
     sinks: str | None = None
     no_sink: bool = False
     dropout: float = 0.0
-    lse: bool = True
+    lse: bool = False
     fused_backward: bool = False
+    precision: str | None = None
     block_size: int | None = None
     core: bool = False
 
@@ -95,8 +104,20 @@ class Case:
             Feature.DROPOUT: self.dropout > 0,
             Feature.RETURN_LSE: self.lse,
             Feature.FUSED_BACKWARD: self.fused_backward,
+            Feature.PRECISION: self.precision is not None,
         }
         return frozenset(feature for feature, needed in wanted.items() if needed)
+
+    def within(self, features: Collection[Feature]) -> "Case":
+        """The case without the options that need other features. Its dtype stays."""
+        found = self
+        for field in dataclasses.fields(self):
+            if field.name in ("name", "dtype"):
+                continue
+            without = dataclasses.replace(found, **{field.name: field.default})
+            if without.needs < found.needs and not found.needs - without.needs <= set(features):
+                found = without
+        return found
 
     def inputs(self, ring: int) -> "Inputs":
         """The arrays of the call, in natural order and rounded to the dtype; drawn by a seed from the name."""
@@ -131,7 +152,7 @@ class Case:
             built = self.builder.dense(problem)
             seen = built if dense is None else built & dense
         dlse = rng.standard_normal((self.batch, self.heads, rows)).astype(np.float32) if self.lse else None
-        dout = normal(self.batch, rows, self.heads, self.value_dim)
+        dout = (self.cotangent_gain * normal(self.batch, rows, self.heads, self.value_dim)).astype(dtype)
         return Inputs(dataclasses.replace(problem, seen=seen), dense, dout, dlse)
 
     def _broadcast(self, full: str, rows: int) -> tuple[int, int, int]:
@@ -157,141 +178,160 @@ class Inputs:
     dout: np.ndarray
     dlse: np.ndarray | None
 
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The arrays of the call that are not differentiable."""
+        seed = np.uint32(self.problem.seed) if self.problem.dropout else None
+        given = {"mask": self.dense_mask, "seed": seed}
+        given |= {name: getattr(self.problem, name) for name in KEYWORDS if name.endswith(("_segments", "_positions"))}
+        return {name: x for name, x in given.items() if x is not None}
+
 
 _CROSS: Final[dict[str, Any]] = {"q_length": 48, "kv_length": 96}
 _GROUPED: Final[dict[str, Any]] = {"heads": 4, "kv_heads": 2}
 
 ALONE: Final = (
-    Case("plain", lse=False),
-    Case("lse"),
+    Case("plain"),
+    Case("lse", lse=True),
     Case("causal", causal=True, core=True),
     Case("window", window=7, core=True),
-    Case("window-both-sides", window=(9, 2), lse=False),
+    Case("window-both-sides", window=(9, 2)),
     Case("window-left-only", window=(5, None)),
     Case("window-right-only", window=(None, 5)),
-    Case("window-self", window=(0, 0), lse=False),
+    Case("window-self", window=(0, 0)),
     Case("window-huge", window=2**31 - 1),
     Case("window-across-shards", window=(30, 0)),
     Case("chunk", chunk=16, core=True),
-    Case("chunk-smaller-than-shard", chunk=5, lse=False),
+    Case("chunk-smaller-than-shard", chunk=5),
     Case("chunk-larger-than-shard", chunk=29),
     Case("chunk-window", chunk=16, window=(5, 0)),
     Case("segments", segments=case_inputs.packed, core=True),
     Case("segments-repeated", segments=case_inputs.repeated, causal=True),
-    Case("segments-padding", segments=case_inputs.padding),
-    Case("segments-padding-rank", segments=case_inputs.padding_ranks, lse=False),
-    Case("segments-unseen-rank", segments=case_inputs.unseen_ranks),
-    Case("segments-q-alone", segments=case_inputs.queries_alone, lse=False),
+    Case("segments-padding", lse=True, core=True, segments=case_inputs.padding),
+    Case("segments-padding-rank", segments=case_inputs.padding_ranks),
+    Case("segments-unseen-rank", lse=True, core=True, segments=case_inputs.unseen_ranks),
+    Case("segments-q-alone", segments=case_inputs.queries_alone),
     Case("segments-kv-alone", segments=case_inputs.keys_alone),
     Case("segments-cross", segments=case_inputs.crossed, **_CROSS),
     Case("positions-restart", positions=case_inputs.restarting, segments=case_inputs.packed_alike, causal=True),
-    Case("positions-restart-rows", positions=case_inputs.restarting_rows, segments=case_inputs.packed, causal=True),
-    Case("positions-negative", positions=case_inputs.negative, causal=True, chunk=7, lse=False),
+    Case(
+        "positions-restart-rows",
+        positions=case_inputs.restarting_rows,
+        segments=case_inputs.packed,
+        causal=True,
+    ),
+    Case("positions-negative", positions=case_inputs.negative, causal=True, chunk=7),
     Case("positions-shuffled", positions=case_inputs.shuffled, causal=True),
     Case("positions-extreme", positions=case_inputs.extreme, window=(11, 3)),
     Case("positions-empty-rows", positions=case_inputs.late_keys, causal=True),
-    Case("positions-nothing-visible", positions=case_inputs.later_keys, causal=True, lse=False),
+    Case("positions-nothing-visible", lse=True, positions=case_inputs.later_keys, causal=True),
     Case("mask-of-heads", builder=case_inputs.OF_HEADS),
-    Case("mask-of-groups", builder=case_inputs.OF_GROUPS, lse=False, **_GROUPED),
+    Case("mask-of-groups", builder=case_inputs.OF_GROUPS, **_GROUPED),
     Case("mask-algebra", builder=case_inputs.ALGEBRA),
-    Case("mask-document", builder=case_inputs.DOCUMENT, lse=False),
+    Case("mask-document", builder=case_inputs.DOCUMENT),
     Case("mask-predicate", builder=case_inputs.PREDICATE, positions=case_inputs.restarting),
     Case("mask-numpy", builder=case_inputs.NUMPY),
-    Case("mask-indexed", builder=case_inputs.INDEXED, causal=True, lse=False),
-    Case("dense-mask", dense_mask="T", lse=False),
+    Case("mask-indexed", builder=case_inputs.INDEXED, causal=True),
+    Case("dense-mask", dense_mask="T"),
     Case("dense-mask-batch", dense_mask="BT"),
     Case("dense-mask-heads", dense_mask="NT", causal=True),
-    Case("dense-mask-full", dense_mask="BNT", lse=False),
-    Case("gqa", lse=False, **_GROUPED),
+    Case("dense-mask-full", dense_mask="BNT"),
+    Case("gqa", core=True, **_GROUPED),
     Case("mqa", heads=3, kv_heads=1, causal=True),
     Case("value-dim", value_dim=5),
-    Case("value-dim-larger", head_dim=5, value_dim=12, causal=True, lse=False, **_GROUPED),
-    Case("cross", lse=False, **_CROSS),
+    Case("value-dim-larger", head_dim=5, value_dim=12, causal=True, **_GROUPED),
+    Case("cross", **_CROSS),
     Case("cross-causal", causal=True, **_CROSS),
-    Case("cross-more-queries", causal=True, lse=False, q_length=96),
+    Case("cross-more-queries", causal=True, q_length=96),
     Case("cross-window", window=(6, 3), **_CROSS),
     Case("cross-chunk", chunk=10, **_CROSS),
-    Case("soft-cap", soft_cap=1.5),
-    Case("scale", scale=0.7, lse=False),
+    Case("soft-cap", core=True, soft_cap=1.5),
+    Case("scale", scale=0.7),
     Case("sinks", sinks="head", core=True),
-    Case("sinks-shared", sinks="shared", causal=True, lse=False),
-    Case("sinks-each", sinks="each", **_GROUPED),
+    Case("sinks-shared", sinks="shared", causal=True),
+    Case("sinks-each", lse=True, sinks="each", **_GROUPED),
     Case("sinks-none", sinks="each", no_sink=True, causal=True),
-    Case("sinks-empty-rows", sinks="head", segments=case_inputs.unseen_ranks),
-    Case("sinks-empty-rows-none", sinks="head", no_sink=True, segments=case_inputs.unseen_ranks, lse=False),
-    Case("bias", bias="BNT", lse=False, core=True),
+    Case("sinks-empty-rows", lse=True, sinks="head", segments=case_inputs.unseen_ranks),
+    Case("sinks-empty-rows-none", sinks="head", no_sink=True, segments=case_inputs.unseen_ranks),
+    Case("bias", bias="BNT", core=True),
     Case("bias-keys", bias=""),
     Case("bias-rows", bias="T", causal=True),
-    Case("bias-heads", bias="N", lse=False),
+    Case("bias-heads", bias="N"),
     Case("bias-batch", bias="B"),
-    Case("bias-batch-rows", bias="BT", lse=False, **_GROUPED),
+    Case("bias-batch-rows", bias="BT", **_GROUPED),
     Case("bias-heads-rows", bias="NT", window=9),
-    Case("bias-forbids", bias="BNT", bias_forbids=True),
-    Case("bias-keys-forbid", bias="B", bias_forbids=True, causal=True, lse=False),
+    Case("bias-forbids", lse=True, bias="BNT", bias_forbids=True),
+    Case("bias-keys-forbid", bias="B", bias_forbids=True, causal=True),
     Case("bias-cross", bias="NT", **_CROSS),
     Case("alibi", slopes=True),
-    Case("alibi-causal", slopes=True, causal=True, lse=False, **_GROUPED),
+    Case("alibi-causal", slopes=True, causal=True, **_GROUPED),
     Case("alibi-positions", slopes=True, positions=case_inputs.restarting_rows),
-    Case("dropout", dropout=0.3, lse=False, core=True),
-    Case("dropout-lse", dropout=0.6, causal=True),
-    Case("dropout-gqa", dropout=0.25, causal=True, lse=False, **_GROUPED),
+    Case("dropout", dropout=0.3),
+    Case("dropout-lse", lse=True, dropout=0.6, causal=True),
+    Case("dropout-gqa", dropout=0.25, causal=True, **_GROUPED),
     Case("fused-backward", fused_backward=True, causal=True),
+    Case("precision", precision="highest"),
 )
 
 COMBINED: Final = (
-    Case("soft-cap-bias", soft_cap=2.0, bias="NT", gain=2.0),
-    Case("soft-cap-causal-sinks", soft_cap=2.0, causal=True, sinks="shared", gain=2.0, lse=False),
     Case("gqa-causal-segments", causal=True, segments=case_inputs.packed, **_GROUPED),
-    Case("window-segments-sinks", window=(9, 0), segments=case_inputs.packed, sinks="head", lse=False),
-    Case("chunk-bias-dropout", chunk=13, bias="NT", dropout=0.2),
-    Case("alibi-window-sinks", slopes=True, window=(9, 0), sinks="each", lse=False),
-    Case("window-segments-repeated", window=(20, 20), segments=case_inputs.repeated),
     Case("odd-lengths", q_length=5, kv_length=5, per_rank=True, causal=True, head_dim=5, value_dim=3),
-    Case("odd-lengths-cross", q_length=3, kv_length=7, per_rank=True, causal=True, lse=False),
+    Case("odd-lengths-cross", q_length=3, kv_length=7, per_rank=True, causal=True),
     Case("length-one", q_length=1, kv_length=1, per_rank=True, causal=True),
     Case("length-one-everything", q_length=1, kv_length=1, per_rank=True, causal=True, bias="NT", sinks="head",
-         dropout=0.3, slopes=True, soft_cap=3.0, lse=False),
+         dropout=0.3, slopes=True, soft_cap=3.0),
     Case("one-query", q_length=1, kv_length=9, per_rank=True, window=(3, 4)),
-    Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1, lse=False),
-    Case("large-scores", gain=20.0, causal=True),
+    Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1),
+    Case("large-scores", lse=True, gain=20.0, causal=True, core=True),
+    # The derivatives of the scores are beyond float16 until they are multiplied by the scale.
+    Case("float16-derivatives", dtype="float16", head_dim=192, value_dim=192, window=(1, 0), scale=2.0**-10,
+         cotangent_gain=8192.0, core=True),
     Case("logits-1e4", gain=1e4, causal=True),
-    Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head", lse=False),
-    Case("everything", causal=True, window=(29, None), segments=case_inputs.packed, positions=case_inputs.restarting,
-         builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5, bias="BNT", bias_forbids=True,
-         slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
-    Case("everything-but-positions", chunk=37, window=(29, 3), segments=case_inputs.padding, soft_cap=3.0, bias="N",
-         slopes=True, sinks="shared", dropout=0.2, heads=4, kv_heads=1, head_dim=6, value_dim=10, lse=False),
+    Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head"),
+    Case("everything", lse=True, causal=True, window=(29, None), segments=case_inputs.packed,
+         positions=case_inputs.restarting, builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5,
+         bias="BNT", bias_forbids=True, slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
 )  # fmt: skip
 
 _IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
-    ("plain", {"lse": False}),
     ("causal", {"causal": True, **_GROUPED}),
-    ("bias-sinks", {"bias": "NT", "sinks": "head", "causal": True, "lse": False}),
     # Not one key: its exact gradients are zero, and `delta` from an output in half precision is off by its rounding.
-    ("dropout-of-few-keys", {"window": (3, 0), "dropout": 0.3, "bias": "NT", "value_dim": 6, "lse": False}),
-    ("empty-rows", {"segments": case_inputs.unseen_ranks, "value_dim": 6}),
-    ("everything", {
-        "causal": True, "window": (29, 0), "segments": case_inputs.packed, "soft_cap": 3.0, "bias": "N",
-        "slopes": True, "sinks": "each", "dropout": 0.2, "lse": False, **_GROUPED,
-    }),
-)  # fmt: skip
+    ("dropout-of-few-keys", {"window": (3, 0), "dropout": 0.3, "bias": "NT", "value_dim": 6}),
+    ("empty-rows", {"segments": case_inputs.unseen_ranks}),
+)
 HALF: Final = tuple(
     Case(f"{name}-{dtype}", dtype=dtype, **options) for dtype in ("bfloat16", "float16") for name, options in _IN_HALF
 )
 
 LONG: Final = (
     Case("long-causal", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, **_GROUPED),
-    Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20), lse=False),
+    Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20)),
     Case("long-segments", q_length=624, kv_length=624, segments=case_inputs.packed, sinks="head", dropout=0.1),
     Case("long-half", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
          segments=case_inputs.packed, causal=True, **_GROUPED),
     Case("long-half-bias", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
-         causal=True, bias="NT", bias_forbids=True, lse=False),
-    Case("blocks", block_size=16, q_length=192, kv_length=192, causal=True, window=(70, None), bias="NT", lse=False),
+         causal=True, bias="NT", bias_forbids=True),
+    Case("blocks", block_size=16, q_length=192, kv_length=192, causal=True, window=(70, None), bias="NT"),
     Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=case_inputs.crossed,
          sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
          bias="B", bias_forbids=True, value_dim=6, **_GROUPED),
 )  # fmt: skip
 
 CASES: Final[tuple[Case, ...]] = (*ALONE, *COMBINED, *HALF, *LONG)
-NAMED: Final = {case.name: case for case in CASES}
+ELSEWHERE: Final = (
+    Case("transformed", lse=True, causal=True, sinks="head", bias="NT", slopes=True, **_GROUPED),
+    Case("busy", causal=True, sinks="head", bias="T", slopes=True, dropout=0.2, builder=case_inputs.OF_HEADS,
+         segments=case_inputs.packed, **_GROUPED),
+    Case("shared", causal=True, sinks="shared", bias="", slopes=True, dropout=0.2, **_GROUPED),
+    Case("split-heads", heads=8, kv_heads=4, bias="NT", slopes=True, sinks="each", dropout=0.2,
+         builder=case_inputs.OF_HEADS),
+    Case("uneven-causal", q_length=13, kv_length=13, causal=True, sinks="head", bias="NT"),
+    Case("uneven-cross", q_length=7, kv_length=18, window=(4, 2), bias="", lse=True, **_GROUPED),
+    Case("uneven-segments", q_length=14, kv_length=14, segments=case_inputs.packed, dense_mask="BT", dropout=0.2),
+    Case("uneven-shorter-than-ring", q_length=3, kv_length=2, slopes=True),
+    Case("garbage", lse=True, segments=case_inputs.padding_among_tokens, sinks="head", bias="NT", slopes=True,
+         soft_cap=5.0),
+    Case("garbage-bfloat16", lse=True, segments=case_inputs.padding_among_tokens, dtype="bfloat16", bias="NT"),
+)  # fmt: skip
+"""Cases of tests that look at one thing: transformations, uneven lengths, what padding holds."""
+NAMED: Final = {case.name: case for case in (*CASES, *ELSEWHERE)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring sizes and layouts in which each case runs, and the tier of each combination."""
+"""The ring sizes and layouts in which each named case runs, and the tier of each combination."""
 
 import dataclasses
 import itertools
@@ -14,13 +14,6 @@ from .ranks import Placement
 from .tiers import RINGS
 
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
-ESSENTIAL: Final = frozenset({
-    "plain", "causal", "window", "chunk", "segments", "positions-restart-rows", "mask-of-heads", "dense-mask-heads",
-    "gqa", "value-dim", "cross-causal", "soft-cap", "sinks", "bias", "alibi", "dropout", "fused-backward",
-    "gqa-causal-segments", "segments-unseen-rank", "everything", "causal-bfloat16", "causal-float16",
-    "everything-bfloat16", "long-causal",
-})  # fmt: skip
-"""The cases of the core tier: at least one for each feature."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,25 +36,22 @@ def places(case: Case, largest: int = RINGS[-1]) -> list[tuple[int, str]]:
 def points(largest: int = RINGS[-1]) -> list[tuple[Point, str | None]]:
     """Every point with the smallest tier that holds it, or `None` for rings of more than `largest` ranks.
 
-    A case takes turns: it has a ring of four and one other ring, and other cases have other layouts. The core tier has
-    the turns of the essential cases, and the most used options on two ranks in every layout. The full tier has the
-    turns of all cases, and the most used options everywhere. The exhaustive tier has all points.
+    The full tier has each case in one place, the core tier has the cases that are marked so, and the exhaustive tier
+    has all points.
     """
     found = []
     for number, case in enumerate(CASES):
-        possible = places(case, largest)
-        turns = _by_turns(number, possible)
+        possible, chosen = places(case, largest), one_place(case, number, largest)
         for turn, place in enumerate(places(case), start=number):
+            own = (tiers.CORE if case.core else tiers.FULL) if place == chosen else tiers.EXHAUSTIVE
             point = Point(case, Placement(*place, check_vma=turn % 2 == 0))
-            found.append((point, _tier(case, place, turns) if place in possible else None))
+            found.append((point, own if place in possible else None))
     return found
 
 
 def parameters(cases: Iterable[Case]) -> list[Any]:
-    """The cases as parameters of pytest; the essential ones are in the core tier."""
-    return [
-        pytest.param(case, id=case.name, marks=[tiers.core] if case.name in ESSENTIAL else []) for case in cases
-    ]  # fmt: skip
+    """The cases as parameters of pytest, with their tiers."""
+    return [pytest.param(case, id=case.name, marks=[tiers.core] if case.core else []) for case in cases]
 
 
 def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:
@@ -69,24 +59,4 @@ def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, s
     every = places(case, largest)
     rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
     possible = [place for place in every if place[0] == rings[number % len(rings)]]
-    return possible[number % len(possible)]
-
-
-def _tier(case: Case, place: tuple[int, str], turns: list[tuple[int, str]]) -> str:
-    if case.name in ESSENTIAL and (place in turns or (case.core and place[0] == RINGS[1])):
-        return tiers.CORE
-    return tiers.FULL if case.core or place in turns else tiers.EXHAUSTIVE
-
-
-def _by_turns(number: int, possible: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """The places of case `number`: a ring of four and one other; the next number has the next layout and ring."""
-    rings = list(dict.fromkeys(ring for ring, _ in possible))
-    main = max(ring for ring in rings if ring <= 4)
-    on_main = [place for place in possible if place[0] == main]
-    chosen = [on_main[number % len(on_main)]]
-    others = [ring for ring in rings if ring != main]
-    if others:
-        other = others[number % len(others)]
-        on_other = [place for place in possible if place[0] == other]
-        chosen.append(on_other[number // len(others) % len(on_other)])
-    return chosen
+    return possible[number // len(rings) % len(possible)]

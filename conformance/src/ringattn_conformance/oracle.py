@@ -38,12 +38,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Outputs and gradients, in the shapes of the inputs; `largest` is the largest score that a row sees."""
+    """Outputs and gradients, in the shapes of the inputs; `largest` is the largest score that a row sees.
+
+    `delta` may come from the output as rounded to its dtype. `slack` says by how much that moves the gradients that are
+    sums over all queries, where the effects of all rows add up.
+    """
 
     out: np.ndarray
     lse: np.ndarray
     largest: float
     gradients: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    slack: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -94,6 +99,12 @@ def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return np.atleast_2d(q), np.atleast_2d(kv)
 
 
+def segments(problem: Problem) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The segment ids of queries and of keys; where only one is given it serves both."""
+    q, kv = problem.q_segments, problem.kv_segments
+    return (kv if q is None else q), (q if kv is None else kv)
+
+
 def visible(problem: Problem) -> np.ndarray:
     """Which query sees which key, `[B, N, T, S]`: all masks at once, and no bias of -inf."""
     batch, rows, heads = problem.q.shape[:3]
@@ -110,10 +121,8 @@ def visible(problem: Problem) -> np.ndarray:
             seen &= j <= i + right
     if problem.chunk is not None:
         seen &= (i // problem.chunk == j // problem.chunk) & (j <= i)
-    q_ids, kv_ids = problem.q_segments, problem.kv_segments
-    if q_ids is not None or kv_ids is not None:
-        q_ids, kv_ids = (kv_ids if q_ids is None else q_ids), (q_ids if kv_ids is None else kv_ids)
-        assert q_ids is not None and kv_ids is not None
+    q_ids, kv_ids = segments(problem)
+    if q_ids is not None and kv_ids is not None:
         of_query, of_key = q_ids[:, None, :, None], kv_ids[:, None, None, :]
         seen &= (of_query == of_key) & (of_query >= 0) & (of_key >= 0)
     if problem.seen is not None:
@@ -184,10 +193,15 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
 
     dout = np.asarray(dout, np.float64)
     dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse, np.float64)
+    q_ids, _ = segments(problem)
+    if q_ids is not None:  # cotangents of padding count as zeros
+        dout, dlse = (q_ids >= 0)[:, :, None, None] * dout, (q_ids >= 0)[:, None] * dlse
     delta = np.einsum("btnh,btnh->bnt", dout, out) - dlse
     dp = np.einsum("btnh,bsnh->bnts", dout, v_heads)
     ds = p * (keep * dp - delta[..., None])
     dz = ds if slope_of_cap is None else ds * slope_of_cap
+    rounding = np.einsum("btnh,btnh->bnt", dout, out.astype(problem.v.dtype).astype(np.float64) - out)
+    slack = {}
     by_group = (*k.shape[:2], kv_heads, group)
     gradients = {
         "dq": scale * np.einsum("bnts,bsnh->btnh", dz, k_heads),
@@ -198,12 +212,14 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         gradients["dbias"] = _summed_to(ds, problem.bias.shape)
     if problem.slopes is not None:
         gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
+        slack["dslopes"] = float(np.abs(np.sum(p * rounding[..., None] * distances(problem), (0, 2, 3))).max())
     if problem.sinks is not None and sinks is not None:
         weight = np.exp(sinks[None, :, None, :] - finite_lse[..., None]) * ~np.isneginf(lse)[..., None]
         of_heads = -np.sum(weight * delta[..., None], (0, 2))
+        slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
-    return Answer(out, lse, largest, gradients)
+    return Answer(out, lse, largest, gradients, slack)
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,6 +10,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
 from . import notes
+from .cases import Case
 
 
 def supports(backend: str, *features: Feature) -> bool:
@@ -20,6 +21,11 @@ def supports(backend: str, *features: Feature) -> bool:
 def lacking(backend: str, features: Iterable[Feature]) -> list[Feature]:
     descriptor = discovery.get(backend).descriptor()
     return [feature for feature in features if not descriptor.supports(feature)]
+
+
+def declared(backend: str, case: Case, *kept: Feature) -> Case:
+    """The case without options that the backend does not declare, so that a test of something else still runs."""
+    return case.within({feature for feature in Feature if supports(backend, feature)}.union(kept))
 
 
 @contextlib.contextmanager

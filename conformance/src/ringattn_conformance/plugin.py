@@ -20,6 +20,12 @@ from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION, Recorder
 LARGEST_OPTION: Final = "--ringattn-largest-ring"
 REPORT_OPTION: Final = "--ringattn-report"
 EXPECTATIONS_OPTION: Final = "--ringattn-expectations"
+MIXTURE: Final = "ringattn_mixture"
+FORWARD_MIXTURE: Final = "ringattn_forward_mixture"
+COVERS: Final = 2
+"""How many covers of mixtures the full tier has; the core tier has one."""
+FORWARD_STEP: Final = 8
+"""Of so many mixtures one also runs without gradients, which is another program."""
 DEVICES: Final = tiers.RINGS[-1]
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"
@@ -125,7 +131,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = metafunc.fixturenames
-    if PARAMETER in names:
+    mixtures = [name for name in names if name in (MIXTURE, FORWARD_MIXTURE)]
+    if mixtures:
+        metafunc.parametrize(
+            (PARAMETER, *mixtures), _mixtures(metafunc.config, FORWARD_STEP if FORWARD_MIXTURE in names else 1)
+        )
+    elif PARAMETER in names:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
     if "ringattn_point" in names:
         from .lattice import points
@@ -133,6 +144,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = points(metafunc.config.option.ringattn_largest_ring)
         parameters = [pytest.param(point, id=str(point), marks=tiers.mark(tier)) for point, tier in found]
         metafunc.parametrize("ringattn_point", parameters)
+
+
+@pytest.fixture
+def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
+    """The largest ring of the cases that take turns over ring sizes."""
+    return request.config.option.ringattn_largest_ring
+
+
+def _mixtures(config: pytest.Config, step: int) -> list[Any]:
+    """Every backend with each of its mixtures, or with every so many; the first cover is in the core tier."""
+    from ringattn_core.backends import discovery
+    from ringattn_core.contract.features import Feature
+
+    from .mixtures import mixtures
+
+    found = []
+    for name in backends(config):
+        features = frozenset(filter(discovery.get(name).descriptor().supports, Feature))
+        for mixture in mixtures(features, config.option.ringattn_largest_ring, COVERS)[::step]:
+            tier = tiers.mark(tiers.FULL if mixture.cover else tiers.CORE)
+            found.append(pytest.param(name, mixture, id=f"{name}-{mixture}", marks=tier))
+    return found
 
 
 def backends(config: pytest.Config) -> list[str]:

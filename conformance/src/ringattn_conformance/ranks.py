@@ -11,15 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
+from ringattn_core.call.options import ARRAYS
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.features import Feature
+from ringattn_core.placement import arrays
+from ringattn_core.placement.arrays import Roles
 
 from . import notes, oracle
-from .cases import OPERANDS, Case, Inputs
+from .cases import KEYWORDS, OPERANDS, Case, Inputs
 
 RING: Final = "ring"
 DATA: Final = "data"
 HEADS: Final = "heads"
+ROLES: Final = Roles((DATA,), (RING,), (HEADS,))
+KINDS: Final = {name: ARRAYS[keyword] for name, keyword in KEYWORDS.items()} | {
+    "out": arrays.Output, "lse": arrays.LogSumExp,
+}  # fmt: skip
+"""The type of every array and result of a call, which has the letters of its axes."""
 Arrays = dict[str, jax.Array]
 Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
 """A function of the differentiable and the other inputs that gives `(out,)` or `(out, lse)`."""
@@ -91,13 +99,8 @@ class Placed:
 
     @property
     def fixed(self) -> Arrays:
-        problem = self.inputs.problem
-        given = {
-            "q_segments": problem.q_segments, "kv_segments": problem.kv_segments,
-            "q_positions": problem.q_positions, "kv_positions": problem.kv_positions,
-            "mask": self.inputs.dense_mask, "seed": np.uint32(problem.seed) if problem.dropout else None,
-        }  # fmt: skip
-        return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items() if x is not None}
+        given = self.inputs.fixed
+        return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items()}
 
     @property
     def cotangents(self) -> tuple[jax.Array, ...]:
@@ -111,29 +114,21 @@ class Placed:
 
     def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
         """An array whose sequence axis goes from natural order to the order of the layout, or back."""
-        axis = _axes(name, np.ndim(x)).get(RING)
-        if axis is None or np.shape(x)[axis] == 1:
+        axis = _axis_of_tokens(name, np.shape(x))
+        if axis is None:
             return np.asarray(x)
         order = oracle.order(self.placement.layout, self.placement.ring, np.shape(x)[axis])
         return np.take(np.asarray(x), np.argsort(order) if inverse else order, axis)
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The sharding of an array over the mesh; broadcast axes of length 1 are replicated."""
-        names: list[str | None] = [None] * len(shape)
-        full = {DATA: self.case.batch, HEADS: 2}
-        for mesh_axis, axis in _axes(name, len(shape)).items():
-            broadcasts = shape[axis] == 1 and (mesh_axis == RING or full[mesh_axis] > 1) and name in ("bias", "mask")
-            counts_all_heads = name == "sinks" and len(shape) == 1
-            names[axis] = None if broadcasts or counts_all_heads else mesh_axis
-        return PartitionSpec(*names)
+        return ROLES.spec(KINDS[name], shape)
 
     def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:
         """The call of one rank."""
         placement, case = self.placement, self.case
         options: dict[str, Any] = {"axis_name": RING, "backend": self.backend, **static_options(case)}
-        options |= {_KEYWORDS[name]: x for name, x in fixed.items()}
-        if "slopes" in operands:
-            options["alibi_slopes"] = operands["slopes"]
+        options |= {KEYWORDS[name]: x for name, x in (operands | fixed).items()}
         if placement.layout != "contiguous":
             options["layout"] = placement.layout
         if placement.two_way:
@@ -142,9 +137,7 @@ class Placed:
             options["batch_axis_name"] = DATA
         if placement.heads > 1:
             options["head_axis_name"] = HEADS
-        found = ring_attention(
-            operands["q"], operands["k"], operands["v"], operands.get("sinks"), operands.get("bias"), **options | more
-        )
+        found = ring_attention(**options | more)
         return found if isinstance(found, tuple) else (found,)
 
     def everywhere(self, local: Local | None = None) -> Local:
@@ -168,23 +161,19 @@ class Placed:
     def _emulated(self, local: Local, operands: Arrays, fixed: Arrays) -> tuple[jax.Array, ...]:
         ring = self.placement.ring
 
-        def axis_of(name: str, x: jax.Array) -> int | None:
-            axis = _axes(name, x.ndim).get(RING)
-            return None if axis is None or (x.shape[axis] == 1 and name == "bias") else axis
-
         def split(name: str, x: jax.Array) -> jax.Array:
-            axis = axis_of(name, x)
+            axis = _axis_of_tokens(name, x.shape)
             if axis is None:
                 return x
             return jnp.moveaxis(x.reshape(*x.shape[:axis], ring, x.shape[axis] // ring, *x.shape[axis + 1 :]), axis, 0)
 
         trees = (operands, fixed)
         shards = [{name: split(name, x) for name, x in tree.items()} for tree in trees]
-        axes = [{n: None if axis_of(n, x) is None else 0 for n, x in tree.items()} for tree in trees]
+        axes = [{n: None if _axis_of_tokens(n, x.shape) is None else 0 for n, x in tree.items()} for tree in trees]
         found = jax.vmap(local, tuple(axes), axis_name=RING)(*shards)
         whole = []
         for name, x in zip(self.outputs, found, strict=True):
-            axis = _axes(name, x.ndim - 1)[RING]
+            axis = 2 if name == "lse" else 1
             x = jnp.moveaxis(x, 0, axis)
             whole.append(x.reshape(*x.shape[:axis], ring * x.shape[axis + 1], *x.shape[axis + 2 :]))
         return tuple(whole)
@@ -239,7 +228,7 @@ def static_options(case: Case) -> dict[str, Any]:
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
-        "return_lse": case.lse, "fused_backward": case.fused_backward,
+        "return_lse": case.lse, "fused_backward": case.fused_backward, "precision": case.precision,
         "mask_builder": case.builder.build if case.builder else None,
         "cfg": _blocks_of(case.block_size) if case.block_size else None,
     }  # fmt: skip
@@ -250,20 +239,7 @@ def _blocks_of(size: int) -> RingAttentionConfig:
     return RingAttentionConfig(FwdParams(size, size), BwdParams(size, size))
 
 
-_KEYWORDS: Final = {
-    "q_segments": "q_segment_ids", "kv_segments": "kv_segment_ids", "q_positions": "q_positions",
-    "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
-}  # fmt: skip
-
-
-def _axes(name: str, rank: int) -> dict[str, int]:
-    """By axis of the mesh, the axis of the named array that it splits."""
-    if name in ("q", "k", "v", "out"):
-        return {DATA: 0, RING: 1, HEADS: 2}
-    if name in ("bias", "mask", "lse"):
-        return {DATA: 0, HEADS: 1, RING: 2}
-    if name in ("q_segments", "kv_segments"):
-        return {DATA: 0, RING: 1}
-    if name in ("q_positions", "kv_positions"):
-        return {DATA: 0, RING: 1} if rank == 2 else {RING: 0}
-    return {HEADS: 0} if name in ("sinks", "slopes") else {}
+def _axis_of_tokens(name: str, shape: tuple[int, ...]) -> int | None:
+    """The axis that the ring splits; `None` if there is none, or if it is broadcast."""
+    names = ROLES.spec(KINDS[name], shape)
+    return names.index(RING) if RING in names else None

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
-from . import certificate, environment, notes
+from . import certificate, coverage, environment, notes
 from .collection import Collection, Name
 from .schema import FORMAT, UNDECLARED, BackendReport, Error, FeatureReport, Nearest, Options, Outcome, Report
 
@@ -75,6 +75,8 @@ def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, 
     registration = discovery.registrations()[name]
     descriptor = registration.descriptor()
     tests = run.of(name)
+    passes = coverage.compared((ran.outcome, ran.notes) for ran in tests)
+    declared = [feature.name for feature in Feature if descriptor.supports(feature)]
 
     def with_outcome(outcome: Outcome) -> list[str]:
         return sorted(ran.name.test for ran in tests if ran.outcome == outcome)
@@ -96,8 +98,12 @@ def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, 
         "not_run": collection.not_run(name, run.tests),
         "rings": _rings(tests),
         "features": {
-            feature.name: _feature(feature.name, descriptor.features.get(feature), tests) for feature in Feature
+            feature.name: _feature(feature.name, descriptor.features.get(feature), tests)
+            | {"tried": coverage.tried(feature.name, passes)}
+            for feature in Feature
         },
+        "untried": coverage.untried(declared, passes),
+        "uncovered": coverage.uncovered(declared, passes),
         "worst": _worst(tests),
     }
 

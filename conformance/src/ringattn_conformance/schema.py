@@ -34,13 +34,15 @@ class Nearest(Error):
 class FeatureReport(TypedDict):
     """A feature: how it is declared, what became of the tests that need it, and how many demand a refusal for its lack.
 
-    `support` is a name of `ringattn_core.Support`, or `UNDECLARED`.
+    `support` is a name of `ringattn_core.Support`, or `UNDECLARED`. `tried` counts by dtype the tests that passed and
+    compared the numbers of a call that needs the feature.
     """
 
     support: str
     outcomes: dict[str, int]
     refusals: int
     worst: Nearest | None
+    tried: NotRequired[dict[str, int]]
 
 
 class Certificate(TypedDict):
@@ -52,7 +54,11 @@ class Certificate(TypedDict):
 
 
 class BackendReport(TypedDict):
-    """One backend: what it is, what was tried and left out, by test id, and what came of it."""
+    """One backend: what it is, what was tried and left out, by test id, and what came of it.
+
+    `untried` are declared features that no passing test compared with the oracle in a declared dtype, `uncovered` the
+    pairs of features, layouts and rings that no such test had together.
+    """
 
     distribution: str
     version: str
@@ -71,6 +77,8 @@ class BackendReport(TypedDict):
     rings: dict[str, dict[str, int]]
     features: dict[str, FeatureReport]
     worst: dict[str, dict[str, Error]]
+    untried: NotRequired[list[str]]
+    uncovered: NotRequired[list[str]]
 
 
 class Devices(TypedDict):

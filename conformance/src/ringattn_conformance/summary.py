@@ -15,7 +15,9 @@ LISTED: Final = 20
 """The most test ids of a list; the report has all of them."""
 WIDTH: Final = 1000
 """Wide enough that no test id is wrapped."""
-HEADINGS: Final = ("feature", "declared", "passed", "failed", "expected to fail", "refused", "nearest to its tolerance")
+HEADINGS: Final = (
+    "feature", "declared", "passed", "failed", "expected to fail", "refused", "compared", "nearest to its tolerance",
+)  # fmt: skip
 OUTCOMES: Final = {
     "passed": "passed",
     "failed": "failed",
@@ -44,6 +46,8 @@ def lines(backend: BackendReport, report: Report) -> list[str]:
         ("not_run", "selected and not run"),
     ):
         found += listed(what, backend[key])
+    found += listed("declared, not tried", backend.get("untried", ()))
+    found += listed("pairs that no test compared", backend.get("uncovered", ()))
     found += listed("expected to fail", (f"{test}: {why}" for test, why in backend["expected_failures"].items()))
     found += listed("crashed the process", report["crashes"])
     found.append(", ".join(f"{n} {OUTCOMES[outcome]}" for outcome, n in backend["outcomes"].items()) or "nothing ran")
@@ -83,7 +87,8 @@ def _row(feature: str, found: FeatureReport) -> tuple[str, ...]:
     failed = outcomes.get("failed", 0) + outcomes.get("unexpected_pass", 0)
     counts = (outcomes.get("passed", 0), failed, outcomes.get("expected_failure", 0), found["refusals"])
     near = f"{notes.share(worst):.1%} ({worst['result']}, {worst['dtype']})" if worst else ""
-    return (feature, found["support"].lower(), *(str(count or "") for count in counts), near)
+    tried = ", ".join(f"{dtype.lower()} {count}" for dtype, count in found.get("tried", {}).items())
+    return (feature, found["support"].lower(), *(str(count or "") for count in counts), tried, near)
 
 
 def _rings(rings: dict[str, dict[str, int]]) -> str:

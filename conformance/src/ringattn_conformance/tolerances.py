@@ -40,7 +40,7 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[s
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():
-        tolerance = allowed(name, dtype, wanted[name], answer.largest)
+        tolerance = allowed(name, dtype, wanted[name], answer.largest) + answer.slack.get(name, 0.0)
         fault = difference(name, x, wanted[name], tolerance)
         if fault:
             faults.append(fault)

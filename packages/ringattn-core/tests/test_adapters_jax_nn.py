@@ -192,7 +192,8 @@ def test_inside_a_shard_map_lengths_and_masks_of_keys_are_those_of_the_whole_seq
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, row: jax.Array) -> jax.Array:
         options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "mask": row, "is_causal": True}
-        return dot_product_attention(query, key, value, **options, axis_name="sp", layout=layout)
+        named = {"axis_name": "sp", "batch_axis_name": "data"}
+        return dot_product_attention(query, key, value, **options, **named, layout=layout)
 
     spread = jax.shard_map(local, mesh=there, in_specs=(split, split, split, P("data"), P("data")), out_specs=split)
     out = jax.jit(spread)(*(to_layout(x, layout, 4) for x in operands()), LENGTHS, row)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core.backends import discovery
-from ringattn_core.cli import analysis, memory, shards
+from ringattn_core.cli import analysis, memory
 from ringattn_core.cli.abstract_call import AXIS, AbstractCall
 from ringattn_core.cli.analysis import CallAnalysis
+from ringattn_core.cli.main import parsed
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 from ringattn_core.contract.merge import empty
@@ -28,36 +29,35 @@ MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
-def asked(tokens: int = 64, ring: int = 4, keys: int | None = None, **options: Any) -> AbstractCall:
-    keys = tokens if keys is None else keys
-    given = {"dtype": "float32", **options}
-    value = given.pop("value_size", 8)
-    return AbstractCall((2, tokens, 4, 8), (2, keys, 2, 8), (2, keys, 2, value), ring, **given)
+def asked(words: str = "", tokens: int = 64, ring: int = 4, kv: str = "") -> AbstractCall:
+    shapes = f"--query 2,{tokens},4,8 --kv {kv or f'{tokens},2'} --ring {ring}"
+    dtype = "" if "--dtype" in words else "--dtype f32"
+    return AbstractCall.of(parsed(f"explain {shapes} {dtype} {words}".split()))
 
 
 REQUESTS = {
     "nothing": asked(),
-    "causal": asked(causal=True),
-    "causal zigzag": asked(causal=True, layout="zigzag"),
-    "causal striped": asked(causal=True, layout="striped", value_size=5),
-    "bfloat16": asked(dtype="bfloat16"),
-    "one hop by window": asked(sliding_window=(5, 0)),
-    "far hops by window": asked(sliding_window=(5, 5)),
-    "three hops by window": asked(ring=8, sliding_window=(17, 0), causal=True),
-    "no hop by chunk": asked(chunk_size=16),
-    "one hop by chunk": asked(chunk_size=9),
-    "many queries": asked(128, keys=64, causal=True, sliding_window=(20, 0)),
-    "documents": asked(documents=(30, 20, 9), causal=True, layout="zigzag"),
-    "documents whose positions restart": asked(documents=(30, 20, 9), causal=True, restart_positions=True),
-    "prefix": asked(prefix=20),
-    "padded": asked(61, causal=True),
-    "padded keys": asked(64, keys=57),
-    "everything else": asked(causal=True, sinks=2, alibi=True, bias=(1, 4, 1, 64), dropout_prob=0.5, return_lse=True),
-    "two ways": asked(causal=True, layout="zigzag", two_way=True),
-    "two ways, one of them": asked(sliding_window=(5, 0), two_way=True),
-    "two ways of three": asked(48, ring=3, causal=True, two_way=True, value_size=5),
-    "ring of eight": asked(ring=8, causal=True),
-    "alone": asked(ring=1, causal=True),
+    "causal": asked("--causal"),
+    "causal zigzag": asked("--causal --layout zigzag"),
+    "causal striped": asked("--causal --layout striped", kv="64,2,5"),
+    "bfloat16": asked("--dtype bf16"),
+    "one hop by window": asked("--window 5,0"),
+    "far hops by window": asked("--window 5"),
+    "three hops by window": asked("--window 17,0 --causal", ring=8),
+    "no hop by chunk": asked("--chunk 16"),
+    "one hop by chunk": asked("--chunk 9"),
+    "many queries": asked("--causal --window 20,0", 128, kv="64,2"),
+    "documents": asked("--documents 30,20,9 --causal --layout zigzag"),
+    "documents whose positions restart": asked("--documents 30,20,9 --causal --restart-positions"),
+    "prefix": asked("--prefix 20"),
+    "padded": asked("--causal", 61),
+    "padded keys": asked(kv="57,2"),
+    "everything else": asked("--causal --sinks 2 --alibi --bias 1,4,1,64 --dropout 0.5 --lse"),
+    "two ways": asked("--causal --layout zigzag --two-way"),
+    "two ways, one of them": asked("--window 5,0 --two-way"),
+    "two ways of three": asked("--causal --two-way", 48, ring=3, kv="48,2,5"),
+    "ring of eight": asked("--causal", ring=8),
+    "alone": asked("--causal", ring=1),
 }
 PLANS = (
     "causal zigzag", "causal striped", "bfloat16", "far hops by window", "three hops by window", "no hop by chunk",
@@ -85,15 +85,14 @@ def moved(program: str, operation: str, of: Collection[str] = SIZES.keys()) -> C
     return found
 
 
-def ring_of(request: AbstractCall) -> Mesh:
-    return Mesh(np.array(jax.devices()[: request.ring]), (AXIS,))
-
-
 def program(request: AbstractCall, gradients: bool, backend: str = "xla") -> str:
-    forward, both = memory.programs(request, ring_of(request), backend)
-    floating = request.floating()
-    arguments = (floating, jax.eval_shape(forward, floating)) if gradients else (floating,)
-    return jax.jit(both if gradients else forward).lower(*arguments).compile().as_text() or ""
+    return memory.program(request, backend, 1 + gradients).as_text() or ""
+
+
+def messages(found: CallAnalysis, phase: str = "") -> Counter[int]:
+    """The sizes of the messages of a pass, or of both, with the number of each size."""
+    rows = [row for row in found.sent if row["pass"].startswith(phase)]
+    return sum((Counter({row["bytes"]: row["times"]}) for row in rows), Counter())
 
 
 def test_moved_counts_the_collectives_of_a_program() -> None:
@@ -105,16 +104,15 @@ def test_moved_counts_the_collectives_of_a_program() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> None:
     found = explained(name)
-    wanted = Counter(message.bytes for message in (*found.forward, *found.backward))
     text = program(REQUESTS[name], gradients=True)
-    assert moved(text, "collective-permute") == wanted
+    assert moved(text, "collective-permute") == messages(found)
     sends = {hop.number for hop in found.hops if hop.offset}
-    assert len(found.forward) == len(sends) * max(hop.ways for hop in found.hops)
+    assert messages(found, "forward").total() == len(sends) * max(hop.ways for hop in found.hops)
 
 
 @pytest.mark.parametrize("name", ["causal", "bfloat16", "far hops by window", "padded"])
 def test_without_gradients_it_sends_the_forward_messages(name: str) -> None:
-    wanted = Counter(message.bytes for message in explained(name).forward)
+    wanted = messages(explained(name), "forward")
     assert moved(program(REQUESTS[name], gradients=False), "collective-permute") == wanted
     assert wanted
 
@@ -157,13 +155,14 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     recorder = Recorder(found.tile)
     features = dict.fromkeys(Feature, Support.FULL)
     backend = Backend("recorder", 1, ("cpu",), features, kernel="nowhere:KERNEL")
-    forward, _ = memory.programs(request, ring_of(request), "recorder")
-    floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating().items()}
+    mesh = Mesh(np.array(jax.devices()[: request.ring]), (AXIS,))
+    floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating.items()}
     with discovery.registered(backend, recorder):
-        jax.block_until_ready(jax.jit(forward)(floating))
+        jax.block_until_ready(jax.jit(lambda x: request.attend(x, mesh, "recorder"))(floating))
         jax.effects_barrier()
     q_length, kv_length = found.lengths
-    starts = [order(request.layout, request.ring, request.ring * n)[::n].tolist() for n in (q_length, kv_length)]
+    layout = request.options["layout"]
+    starts = [order(layout, request.ring, request.ring * n)[::n].tolist() for n in (q_length, kv_length)]
     got: dict[tuple[int, int], list[np.ndarray]] = {}
     for row, column, states in recorder.noted:
         got.setdefault((starts[0].index(row), starts[1].index(column)), []).append(states)
@@ -175,7 +174,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
             for row in np.concatenate(got[place]):
                 np.testing.assert_array_equal(row, found.states[rank, number], f"rank {rank}, hop {number}")
             states = found.states[rank, number]
-            assert hop.tiles[rank] == (states > 0).sum() and hop.whole[rank] == (states == 2).sum()
+            assert found.tiles[number, rank] == (states > 0).sum()
     assert Counter({place: len(blocks) for place, blocks in got.items()}) == expected, "blocks that nobody told of"
 
 
@@ -183,13 +182,18 @@ def test_separate_sends_of_a_kernel_are_in_the_analysis() -> None:
     with discovery.registered(SEPARATE, SeparateSends()):
         found = analysis.analyse(REQUESTS["bfloat16"], "cpu", "separate")
         text = program(REQUESTS["bfloat16"], gradients=True, backend="separate")
-    assert not any(message.keys and message.gradients for message in found.backward)
-    assert moved(text, "collective-permute") == Counter(x.bytes for x in (*found.forward, *found.backward))
+    assert not any("with" in row["what"] for row in found.sent)
+    assert moved(text, "collective-permute") == messages(found)
     together = explained("bfloat16")
-    assert sum(x.bytes for x in found.backward) == sum(x.bytes for x in together.backward)
-    more = {entry.what: entry.bytes for entry in set(found.memory) - set(together.memory)}
-    gradients = next(entry.bytes for entry in together.memory if "dk, dv" in entry.what)
-    assert more == {"dk, dv of half of the own heads": gradients // 2} and set(together.memory) < set(found.memory)
+    assert any("with" in row["what"] for row in together.sent)
+    sums = [sum(size * times for size, times in messages(x).items()) for x in (found, together)]
+    assert sums[0] == sums[1]
+    ours, theirs = (
+        {row["arrays"]: row["bytes"] for row in x.memory if row["pass"] == "backward"} for x in (found, together)
+    )
+    more = {name: size - theirs.get(name, 0) for name, size in ours.items() if size != theirs.get(name)}
+    half = theirs["dk, dv of the hop, float32"] // 2
+    assert more == {"dk, dv of half of the own heads": half, memory.TOGETHER: half}
 
 
 def test_skipped_hops_have_no_visible_tile() -> None:
@@ -205,23 +209,21 @@ def test_skipped_hops_have_no_visible_tile() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_memory_listed_is_most_of_what_xla_plans(dtype: str) -> None:
-    request = AbstractCall((1, 8192, 8, 64), (1, 8192, 8, 64), (1, 8192, 8, 64), 4, dtype, causal=True)
+    request = AbstractCall.of(parsed(f"explain --query 1,8192,8,64 --ring 4 --dtype {dtype} --causal".split()))
     found = analysis.analyse(request, "cpu", "xla", compiled=True)
-    assert found.compiled and found.compiled.forward and found.compiled.both
-    for phase, planned in (("forward", found.compiled.forward), ("backward", found.compiled.both)):
-        named = sum(entry.bytes for entry in found.memory if entry.phase == phase)
+    assert found.compiled and found.compiled["devices"] == "4 x cpu"
+    for phase, planned in (("forward", found.compiled["forward"]), ("backward", found.compiled["both"])):
+        *parts, named = (row["bytes"] for row in found.memory if row["pass"] == phase)
+        assert sum(parts) == named
         assert 0.7 * planned <= named <= 1.15 * planned, f"{phase}: {named} is named and XLA plans {planned}"
 
 
 @pytest.mark.parametrize("name", ["causal", "everything else", "bfloat16"])
 def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
     request, found = REQUESTS[name], explained(name)
-    mesh = ring_of(request)
-    specs = dict(shards.shard(request).specs)
-    floating = {name: memory.placed(x, specs[name], mesh) for name, x in request.floating().items()}
-    compiled = jax.jit(memory.programs(request, mesh, "xla")[0]).lower(floating).compile().memory_analysis()
+    compiled = memory.program(request, "xla", 1).memory_analysis()
     assert compiled is not None
-    held = {entry.what.split()[0]: entry.bytes for entry in found.memory if entry.phase == "call"}
+    held = {row["arrays"].split()[0]: row["bytes"] for row in found.memory if row["pass"] == "call"}
     assert held["inputs"] == compiled.argument_size_in_bytes
     # With several results, XLA adds the size of a pointer to each.
     assert 0 <= compiled.output_size_in_bytes - held["output"] <= 64
@@ -229,16 +231,18 @@ def test_the_inputs_and_the_output_are_those_of_one_device(name: str) -> None:
 
 def test_ids_and_positions_are_counted_as_gathered() -> None:
     plain, restarting = explained("documents"), explained("documents whose positions restart")
-    (ids,), (both,) = ([x.bytes for x in found.memory if x.what.startswith("ids")] for found in (plain, restarting))
+    (ids,), (both,) = (
+        [x["bytes"] for x in found.memory if x["arrays"].startswith("ids")] for found in (plain, restarting)
+    )
     assert ids == 4 * 2 * (16 + 64), "an int32 for each of 2 x 16 queries and 2 x 64 keys"
     assert both == ids + 4 * (16 + 64), "and positions of all rows together"
-    assert not [x for x in explained("causal").memory if x.what.startswith("ids")]
+    assert not [x for x in explained("causal").memory if x["arrays"].startswith("ids")]
 
 
 def test_explaining_a_large_call_allocates_nothing_large() -> None:
     tokens = 2**20
-    request = AbstractCall((8, tokens, 128, 256), (8, tokens, 128, 256), (8, tokens, 128, 256), 16, causal=True)
+    request = AbstractCall.of(parsed(f"explain --query 8,{tokens},128,256 --ring 16 --causal".split()))
     found = analysis.analyse(request, "tpu", "xla")
-    assert found.memory[0].bytes == 3 * 8 * tokens * 128 * 256 * 2 // 16
+    assert found.memory[0]["bytes"] == 3 * 8 * tokens * 128 * 256 * 2 // 16
     assert found.tile == (512, 512), "the default tile grows with the sequence"
-    assert all(hop.tiles[15] for hop in found.hops)
+    assert found.tiles[:, 15].all()

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from ringattn_core import errors, ring_attention
+from ringattn_core.call.options import OPTIONS
+from ringattn_core.cli.call_arguments import option_arguments
 from ringattn_core.cli.main import main
 from ringattn_core.contract.features import Feature
 
@@ -106,9 +108,9 @@ def test_info_shows_the_kernel_the_probe_and_every_feature(install, capsys) -> N
     add(install, "good")
     status, out, _ = said(capsys, "info", "good")
     assert status == 0
-    assert line_of(out, "kernel").split() == ["kernel", "good_block:kernel"]
-    assert line_of(out, "here").split() == ["here", "available"]
-    assert "made-good 2.5" in line_of(out, "distribution")
+    facts = {"door": "kernel", "implementation": "good_block:kernel", "available": "yes", "distribution": "made-good"}
+    for name, fact in facts.items():
+        assert line_of(out, name).split() == [name, fact]
     for feature in Feature:
         word = {"BIAS": "planned", "DROPOUT": "not declared"}.get(feature.name, "supported")
         assert word in line_of(out, feature.name) and feature.value.split()[0] in line_of(out, feature.name)
@@ -144,7 +146,6 @@ WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
     "dropout": (["--dropout", "1.5"], {"dropout_prob": 1.5, "dropout_seed": 0}),
     "soft cap": (["--soft-cap", "-1"], {"logits_soft_cap": -1.0}),
     "bias": (["--bias", "1,3,1,64"], {"bias": (1, 3, 1, 64)}),
-    "dtype": (["--dtype", "int8"], {"dtype": "int8"}),
     "precision": (["--precision", "exact"], {"precision": "exact"}),
 }
 
@@ -167,9 +168,14 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--ring", "0"], "--ring: got 0. Pass the number of ranks, 1 or more"),
-        (["--dtype", "f31"], "--dtype: got 'f31'. Known dtypes: float32, float16, bfloat16"),
+        (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
+        (["--ring", "1000000"], "--ring: got 1000000. Pass the number of ranks, from 1 to 4096"),
+        (["--mask-builder", "os:getcwd"], "mask_builder: cannot be called with five arguments"),
         (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
+        (
+            ["--query", f"1,{2**20},4,8", "--tile", "4,4"],
+            f"--tile: 4,4 makes {2**36} tiles. At most {2**26} can be shown",
+        ),
         (["--tile", "0,8"], "--tile: got 0,8. Pass positive lengths of queries and keys"),
         (
             ["--mask-builder", "json:nothing"],
@@ -192,16 +198,33 @@ def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsy
         (["--query", "1,2"], "argument --query: got 2 numbers, it needs B,T,N,H"),
         (["--query", "1,2,3,x"], "argument --query: got '1,2,3,x', it needs whole numbers B,T,N,H"),
         (["--kv", "64"], "argument --kv: got 1 numbers, it needs S,K or S,K,Hv"),
-        (["--query=1,-2,3,4"], "argument --query: got -2, it needs lengths of 0 or more"),
-        (["--window", "1,2,3"], "argument --window: got '1,2,3', it needs W or L,R"),
-        (["--causal", "--prefix", "3"], "argument --prefix: not allowed with argument --causal"),
+        (["--query", "1,-2,3,4"], "argument --query: got -2, it needs lengths from 0 to"),
+        (["--query", f"1,{10**13},4,8"], "argument --query: got 10000000000000, it needs lengths from 0 to"),
+        (["--sinks", "-1"], "argument --softmax-aux/--sinks: got -1, it needs lengths from 0 to"),
+        (["--platform", "mars"], "argument --platform: invalid choice: 'mars'"),
+        (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
+        (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3', it needs W or L,R"),
+        (["--prefix", "3", "--mask-builder", "a:b"], "argument --mask-builder: not allowed with argument --prefix"),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> None:
     with pytest.raises(SystemExit) as left:
         main([*CALL, *arguments])
-    assert left.value.code == 2
-    assert fault in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and err.count("\n") == 1 and err.startswith(f"ringattn explain: {fault}")
+
+
+def test_the_command_line_takes_every_option_of_a_call() -> None:
+    named = {name for name, _ in option_arguments()}
+    otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
+    never = {"attention_mask", "axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
+    assert sorted([*named, *otherwise, *never, "dropout_seed"]) == sorted(option.name for option in OPTIONS)
+
+
+def test_a_side_of_a_window_may_be_unbounded(capsys) -> None:
+    for window in ("-,5", "none,5"):
+        status, out, _ = said(capsys, *CALL, "--window", window)
+        assert status == 0 and "sliding window -,5;" in out
 
 
 def test_help_says_what_each_command_does(capsys) -> None:
@@ -217,7 +240,7 @@ def shell(code: str, **options: Any) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["explain", "--help"], ["--version"], ["explain", "--query", "1"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["expalin"], []])
 def test_help_and_mistakes_are_answered_without_loading_jax(arguments: list[str]) -> None:
     code = f"""
 import sys
@@ -258,4 +281,4 @@ def test_an_error_says_where_the_name_came_from_and_nothing_of_jax(capsys, monke
     error = errors.InputError("x", "got 1", "Pass 2")
     error.add_note("It was\nasked for.")
     error.add_note("-----\nJAX has removed frames.")
-    assert error.one_line() == "x: got 1. Pass 2 It was asked for."
+    assert error.one_line() == "x: got 1. Pass 2. It was asked for."

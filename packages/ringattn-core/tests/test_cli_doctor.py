@@ -108,7 +108,7 @@ def test_a_variable_that_nobody_reads_is_a_fault(install, capsys, monkeypatch) -
     monkeypatch.setenv("RINGATTN_BACKND", "good")
     status, _ = said(capsys)
     (fault,) = doctor.diagnose().faults
-    assert status == 0 and "RINGATTN_BACKND is not known (did you mean RINGATTN_BACKEND?)" in fault
+    assert status == 0 and "RINGATTN_BACKND is not known (did you mean 'RINGATTN_BACKEND'?)" in fault
     assert fault.endswith("Correct its name, or unset it")
 
 

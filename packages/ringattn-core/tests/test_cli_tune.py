@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of `ringattn tune` and `ringattn cache`: a call runs with the configuration that they stored for it."""
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import ring_attention
-from ringattn_core.cli import cache as cache_command
-from ringattn_core.cli import tune
+from ringattn_core.cli.main import parsed
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.errors import RingAttnError
 from ringattn_core.masks import Causal, Prefix
@@ -50,11 +48,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]
 
 
 def ringattn(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers(required=True)
-    for module in (tune, cache_command):
-        module.add(subparsers)
-    given = parser.parse_args(arguments)
+    given = parsed(arguments)
     return given.run(given)
 
 
@@ -67,12 +61,12 @@ class TestTune:
         assert ringattn("tune", "--query", "1,64,2,16", "--backend", "xla") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == f"xla on cpu, {os.uname().machine}, {os.cpu_count()} cores: 64 queries by 64 keys a rank"
-        assert [line.split() for line in lines if line.startswith("*")] == [
-            ["*", "q_blocksize=64", "1.000", "0.50", "15"],
-            ["*", "as", "the", "kernel", "chooses", "3.000", "1.00", "15"],
+        assert [line.split() for line in lines if line.startswith("->")] == [
+            ["->", "q_blocksize=64", "1.000", "0.50", "15"],
+            ["->", "as", "the", "kernel", "chooses", "3.000", "1.00", "15"],
         ]
         heads = [line.split() for line in lines if "parameters" in line]
-        assert heads == [["parameters", "ms", "of", "the", "default", "rounds"]] * 2
+        assert heads == [["parameters", "ms", "of", "the", "default", "rounds", "failure"]] * 2
         others = [line.split() for line in lines if line.startswith("  ") and "parameters" not in line]
         assert [words[0] for words in others] == ["as", "q_blocksize=128", "q_blocksize=32"]
         assert others[1][1] == "deep=3"
@@ -142,8 +136,6 @@ class TestTune:
             (["--query", "1,64,2,16", "--backend", "xal"], "did you mean 'xla'"),
             (["--query", "1,64,3,16", "--kv", "64,2"], "heads"),
             (["--query", "1,64,2,16", "--ring", "0"], "--ring: got 0. Pass the number of ranks"),
-            (["--query", "1,64,2,16", "--dtype", "int8"], "query: has dtype int8. Cast query, key and value to one of"),
-            (["--query", "1,64,2,16", "--dtype", "f31"], "--dtype: got 'f31'. Known dtypes: float32"),
             (["--query", "1,64,2,16", "--layout", "spiral"], "layout: got 'spiral'"),
             (["--query", "1,64,2,16", "--chunk", "0"], "chunk_size"),
         ],
@@ -166,14 +158,16 @@ class TestTune:
 
     def test_tunes_the_padded_length_of_a_rank_where_the_call_is_padded(self, tuned: list[Any]) -> None:
         ringattn("tune", "--query", "1,63,2,16", "--ring", "2", "--backend", "xla")
-        assert (tuned[0].q_length, tuned[0].kv_length, tuned[0].segments) == (32, 32, True)
+        assert (tuned[0].q_length, tuned[0].kv_length) == (32, 32)
+        assert dict(tuned[0].options)["q_segment_ids"] == "int32[1, 32]"
 
     def test_masks_of_heads_reach_the_tuner(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given = []
         monkeypatch.setattr(tuner, "fastest", lambda *arguments: given.append(arguments) or OUTCOME)
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--prefix", "3", "--ring", "2")
-        ((_, problem, _, built),) = given
-        assert problem.masks == tuple(map(repr, built.masks)) and "Prefix(length=3)" in problem.masks[0]
+        ((_, problem, _),) = given
+        (mask,) = dict(problem.options)["mask_builder"]
+        assert "Prefix(length=3)" in mask and repr(problem.call.mask_builder.masks[0]) == mask
 
 
 class TestCache:
@@ -186,7 +180,7 @@ class TestCache:
         assert head == f"1 in {cache.directory()}"
         assert name == entry.path.name
         assert problem.startswith("  backend xla, batch 1, q_length 64, kv_length 64, heads 2")
-        assert problem.endswith("ranks 1, layout contiguous, causal")
+        assert problem.endswith("ranks 1, causal, layout contiguous")
         assert "window" not in problem
         assert versions.startswith(f"  jax {jax.__version__}, ringattn-core ")
         assert (forward, backward) == ("  forward: q_blocksize=64", "  backward: as the kernel chooses")

@@ -99,8 +99,8 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         errors.NoBackendError("cuda", {"triton": "no GPU is visible", "mine": "it serves tpu, not cuda"}),
         RuntimeError,
         "no ring-attention backend can run this call on 'cuda':\n"
-        "  triton: no GPU is visible\n"
-        "  mine: it serves tpu, not cuda\n"
+        "  triton: no GPU is visible.\n"
+        "  mine: it serves tpu, not cuda.\n"
         "Drop the option that is missing, or add a backend that runs everywhere: pip install ringattn-xla",
     ),
     (

@@ -14,6 +14,7 @@ FORBIDDEN = (
     "ringattn_xla", "ringattn_triton", "ringattn_tpu", "ringattn_conformance",
     "jax.experimental.pallas", "jax.experimental.mosaic", "jax._src.pallas", "jax_triton", "triton", "torch",
     "flax", "equinox", "optax", "matplotlib", "rich", "pytest", "hypothesis", "beartype",
+    "importlib_metadata",
 )  # fmt: skip
 LOADED = "import ringattn_core; ringattn_core.ring_attention"
 PROBE = """

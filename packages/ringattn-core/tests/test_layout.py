@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from ringattn_core.errors import InputError
 from ringattn_core.placement import layout as layouts
+from ringattn_core.placement import reorder
 
-unchecked = inspect.unwrap(layouts.to_layout)  # without the run-time checks of annotations
+unchecked = inspect.unwrap(reorder.to_layout)  # without the run-time checks of annotations
 NAMES = pytest.mark.parametrize("layout", layouts.LAYOUTS)
 RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 SHARDS = st.tuples(st.sampled_from(layouts.LAYOUTS), st.integers(1, 6), st.integers(1, 5))
@@ -74,30 +75,30 @@ class TestReordering:
         shape = [2, 3, 2]
         shape[axis] = length_of(*shard)
         x = make(np.arange(np.prod(shape), dtype=np.int32).reshape(shape))
-        there = layouts.to_layout(x, layout, ranks, axis)
+        there = reorder.to_layout(x, layout, ranks, axis)
         assert isinstance(there, type(x))
-        np.testing.assert_array_equal(layouts.from_layout(there, layout, ranks, axis), x)
+        np.testing.assert_array_equal(reorder.from_layout(there, layout, ranks, axis), x)
         np.testing.assert_array_equal(
-            layouts.to_layout(layouts.from_layout(x, layout, ranks, axis), layout, ranks, axis), x
+            reorder.to_layout(reorder.from_layout(x, layout, ranks, axis), layout, ranks, axis), x
         )
 
     @hypothesis.given(shard=SHARDS)
     def test_an_even_split_gives_each_rank_its_tokens(self, shard: tuple[str, int, int]) -> None:
         layout, ranks, _ = shard
         length = length_of(*shard)
-        x = layouts.to_layout(np.arange(length, dtype=np.int32)[None], layout, ranks)
+        x = reorder.to_layout(np.arange(length, dtype=np.int32)[None], layout, ranks)
         for rank, part in enumerate(np.split(x[0], ranks)):
             np.testing.assert_array_equal(part, layouts.indices(layout, ranks, rank, length // ranks))
 
     def test_the_alias_means_the_same(self) -> None:
         x = np.arange(16)[None]
-        np.testing.assert_array_equal(layouts.to_layout(x, "dual_chunk_swap", 4), layouts.to_layout(x, "zigzag", 4))
+        np.testing.assert_array_equal(reorder.to_layout(x, "dual_chunk_swap", 4), reorder.to_layout(x, "zigzag", 4))
 
     def test_lists_are_taken_too(self) -> None:
-        np.testing.assert_array_equal(layouts.to_layout([[0, 1, 2, 3]], "striped", 2), [[0, 2, 1, 3]])
+        np.testing.assert_array_equal(reorder.to_layout([[0, 1, 2, 3]], "striped", 2), [[0, 2, 1, 3]])
 
     def test_natural_order_needs_no_even_split(self) -> None:
-        np.testing.assert_array_equal(layouts.to_layout(np.arange(7)[None], "contiguous", 4), np.arange(7)[None])
+        np.testing.assert_array_equal(reorder.to_layout(np.arange(7)[None], "contiguous", 4), np.arange(7)[None])
 
     @pytest.mark.parametrize(
         ("layout", "length", "parts", "following"), [("striped", 10, 4, 12), ("zigzag", 12, 8, 16)]
@@ -105,12 +106,12 @@ class TestReordering:
     def test_a_length_that_does_not_divide_is_refused_with_the_next_that_does(
         self, layout: Any, length: int, parts: int, following: int
     ) -> None:
-        for reorder in (layouts.to_layout, layouts.from_layout):
+        for reordered in (reorder.to_layout, reorder.from_layout):
             with pytest.raises(InputError) as caught:
-                reorder(np.zeros((1, length)), layout, 4)
-            assert f"length {length}, which {layout!r} on 4 ranks cannot split into {parts}" in str(caught.value)
+                reordered(np.zeros((1, length)), layout, 4)
+            assert f"{layout!r} on 4 ranks needs lengths that {parts} divides, but x has {length}" in str(caught.value)
             assert f"Pad it to {following}" in str(caught.value)
-            reorder(np.zeros((1, following)), layout, 4)
+            reordered(np.zeros((1, following)), layout, 4)
 
     @pytest.mark.parametrize("ring_size", [0, -2, 2.0, "2", True, None, jax.sharding.AbstractMesh((2,), ("sp",))])
     def test_a_ring_of_no_ranks_is_refused(self, ring_size: Any) -> None:
@@ -124,19 +125,19 @@ class TestReordering:
 
     def test_what_is_no_array_is_refused(self) -> None:
         with pytest.raises(InputError, match="x: str is no array"):
-            layouts.to_layout("tokens", "striped", 2)
+            reorder.to_layout("tokens", "striped", 2)
 
     def test_an_unknown_layout_is_refused_with_those_that_are_known(self) -> None:
         with pytest.raises(InputError) as caught:
-            layouts.to_layout(np.zeros((1, 8)), "zigzg", 2)
+            reorder.to_layout(np.zeros((1, 8)), "zigzg", 2)
         assert "layout: got 'zigzg'" in str(caught.value)
         for known in (*layouts.LAYOUTS, "dual_chunk_swap"):
             assert repr(known) in str(caught.value)
 
     def test_the_gradient_goes_back_the_same_way(self) -> None:
         weights = jnp.arange(8.0)[None]
-        gradient = jax.grad(lambda x: (layouts.to_layout(x, "zigzag", 2) * weights).sum())(jnp.zeros((1, 8)))
-        np.testing.assert_array_equal(gradient, layouts.from_layout(weights, "zigzag", 2))
+        gradient = jax.grad(lambda x: (reorder.to_layout(x, "zigzag", 2) * weights).sum())(jnp.zeros((1, 8)))
+        np.testing.assert_array_equal(gradient, reorder.from_layout(weights, "zigzag", 2))
 
 
 class TestColumns:

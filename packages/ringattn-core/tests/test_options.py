@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Float
-from ringattn_core import Block, Feature, per_shard, ring_attention
+from ringattn_core import Block, Feature, Gradients, per_shard, ring_attention
 from ringattn_core.call import options
 from ringattn_core.call.validation import validated
-from ringattn_core.contract.call import Call
+from ringattn_core.contract.call import IN_BLOCK, Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement import arrays as letters
-from ringattn_core.ring.blocks import Differentiable
 
 T, N = 8, 2
 Q, K, V = (jax.random.normal(key, (1, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3))
@@ -44,7 +43,16 @@ def test_an_array_has_the_letters_of_its_row_in_the_canonical_call_too() -> None
 
 def test_the_floating_arrays_are_those_with_a_gradient() -> None:
     floating = {name for name, array in options.ARRAYS.items() if array.dtype is Float}
-    assert len(floating) == len(dataclasses.fields(Differentiable))
+    differentiable = {field.name.removeprefix("d") for field in dataclasses.fields(Gradients)} | {"sinks"}
+    assert {IN_BLOCK[name] for name in floating} == differentiable
+
+
+def test_a_call_is_a_pytree_of_its_arrays() -> None:
+    assert set(IN_BLOCK) == set(options.ARRAYS)
+    call = validated(Q, K, V, causal=True, alibi_slopes=jnp.ones(Q.shape[2]))
+    leaves, tree = jax.tree.flatten(call)
+    assert len(leaves) == 4
+    assert jax.tree.unflatten(tree, leaves) == call
 
 
 def test_the_user_call_takes_every_option_of_a_shard_but_the_parameters_that_cfg_holds() -> None:
@@ -124,8 +132,8 @@ def test_the_letters_say_how_an_array_is_split(array: Any, shape: tuple[int, ...
 
 def test_the_letters_say_which_axis_is_which() -> None:
     assert letters.letters(letters.QueryPositions, 1) == ("T",)
-    assert letters.axes_with(Differentiable, "N", "n", "K") == {
-        "q": 2, "k": 2, "v": 2, "sinks": 0, "bias": 1, "slopes": 0
+    assert letters.axes_with(Call, "N", "n", "K") == {
+        "query": 2, "key": 2, "value": 2, "softmax_aux": 0, "bias": 1, "attention_mask": 1, "alibi_slopes": 0
     }  # fmt: skip
     assert letters.axes_with(Block, "T", "t")["mask"] == letters.axes_with(Block, "T", "t")["bias"] == 2
     assert "kv" not in letters.axes_with(Block, "S")

@@ -318,7 +318,7 @@ class TestEnvironmentVariables:
         for _ in range(2):
             chosen("safe")
         assert len(warnings(log)) == 1
-        assert "RINGATTN_BACKENDS is not known (did you mean RINGATTN_BACKEND?)" in warnings(log)[0]
+        assert "RINGATTN_BACKENDS is not known (did you mean 'RINGATTN_BACKEND'?)" in warnings(log)[0]
 
     def test_a_known_variable_gives_no_warning(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for variable in selection.VARIABLES[1:]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in the caller's own shard_map: missing axis names are refused, and given axis names are used."""
+"""Calls in the caller's own shard_map: mesh axes that nobody names are refused, and names are used."""
 
 from typing import Any
 
@@ -42,6 +42,7 @@ def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-5)
 
 
+NAMED = dict(axis_name="sp", batch_axis_name="dp", head_axis_name="tp")
 WHOLE = P("dp", None, "tp")
 REPLICATED = {
     "query": dict(specs=(WHOLE, TOKENS, TOKENS)),
@@ -52,7 +53,7 @@ REPLICATED = {
 @pytest.mark.parametrize("argument", REPLICATED)
 def test_tokens_that_are_the_same_on_all_ranks_are_refused(argument: str) -> None:
     with pytest.raises(InputError, match=rf"{argument}: is replicated over \('sp',\), over which axis_name=\('sp',\)"):
-        on_ranks(axis_name="sp", **REPLICATED[argument])
+        on_ranks(**NAMED, **REPLICATED[argument])
 
 
 def test_keys_and_values_that_are_the_same_on_all_ranks_are_refused() -> None:
@@ -70,60 +71,85 @@ def test_keys_and_values_that_are_the_same_on_all_ranks_are_refused() -> None:
 
 
 def test_without_check_vma_nothing_is_refused() -> None:
-    shape = on_ranks(axis_name="sp", check_vma=False, q_positions=lambda: jnp.arange(T // 2)).shape
+    shape = on_ranks(**NAMED, check_vma=False, q_positions=lambda: jnp.arange(T // 2)).shape
     assert shape == (B, T, N, H)
 
 
 def test_constant_segment_ids_pass() -> None:
     q, k, v = arrays()
-    got = on_ranks(axis_name="sp", q_segment_ids=lambda: jnp.zeros((B // 2, T // 2), jnp.int32))
+    got = on_ranks(**NAMED, q_segment_ids=lambda: jnp.zeros((B // 2, T // 2), jnp.int32))
     close(got, ring_attention(q, k, v))
 
 
-DROPPED = dict(axis_name="sp", dropout_prob=0.5, dropout_seed=3)
+DROPOUT = dict(dropout_prob=0.5, dropout_seed=3)
+FORGOTTEN = {
+    "all": ({}, "'dp', 'sp', 'tp'", "axis_name or batch_axis_name or head_axis_name"),
+    "the sequence": (dict(batch_axis_name="dp", head_axis_name="tp"), "'sp',", "axis_name"),
+    "batch and heads": (dict(axis_name="sp"), "'dp', 'tp'", "batch_axis_name or head_axis_name"),
+    "heads": (dict(axis_name="sp", batch_axis_name="dp"), "'tp',", "head_axis_name"),
+    "the batch": (dict(axis_name="sp", head_axis_name="tp"), "'dp',", "batch_axis_name"),
+}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(
-    ("named", "over", "unsaid"),
-    [
-        ({}, "'dp', 'tp'", "batch_axis_name and head_axis_name"),
-        ({"batch_axis_name": "dp"}, "'tp',", "head_axis_name"),
-        ({"head_axis_name": "tp"}, "'dp',", "batch_axis_name"),
-    ],
-)
-def test_dropout_needs_the_axes_that_split_batch_and_heads(
-    check_vma: bool, named: dict[str, str], over: str, unsaid: str
-) -> None:
-    with pytest.raises(InputError) as error:
-        on_ranks(check_vma=check_vma, **DROPPED, **named)
-    assert f"dropout_prob: needs the global indices of batch and heads, and the mesh axes ({over})" in str(error.value)
-    assert f"in {unsaid}; () means none" in str(error.value)
+@pytest.mark.parametrize("name", FORGOTTEN)
+@pytest.mark.parametrize("more", [{}, DROPOUT], ids=["plain", "dropout"])
+def test_a_mesh_axis_that_the_call_does_not_name_is_refused(check_vma: bool, name: str, more: dict[str, Any]) -> None:
+    named, over, unsaid = FORGOTTEN[name]
+    with pytest.raises(MeshError) as error:
+        on_ranks(check_vma=check_vma, **named, **more)
+    assert f"the mesh axes ({over}) of the surrounding shard_map may split the arrays" in str(error.value)
+    assert f"Name them in {unsaid}; () means none" in str(error.value)
+    assert ("axis_name=() that attention is local" in str(error.value)) == ("axis_name" not in named)
 
 
 def test_dropout_with_named_axes_is_that_of_one_device() -> None:
-    close(
-        on_ranks(**DROPPED, batch_axis_name="dp", head_axis_name="tp"),
-        ring_attention(*arrays(), dropout_prob=0.5, dropout_seed=3),
-    )
+    close(on_ranks(**DROPOUT, **NAMED), ring_attention(*arrays(), **DROPOUT))
 
 
-def test_an_empty_name_says_that_an_axis_splits_neither() -> None:
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_empty_axis_name_says_that_attention_is_local(check_vma: bool) -> None:
+    q, k, v = arrays()
+    got = on_ranks(axis_name=(), causal=True, check_vma=check_vma)
+    halves = [ring_attention(*(x[:, part] for x in (q, k, v)), causal=True) for part in (slice(0, 8), slice(8, 16))]
+    close(got, jnp.concatenate(halves, 1))
+    w = jax.random.normal(jax.random.key(1), q.shape)
+
+    def of_ranks(q: Any) -> Any:
+        local = lambda q, k, v: ring_attention(q, k, v, axis_name=(), causal=True)  # noqa: E731
+        mesh = mesh_of(sp=2)
+        return jax.shard_map(local, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=check_vma)(
+            q, k, v
+        )
+
+    def of_halves(q: Any) -> Any:
+        parts = (slice(0, 8), slice(8, 16))
+        return jnp.concatenate([ring_attention(*(x[:, n] for x in (q, k, v)), causal=True) for n in parts], 1)
+
+    grads = [jax.jit(jax.grad(lambda q, f=f: (f(q) * w).sum()))(q) for f in (of_ranks, of_halves)]
+    close(*grads)
+    with pytest.raises(MeshError, match=r"Name them in batch_axis_name or head_axis_name; \(\) means none"):
+        on_ranks(axis_name=(), check_vma=check_vma, **DROPOUT)
+
+
+def test_an_axis_is_not_asked_for_if_no_array_varies_over_it_or_all_names_are_given() -> None:
     q, k, v = arrays()
     mesh = mesh_of(sp=2, idle=2)
     spec = P(None, "sp")
 
-    def local(q: Any, k: Any, v: Any, **named: Any) -> Any:
-        return ring_attention(q, k, v, **DROPPED, **named)
-
-    def of(**named: Any) -> Any:
+    def of(check_vma: bool, **named: Any) -> Any:
         return jax.shard_map(
-            lambda *x: local(*x, **named), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            lambda q, k, v: ring_attention(q, k, v, axis_name="sp", **DROPOUT, **named),
+            mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma,
         )(q, k, v)  # fmt: skip
 
-    with pytest.raises(InputError, match=r"the mesh axes \('idle',\) may split them"):
-        of()
-    close(of(batch_axis_name=(), head_axis_name=()), ring_attention(q, k, v, dropout_prob=0.5, dropout_seed=3))
+    wanted = ring_attention(q, k, v, **DROPOUT)
+    close(of(True), wanted)
+    with pytest.raises(MeshError, match=r"the mesh axes \('idle',\) of"):
+        of(False)
+    with pytest.raises(MeshError, match=r"Name them in head_axis_name;"):
+        of(False, batch_axis_name=())
+    close(of(False, batch_axis_name=(), head_axis_name=()), wanted)
 
 
 def of_heads(q_len: int, kv_len: int, heads: int, head: int, reps: int) -> masks.Mask:
@@ -131,15 +157,9 @@ def of_heads(q_len: int, kv_len: int, heads: int, head: int, reps: int) -> masks
     return masks.Causal(head)
 
 
-def test_masks_of_each_head_need_the_axis_that_splits_the_heads() -> None:
-    with pytest.raises(InputError, match=r"mask_builder: needs the global indices"):
-        on_ranks(axis_name="sp", mask_builder=lambda a, b, c, head, e: masks.Causal(head))
-    got = on_ranks(axis_name="sp", mask_builder=of_heads, head_axis_name="tp")
+def test_masks_of_each_head_get_the_number_of_the_head() -> None:
+    got = on_ranks(**NAMED, mask_builder=of_heads)
     close(got, ring_attention(*arrays(), mask_builder=of_heads))
-
-
-def test_one_mask_for_all_heads_needs_no_axis() -> None:
-    close(on_ranks(axis_name="sp", mask_builder=lambda *_: masks.Causal()), ring_attention(*arrays(), causal=True))
 
 
 @pytest.mark.parametrize("sinks", [(N,), (3,), (N // 2,)], ids=["one a head", "shared", "as many as local heads"])
@@ -148,9 +168,7 @@ def test_one_axis_of_sinks_counts_all_heads(sinks: tuple[int]) -> None:
     w = jax.random.normal(jax.random.key(1), (B, T, N, H))
 
     def split(x: Any) -> Any:
-        return on_ranks(
-            x, more_specs=(P(),), axis_name="sp", batch_axis_name="dp", head_axis_name="tp", softmax_aux=lambda x: x
-        )
+        return on_ranks(x, more_specs=(P(),), **NAMED, softmax_aux=lambda x: x)
 
     close(split(x), ring_attention(*arrays(), x))
     close(
@@ -163,18 +181,45 @@ def test_one_axis_of_sinks_counts_all_heads(sinks: tuple[int]) -> None:
 def test_sinks_that_are_split_with_the_heads_are_those_of_each_head(shape: tuple[int, ...]) -> None:
     x = jnp.linspace(-1.0, 2.0, N)
     given = x.reshape(shape)
-    got = on_ranks(given, more_specs=(P("tp"),), axis_name="sp", head_axis_name="tp", softmax_aux=lambda x: x)
+    got = on_ranks(given, more_specs=(P("tp"),), **NAMED, softmax_aux=lambda x: x)
     close(got, ring_attention(*arrays(), x))
 
 
 @pytest.mark.parametrize("argument", ["batch_axis_name", "head_axis_name"])
 def test_an_axis_that_the_mesh_lacks_is_refused(argument: str) -> None:
     with pytest.raises(MeshError, match=f"{argument}='rows' is not an axis of the surrounding shard_map"):
-        on_ranks(axis_name="sp", **{argument: "rows"})
+        on_ranks(**NAMED | {argument: "rows"})
 
 
 def test_a_bias_with_the_columns_of_one_rank_is_refused() -> None:
     with pytest.raises(InputError, match=r"bias: has shape .* its last axis counts the keys of the whole sequence"):
         on_ranks(
-            jnp.zeros((1, 1, 1, T)), more_specs=(P(None, None, None, "sp"),), axis_name="sp", bias=lambda x: x
+            jnp.zeros((1, 1, 1, T)), more_specs=(P(None, None, None, "sp"),), **NAMED, bias=lambda x: x
         )  # fmt: skip
+
+
+SHARED = [(8, 2, 4, True), (8, 1, 2, True), (12, 3, 4, True), (12, 6, 4, True), (4, 2, 4, False), (12, 6, 4, False)]
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "ranks", "check_vma"), SHARED)
+def test_query_heads_split_over_ranks_that_hold_all_key_heads_read_their_own(
+    heads: int, key_heads: int, ranks: int, check_vma: bool
+) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(x, (B, T, n, H)) for x, n in zip(keys, (heads, key_heads, key_heads), strict=True))
+    w = jax.random.normal(jax.random.key(1), q.shape)
+    of_queries, of_keys = P(None, "sp", "tp"), P(None, "sp")
+
+    def split(q: Any, k: Any, v: Any) -> Any:
+        return jax.shard_map(
+            lambda q, k, v: ring_attention(q, k, v, axis_name="sp", head_axis_name="tp", causal=True),
+            mesh=mesh_of(sp=8 // ranks, tp=ranks), in_specs=(of_queries, of_keys, of_keys), out_specs=of_queries,
+            check_vma=check_vma,
+        )(q, k, v)  # fmt: skip
+
+    def graded(attend: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: (attend(*x) * w).sum(), (0, 1, 2)))(q, k, v)
+
+    close(split(q, k, v), ring_attention(q, k, v, causal=True))
+    for got, wanted in zip(graded(split)[1], graded(lambda *x: ring_attention(*x, causal=True))[1], strict=True):
+        close(got, wanted)

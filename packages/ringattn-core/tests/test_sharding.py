@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With a mesh, arrays are global: specs are derived, uneven lengths padded, and what does not fit is refused."""
 
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -35,11 +37,49 @@ def close(a: Any, b: Any) -> None:
 def test_batch_and_heads_go_over_the_axes_named_for_them(axes: dict[str, int]):
     q, k, v = arrays()
     options: dict[str, Any] = dict(causal=True, dropout_prob=0.3, dropout_seed=7)
-    result = ring_attention(q, k, v, mesh=mesh_of(**axes), axis_name="sp", **options)
+    named: dict[str, Any] = dict(head_axis_name=(), batch_axis_name=()) if "other" in axes else {}
+    result = ring_attention(q, k, v, mesh=mesh_of(**axes), axis_name="sp", **options, **named)
     close(result, ring_attention(q, k, v, **options))
     batch = "data" if "data" in axes else None
     heads = next((name for name in ("tp", "model") if name in axes), None)
     assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, P(batch, "sp", heads)), 4)
+
+
+UNUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, r"Pass head_axis_name='other' or batch_axis_name='other' to split over them"),
+    (dict(head_axis_name=()), r"Pass batch_axis_name='other' to split"),
+]
+
+
+@pytest.mark.parametrize(("named", "remedy"), UNUSED)
+def test_a_mesh_axis_over_which_nothing_is_split_is_one_warning(named: dict[str, Any], remedy: str):
+    q, k, v = arrays()
+    with pytest.warns(UserWarning) as caught:
+        ring_attention(q, k, v, mesh=mesh_of(other=2, sp=2, one=1), axis_name="sp", **named)
+    (warning,) = caught
+    assert "nothing is split over the mesh axes 'other', whose ranks repeat" in str(warning.message)
+    assert re.search(remedy, str(warning.message))
+
+
+@pytest.mark.parametrize(("axis", "spec"), [("tensor", P(None, "sp", "tensor")), ("replica", P("replica", "sp"))])
+def test_axes_with_the_usual_names_need_not_be_named(axis: str, spec: P):
+    q, k, v = arrays()
+    result = ring_attention(q, k, v, mesh=mesh_of(sp=2, **{axis: 2}), axis_name="sp")
+    close(result, ring_attention(q, k, v))
+    assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, spec), 4)
+
+
+def test_all_names_given_or_specs_give_no_warning():
+    q, k, v = arrays()
+    mesh = mesh_of(other=2, sp=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ring_attention(q, k, v, mesh=mesh, axis_name="sp", batch_axis_name=(), head_axis_name=())
+        ring_attention(q, k, v, mesh=mesh, axis_name="sp", in_specs=(P(None, "sp"),) * 3)
+        close(
+            ring_attention(q, k, v, mesh=mesh, axis_name=(), batch_axis_name="other", head_axis_name=()),
+            ring_attention(q, k, v),
+        )
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (17, 17), (5, 23), (16, 13)])
@@ -179,18 +219,18 @@ REFUSED = {
     "unknown batch axis": (
         dict(axis_name="sp", batch_axis_name="rows"), MeshError, "batch_axis_name='rows' is not an axis of the mesh"
     ),
-    "heads that do not divide": (
-        dict(axis_name="data", head_axis_name="sp"), MeshError, "key has heads 2, which the 4 ranks .* do not divide"
+    "a batch that does not divide": (
+        dict(axis_name="data", batch_axis_name="sp"), MeshError, "query has batch 2, which the 4 ranks .* do not divide"
     ),
     "zigzag of 18": (dict(axis_name="sp", layout="zigzag"), InputError, "'zigzag' .* that 8 divides.*Pad it to 24"),
     "striped of 18": (dict(axis_name="sp", layout="striped"), InputError, "'striped' .* that 4 divides.*Pad it to 20"),
     "too few specs": (dict(axis_name="sp", in_specs=(P(),)), MeshError, "must be the PartitionSpecs of query"),
     "specs without the ring": (
-        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, r"in_specs\[0\].* must shard axis 1 over axis_name"
+        dict(axis_name="sp", in_specs=(P("data"),) * 3), MeshError, "must split query, key and value alike, axis 1"
     ),
     "keys laid out otherwise": (
         dict(axis_name="sp", in_specs=(P("data", "sp"), P(None, "sp"), P(None, "sp"))), MeshError,
-        r"in_specs\[1\].* must equal that of the query",
+        r"in_specs.* must split query, key and value alike",
     ),
     "a fourth spec": (
         dict(axis_name="sp", in_specs=(P("data", "sp"),) * 4), MeshError, "and of nothing else.*Pass three"
@@ -204,7 +244,7 @@ REFUSED = {
     "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs 3 must equal that of the query"),
     "one axis for batch and heads": (
         dict(axis_name="sp", batch_axis_name="data", head_axis_name="data"), InputError,
-        r"head_axis_name: \('data',\) overlaps batch_axis_name \('data',\)",
+        r"batch_axis_name \('data',\) and head_axis_name \('data',\) share a mesh axis",
     ),
     "a number as axis": (dict(axis_name="sp", head_axis_name=3), MeshError, "head_axis_name=3 does not name mesh axes"),
     "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must equal that of the query"),

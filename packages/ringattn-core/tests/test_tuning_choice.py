@@ -158,7 +158,6 @@ class TestAnOverlay:
         features = dict.fromkeys(Feature, Support.FULL)
         backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
         registration = discovery.Registration("whole", backend, "d", "1", None, whole)
-        discovery._implementations[registration] = whole
         from ringattn_core.call.dispatch import answer
         from ringattn_core.call.validation import validated
 
@@ -286,21 +285,16 @@ class TestUnderATrace:
         )
         jax.jit(inside)(x)
         (problem,) = mine.tunings
-        assert (problem.batch, problem.q_length, problem.ranks, problem.layout) == (1, 4, 2, "zigzag")
+        assert (problem.batch, problem.q_length, problem.ranks, problem.call.layout) == (1, 4, 2, "zigzag")
 
     def test_masks_of_heads_reach_the_tuner(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from ringattn_core.masks import Prefix
 
-        given = []
-
-        def fastest(registration: Any, problem: Any, default: Any, built: Any, *_: Any) -> tuner.Outcome:
-            given.append((problem.masks, built.masks))
-            return tuner.Outcome(TUNED, (), ())
-
-        monkeypatch.setattr(tuner, "fastest", fastest)
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         ran(mine, mask_builder=lambda q, kv, heads, head, reps: Prefix(4 + head))
-        assert given == [(("Prefix(length=4)", "Prefix(length=5)"), (Prefix(4), Prefix(5)))]
+        (problem,) = mine.tunings
+        assert dict(problem.options)["mask_builder"] == ("Prefix(length=4)", "Prefix(length=5)")
+        assert problem.call.mask_builder.masks == (Prefix(4), Prefix(5))
 
 
 class TestABackendWithout:

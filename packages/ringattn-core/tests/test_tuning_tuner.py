@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
@@ -32,9 +33,11 @@ DEFAULT = RingAttentionConfig(FwdParams(8), BwdParams(8))
 
 
 def problem(**changes: Any) -> Problem:
+    q, kv = (jnp.ones((1, changes.get(name, 4), 1, 2)) for name in ("q_length", "kv_length"))
+    call = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), validated(q, kv, kv))
     fields: dict[str, Any] = {
         "backend": "mine", "batch": 1, "q_length": 4, "kv_length": 4, "heads": 1, "kv_heads": 1, "head_dim": 2,
-        "value_dim": 2, "dtype": "float32", "platform": "cpu", "device": machine("cpu"), "versions": (),
+        "value_dim": 2, "dtype": "float32", "platform": "cpu", "device": machine("cpu"), "versions": (), "call": call,
     }  # fmt: skip
     return Problem(**{**fields, **changes})
 
@@ -82,10 +85,10 @@ class Clock:
 
 
 def inspected(run: Any) -> Any:
-    """The kernel parameters of a program, read from the `ring` that it closes over."""
-    ring = next(cell.cell_contents for cell in run.__closure__ if hasattr(cell.cell_contents, "rule"))
+    """The kernel parameters of a program, read from the blocks that it closes over."""
+    blocks = next(cell.cell_contents for cell in run.__closure__ if isinstance(cell.cell_contents, list))
     forward = "partial" in run.__code__.co_varnames
-    return ring.rule.fwd_params if forward else ring.rule.bwd_params
+    return blocks[0].rule.fwd_params if forward else blocks[0].rule.bwd_params
 
 
 @pytest.fixture
@@ -220,6 +223,10 @@ class TestWhatCannotBeTuned:
     def test_a_problem_of_another_device(self, elsewhere: dict[str, str], mine: Any) -> None:
         with pytest.raises(TuningError, match="this process has no device"):
             tuner.fastest(mine(Kernel()), problem(**elsewhere), DEFAULT)
+
+    def test_a_problem_that_was_not_made_from_a_call(self, mine: Any) -> None:
+        with pytest.raises(TuningError, match="its problem was not made from a call"):
+            tuner.fastest(mine(Kernel()), problem(call=None), DEFAULT)
 
 
 class TestWhereItRuns:

@@ -36,11 +36,17 @@ OPERANDS = {
         (*arrays()[:2], ones(B, T, K, H, dtype=jnp.bfloat16)),
         "value: has dtype bfloat16 but query has float32",
     ),
-    "batches that differ": ((arrays()[0], ones(3, T, K, H), ones(3, T, K, H)), "key: has batch 3 but query has 2"),
-    "head sizes that differ": ((arrays()[0], ones(B, T, K, 4), arrays()[2]), "key: has head size 4 but query has 8"),
+    "batches that differ": (
+        (arrays()[0], ones(3, T, K, H), ones(3, T, K, H)),
+        "key: has shape (3, 8, 2, 8). It needs (2, S, K, 8): (B, S, K, H)",
+    ),
+    "head sizes that differ": (
+        (arrays()[0], ones(B, T, K, 4), arrays()[2]),
+        "key: has shape (2, 8, 2, 4). It needs (2, S, K, 8)",
+    ),
     "fewer values than keys": (
         (*arrays()[:2], ones(B, 7, K, H)),
-        "value: has (length, heads) (7, 2) but key has (8, 2)",
+        "value: has shape (2, 7, 2, 8). It needs (2, 8, 2, Hv): (B, S, K, Hv)",
     ),
     "heads that do not divide": (
         (arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)),
@@ -249,7 +255,7 @@ def test_an_unknown_axis_is_an_error_that_lists_the_axes():
 
 def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
     with pytest.raises(
-        InputError, match=r"'zigzag' needs an even local length, but query has 3 tokens.*Pad the sequence to 16"
+        InputError, match=r"'zigzag' on 4 ranks needs lengths that 8 divides, but query has 12. Pad it to 16"
     ):
         in_shard_map(axis_name="sp", layout="zigzag", length=12)
 
@@ -262,7 +268,7 @@ def test_two_ways_round_need_an_even_number_of_key_heads(key_heads: int):
 
 
 def test_batch_axes_cannot_be_those_of_the_ring():
-    with pytest.raises(InputError, match=r"batch_axis_name: .* overlaps the ring's axis_name"):
+    with pytest.raises(InputError, match=r"axis_name: \('sp',\), batch_axis_name \('sp',\) and .* share a mesh axis"):
         in_shard_map(axis_name="sp", batch_axis_name="sp")
 
 

@@ -105,11 +105,6 @@ def test_a_head_is_filled_up_with_zeros_in_a_place_of_another_shape():
     assert not got[:, 40:].any()
 
 
-def test_a_wait_that_is_not_wanted_is_none():
-    with pytest.raises(RuntimeError, match="waits for ever"):
-        last_head("waits for ever")
-
-
 def test_a_view_of_another_shape_needs_a_place_in_one_piece():
     with pytest.raises(RuntimeError, match=r"reshapes \[64, 32\], which does not lie in one piece"):
         last_head("not in one piece")

@@ -23,9 +23,3 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", quick or before)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
-def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
-    """The largest ring of the cases that take turns over ring sizes."""
-    return request.config.option.ringattn_largest_ring

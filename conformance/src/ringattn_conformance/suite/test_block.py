@@ -11,7 +11,8 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import log_sum_exp
-from ringattn_core.contract.protocol import BlockKernel
+from ringattn_core.contract.protocol import BlockKernel, Gradients
+from ringattn_core.placement.arrays import axes_with
 
 from ringattn_conformance import notes, oracle, tiers, tolerances
 from ringattn_conformance.blocks import blocks_of, without_padding
@@ -21,6 +22,10 @@ from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import inputs_of
 
 SHARDS = 2
+NEEDS = frozenset({Feature.GRADIENTS, Feature.CROSS_LENGTHS})
+"""A block has all queries and half of the keys."""
+_OF_KEYS = axes_with(Gradients, "S")
+"""The gradients that each block gives for its own keys. The others are sums over the blocks."""
 
 
 def _even(case: Case) -> bool:
@@ -53,9 +58,9 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dls
 @pytest.mark.parametrize("case", parameters(CHOSEN))
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
     kernel = _kernel(ringattn_backend)
-    if kernel is None or not supports(ringattn_backend, *case.needs, Feature.GRADIENTS):
+    if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
         return
-    notes.needs(case.needs | {Feature.GRADIENTS})
+    notes.needs(case.needs | NEEDS)
     inputs = inputs_of(case, SHARDS)
     answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
     blocks = blocks_of(case, inputs, SHARDS)
@@ -64,17 +69,11 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     dout = without_padding(inputs.dout, None if ids is None else np.asarray(ids))
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
     partial, dq, found = program(blocks, jnp.asarray(dout), jnp.asarray(dlse))
-    got = {
-        "out": partial.out,
-        "lse": log_sum_exp(partial),
-        "dq": dq,
-        "dk": np.concatenate([one.dk for one in found], 1),
-        "dv": np.concatenate([one.dv for one in found], 1),
-    }
-    if case.bias is not None:
-        got["dbias"] = np.concatenate([one.dbias for one in found], 3)
-    if case.slopes:
-        got["dslopes"] = sum(np.asarray(one.dslopes)[0] for one in found)
+    got = {"out": partial.out, "lse": log_sum_exp(partial), "dq": dq}
+    for name in answer.gradients.keys() - {"dq"}:
+        parts = [np.asarray(getattr(one, name)) for one in found]
+        axis = _OF_KEYS.get(name)
+        got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
     faults += tolerances.against_oracle(got, answer, case.dtype)
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")

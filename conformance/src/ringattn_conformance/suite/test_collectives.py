@@ -21,14 +21,14 @@ SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "
 PERMUTE = re.compile(r"= ([^=]*?) collective-permute(-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}")
 SHAPE = re.compile(r"(\w+)\[([\d,]+)\]")
 CASES = (
-    (Case("all-hops", lse=False), Placement(4)),
-    (Case("all-hops-causal", causal=True, lse=False), Placement(4, "zigzag")),
-    (Case("unequal-values", value_dim=5, lse=False), Placement(4, "striped")),
-    (Case("narrow", dtype="bfloat16", lse=False), Placement(4)),
-    (Case("one-hop-by-window", window=(5, 0), lse=False), Placement(4)),
-    (Case("both-ways", causal=True, lse=False, heads=4), Placement(4, "zigzag", two_way=True)),
-    (Case("both-ways-narrow", dtype="bfloat16", lse=False), Placement(4, two_way=True)),
-    (Case("alone", causal=True, lse=False), Placement(1)),
+    (Case("all-hops"), Placement(4)),
+    (Case("all-hops-causal", causal=True), Placement(4, "zigzag")),
+    (Case("unequal-values", value_dim=5), Placement(4, "striped")),
+    (Case("narrow", dtype="bfloat16"), Placement(4)),
+    (Case("one-hop-by-window", window=(5, 0)), Placement(4)),
+    (Case("both-ways", causal=True, heads=4), Placement(4, "zigzag", two_way=True)),
+    (Case("both-ways-narrow", dtype="bfloat16"), Placement(4, two_way=True)),
+    (Case("alone", causal=True), Placement(1)),
 )
 
 

@@ -11,7 +11,7 @@ from ringattn_conformance.cases import Case
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, run
 
-CASE = Case("dropout-bits", batch=2, heads=4, kv_heads=2, value_dim=48, dropout=0.4, lse=False)
+CASE = Case("dropout-bits", batch=2, heads=4, kv_heads=4, head_dim=48, value_dim=48, dropout=0.4)
 SEEDS = (12345, 0, 2**31, 2**32 - 1)
 PLACEMENTS = (
     Placement(1),

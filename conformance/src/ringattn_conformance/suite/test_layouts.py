@@ -10,18 +10,12 @@ from ringattn_core import from_layout, ring_attention, to_layout
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
-from ringattn_conformance.case_inputs import packed
-from ringattn_conformance.cases import OPERANDS, Case
+from ringattn_conformance.cases import ELSEWHERE, KEYWORDS, OPERANDS, Case
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import static_options
 
 LAYOUTS: dict[str, set[Feature]] = {"contiguous": set(), "zigzag": {Feature.ZIGZAG}, "striped": {Feature.STRIPED}}
-UNEVEN = (
-    Case("uneven-causal", q_length=13, kv_length=13, causal=True, sinks="head", bias="NT", lse=False),
-    Case("uneven-cross", q_length=7, kv_length=18, window=(4, 2), bias="", heads=4, kv_heads=2),
-    Case("uneven-segments", q_length=14, kv_length=14, segments=packed, dense_mask="BT", dropout=0.2, lse=False),
-    Case("uneven-shorter-than-ring", q_length=3, kv_length=2, slopes=True),
-)
+UNEVEN = tuple(case for case in ELSEWHERE if case.name.startswith("uneven"))
 
 
 def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> None:
@@ -31,16 +25,13 @@ def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> No
     inputs = case.inputs(ring)
     problem = inputs.problem
     operands = {name: jnp.asarray(x) for name in OPERANDS if (x := getattr(problem, name)) is not None}
-    fixed = {"q_segment_ids": problem.q_segments, "kv_segment_ids": problem.kv_segments}
-    fixed |= {"attention_mask": inputs.dense_mask, "dropout_seed": problem.seed if problem.dropout else None}
     moved = {"q": 1, "k": 1, "v": 1}
 
     def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         x = {n: to_layout(a, layout, ring, moved[n]) if n in moved else a for n, a in operands.items()}
-        found = ring_attention(
-            x["q"], x["k"], x["v"], x.get("sinks"), x.get("bias"), alibi_slopes=x.get("slopes"), mesh=mesh,
-            axis_name="sp", layout=layout, backend=backend, **fixed, **static_options(case),
-        )  # fmt: skip
+        named = {KEYWORDS[name]: array for name, array in (x | inputs.fixed).items()}
+        options = named | static_options(case)
+        found = ring_attention(**options, mesh=mesh, axis_name="sp", layout=layout, backend=backend)
         out, *lse = found if isinstance(found, tuple) else (found,)
         return from_layout(out, layout, ring), *(from_layout(x, layout, ring, 2) for x in lse)
 
@@ -61,7 +52,7 @@ def test_global_arrays_through_a_mesh_in_every_layout(ringattn_backend: str, lay
     _agrees(case, ringattn_backend, layout, LAYOUTS[layout])
 
 
-@tiers.mark(tiers.CORE, "uneven-causal")
+@tiers.mark(tiers.CORE, "uneven-causal", "uneven-segments")
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
 def test_lengths_that_the_ring_does_not_divide(ringattn_backend: str, case: Case):
     # Padding is a segment of its own, so core may need segment ids that the caller did not give.

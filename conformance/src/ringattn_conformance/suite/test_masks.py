@@ -9,7 +9,7 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers
 from ringattn_conformance.cases import ALONE, Case
-from ringattn_conformance.lattice import ESSENTIAL, LAYOUTS
+from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, place, run
 
@@ -23,7 +23,7 @@ MASKED = [case for case in ALONE if case.needs & MASKS and not case.needs - MASK
 
 def _probe(case: Case, placement: Placement, backend: str) -> Placed:
     """Scores are equal and the value of each key is a unit vector, so a query's output shows which keys it sees."""
-    case = dataclasses.replace(case, batch=2, lse=False, value_dim=case.kv_length)
+    case = dataclasses.replace(case, lse=False, head_dim=case.kv_length, value_dim=case.kv_length)
     placed = place(case, placement, backend)
     problem = placed.inputs.problem
     zeros = {name: np.zeros_like(getattr(problem, name)) for name in ("q", "k")}
@@ -33,7 +33,7 @@ def _probe(case: Case, placement: Placement, backend: str) -> Placed:
     return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
 
 
-@tiers.mark(tiers.CORE, *(case.name for case in MASKED if case.name in ESSENTIAL))
+@tiers.mark(tiers.CORE, *(case.name for case in MASKED if case.core))
 @pytest.mark.parametrize("number", range(len(MASKED)), ids=lambda number: MASKED[number].name)
 def test_the_keys_that_a_query_sees(ringattn_backend: str, number: int):
     case = MASKED[number]

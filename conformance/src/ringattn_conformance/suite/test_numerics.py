@@ -11,16 +11,14 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.case_inputs import packed
-from ringattn_conformance.cases import Case, Inputs
-from ringattn_conformance.outcomes import owed
+from ringattn_conformance.cases import NAMED, Case, Inputs
+from ringattn_conformance.outcomes import declared, owed, supports
 from ringattn_conformance.ranks import Placed, Placement, answer_of, place, run
 
 NEEDS = frozenset({Feature.GRADIENTS})
-ROUNDED = Case(
-    "rms", batch=1, q_length=384, kv_length=384, head_dim=16, value_dim=16, dtype="bfloat16", causal=True, lse=False
-)
+ROUNDED = Case("rms", batch=1, q_length=384, kv_length=384, head_dim=16, value_dim=16, dtype="bfloat16", causal=True)
 RMS_GROWTH = 1.1
-POISONED = Case("poisoned", causal=True, window=(11, 0), segments=packed, heads=4, kv_heads=2)
+POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments=packed, heads=4, kv_heads=2)
 POISONS = {"nan": np.nan, "inf": np.inf}
 IN_PADDING = {
     "q": (np.nan, 3e38),
@@ -30,10 +28,6 @@ IN_PADDING = {
     "dlse": (np.nan, 3e38),
 }
 """What every other token of the padding holds, and what the rest of it holds."""
-BESIDE_PADDING: dict[str, dict[str, Any]] = {
-    "nan": {"sinks": "head", "bias": "NT", "slopes": True, "soft_cap": 5.0},
-    "nan-bfloat16": {"dtype": "bfloat16", "bias": "NT"},
-}
 LOWEST = float(np.finfo(np.float32).min)
 BIASES = (0.0, -1e6, -1e7, -1e9, LOWEST, -np.inf)
 """The bias of a row that has the same bias for every key; the rows take turns."""
@@ -113,16 +107,17 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str
 
     It may reach others too, but what is finite is right. dv may stay finite, and for a value the lse too.
     """
-    layout, features = ("zigzag", {Feature.ZIGZAG}) if operand == "k" else ("contiguous", set())
-    clean = _of_one_sign(place(POISONED, Placement(2, layout), ringattn_backend), operand)
+    case = declared(ringattn_backend, POISONED)
+    layout = "zigzag" if operand == "k" and supports(ringattn_backend, Feature.ZIGZAG) else "contiguous"
+    clean = _of_one_sign(place(case, Placement(2, layout), ringattn_backend), operand)
     placed = _poisoned(clean, operand, POISONS[poison])
-    with owed(ringattn_backend, POISONED.needs | NEEDS | features) as right:
+    with owed(ringattn_backend, case.needs | placed.placement.needs | NEEDS) as right:
         got = run(placed)
         if right:
-            rows, keys = _rows_that_see(POISONED, clean.inputs, operand)
-            assert rows.any() and not rows.all() and not keys.all()
+            rows, keys = _rows_that_see(case, clean.inputs, operand)
+            assert rows.any() and not rows.all()
             dout = np.where(rows[..., None], 0, clean.inputs.dout)
-            dlse = np.where(np.swapaxes(rows, 1, 2), 0, np.asarray(clean.inputs.dlse))
+            dlse = None if clean.inputs.dlse is None else np.where(np.swapaxes(rows, 1, 2), 0, clean.inputs.dlse)
             answer = oracle.attend(clean.inputs.problem, dout, dlse)
             bad = {"out": rows, "dq": rows, "lse": np.swapaxes(rows, 1, 2), "dk": keys, "dv": keys}
             exempt = ("lse", "dv") if operand == "v" else ("dv",)  # exp(s - inf) is 0
@@ -146,24 +141,27 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
 
 
 @tiers.core
-@pytest.mark.parametrize("beside", BESIDE_PADDING)
-def test_what_padding_holds_harms_nobody(ringattn_backend: str, beside: str):
+@pytest.mark.parametrize("name", ["garbage", "garbage-bfloat16"])
+def test_what_padding_holds_harms_nobody(ringattn_backend: str, name: str):
     """Half of the padding holds non-finite values, the other half huge ones; results are those of clean padding."""
-    case = Case("garbage", segments=_padding_among_tokens, **BESIDE_PADDING[beside])
+    case = declared(ringattn_backend, NAMED[name], Feature.SEGMENT_IDS)
     placed = place(case, Placement(2), ringattn_backend)
-    problem, padding = placed.inputs.problem, np.flatnonzero(_is_padding(case.q_length))
+    problem = placed.inputs.problem
+    assert problem.q_segments is not None
+    padding = np.flatnonzero(problem.q_segments[0] < 0)
     given = {"q": problem.q, "k": problem.k, "v": problem.v, "dout": placed.inputs.dout, "dlse": placed.inputs.dlse}
+    given = {name: x for name, x in given.items() if x is not None}
     spoilt, clean = ({name: np.array(x) for name, x in given.items()} for _ in range(2))
     for name in given:
         for half, value in enumerate(IN_PADDING[name]):
             _of_tokens(name, spoilt[name])[:, padding[half::2]] = value
         _of_tokens(name, clean[name])[:, padding] = 0
-    cotangents = {name: spoilt.pop(name) for name in ("dout", "dlse")}
+    cotangents = {name: spoilt.pop(name) for name in ("dout", "dlse") if name in spoilt}
     inputs = dataclasses.replace(_changed(placed, **spoilt).inputs, **cotangents)
     with owed(ringattn_backend, case.needs | NEEDS) as right:
         got = run(dataclasses.replace(placed, inputs=inputs))
         if right:
-            answer = oracle.attend(problem, clean["dout"], clean["dlse"])
+            answer = oracle.attend(problem, clean["dout"], clean.get("dlse"))
             tolerances.check(got, answer, case, placed.inputs, "with garbage in the padding")
 
 
@@ -177,7 +175,7 @@ def _of_tokens(name: str, x: np.ndarray) -> np.ndarray:
 def test_rows_of_hugely_negative_scores_are_those_of_float32(ringattn_backend: str, name: str):
     """A bias of -1e9 on a whole row, say: the softmax of scores as float32 rounds them, which `jax.nn` computes too."""
     ring, options = HUGE[name]
-    case = Case("hugely-negative", causal=True, scale=0.125, **options)
+    case = Case("hugely-negative", lse=True, causal=True, scale=0.125, **options)
     placed = _of_exact_scores(place(case, Placement(ring), ringattn_backend))
     with owed(ringattn_backend, case.needs | NEEDS) as right:
         got = run(placed)
@@ -228,20 +226,9 @@ def _rounded_answer(inputs: Inputs) -> oracle.Answer:
     return oracle.Answer(answer.out, answer.lse + top[..., 0], 0.0, gradients)
 
 
-def _padding_among_tokens(batch: int, rows: int, columns: int) -> Any:
-    ids = np.where(_is_padding(rows), -1, 0)[None].repeat(batch, 0).astype(np.int32)
-    return ids, ids
-
-
-def _is_padding(rows: int) -> np.ndarray:
-    """Whole tiles of it at the end, and some in every tile before."""
-    number = np.arange(rows)
-    return (number % 3 == 1) | (number >= 3 * rows // 4)
-
-
 @tiers.core
 def test_products_of_float32_are_exact_whatever_the_default_precision(ringattn_backend: str):
-    case = Case("exact", head_dim=32, value_dim=32, lse=False)
+    case = Case("exact", head_dim=32, value_dim=32)
     placed = place(case, Placement(2, emulated=True), ringattn_backend)
     with jax.default_matmul_precision("bfloat16"), owed(ringattn_backend, case.needs | NEEDS) as right:
         got = run(placed)

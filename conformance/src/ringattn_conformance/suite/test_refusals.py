@@ -10,7 +10,8 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
 from ringattn_conformance import notes, tiers
-from ringattn_conformance.cases import CASES, Case
+from ringattn_conformance.cases import CASES, DTYPES, Case
+from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import Placed, Placement, place, with_gradients
 
 OF_PLACEMENTS = {
@@ -18,19 +19,20 @@ OF_PLACEMENTS = {
     Feature.STRIPED: {"layout": "striped"},
     Feature.TWO_WAY: {"two_way": True},
 }
-ALWAYS = (Feature.GRADIENTS, Feature.PRECISION)
 
 
 def _call(feature: Feature, backend: str) -> Placed:
-    """The call that needs the feature and fewest others."""
+    """The call that needs the feature and fewest others, in a dtype that the backend declares."""
     wanted = [case for case in CASES if feature in case.needs and feature not in OF_PLACEMENTS]
     case = min(wanted, key=lambda case: len(case.needs), default=Case("short"))
+    dtypes = [name for name in DTYPES if supports(backend, Feature[name.upper()])]
+    if dtypes and feature.name.lower() not in DTYPES:
+        case = dataclasses.replace(case, dtype=dtypes[0])
     return place(case, Placement(2, emulated=True, **OF_PLACEMENTS.get(feature, {})), backend)
 
 
 def _trace(placed: Placed, feature: Feature) -> None:
-    more = {"precision": "default"} if feature is Feature.PRECISION else {}
-    everywhere = placed.everywhere(lambda operands, fixed: placed.local(operands, fixed, **more))
+    everywhere = placed.everywhere()
     if feature is Feature.GRADIENTS:
         jax.eval_shape(with_gradients(everywhere), placed.operands, placed.fixed, placed.cotangents)
     else:

@@ -13,9 +13,8 @@ from ringattn_core import ring_attention
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
-from ringattn_conformance.case_inputs import OF_HEADS, packed
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
-from ringattn_conformance.outcomes import owed
+from ringattn_conformance.outcomes import declared, owed
 from ringattn_conformance.ranks import (
     RING,
     Arrays,
@@ -28,9 +27,7 @@ from ringattn_conformance.ranks import (
     static_options,
 )
 
-CASE = Case("transformed", causal=True, heads=4, kv_heads=2, sinks="head", bias="NT", slopes=True)
-BUSY = dataclasses.replace(CASE, name="busy", dropout=0.2, builder=OF_HEADS, segments=packed, bias="T")
-SHARED = Case("shared", causal=True, heads=4, kv_heads=2, sinks="shared", bias="", slopes=True, dropout=0.2)
+CASE, BUSY, SHARED = NAMED["transformed"], NAMED["busy"], NAMED["shared"]
 NEEDS = frozenset({Feature.GRADIENTS})
 
 
@@ -53,8 +50,9 @@ def _check(placed: Placed, gradients: Arrays, where: str) -> None:
 @tiers.mark(tiers.CORE, "grad", "checkpoint")
 @pytest.mark.parametrize("transformed", ["grad", "checkpoint", "eager"])
 def test_gradients_by_every_transformation(ringattn_backend: str, transformed: str):
-    placed = place(CASE, Placement(2, check_vma=transformed != "checkpoint"), ringattn_backend)
-    with owed(ringattn_backend, CASE.needs | NEEDS) as right:
+    case = declared(ringattn_backend, CASE)
+    placed = place(case, Placement(2, check_vma=transformed != "checkpoint"), ringattn_backend)
+    with owed(ringattn_backend, case.needs | NEEDS) as right:
         loss = _loss(placed)
         if transformed == "grad":
             found = jax.jit(jax.grad(loss))(placed.operands)
@@ -71,7 +69,7 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
     case = Case("layer", causal=True, sinks="each")
     # Not emulated: inside a scan JAX traces a custom_vjp without the axes that vmap binds.
     ranks = min(2, len(jax.devices()))
-    placed = place(dataclasses.replace(case, lse=False), Placement(ranks), ringattn_backend)
+    placed = place(dataclasses.replace(case), Placement(ranks), ringattn_backend)
     layers = jnp.stack([placed.operands["sinks"], placed.operands["sinks"] + 1])
 
     def layer(x: jax.Array, sinks: jax.Array) -> jax.Array:
@@ -93,11 +91,11 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
                 tolerances.fail_if([fault] if fault else [], "scan against layers one by one")
 
 
-@tiers.core
+@tiers.mark(tiers.CORE, "checked")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
     """With `check_vma` the gradient of a replicated input is the sum over ranks; without, each rank has its part."""
-    placed = place(SHARED, Placement(4, check_vma=check_vma), ringattn_backend)
+    placed = place(declared(ringattn_backend, SHARED), Placement(4, check_vma=check_vma), ringattn_backend)
     if placed.placement.emulated:
         return
     whole = {name for name, x in placed.operands.items() if RING not in placed.spec(name, x.shape)}
@@ -110,7 +108,7 @@ def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
         found = jax.grad(loss)(operands)
         return found if check_vma else {n: jax.lax.psum(x, RING) if n in whole else x for n, x in found.items()}
 
-    with owed(ringattn_backend, SHARED.needs | NEEDS) as right:
+    with owed(ringattn_backend, placed.case.needs | NEEDS) as right:
         specs = [{n: placed.spec(n, x.shape) for n, x in tree.items()} for tree in (placed.operands, placed.fixed)]
         outputs = tuple(placed.spec(n, x.shape) for n, x in zip(placed.outputs, placed.cotangents, strict=True))
         sharded = jax.shard_map(
@@ -133,7 +131,7 @@ PLACEMENTS = (
 @pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda number: str(PLACEMENTS[number]))
 def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, number: int):
     placement = PLACEMENTS[number]
-    case = (BUSY, SHARED)[number // 2]
+    case = declared(ringattn_backend, (BUSY, SHARED)[number // 2])
     if not on_devices(placement):
         placement = dataclasses.replace(placement, data=1, heads=1, emulated=True)
     placed = place(case, placement, ringattn_backend)
@@ -192,7 +190,7 @@ def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
 
 @tiers.core
 def test_without_an_axis_it_is_one_device(ringattn_backend: str):
-    case = NAMED["everything"]
+    case = declared(ringattn_backend, NAMED["everything"])
     placed = place(case, Placement(1), ringattn_backend)
     alone = jax.jit(lambda operands, fixed: placed.local(operands, fixed, axis_name=None))
     with owed(ringattn_backend, case.needs) as right:
@@ -204,7 +202,7 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
 
 @tiers.core
 def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
-    case = Case("two-axes", causal=True, lse=False)
+    case = Case("two-axes", causal=True)
     inputs, devices = case.inputs(4), jax.devices()
     rows, columns = (2, 2) if len(devices) >= 4 else (1, 1)
     mesh = Mesh(np.array(devices[: rows * columns]).reshape(rows, columns), ("outer", "inner"))

@@ -2,13 +2,12 @@
 """The configuration of a call: its backend, and the block sizes of the kernels. Frozen, hashable, compared by value."""
 
 import dataclasses
-import difflib
 import json
-import operator
+import numbers
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
-from .errors import InputError
+from .errors import InputError, did_you_mean
 
 _EJKERNEL_FIELDS: Final = frozenset(
     ("blocksize_m", "blocksize_k", "blocksize_n", "blocksize_heads", "blocksize_keys", "num_key_splits")
@@ -28,36 +27,27 @@ class _Params:
     extra: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        owner = type(self).__name__
         for name in _SIZES:
-            object.__setattr__(self, name, self._size(name))
-        pairs = self.extra.items() if isinstance(self.extra, Mapping) else self.extra
-        frozen = tuple(sorted(((name, _freeze(value)) for name, value in pairs), key=operator.itemgetter(0)))
-        for name, value in frozen:
-            try:
-                hash(value)
-            except TypeError:
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
                 raise InputError(
-                    f"{type(self).__name__}.extra",
-                    f"{name}={value!r} cannot be hashed",
-                    "Use numbers, strings or tuples",
-                ) from None
-        object.__setattr__(self, "extra", frozen)
-
-    def _size(self, name: str) -> int | None:
-        value = getattr(self, name)
-        if value is None:
-            return None
+                    f"{owner}.{name}",
+                    f"got {size!r}, not a positive integer",
+                    "Leave it None to let the backend choose",
+                )
+            object.__setattr__(self, name, int(size))
+        extra = dict(self.extra)
+        frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
         try:
-            size = -1 if isinstance(value, bool) else operator.index(value)
+            hash(frozen)
         except TypeError:
-            size = -1
-        if size < 1:
             raise InputError(
-                f"{type(self).__name__}.{name}",
-                f"self.{name}={value!r} must be a positive integer",
-                "Leave it None to let the backend choose",
-            )
-        return size
+                f"{owner}.extra", f"{extra!r} cannot be hashed", "Use numbers, strings or tuples"
+            ) from None
+        object.__setattr__(self, "extra", frozen)
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -183,6 +173,6 @@ def _freeze(value: Any) -> Any:
 
 def _refuse_unknown(owner: str, unknown: Mapping[str, Any], known: tuple[str, ...], remedy: str) -> None:
     for name in unknown:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        guess = f" (did you mean {close[0]!r}?)" if close else ""
-        raise InputError(owner, f"unknown field {name!r}{guess}", f"Known fields: {', '.join(known)}. {remedy}")
+        raise InputError(
+            owner, f"unknown field {name!r}{did_you_mean(name, known)}", f"Known fields: {', '.join(known)}. {remedy}"
+        )

@@ -2,7 +2,13 @@
 """Every exception that ringattn raises, and what its message says: fact, value, remedy."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """`" (did you mean 'x'?)"` with the known name that is most like `name`; empty if none is like it."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class RingAttnError(Exception):
@@ -12,7 +18,8 @@ class RingAttnError(Exception):
         """The message and ringattn's notes on it, as one line of text."""
         # JAX adds a note about filtered tracebacks, which begins with a line of dashes.
         notes = (note for note in getattr(self, "__notes__", ()) if not note.startswith("---"))
-        return " ".join(" ".join([str(self), *notes]).split())
+        said = [" ".join(part.split()) for part in (str(self), *notes)]
+        return " ".join([*(f"{part.rstrip('.')}." for part in said[:-1]), said[-1]])
 
 
 class InputError(RingAttnError, ValueError):
@@ -140,7 +147,7 @@ class NoBackendError(RingAttnError, RuntimeError):
 
     def __init__(self, platform: str, reasons: Mapping[str, str]):
         self.platform, self.reasons = platform, dict(reasons)
-        listed = "".join(f"\n  {name}: {reason}" for name, reason in self.reasons.items())
+        listed = "".join(f"\n  {name}: {reason.rstrip('.')}." for name, reason in self.reasons.items())
         super().__init__(
             f"no ring-attention backend can run this call on {platform!r}:{listed}\n"
             "Drop the option that is missing, or add a backend that runs everywhere: pip install ringattn-xla"

@@ -6,8 +6,7 @@ from typing import Any, Final
 
 import jax
 
-from .launch import interpretation_allowed
-from .plugin import INTERPRET_VARIABLE
+from .launch import INTERPRETER
 
 OLDEST: Final = 5
 """The first generation of TPUs whose kernels are compiled in the tests."""
@@ -20,11 +19,10 @@ def why_unavailable() -> str | None:
 
 def _why(devices: Sequence[Any]) -> str | None:
     others = sorted({device.platform for device in devices if device.platform != "tpu"})
-    if others and not interpretation_allowed():
+    if others and not INTERPRETER.allowed:
         return (
             f"JAX sees no TPU in this process, but {', '.join(others)}. Install the JAX of TPUs "
-            f"(pip install 'jax[tpu]') on a machine that has one, or set {INTERPRET_VARIABLE}=1 to interpret the "
-            "kernels on a CPU, which is slow and meant for tests"
+            f"(pip install 'jax[tpu]') on a machine that has one, or {INTERPRETER.advice}"
         )
     return next(filter(None, map(_why_not_on, devices)), None)
 

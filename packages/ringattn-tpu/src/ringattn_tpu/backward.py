@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass of a block: which kernels compute its gradients, and what they are given."""
 
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,22 @@ from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes
-from .block_sizes import LANES
+from .block_sizes import LANES, SUBLANES
 from .kernel_inputs import KernelInputs, prepared
 from .kernels.backward_bias import backward_bias
 from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
-from .kernels.backward_queries import SUBLANES, backward_queries
+from .kernels.backward_queries import backward_queries
 from .launch import VMEM_LIMIT, At, Grid, Operand
 from .steps import FIRST, Steps, steps
 
 Found = dict[str, jax.Array]
 Inputs = dict[str, Operand]
-_ARRAYS: Final = {"dq": "BNT.", "dk": "BKS.", "dv": "BKS."}
 
 
 @jax.jit
 def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None) -> Gradients:
-    """What the block adds to each gradient, from the final `lse` and `delta`."""
+    """The gradients of the block; `dq` continues the one given."""
     block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     q_length, kv_length = block.q_length, block.kv_length
     given = prepared(block, block_sizes.choose(block, block.rule.bwd_params))
@@ -46,12 +45,12 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
     if wants_dbias:
-        dbias = _bias(given, inputs)[:, :, : q_length if given.settings.bias_rows else 1, :kv_length]
+        dbias = _bias(given, inputs)[:, :, : block.bias.shape[2], :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
 
 
 def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
-    """The inputs with the cotangents of the queries; a row that saw nothing, or is padding, has no probabilities."""
+    """Adds dout and the row values. A row that sees nothing, or is padding, gets an lse of +inf, so that p is 0."""
     length, settings = given.sizes.q_length, given.settings
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * settings.unit), length, 2, jnp.inf)
     values = [lse, padded(delta, length, 2)]
@@ -66,12 +65,12 @@ def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.
 
 
 def _row_columns(given: KernelInputs) -> dict[str, Any]:
-    """Room for the numbers of the own queries as columns."""
+    """Scratch memory for the row values of the own queries, as columns."""
     return {"row_values": pltpu.VMEM((3 if given.settings.bias else 2, given.sizes.q_tile, LANES), jnp.float32)}
 
 
 def _key_sums(given: KernelInputs) -> dict[str, Any]:
-    """Room for the sums of `dk` and `dv` over the steps of a tile."""
+    """Scratch memory for the sums of `dk` and `dv` over the steps of a tile."""
     dims = {"dk": given.block.q.shape[-1], "dv": given.block.value_dim}
     return {name: pltpu.VMEM((given.sizes.kv_tile, dim), jnp.float32) for name, dim in dims.items()}
 
@@ -80,13 +79,13 @@ def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = No
     """One gradient as an output; where the block is final it has the dtype of the inputs, unless it must be `wide`."""
     sizes, block = given.sizes, given.block
     batch, _, heads, head_dim = block.q.shape
-    shapes = {
-        "dq": (batch, heads, sizes.q_length, head_dim),
-        "dk": (batch, block.kv_heads, sizes.kv_length, head_dim),
-        "dv": (batch, block.kv_heads, sizes.kv_length, block.value_dim),
-    }
+    own_axes, shape = {
+        "dq": ("BNT.", (batch, heads, sizes.q_length, head_dim)),
+        "dk": ("BKS.", (batch, block.kv_heads, sizes.kv_length, head_dim)),
+        "dv": ("BKS.", (batch, block.kv_heads, sizes.kv_length, block.value_dim)),
+    }[name]
     dtype = block.q.dtype if block.final and not wide else jnp.float32
-    return given.operand(jax.ShapeDtypeStruct(shapes[name], dtype), axes or _ARRAYS[name], by_keys)
+    return given.operand(jax.ShapeDtypeStruct(shape, dtype), axes or own_axes, by_keys)
 
 
 def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
@@ -94,9 +93,8 @@ def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
     block, sizes = given.block, given.sizes
     wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
     floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
-    return (
-        not given.settings.slopes and (of_keys.rows == 1 or block.group == 1) and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
-    )
+    alone = of_keys.rows == 1 or block.group == 1
+    return block.slopes is None and alone and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
 
 
 def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
@@ -124,7 +122,7 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
     outputs = {"dq": _result(given, "dq", False)}
     if dq is not None:
         inputs = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}
-    if given.settings.slopes:
+    if given.block.slopes is not None:
         zeros = jnp.zeros((batch, heads, SUBLANES, LANES), jnp.float32)
         inputs = inputs | {"dslopes": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
         outputs["dslopes"] = given.operand(zeros, "BN..", by_keys=False)
@@ -136,9 +134,10 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
 
 
 def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
-    """`dbias` in the shape of the padded bias. The members of the grid are what shares a tile of it."""
-    sizes, bias, by_rows = given.sizes, given.block.bias, given.settings.bias_rows
+    """`dbias` in the shape of the padded bias. The members of the grid share a tile of it."""
+    sizes, bias = given.sizes, given.block.bias
     assert bias is not None
+    by_rows = bias.shape[2] > 1
     batch, _, heads, _ = given.block.q.shape
     of_batch, of_head = bias.shape[0] > 1 or batch == 1, bias.shape[1] > 1 or heads == 1
     shared_heads = 1 if of_head else heads
@@ -165,5 +164,5 @@ def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
         _row_columns(given),
         by_keys=False,
         products=2,
-        begins=lambda step: (step.member == 0) if by_rows else (step.member == 0) & step.has(FIRST),
+        begins=lambda step: (step.at.member == 0) if by_rows else (step.at.member == 0) & step.has(FIRST),
     )["dbias"]

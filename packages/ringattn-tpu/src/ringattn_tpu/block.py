@@ -4,9 +4,9 @@
 from typing import Final
 
 from .backward import backward
-from .candidates import candidate_configs
 from .forward import forward
 from .ordering import tie
+from .tuning_candidates import candidate_configs
 
 
 class TpuKernel:

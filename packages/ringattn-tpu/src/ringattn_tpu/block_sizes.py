@@ -15,6 +15,7 @@ from . import steps
 
 LANES: Final = 128
 """Lengths of tiles are multiples of this: rows of queries and keys lie in lanes."""
+SUBLANES: Final = 8
 LARGEST_HEAD: Final = 256
 _LONGEST: Final = 1024
 _SHORTEST: Final = 256
@@ -49,8 +50,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, seen))
     asked = (params.q_blocksize, params.kv_blocksize)
     while True:
-        q_tile, q_length = cut(block.q_length, _rounded(asked[0]) or target)
-        kv_tile, kv_length = cut(block.kv_length, _rounded(asked[1]) or target)
+        q_tile, q_length = cut(block.q_length, _rounded(asked[0] or target))
+        kv_tile, kv_length = cut(block.kv_length, _rounded(asked[1] or target))
         if steps.fits(block.q.shape[0], q_length // q_tile, kv_length // kv_tile):
             return Sizes(q_tile, kv_tile, q_length, kv_length, _part(dict(params.extra).get("part")))
         if all(asked) or target > max(q_length, kv_length):
@@ -64,7 +65,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
 
 
 def refuse_large_heads(block: Block) -> None:
-    """Heads that the vector memory was not planned for."""
+    """Raises on heads that are too large for the vector memory."""
     size = max(block.q.shape[-1], block.value_dim)
     if size > LARGEST_HEAD:
         raise InputError(
@@ -79,12 +80,10 @@ def _part(asked: Any) -> int:
         return _PART
     if not isinstance(asked, int) or asked < 1:
         raise InputError('extra={"part": ...}', f"got {asked!r}", "Pass a number of tokens, or leave it out")
-    return -(-asked // LANES) * LANES
+    return _rounded(asked)
 
 
-def _rounded(size: int | None) -> int | None:
-    if size is None:
-        return None
+def _rounded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 

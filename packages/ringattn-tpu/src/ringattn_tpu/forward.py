@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a block: what its kernel is given, and the partial result from what it returns."""
+"""The forward pass of a block: the inputs of its kernel, and the partial result from the kernel's outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
-    """The largest score and the sum of each row that `partial` stands for, in the kernel's units."""
+    """The running maximum and the running sum of each row of `partial`, in the kernel's units."""
     nothing = jnp.isneginf(partial.lse)
     largest, total = partial.lse, jnp.ones_like(partial.lse)
     if partial.shift is not None:
@@ -59,7 +59,7 @@ def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
 
 
 def _result(given: KernelInputs, out: jax.Array, softmax: jax.Array) -> Partial:
-    """The partial result of the rows whose largest score and sum are `softmax`."""
+    """The partial result from the final maximum and sum of each row."""
     largest, total = softmax[:, :, 0], softmax[:, :, 1]
     nothing = total == 0.0
     if not given.settings.bias:

@@ -22,7 +22,7 @@ from .launch import At, Grid, Operand, launch
 from .steps import Steps
 
 LOG2_E: Final = math.log2(math.e)
-_NOWHERE: Final = 2**31 - 1
+_LARGEST: Final = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +36,9 @@ class Settings:
     rule: Rule
     q_rows: tuple[str, ...]
     kv_rows: tuple[str, ...]
-    precision: Any
-    mask_bits: bool
+    precision: str | None
+    """Of products of float32: exact unless the caller asks for less. Products of bfloat16 are exact as they are."""
     bias: bool
-    bias_rows: bool
-    """Whether each query has a row of the bias of its own."""
-    slopes: bool
 
     @property
     def unit(self) -> float:
@@ -78,7 +75,7 @@ class KernelInputs(NamedTuple):
     def operands(self, by_keys: bool) -> dict[str, Operand]:
         """The arrays as operands of a kernel whose own side are the queries, or the keys where `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
-        if self.settings.mask_bits:
+        if self.block.rule.masks or self.block.mask is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
             packed = mask_bits.of(self.block, by_keys, tile)
             found["mask_bits"] = self.operand(packed, "BNST" if by_keys else "BNTS", by_keys)
@@ -160,11 +157,8 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
         rule=rule,
         q_rows=tuple(q_side),
         kv_rows=tuple(kv_side),
-        precision=_precision(rule.precision, block.q.dtype),
-        mask_bits=bool(rule.masks) or block.mask is not None,
+        precision=(rule.precision or "highest") if block.q.dtype == jnp.float32 else None,
         bias=block.bias is not None,
-        bias_rows=block.bias is not None and block.bias.shape[2] > 1,
-        slopes=block.slopes is not None,
     )
     arrays = {"q": (jnp.swapaxes(block.q, 1, 2), "BNT.")}
     if not isinstance(block.kv, tuple) and block.kv.ndim == 5:
@@ -212,15 +206,13 @@ def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"
     lows, highs = [], []
     left, right = (None, None) if rule.window is None else rule.window
     if left is not None:
-        left = min(left, _NOWHERE)
-        lows.append(jnp.maximum(position, left - _NOWHERE) - left)
+        lows.append(jnp.maximum(position, left - _LARGEST) - left)
     if right is not None:
-        right = min(right, _NOWHERE)
-        highs.append(jnp.minimum(position, _NOWHERE - right) + right)
+        highs.append(jnp.minimum(position, _LARGEST - right) + right)
     if rule.causal or rule.chunk is not None:
         highs.append(position)
     if rule.chunk is not None:
-        lows.append(position - jnp.remainder(position, min(rule.chunk, _NOWHERE)))
+        lows.append(position - jnp.remainder(position, rule.chunk))
     low = jnp.stack(lows).max(0) if lows else None
     return low, jnp.stack(highs).min(0) if highs else None
 
@@ -228,12 +220,3 @@ def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"
 def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "b rows T"]:
     batch = max(x.shape[0] for x in side.values())
     return jnp.stack([jnp.broadcast_to(x, (batch, x.shape[1])) for x in side.values()], 1)
-
-
-def _precision(asked: str | None, dtype: Any) -> Any:
-    """Products of bfloat16 are exact as they are; products of float32 are, unless the caller asks for less."""
-    if dtype != jnp.float32:
-        return None
-    return {"default": jax.lax.Precision.DEFAULT, "high": jax.lax.Precision.HIGH}.get(
-        asked or "", jax.lax.Precision.HIGHEST
-    )

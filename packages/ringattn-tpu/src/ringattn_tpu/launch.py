@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is launched from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU.
-
-Which of the two is decided when the program is lowered, so that one traced program serves both.
-"""
+"""Launches a kernel from a JAX program: compiled by Mosaic on a TPU, interpreted by XLA on a CPU."""
 
 import dataclasses
 import functools
@@ -11,25 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.core
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from ringattn_core.contract.launch import Interpreter, launch_primitive
 from ringattn_core.contract.varying import align, axes_of
 
-from .lowering import over_no_mesh
 from .plugin import INTERPRET_VARIABLE
 from .steps import IDLE, MASKED, Numbering, Steps
 
 SIMULATE: Final = "simulate"
-"""The value that asks for the simulator of a TPU, which is slower than the interpreter by far."""
+"""The value that asks for the simulator of a TPU, which is far slower than the interpreter."""
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", values=("1", SIMULATE))
 VMEM_LIMIT: Final = 2**25 * 3 // 2
-"""What a kernel may use of a core's vector memory: 48 MiB, of the 64 MiB that the smallest of these TPUs has."""
-
+"""How much vector memory a kernel may use: 48 MiB, of the 64 MiB that a core of the smallest of these TPUs has."""
 
 Run = functools.partial[list[jax.Array]]
-"""A launch but for its arrays and for how it runs; a parameter of the primitive."""
+"""A launch without its arrays and without `interpret`: the static parameter of the primitive."""
 
 
 class At(NamedTuple):
@@ -43,9 +37,10 @@ class At(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An input or output of a kernel: the block of it that a step works on has this shape (`None`: one, and dropped).
+    """An input or output of a kernel: the shape of the `block` that a step works on, and the index of that block.
 
-    Without a `block` the kernel never reads it: it only lends its memory to an output.
+    `None` in the shape is an axis of length 1 that the kernel does not see. Without a `block` the kernel never reads
+    the array: it only lends its memory to an output.
     """
 
     array: Any
@@ -55,9 +50,9 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The loops round the steps, outermost first: batch rows, heads, then steps and members of a group.
+    """The loops around the steps, outermost first: batch rows, heads, then steps and members of a group.
 
-    `members_inside` says that all members of a group visit before the next step; else each makes all steps.
+    `members_inside`: every member of a group makes a step before the next step begins; else each makes all steps.
     """
 
     batch: int
@@ -77,7 +72,7 @@ def launch(
     cost: Any = None,
     name: str,
 ) -> dict[str, jax.Array]:
-    """What the kernel writes: `kernel(step, inputs, outputs, scratch)` once a step, references under their names.
+    """Calls `kernel(step, inputs, outputs, scratch)` at each step and returns the outputs by name.
 
     An output with the name of an input takes that input's memory, and keeps its values where no step writes. The
     outputs vary over the mesh axes that the inputs vary over.
@@ -110,35 +105,24 @@ class Step(NamedTuple):
     at: At
     members: int
 
-    @property
-    def member(self) -> Any:
-        """Which of the members it is."""
-        return self.at.member
-
     def has(self, flag: int) -> Any:
         return (self.flags & flag) != 0
 
 
 def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], None]) -> None:
-    """`visit(start, masked)` for each part of a visiting tile; two bodies, so that whole tiles are spared the masks."""
-
-    def whole(masked: bool) -> None:
-        for start in range(0, length, part):
-            visit(start, masked)
-
+    """Calls `visit(start, masked)` for each part of a visiting tile; `masked` is false where the tile is seen whole."""
     for masked in (False, True):
-        pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))(functools.partial(whole, masked))
 
-
-def interpretation_allowed() -> bool:
-    """Whether the environment asks for it; programs that are lowered for TPUs are compiled all the same."""
-    return os.environ.get(INTERPRET_VARIABLE, "") in ("1", SIMULATE)
+        @pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))
+        def _(masked: bool = masked) -> None:
+            for start in range(0, length, part):
+                visit(start, masked)
 
 
 def _run(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    """The launch as one operation. The simulator has effects, which no primitive hides: it gets a program for itself.
+    """Runs a launch as one primitive, or in the simulator: that has effects, which a primitive cannot have.
 
-    It is of a TPU whose two cores share a grid, whose memory is NaN at first, and whose races are found.
+    The simulated TPU has two cores that share a grid. Its memory is NaN at first, and races raise.
     """
     if os.environ.get(INTERPRET_VARIABLE, "") != SIMULATE:
         return _launch.bind(*arrays, run=run)
@@ -211,30 +195,13 @@ def _pallas(
     return [results[name] for name in outputs]
 
 
-def _abstract(*_: Any, run: Run) -> list[jax.core.ShapedArray]:
-    return [
-        jax.core.ShapedArray(operand.array.shape, operand.array.dtype) for operand in run.keywords["outputs"].values()
-    ]
-
-
-def _eager(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    return jax.jit(functools.partial(_launch.bind, run=run))(*arrays)
-
-
 def _interpreted(*arrays: jax.Array, run: Run) -> list[jax.Array]:
-    if not interpretation_allowed():
-        raise RuntimeError(
-            f"kernel {run.keywords['name']} was to be launched on a CPU, and Mosaic compiles for TPUs. Set "
-            f"{INTERPRET_VARIABLE}=1 to interpret it, which is slow and meant for tests, or choose the backend 'xla'."
-        )
+    INTERPRETER.check(run.keywords["name"])
     return run(*arrays, interpret=True)
 
 
-_launch: Final = Primitive("ringattn_tpu_launch")
-_launch.multiple_results = True
-_launch.def_abstract_eval(_abstract)
-_launch.def_impl(_eager)
-mlir.register_lowering(_launch, over_no_mesh(_interpreted, multiple_results=True), platform="cpu")
-mlir.register_lowering(
-    _launch, over_no_mesh(lambda *arrays, run: run(*arrays, interpret=False), multiple_results=True), platform="tpu"
+_launch: Final = launch_primitive(
+    "ringattn_tpu_launch",
+    lambda *_, run: [operand.array for operand in run.keywords["outputs"].values()],
+    {"cpu": _interpreted, "tpu": lambda *arrays, run: run(*arrays, interpret=False)},
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How masks that kernels cannot compute reach them: bits in words that lie along a kernel's own side.
+"""Packs masks that kernels cannot compute into the bits of words, which lie along a kernel's own side.
 
 Word `w` of a tile holds its rows `w * bits` and up, the first in bit 0: a kernel spreads a word over rows by shifts,
 where bits along the lanes would have to be gathered.
@@ -14,18 +14,19 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.visibility import visible
 
-_SUBLANES: Final = 8
+from .block_sizes import SUBLANES
+
 PAIRS_AT_ONCE: Final = 2**26
-"""How many pairs of a mask are looked at before the next."""
+"""How many pairs of a mask are evaluated at a time."""
 
 
 def bits(tile: int) -> int:
     """How many rows share a word, such that the words of a tile fill whole vector registers."""
-    return 32 if tile % (32 * _SUBLANES) == 0 else 16
+    return 32 if tile % (32 * SUBLANES) == 0 else 16
 
 
 def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"]:
-    """Which pairs the masks of the rule, and the dense mask, leave: words along the queries, or the keys if `by_keys`.
+    """The bits of the rule's masks and of the dense mask: words along the queries, or along the keys if `by_keys`.
 
     The batch is 1 where no mask depends on it, the heads are 1 where all obey the same.
     """
@@ -51,7 +52,7 @@ def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"
 
 
 def _packed(seen: jax.Array, count: int) -> jax.Array:
-    """Bits summed where they are computed: XLA fuses both, and no array of single truth values comes to be."""
+    """Sums the bits of each word. XLA fuses the sum with the mask, and stores no array of booleans."""
     weights = (jnp.uint32(1) << jnp.arange(count, dtype=jnp.uint32))[:, None]
     cut = seen.reshape(*seen.shape[:2], -1, count, seen.shape[3])
     words = jnp.where(cut, weights, jnp.uint32(0)).sum(3, dtype=jnp.uint32)

@@ -8,30 +8,28 @@ more shard. It keeps the order of a kernel that takes both arrays, does nothing,
 from typing import Any, Final
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching
 from jaxtyping import Array, Shaped
 from ringattn_core.contract import ordering as core
+from ringattn_core.contract.launch import launch_primitive
 from ringattn_core.contract.varying import align, axes_of
-
-from .lowering import over_no_mesh
 
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, such that nothing that reads the result starts before `token` is there."""
-    return align(_heads_first(_tie.bind(_heads_first(x), _heads_first(token))), axes_of(x, token))
+    """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
+    (tied,) = _tie.bind(_heads_first(x), _heads_first(token))
+    return align(_heads_first(tied), axes_of(x, token))
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """Heads before tokens and back: so the arrays of a ring lie in memory, and a kernel takes axes as they lie."""
+    """Swaps tokens and heads: XLA stores the arrays of a ring with heads first, and a kernel takes them as stored."""
     return jnp.swapaxes(x, -3, -2) if x.ndim > 3 else x
 
 
-def _in_place(x: jax.Array, token: jax.Array) -> jax.Array:
-    return pl.pallas_call(
+def _in_place(x: jax.Array, token: jax.Array) -> list[jax.Array]:
+    tied = pl.pallas_call(
         lambda x, token, out: None,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
@@ -39,20 +37,17 @@ def _in_place(x: jax.Array, token: jax.Array) -> jax.Array:
         input_output_aliases={0: 0},
         name="ringattn_tie",
     )(x, token)
-
-
-def _abstract(x: Any, token: Any) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(x.shape, x.dtype)
+    return [tied]
 
 
 def _batched(arrays: Any, axes: Any) -> Any:
-    """A tie of whole arrays ties their examples, and leaves their axes where they are."""
-    return _tie.bind(*arrays), axes[0]
+    """Ties the whole arrays, which orders each example."""
+    return _tie.bind(*arrays), axes[:1]
 
 
-_tie: Final = Primitive("ringattn_tpu_tie")
-_tie.def_abstract_eval(_abstract)
-_tie.def_impl(jax.jit(_tie.bind))
+_tie: Final = launch_primitive(
+    "ringattn_tpu_tie",
+    lambda x, token: [x],
+    {"cpu": lambda x, token: [core.tie(x, token)], "tpu": _in_place},
+)
 batching.primitive_batchers[_tie] = _batched
-mlir.register_lowering(_tie, over_no_mesh(core.tie, multiple_results=False), platform="cpu")
-mlir.register_lowering(_tie, over_no_mesh(_in_place, multiple_results=False), platform="tpu")

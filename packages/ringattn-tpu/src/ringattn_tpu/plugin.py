@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this backend tells core about itself, without importing any kernel."""
+"""The description of this backend that core reads; importing it imports no kernel."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
-"""Set to 1 it has the kernels interpreted on a CPU."""
+"""With the value 1 the kernels are interpreted on a CPU."""
 _FEATURES: Final = (
     Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.SLIDING_WINDOW, Feature.CHUNKED,
     Feature.SEGMENT_IDS, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK, Feature.GROUPED_HEADS,

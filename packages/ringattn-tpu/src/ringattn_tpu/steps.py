@@ -83,11 +83,8 @@ def steps(
     rows, own, visiting = some.shape
     numbering = Numbering((own - 1).bit_length(), (visiting - 1).bit_length())
     batch, mine, other = (jax.lax.broadcasted_iota(jnp.int32, some.shape, axis) for axis in range(3))
-    if every_own:
-        idle = ~some.any(-1, keepdims=True) & (other == 0)
-        some = some | idle
-    else:
-        idle = jnp.zeros_like(some)
+    idle = every_own & ~some.any(-1, keepdims=True) & (other == 0)
+    some = some | idle
     first = jnp.where(some, other, visiting).min(-1, keepdims=True)
     last = jnp.where(some, other, -1).max(-1, keepdims=True)
     place = mine * visiting + other

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import jax
 
-from .launch.target import INTERPRET_VARIABLE, interpretation_allowed
+from .launch.target import INTERPRETER
 
 TRITON_FLOOR: Final = (3, 6)
 CUDA_FLOOR: Final = 80
@@ -22,11 +22,11 @@ def why_unavailable() -> str | None:
 
 def _why(devices: Sequence[Any]) -> str | None:
     on_gpus = all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
-    if not on_gpus and not interpretation_allowed():
+    if not on_gpus and not INTERPRETER.allowed:
         found = ", ".join(sorted({device.platform for device in devices}))
         return (
             f"JAX sees no GPU in this process, but {found}. Install the JAX of your GPU (pip install 'jax[cuda13]'), "
-            f"or set {INTERPRET_VARIABLE}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
+            f"or {INTERPRETER.advice}"
         )
     reason = _why_no_triton()
     if reason is not None or not on_gpus:

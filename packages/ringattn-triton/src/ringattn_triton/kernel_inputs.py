@@ -18,7 +18,6 @@ from ringattn_core.contract.protocol import Block
 from . import mask_bits
 
 LOG2_E: Final = math.log2(math.e)
-_NO_LIMIT: Final = 2**31 - 1
 _INT32: Final = 2**31
 ENOUGH_HEADS: Final = 4
 """How many heads, of all batch rows, must share a bias for its transpose to be worth the copy."""
@@ -104,6 +103,11 @@ class BlockConstants:
     @property
     def padded_value_dim(self) -> int:
         return padded_dim(self.value_dim)
+
+    @property
+    def without_masks(self) -> "BlockConstants":
+        """The same without dense masks and predicates, for a kernel that reads their bits in its own way."""
+        return dataclasses.replace(self, masks=False)
 
     @property
     def largest_dim(self) -> int:
@@ -221,9 +225,9 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         below=left is not None or rule.chunk is not None,
         above=rule.causal or right is not None or rule.chunk is not None,
         causal=rule.causal,
-        left=None if left is None else min(left, _NO_LIMIT),
-        right=None if right is None else min(right, _NO_LIMIT),
-        chunk=None if rule.chunk is None else min(rule.chunk, _NO_LIMIT),
+        left=left,
+        right=right,
+        chunk=rule.chunk,
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout),

@@ -15,7 +15,7 @@ PAIRS_AT_ONCE: Final = 2**28
 
 
 def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The words of a block that has masks, and which of the `m` each head obeys; `None`: its own, or the only one.
+    """The words of all masks of a block, and the number of each head's mask (`None`: its own, or the only one).
 
     A dense mask beside masks of the rule is ANDed into them, head by head.
     """
@@ -28,7 +28,7 @@ def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"]
 
 
 def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The words of each mask of the rule, and which of them each head of the block obeys (`None`: the only one)."""
+    """The words of each mask of the rule, and the number of each head's mask (`None`: there is one)."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index)
     kv = Coordinates(*(_by_word(x, "edge") for x in (block.kv_positions, block.kv_index)))
@@ -74,7 +74,7 @@ def of_dense(block: Block) -> UInt32[Array, "b n T W"]:
 
 
 def _by_word(x: Array, mode: str) -> Array:
-    """The last axis cut into words; nobody reads what fills the last word."""
+    """Cuts the last axis into words. No kernel reads the padding in the last word."""
     more = -x.shape[-1] % BITS
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)], mode=mode) if more else x
     return padded.reshape(*x.shape[:-1], -1, BITS)

@@ -6,6 +6,8 @@ from typing import Final
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 
+INTERPRET_VARIABLE: Final = "RINGATTN_TRITON_INTERPRET"
+"""With the value 1 the kernels are interpreted on a CPU."""
 _FEATURES: Final = (
     Feature.GRADIENTS,
     Feature.FLOAT32,
@@ -41,5 +43,5 @@ BACKEND: Final = Backend(
     features=dict.fromkeys(_FEATURES, Support.FULL),
     kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
-    variables=("RINGATTN_TRITON_INTERPRET",),
+    variables=(INTERPRET_VARIABLE,),
 )

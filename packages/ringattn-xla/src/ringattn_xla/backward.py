@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass of a block: each visible tile once, probabilities from the final lse."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract import ordering
@@ -12,10 +9,10 @@ from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
-from .scores import distance, from_scores, like_scores, product, row_values, rows, scores, unrows
-from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
+from .scores import like_scores, product, row_values, rows, scores, term_gradients, terms, unrows
+from .tiling import BLOCK_AXES, Arrays, choose, over_visible_tiles, pad
 
-_AXES = {"dq": "BK.R", "dk": "BSK.", "dv": "BSK.", "dbias": "BNTS", "dslopes": "BN"}
+_AXES = {"dout": "BTN.", "lse": "BKR", "delta": "BKR", "shift": "BKR", "dq": "BK.R", "dk": "BSK.", "dv": "BSK."}
 
 
 def backward(
@@ -27,65 +24,45 @@ def backward(
 ) -> Gradients:
     """`dq` continued with the keys of the block, and the gradients that the block adds to everything else."""
     asked, before = block, jnp.zeros(block.q.shape, jnp.float32) if dq is None else dq
-    axes = axes_of(block, dout, lse, delta, before)
-    block, dout, lse, delta, before = align((block, dout, lse, delta, before), axes)
+    given = block, dout, lse, delta, before
+    block, dout, lse, delta, before = align(given, axes_of(given))
     size = choose(block, block.rule.bwd_params)
     block = pad(block, size)
     dout = padded(dout, block.q_length, 1)
     # A row that saw nothing has no probabilities; neither has padding.
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse), block.q_length, 2, jnp.inf)
-    of_rows = [row_values(x, block) for x in (lse, padded(delta, block.q_length, 2))]
-    if block.shift is not None:
-        of_rows.append(row_values(block.shift, block))
+    values = {"lse": lse, "delta": padded(delta, block.q_length, 2)}
+    values |= {} if block.shift is None else {"shift": block.shift}
+    read = {"dout": dout, **{name: row_values(x, block) for name, x in values.items()}}
     total = {"dq": jnp.swapaxes(rows(padded(before, block.q_length, 1), block), 2, 3)}
-    total |= {"dk": ordering.zeros(block.k.shape, before), "dv": ordering.zeros(block.v.shape, before)}
-    total |= {} if block.bias is None or block.bias_fixed else {"dbias": ordering.zeros(block.bias.shape, before)}
-    total |= {} if block.slopes is None else {"dslopes": ordering.zeros(block.slopes.shape, before)}
-    total = align(total, axes)
-
-    def step(start: Cut, size: Cut, total: dict[str, Any]) -> dict[str, Any]:
-        row = [take(x, "BKR", block, start, size) for x in of_rows]
-        added = _of_tile(part(block, start, size), take(dout, "BTN.", block, start, size), *row)
-        old = {name: take(x, _AXES[name], block, start, size) for name, x in total.items()}
-        return {name: put(x, old[name] + added[name], _AXES[name], block, start, size) for name, x in total.items()}
-
-    total = over_visible_tiles(block, size, step, total)
+    inputs = {"k": block.k, "v": block.v, **terms(block)}
+    total |= {f"d{name}": ordering.zeros(x.shape, before) for name, x in inputs.items()}
+    letters = _AXES | {f"d{name}": BLOCK_AXES[name] for name in terms(block)}
+    total = over_visible_tiles(block, size, _added, read, total, letters)
     dq = unrows(jnp.swapaxes(total["dq"], 2, 3), block)
-    dbias = total.get("dbias")
-    if dbias is not None and asked.bias is not None:
-        dbias = dbias[:, :, : asked.bias.shape[2], : asked.kv_length]
-    dk, dv = (total[name][:, : asked.kv_length] for name in ("dk", "dv"))
-    return Gradients(dq[:, : asked.q_length], dk, dv, dbias, total.get("dslopes"))
+    inputs = {"k": asked.k, "v": asked.v, **terms(asked)}
+    unpadded = {f"d{name}": total[f"d{name}"][tuple(map(slice, x.shape))] for name, x in inputs.items()}
+    return Gradients(dq[:, : asked.q_length], **unpadded)
 
 
-def _of_tile(tile: Block, dout: Any, lse: Any, delta: Any, shift: Any = None) -> dict[str, Any]:
-    """What one tile adds."""
+def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
+    """The gradients so far, with what one tile adds."""
     rule, dtype = tile.rule, tile.q.dtype
-    q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(dout, tile)
+    q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(read["dout"], tile)
     s, capped = scores(q, k, tile, by_keys=True)
-    s = s if shift is None else s - shift[:, :, None]
-    p = jnp.exp(s - lse[:, :, None])
+    s = s - read["shift"][:, :, None] if "shift" in read else s
+    p = jnp.exp(s - read["lse"][:, :, None])
     dp = product(v, dout, 3, tile)
     dropped = p
     if rule.dropout:
         keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), 1.0 / (1.0 - rule.dropout), 0.0)
         dropped, dp = p * keep, dp * keep
-    ds = p * (dp - delta[:, :, None])
-    added, pairs = {}, from_scores(ds, tile, by_keys=True)
-    if tile.bias is not None and not tile.bias_fixed:
-        added["dbias"] = _summed(pairs, tile.bias)
-    if tile.slopes is not None:
-        added["dslopes"] = _summed(-(pairs * distance(tile)).sum((2, 3)), tile.slopes)
+    ds = p * (dp - read["delta"][:, :, None])
+    added = {f"d{name}": x for name, x in term_gradients(ds, tile, by_keys=True).items()}
     if rule.soft_cap is not None:
         ds = ds * (1.0 - jnp.square(capped / rule.soft_cap))
     dropped, ds = dropped.astype(dtype), (ds * rule.scale).astype(dtype)
     added["dv"] = jnp.swapaxes(product(dropped, dout, 2, tile), 1, 2)
     added["dk"] = jnp.swapaxes(product(ds, q, 2, tile), 1, 2)
     added["dq"] = product(jnp.swapaxes(k, 2, 3), ds, 2, tile)
-    return added
-
-
-def _summed(x: jax.Array, like: jax.Array) -> jax.Array:
-    """`x` summed over the axes on which `like` broadcasts."""
-    axes = tuple(axis for axis, length in enumerate(like.shape) if length == 1 and x.shape[axis] != 1)
-    return x.sum(axes, keepdims=True) if axes else x
+    return {name: x + added[name] for name, x in total.items()}

@@ -6,8 +6,8 @@ from typing import Final
 import jax
 
 from .backward import backward
-from .candidates import candidate_configs
 from .forward import forward
+from .tuning_candidates import candidate_configs
 
 
 class XlaKernel:

@@ -5,15 +5,15 @@ from typing import Any
 
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
-from ringattn_core.contract.merge import empty
+from ringattn_core.contract.merge import empty, log_sum_exp
 from ringattn_core.contract.protocol import SHIFT_BELOW, Block, Partial
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
 from .scores import from_row_values, like_scores, product, row_values, rows, scores, unrows
-from .tiling import Cut, choose, over_visible_tiles, pad, part, put, take
+from .tiling import Arrays, choose, over_visible_tiles, pad
 
-_CARRIED = ("BTN.", ".BKR")
+_AXES = {"out": "BTN.", "softmax": ".BKR"}
 
 
 def forward(block: Block, partial: Partial | None) -> Partial:
@@ -26,16 +26,11 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
     out = padded(before.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
     surviving = 1.0 - block.rule.dropout
-
-    def step(start: Cut, size: Cut, carry: Any) -> Any:
-        before = [take(x, axes, block, start, size) for x, axes in zip(carry, _CARRIED, strict=True)]
-        after = _continued(part(block, start, size), *before)
-        return tuple(put(x, new, axes, block, start, size) for x, new, axes in zip(carry, after, _CARRIED, strict=True))
-
-    out, softmax = over_visible_tiles(block, size, step, (out * surviving, softmax))
-    largest, total = (from_row_values(x, block)[:, :, :length] for x in softmax)
+    begun = {"out": out * surviving, "softmax": softmax}
+    found = over_visible_tiles(block, size, _continued, {}, begun, _AXES)
+    largest, total = (from_row_values(x, block)[:, :, :length] for x in found["softmax"])
     weight = jnp.where(total == 0.0, 1.0, total) * surviving
-    out = out[:, :length] / jnp.swapaxes(weight, 1, 2)[..., None]
+    out = found["out"][:, :length] / jnp.swapaxes(weight, 1, 2)[..., None]
     if block.bias is None:
         return Partial(out, largest + jnp.log(total))
     shift = jnp.where((largest < SHIFT_BELOW) & ~jnp.isneginf(largest), largest, 0.0)
@@ -43,21 +38,19 @@ def forward(block: Block, partial: Partial | None) -> Partial:
 
 
 def _begun(partial: Partial) -> tuple[Any, Any]:
-    """The running maximum and the running sum of each row that `partial` stands for."""
-    if partial.shift is None:
-        return partial.lse, jnp.where(jnp.isneginf(partial.lse), 0.0, 1.0)
-    largest = partial.shift + partial.lse
-    return largest, jnp.exp(partial.lse - jnp.where(jnp.isneginf(largest), 0.0, largest - partial.shift))
+    """The running maximum and the running sum of each row of `partial`."""
+    largest, shift = log_sum_exp(partial), 0.0 if partial.shift is None else partial.shift
+    return largest, jnp.exp(partial.lse - jnp.where(jnp.isneginf(largest), 0.0, largest - shift))
 
 
-def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
+def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
     """One step of the online softmax: `out` and `total` are sums relative to `exp(largest)`.
 
     A probability that survives dropout enters `out` unscaled; `forward` divides by the share that survives, in float32.
 
     `largest` and `total` are one array: of two, XLA updates the first early and copies all of it at every step.
     """
-    largest, total = softmax
+    largest, total = before["softmax"]
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)
     s, _ = scores(rows(tile.q, tile), k, tile, by_keys=False)
     now = jnp.maximum(largest, s.max(-1))
@@ -68,4 +61,5 @@ def _continued(tile: Block, out: Any, softmax: Any) -> tuple[Any, Any]:
     if tile.rule.dropout:
         p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p, 0.0)
     added = product(p.astype(v.dtype), v, 2, tile)
-    return unrows(rows(out, tile) * shrink[..., None] + added, tile), jnp.stack([now, total])
+    out = rows(before["out"], tile) * shrink[..., None] + added
+    return {"out": unrows(out, tile), "softmax": jnp.stack([now, total])}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this backend tells core about itself, without importing any kernel."""
+"""The description of this backend that core reads; importing it imports no kernel."""
 
 from typing import Final
 

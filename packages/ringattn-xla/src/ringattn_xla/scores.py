@@ -5,6 +5,7 @@ Inside this package a tile of queries is `[b k r h]`: each key head `k` has rows
 so that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` where `by_keys` says so.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.visibility import visible
+
+from .tiling import Arrays
 
 Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 
@@ -23,16 +26,29 @@ def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, 
     if rule.soft_cap is not None:
         s = rule.soft_cap * jnp.tanh(s / rule.soft_cap)
     capped = s
-    if tile.bias is not None:
-        s = s + like_scores(tile.bias.astype(jnp.float32), s, tile, by_keys)
-    if tile.slopes is not None:
-        s = s - like_scores(tile.slopes[:, :, None, None] * distance(tile), s, tile, by_keys)
+    s = _with_terms(s, {"bias": tile.bias, "slopes": tile.slopes}, tile, by_keys)
     seen = visible(tile)
     return s if seen is None else jnp.where(like_scores(seen, s, tile, by_keys), s, -jnp.inf), capped
 
 
-def distance(tile: Block) -> Float32[Array, "b 1 t s"]:
-    return jnp.abs(tile.q_positions[:, None, :, None] - tile.kv_positions[:, None, None, :]).astype(jnp.float32)
+def terms(block: Block) -> Arrays:
+    """What is added to the scores and is differentiated, in float32."""
+    found = {"bias": None if block.bias_fixed else block.bias, "slopes": block.slopes}
+    return {name: x.astype(jnp.float32) for name, x in found.items() if x is not None}
+
+
+def term_gradients(ds: Scores, tile: Block, by_keys: bool) -> Arrays:
+    """The gradients of the `terms`, from those of the scores."""
+    return jax.vjp(lambda terms: _with_terms(ds, terms, tile, by_keys), terms(tile))[1](ds)[0]
+
+
+def _with_terms(s: Scores, terms: Mapping[str, Any], tile: Block, by_keys: bool) -> Scores:
+    if terms.get("bias") is not None:
+        s = s + like_scores(terms["bias"].astype(jnp.float32), s, tile, by_keys)
+    if terms.get("slopes") is not None:
+        distance = jnp.abs(tile.q_positions[:, None, :, None] - tile.kv_positions[:, None, None, :])
+        s = s - like_scores(terms["slopes"][:, :, None, None] * distance.astype(jnp.float32), s, tile, by_keys)
+    return s
 
 
 def product(a: Float[Array, "b k i h"], c: Float[Array, "b k x y"], contracted: int, tile: Block) -> Scores:
@@ -80,13 +96,3 @@ def like_scores(x: Any, s: Scores, tile: Block, by_keys: bool) -> Any:
     x = x.transpose(0, 1, 4, 3, 2) if by_keys else x.transpose(0, 1, 3, 2, 4)
     full = (keys, length, tile.group) if by_keys else (length, tile.group, keys)
     return jnp.broadcast_to(x, (batch, key_heads, *full)).reshape(s.shape)
-
-
-def from_scores(s: Scores, tile: Block, by_keys: bool) -> Float32[Array, "b n t s"]:
-    """The inverse of `like_scores`."""
-    batch, key_heads = s.shape[:2]
-    if by_keys:
-        s = s.reshape(batch, key_heads, tile.kv_length, tile.q_length, tile.group).transpose(0, 1, 4, 3, 2)
-    else:
-        s = s.reshape(batch, key_heads, tile.q_length, tile.group, tile.kv_length).transpose(0, 1, 3, 2, 4)
-    return s.reshape(batch, -1, tile.q_length, tile.kv_length)

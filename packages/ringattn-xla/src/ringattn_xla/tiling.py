@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from ringattn_core.contract.tiles import near_equal, tiles
 from ringattn_core.contract.visibility import span
 from ringattn_core.tuning import Problem
 
-Carry = TypeVar("Carry")
+Arrays = dict[str, jax.Array]
+"""Arrays under their names; the names of gradients have a "d" in front."""
 
 _LONGEST: Final = 512
 _SHORTEST: Final = 128
@@ -32,17 +33,14 @@ class Cut(NamedTuple):
     kv: Any
 
 
-def _letters(annotation: Any) -> str | None:
-    """The axes that the type of an array names, a letter each."""
-    named = [part.dim_str for part in (annotation, *get_args(annotation)) if hasattr(part, "dim_str")]
-    return "".join(axis[0].upper() for axis in named[0].split()) if named else None
-
-
-_AXES: Final = {
-    field.name: letters
+BLOCK_AXES: Final = {
+    field.name: "".join(axis[0].upper() for axis in array.dim_str.split())
     for field in dataclasses.fields(Block)
-    if field.name not in ("kv", "shift") and (letters := _letters(field.type)) is not None
+    if field.name not in ("kv", "shift")
+    for array in (field.type, *get_args(field.type))
+    if hasattr(array, "dim_str")
 }
+"""A letter for each axis of each array of a block, but for `kv`, whose form varies, and `shift`, which is in rows."""
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
@@ -81,50 +79,57 @@ def pad(block: Block, size: Cut) -> Block:
     return block.padded_to(-(-block.q_length // size.q) * size.q, -(-block.kv_length // size.kv) * size.kv)
 
 
-def over_visible_tiles(block: Block, size: Cut, body: Callable[[Cut, Cut, Carry], Carry], carry: Carry) -> Carry:
-    """`body(start, size, carry)` over every step that any query can use, query tile by query tile.
+def over_visible_tiles(
+    block: Block,
+    size: Cut,
+    body: Callable[[Block, Arrays, Arrays], Arrays],
+    read: Arrays,
+    carried: Arrays,
+    axes: dict[str, str],
+) -> Arrays:
+    """The `carried` arrays after every step that any query can use, query tile by query tile.
 
-    Tiles where nothing is visible are not in the list, so they cost nothing, and a block without any is an empty loop.
+    `body(tile, read, carried)` gets the parts that belong to a step, and returns those of the carried arrays. `axes`
+    are the letters of all arrays (`_take`). A tile where nothing is visible is not in the list: it costs nothing, and a
+    block without a visible tile is an empty loop.
     """
     some, _ = tiles(block, size.q, size.kv)
-    per_batch, q_count, kv_count = some.shape
-    if per_batch > 1:
+    if some.shape[0] > 1:
         size = size._replace(batch=1)
-    batch_steps = 1 if per_batch > 1 else block.q.shape[0] // size.batch
-    head_steps = block.kv_heads // size.heads
+    some = jnp.broadcast_to(some, (block.q.shape[0] // size.batch, *some.shape[1:]))
     number = jnp.arange(some.size, dtype=jnp.int32)
     listed = jnp.sort(jnp.where(some.reshape(-1), number, some.size))
     count = some.sum(dtype=jnp.int32)
 
-    def step(at: Any, carry: Carry) -> Carry:
-        unit, nth = _divided(at, count)
+    def step(at: Any, carried: Arrays) -> Arrays:
+        head, nth = _divided(at, count)
         tile = jax.lax.dynamic_index_in_dim(listed, nth, keepdims=False, allow_negative_indices=False)
-        group, tile = _divided(tile, q_count * kv_count)
-        batch, head = _divided(unit, head_steps)
-        row, column = _divided(tile, kv_count)
-        batch = group if per_batch > 1 else batch
-        return body(Cut(batch * size.batch, head * size.heads, row * size.q, column * size.kv), size, carry)
+        row, column = _divided(tile, some.shape[2])
+        batch, row = _divided(row, some.shape[1])
+        start = Cut(batch * size.batch, head * size.heads, row * size.q, column * size.kv)
+        parts = [{n: _take(x, axes[n], block, start, size) for n, x in arrays.items()} for arrays in (read, carried)]
+        after = body(_tile(block, start, size), *parts)
+        return {n: _put(x, after[n], axes[n], block, start, size) for n, x in carried.items()}
 
-    return jax.lax.fori_loop(0, count * (batch_steps * head_steps), step, carry)
+    return jax.lax.fori_loop(0, count * (block.kv_heads // size.heads), step, carried)
 
 
 def _divided(number: Any, by: Any) -> tuple[Any, Any]:
     """Quotient and remainder of what is never negative: Python's signs cost a page of instructions."""
-    by = jnp.asarray(by, jnp.int32)
     return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 
-def part(block: Block, start: Cut, size: Cut) -> Block:
+def _tile(block: Block, start: Cut, size: Cut) -> Block:
     """The block of one step."""
-    names = [(name, axes) for name, axes in _AXES.items() if getattr(block, name) is not None]
+    names = [(name, axes) for name, axes in BLOCK_AXES.items() if getattr(block, name) is not None]
     return dataclasses.replace(
         block,
-        kv=jax.tree.map(lambda x: take(x, ".BSK."[5 - x.ndim :], block, start, size), block.kv),
-        **{name: take(getattr(block, name), axes, block, start, size) for name, axes in names},
+        kv=jax.tree.map(lambda x: _take(x, ".BSK."[5 - x.ndim :], block, start, size), block.kv),
+        **{name: _take(getattr(block, name), axes, block, start, size) for name, axes in names},
     )
 
 
-def take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
+def _take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
     """The part of `x` that belongs to a step; its axes are named by letters, and those of length 1 broadcast."""
     starts, sizes = _window(x, axes, block, start, size)
     if sizes == x.shape:
@@ -137,8 +142,8 @@ def take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Ar
     return jax.lax.bitcast_convert_type(cut, x.dtype)
 
 
-def put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
-    """`x` with the part that `take` gives replaced."""
+def _put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
+    """`x` with the part that `_take` gives replaced."""
     starts, sizes = _window(x, axes, block, start, size)
     return part if sizes == x.shape else jax.lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
 
@@ -155,8 +160,8 @@ def _window(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> tup
     }
     starts, sizes = [], []
     for axis, length in zip(axes, x.shape, strict=True):
-        whole, at, many = of.get(axis, (None, 0, length))
-        full = whole is None or length != whole or many == whole
+        whole, at, many = of.get(axis, (length, 0, length))
+        full = length != whole or many == whole
         starts.append(np.int32(0) if full else at)
         sizes.append(length if full else many)
     return starts, tuple(sizes)

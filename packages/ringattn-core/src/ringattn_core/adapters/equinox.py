@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionSettings, RingArrays, adapter_names, checked
-from .seeds import seed
+from .options import AttentionSettings, RingArrays, adapter_names, checked, seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
 """Equinox's names for options of `ring_attention` that the module itself passes."""
@@ -120,13 +119,11 @@ class RingMultiheadAttention(eqx.Module):
         if not batched:
             q, k, v = (x[None] for x in (q, k, v))
             inputs |= {name: x[None] for name, x in inputs.items() if name.endswith("segment_ids") and x is not None}
-        dropped = self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference)
-        if dropped:
+        if self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference):
             inputs |= {"dropout_prob": self.dropout.p, "dropout_seed": seed("key", key, self.dropout.p)}
-        sinks = inputs.pop("softmax_aux", None)
         allowed = None if mask is None else mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
         with adapter_names(RENAMED):
-            out = ring_attention(q, k, v, sinks, attention_mask=allowed, **dict(self.settings), **inputs)
+            out = ring_attention(q, k, v, attention_mask=allowed, **dict(self.settings), **inputs)
         out = out.reshape(*out.shape[:2], -1)
         return _each(self.output_proj, out if batched else out[0])
 

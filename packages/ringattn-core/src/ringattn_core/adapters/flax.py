@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
-from .options import AttentionOptions, adapter_names, checked
-from .seeds import seed
+from .masks import with_masks
+from .options import AttentionOptions, adapter_names, checked, seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """Flax's names for options of `ring_attention` that its layers pass."""
@@ -71,7 +70,6 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
         if chosen.get("precision") is None:
             chosen["precision"] = precision
         _refuse_decoding(chosen, q.shape[1], k.shape[1])
-        sinks = chosen.pop("softmax_aux", None)
         if dropout_rate and not deterministic:
             if broadcast_dropout:
                 raise InputError(
@@ -80,16 +78,11 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
                     "Pass broadcast_dropout=False to the layer",
                 )
             chosen |= {"dropout_prob": dropout_rate, "dropout_seed": seed("dropout_rng", dropout_rng, dropout_rate)}
-        columns = global_length(k.shape[1], chosen)
-        added = None if bias is None else broadcast(_with_one_batch_axis("bias", bias, batch), None, columns)
+        added = None if bias is None else _with_one_batch_axis("bias", bias, batch)
         allowed = None if mask is None else _with_one_batch_axis("mask", mask, batch).astype(bool)
-        shape = (q.shape[0], q.shape[1], k.shape[1])
-        if allowed is not None and hides_whole_keys(allowed, (*shape[:2], columns)):
-            chosen, allowed = with_hidden_tokens(chosen, shape, None, allowed[:, 0, 0]), None
-        if allowed is not None:
-            allowed = broadcast(allowed, q.shape[1], columns)
+        chosen = with_masks(chosen, (*q.shape[:2], k.shape[1]), added, allowed)
         with adapter_names(RENAMED):
-            out = ring_attention(q, k, v, sinks, added, attention_mask=allowed, **chosen)
+            out = ring_attention(q, k, v, **chosen)
         # The softmax is float32 in any case. With this flag Flax also returns a float32 output.
         out = out.astype(jnp.float32) if force_fp32_for_softmax else out
         return out.reshape(*batch, *out.shape[1:])

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..call.attention import ring_attention
 from ..errors import BackendNotFoundError, InputError
-from .masks import broadcast, global_length, hides_whole_keys, with_hidden_tokens
+from .masks import global_length, with_masks
 from .options import RingOptions, adapter_names, checked
 
 RENAMED: Final = {
@@ -52,24 +52,15 @@ def dot_product_attention(
     returns it in float32, with a gradient.
     """
     options = checked(ring, RingOptions, RENAMED)
-    sinks = options.pop("softmax_aux", None)
     q, k, v = (_four_axes(x) for x in (query, key, value))
     batch, q_length, k_length = q.shape[0], q.shape[1], k.shape[1]
-    columns = global_length(k_length, options)
     queries = _within("query_seq_lengths", query_seq_lengths, batch, global_length(q_length, options))
-    keys = _within("key_value_seq_lengths", key_value_seq_lengths, batch, columns)
-    added = None if bias is None else broadcast(_four_axes(bias), None, columns)
-    allowed = None if mask is None else _four_axes(mask)
-    if allowed is not None and allowed.dtype == jnp.bool_ and hides_whole_keys(allowed, (batch, q_length, columns)):
-        row = allowed[:, 0, 0]
-        keys, allowed = row if keys is None else keys & row, None
-    if allowed is not None:
-        allowed = broadcast(allowed, q_length, columns)
-    options = with_hidden_tokens(options, (batch, q_length, k_length), queries, keys)
+    keys = _within("key_value_seq_lengths", key_value_seq_lengths, batch, global_length(k_length, options))
+    shape, (added, allowed) = (batch, q_length, k_length), (None if x is None else _four_axes(x) for x in (bias, mask))
+    options = with_masks(options, shape, added, allowed, queries, keys)
     with adapter_names(RENAMED), _explain_implementation():
         result = ring_attention(
-            q, k, v, sinks, added,
-            attention_mask=allowed, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
+            q, k, v, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
             backend=implementation, return_lse=return_residual, **options,
         )  # fmt: skip
     leading = jnp.shape(query)[:-1]

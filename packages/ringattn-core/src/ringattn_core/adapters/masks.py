@@ -10,36 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from ..placement import axes
-from ..placement.layout import canonical, columns, to_layout
-
-
-def with_hidden_tokens(
-    options: Mapping[str, Any],
-    shape: tuple[int, int, int],
-    queries: Bool[Array, "b T_global"] | None,
-    keys: Bool[Array, "b S_global"] | None,
-) -> dict[str, Any]:
-    """The options, with segment ids that hide every token whose entry in `queries` or `keys` is false.
-
-    `queries` and `keys` are over the whole sequence, in natural order. `shape` is the batch and the lengths of this
-    call. Other tokens keep the ids that the options give them.
-    """
-    found = dict(options)
-    batch, *lengths = shape
-    names = ("q_segment_ids", "kv_segment_ids")
-    given = [options.get(name) for name in names]
-    alone = sum(ids is None for ids in given) == 1
-    if (queries is None and keys is None) or (alone and lengths[0] != lengths[1]):
-        return found
-    if alone:
-        given = [ids for ids in given if ids is not None] * 2
-    for name, ids, length, present in zip(names, given, lengths, (queries, keys), strict=True):
-        ids = jnp.zeros((batch, length), jnp.int32) if ids is None else jnp.asarray(ids)
-        found[name] = ids if present is None else jnp.where(_local(present, options), ids, -1)
-    return found
+from ..placement.layout import canonical, columns
+from ..placement.reorder import to_layout
 
 
 def global_length(local: int, options: Mapping[str, Any]) -> int:
@@ -47,16 +22,46 @@ def global_length(local: int, options: Mapping[str, Any]) -> int:
     return local if options.get("mesh") is not None else local * _ranks(options)
 
 
-def hides_whole_keys(mask: Bool[Array, "b n t s"], shape: tuple[int, int, int]) -> bool:
-    """Whether a mask is equal for all heads and queries. `shape` is the batch, the queries and the keys."""
-    batch, rows, columns = shape
-    return mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and rows > 1
+def with_masks(
+    options: Mapping[str, Any],
+    shape: tuple[int, int, int],
+    bias: Float[Array, "b n t s"] | None,
+    mask: Bool[Array, "b n t s"] | None,
+    queries: Bool[Array, "b T_global"] | None = None,
+    keys: Bool[Array, "b S_global"] | None = None,
+) -> dict[str, Any]:
+    """The options, with a bias and a mask that broadcast, and with ids that hide tokens.
+
+    A token is hidden whose entry in `queries` or `keys` is false; these are over the whole sequence, in natural order.
+    A mask that is equal for all heads and queries hides keys too. Other tokens keep the ids of the options. `shape` is
+    the batch and the lengths of this call.
+    """
+    found, (batch, *lengths) = dict(options), shape
+    columns = global_length(lengths[1], options)
+    if bias is not None:
+        found["bias"] = _broadcast(bias, bias.shape[2], columns)
+    if mask is not None:
+        of_keys = mask.shape[1:] == (1, 1, columns) and mask.shape[0] in (1, batch) and lengths[0] > 1
+        if of_keys and mask.dtype == jnp.bool_:
+            keys = mask[:, 0, 0] if keys is None else keys & mask[:, 0, 0]
+        else:
+            found["attention_mask"] = _broadcast(mask, lengths[0], columns)
+    if queries is None and keys is None:
+        return found
+    names = ("q_segment_ids", "kv_segment_ids")
+    given = [ids for ids in map(options.get, names) if ids is not None]
+    if len(given) == 1 and lengths[0] != lengths[1]:
+        return found  # `ring_attention` asks for the other ids
+    given = given * 2 if len(given) == 1 else given or [jnp.zeros((batch, length), jnp.int32) for length in lengths]
+    for name, ids, present in zip(names, given, (queries, keys), strict=False):
+        found[name] = ids if present is None else jnp.where(_local(present, options), jnp.asarray(ids), -1)
+    return found
 
 
-def broadcast(x: jax.Array, rows: int | None, columns: int) -> jax.Array:
-    """Broadcasts the key axis of a mask or bias [b, n, t, s] to `columns`, and its query axis to `rows` if given."""
-    rows = rows if rows is not None and x.shape[2] == 1 else x.shape[2]
-    return jnp.broadcast_to(x, (*x.shape[:2], rows, columns if x.shape[3] == 1 else x.shape[3]))
+def _broadcast(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """Broadcasts an axis of queries or keys of length 1 to `rows` and `columns`; other lengths stay, for the checks."""
+    lengths = (full if n == 1 else n for n, full in zip(x.shape[2:], (rows, columns), strict=True))
+    return jnp.broadcast_to(x, (*x.shape[:2], *lengths))
 
 
 def _local(x: Bool[Array, "b S_global"], options: Mapping[str, Any]) -> Bool[Array, "b S"]:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter takes under the same name, and which it takes under another name."""
+"""Which options of `ring_attention` an adapter takes, under which names; and the dropout seed of a JAX random key."""
 
 import contextlib
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, UInt32
 
 from ..call.options import AttentionSettings as AttentionSettings
 from ..call.options import RingSettings, TokenOptions
@@ -51,3 +55,13 @@ def adapter_names(renamed: Mapping[str, str]) -> Iterator[None]:
         if error.argument in renamed:
             error.add_note(f"Here {error.argument} is called {renamed[error.argument]}.")
         raise
+
+
+def seed(argument: str, key: Any, rate: float) -> UInt32[Array, ""]:
+    """32 random bits of the key, typed or raw; every rank of a ring must pass the same key.
+
+    Equal keys drop the same entries, split keys independent ones.
+    """
+    if key is None:
+        raise InputError(argument, f"is missing with a dropout of {rate}", "Pass a jax.random.key, a new one each step")
+    return jax.random.bits(key, (), jnp.uint32)

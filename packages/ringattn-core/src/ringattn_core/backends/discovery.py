@@ -5,13 +5,11 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import importlib_metadata
-
 from ..contract.backend import API_VERSIONS, Backend
-from ..contract.protocol import BlockKernel
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,
@@ -51,44 +49,29 @@ class Registration:
 
     def implementation(self) -> Any:
         """The block kernel, or the ring function, that the descriptor names; imported once, on first use."""
-        if self not in _implementations:
-            try:
-                _implementations[self] = self._implementation()
-            except BackendLoadError as error:
-                _implementations[self] = error
-        loaded = _implementations[self]
-        if isinstance(loaded, BackendLoadError):
-            raise _again(loaded)
-        return loaded
+        if isinstance(self._loaded, BackendLoadError):
+            raise _again(self._loaded)
+        return self._loaded
 
     def why_unavailable(self) -> str | None:
         """Why the backend cannot run in this process, as one sentence, or `None`. The probe runs once."""
-        if self not in _availability:
-            _availability[self] = self._probe()
-        return _availability[self]
+        return self._answer_of_probe
 
-    def _implementation(self) -> Any:
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        """The implementation, or the error that takes its place."""
         backend = self.descriptor()
         path = backend.kernel or backend.ring
         assert path is not None
-        loaded = self.given if self.given is not None else self._load(path)
-        if isinstance(loaded, type):
-            raise BackendLoadError(self.name, self.distribution, path, "it is a class, not an instance of one")
-        if backend.kernel is not None:
-            if getattr(loaded, "__hash__", None) is None:
-                reason = f"a block kernel must be hashable, which {loaded!r} is not: JAX compiles once for each"
-                raise BackendLoadError(self.name, self.distribution, path, reason)
-            missing = [name for name in _METHODS if not callable(getattr(loaded, name, None))]
-            if missing or not isinstance(loaded, BlockKernel):
-                reason = f"a block kernel needs {' and '.join(missing)}, which {loaded!r} lacks"
-                raise BackendLoadError(self.name, self.distribution, path, reason)
-            return loaded
-        reason = mismatch(loaded) if callable(loaded) else f"a ring function must be callable, got {loaded!r}"
-        if reason is not None:
-            raise BackendLoadError(self.name, self.distribution, path, reason)
-        return loaded
+        try:
+            loaded = self._load(path) if self.given is None else self.given
+        except BackendLoadError as error:
+            return error
+        reason = _defect_of_kernel(loaded) if backend.kernel else _defect_of_ring(loaded)
+        return loaded if reason is None else BackendLoadError(self.name, self.distribution, path, reason)
 
-    def _probe(self) -> str | None:
+    @functools.cached_property
+    def _answer_of_probe(self) -> str | None:
         if self.error is not None:
             return str(self.error)
         probe = self.descriptor().probe
@@ -108,11 +91,21 @@ class Registration:
             raise BackendLoadError(self.name, self.distribution, path, error) from error
 
 
-_METHODS: Final = ("forward", "backward")
-_implementations: dict[Registration, Any] = {}
-_availability: dict[Registration, str | None] = {}
+def _defect_of_kernel(kernel: Any) -> str | None:
+    if isinstance(kernel, type):
+        return "it is a class, not an instance of one"
+    if getattr(kernel, "__hash__", None) is None:
+        return f"a block kernel must be hashable, which {kernel!r} is not: JAX compiles once for each"
+    missing = [name for name in ("forward", "backward") if not callable(getattr(kernel, name, None))]
+    return f"a block kernel needs {' and '.join(missing)}, which {kernel!r} lacks" if missing else None
+
+
+def _defect_of_ring(ring: Any) -> str | None:
+    return mismatch(ring) if callable(ring) else f"a ring function must be callable, got {ring!r}"
+
+
 _in_process: dict[str, Registration] = {}
-on_clear: Final[list[Callable[[], None]]] = [_implementations.clear, _availability.clear]
+on_clear: Final[list[Callable[[], None]]] = []
 """What `clear` calls. A module that caches something about backends adds a function that empties its cache."""
 
 
@@ -148,17 +141,13 @@ def registered(backend: Backend, implementation: Any = None) -> Iterator[Registr
         raise InputError("backend", f"got {backend!r}", "Pass a ringattn_core.Backend")
     reason = _defect(backend, backend.name, _HERE)
     registration = Registration(backend.name, backend, _HERE, "0", reason, implementation)
-    previous = _in_process.get(backend.name)
+    before = dict(_in_process)
     _in_process[backend.name] = registration
     try:
         yield registration
     finally:
-        if previous is None:
-            _in_process.pop(backend.name, None)
-        else:
-            _in_process[backend.name] = previous
-        _implementations.pop(registration, None)
-        _availability.pop(registration, None)
+        _in_process.clear()
+        _in_process.update(before)
 
 
 _HERE: Final = "this process"
@@ -167,7 +156,9 @@ _HERE: Final = "this process"
 @functools.cache
 def _installed() -> dict[str, Registration]:
     by_name: dict[str, list[Any]] = {}
-    for entry in importlib_metadata.entry_points(group=GROUP):
+    # Not `importlib_metadata`: it replaces the finder of the whole process, and its first look loads support for zip
+    # files: 11 ms for the 2 that discovery takes without it (`benchmarks/import_time.py`).
+    for entry in importlib.metadata.entry_points(group=GROUP):
         by_name.setdefault(entry.name, []).append(entry)
     return {name: _registration(name, entries) for name, entries in by_name.items()}
 
@@ -175,17 +166,17 @@ def _installed() -> dict[str, Registration]:
 def _registration(name: str, entries: list[Any]) -> Registration:
     owners = [entry.dist.name if entry.dist else "an unknown distribution" for entry in entries]
     version = str(entries[0].dist.version) if entries[0].dist else "unknown"
+    owner = ", ".join(owners)
+    backend = None
     if len(entries) > 1:
-        error = DuplicateBackendError(name, owners)
-        return Registration(name, None, ", ".join(owners), version, error)
-    owner = owners[0]
-    try:
-        backend = entries[0].load()
-    except Exception as cause:
-        error = BackendLoadError(name, owner, f"its entry point {entries[0].value}", cause)
-        error.__cause__ = cause
-        return Registration(name, None, owner, version, error)
-    error = _defect(backend, name, owner)
+        error: RingAttnError | None = DuplicateBackendError(name, owners)
+    else:
+        try:
+            backend = entries[0].load()
+            error = _defect(backend, name, owner)
+        except Exception as cause:
+            error = BackendLoadError(name, owner, f"its entry point {entries[0].value}", cause)
+            error.__cause__ = cause
     return Registration(name, None if error else backend, owner, version, error)
 
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import contextvars
-import difflib
 import itertools
 import logging
 import os
@@ -21,6 +20,7 @@ from ..errors import (
     NoBackendError,
     RingAttnError,
     UnsupportedFeatureError,
+    did_you_mean,
 )
 from . import discovery
 from .discovery import Registration
@@ -62,11 +62,8 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
     It is read when a call is traced: a function that `jax.jit` compiled before keeps its backend. An unknown name
     raises here, in a sequence only if it resembles a known one.
     """
-    names, installed = _names(backend, "use_backend"), discovery.registrations()
-    for name in names:
-        unknown = None if name in installed else BackendNotFoundError(name, tuple(installed))
-        if unknown is not None and (unknown.meant or len(names) == 1):
-            raise unknown
+    names = _names(backend, "use_backend")
+    _registered(names)
     token = _context.set(names)
     try:
         yield
@@ -75,36 +72,32 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
 
 
 def candidates(required: frozenset[Feature], platform: str) -> list[tuple[Registration, str | None]]:
-    """Every registered backend, best first, with why it cannot run this call, or `None` where it can."""
+    """Every registered backend, best first after broken ones, with why it cannot run this call, or `None`."""
     return [(registration, _why_not(registration, required, platform)) for registration in _ranked()]
 
 
-def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) -> Registration:
-    if len(names) == 1:
-        return _exactly(names[0], required)
-    reasons = {}
+def _registered(names: tuple[str, ...]) -> list[Registration]:
+    """The registration of each name. An unknown name raises if it is the only one, or resembles a known one."""
     installed = discovery.registrations()
+    found = []
     for name in names:
-        if name in installed:
-            reason = _why_not(installed[name], required, None)
-        else:
-            unknown = BackendNotFoundError(name, tuple(installed))
-            if unknown.meant:
-                raise unknown
-            reason = str(unknown)
-        if reason is None:
-            return installed[name]
-        reasons[name] = reason
-        _log_once(logging.INFO if name in installed else logging.WARNING, f"backend {name!r} passed over: {reason}")
-    raise NoBackendError(platform, reasons)
+        unknown = None if name in installed else BackendNotFoundError(name, tuple(installed))
+        if unknown is not None and (unknown.meant or len(names) == 1):
+            raise unknown
+        found.append(installed[name] if unknown is None else Registration(name, None, "", "", unknown))
+    return found
 
 
-def _exactly(name: str, required: frozenset[Feature]) -> Registration:
-    registration = discovery.get(name)
-    reason = registration.why_unavailable()
+def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) -> Registration:
+    named = _registered(names)
+    return _exactly(named[0], required) if len(named) == 1 else _first(named, required, platform, named=True)
+
+
+def _exactly(registration: Registration, required: frozenset[Feature]) -> Registration:
+    descriptor, reason = registration.descriptor(), registration.why_unavailable()
     if reason is not None:
-        raise BackendUnavailableError(name, reason)
-    if _missing(registration.descriptor(), required):
+        raise BackendUnavailableError(registration.name, reason)
+    if _missing(descriptor, required):
         raise refusal(registration, required)
     registration.implementation()
     return registration
@@ -122,23 +115,27 @@ def _best(required: frozenset[Feature], platform: str) -> Registration:
     ranked = _ranked()
     if not ranked:
         raise BackendNotFoundError(None, ())
-    reasons: dict[str, str] = {}
-    usable: list[Registration] = []
-    for registration in ranked:
-        if usable and registration.backend is not None and _priority(registration) < _priority(usable[0]):
-            continue
-        reason = _why_not(registration, required, platform)
+    best = _first(ranked, required, platform)
+    level = _priority(best)
+    equal = [r.name for r in ranked if _priority(r) == level and _why_not(r, required, platform) is None]
+    if len(equal) > 1:
+        raise AmbiguousBackendError(platform, best.descriptor().priority, equal)
+    return best
+
+
+def _first(
+    registrations: list[Registration], required: frozenset[Feature], platform: str, named: bool = False
+) -> Registration:
+    """The first that can run the call, on any platform if it was `named`. Logs why those before it cannot."""
+    reasons = {}
+    for registration in registrations:
+        reason = _why_not(registration, required, None if named else platform)
         if reason is None:
-            usable.append(registration)
-            continue
+            return registration
         reasons[registration.name] = reason
-        level = logging.WARNING if serves(registration.backend, platform) else logging.INFO
-        _log_once(level, f"backend {registration.name!r} passed over: {reason}")
-    if not usable:
-        raise NoBackendError(platform, reasons)
-    if len(usable) > 1:
-        raise AmbiguousBackendError(platform, usable[0].descriptor().priority, [r.name for r in usable])
-    return usable[0]
+        meant = registration.backend is None or (serves(registration.backend, platform) and not named)
+        _log_once(logging.WARNING if meant else logging.INFO, f"backend {registration.name!r} passed over: {reason}")
+    raise NoBackendError(platform, reasons)
 
 
 def _why_not(registration: Registration, required: frozenset[Feature], platform: str | None) -> str | None:
@@ -178,7 +175,8 @@ def _platform(name: str) -> str:
 
 
 def _priority(registration: Registration) -> float:
-    return float("-inf") if registration.backend is None else registration.backend.priority
+    """Broken backends come first: they run no call, and the log tells of them whichever backend runs it."""
+    return float("inf") if registration.backend is None else registration.backend.priority
 
 
 def _ranked() -> list[Registration]:
@@ -203,8 +201,7 @@ def unknown_variables() -> Iterator[str]:
     known = list(dict.fromkeys([*VARIABLES, *itertools.chain(*declared)]))
     for variable in os.environ:
         if variable.startswith("RINGATTN_") and variable not in known:
-            close = difflib.get_close_matches(variable, known, n=1)
-            guess = f" (did you mean {close[0]}?)" if close else ""
+            guess = did_you_mean(variable, known)
             yield f"environment variable {variable} is not known{guess}. Known: {', '.join(known)}"
 
 

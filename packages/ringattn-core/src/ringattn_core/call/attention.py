@@ -4,13 +4,15 @@
 import inspect
 from typing import Any
 
+import jax
 from typing_extensions import Unpack
 
 from ..backends.selection import select
 from ..config import RingAttentionConfig
 from ..errors import InputError, MeshError
 from ..masks.info import MaskInfo
-from ..placement import arrays
+from ..placement import arrays, axes
+from ..placement.mesh import surrounding
 from ..placement.platforms import platform_of
 from .dispatch import answer
 from .options import DEFAULTS, Options, needs, refuse_unknown
@@ -28,9 +30,10 @@ def ring_attention(
 ) -> Any:
     """Softmax attention. Values and gradients are exact up to rounding, for every ring size, layout and backend.
 
-    With `mesh`, arrays are global: mesh axes named dp, fsdp or data split the batch, tp or model the heads, and
-    `axis_name` the sequence. Lengths that the ring does not divide are padded (contiguous layout). Inside your own
-    `jax.shard_map`, pass `axis_name` alone: arrays are local. Without both, the call runs on one device.
+    With `mesh`, arrays are global: mesh axes named dp, fsdp, data or replica split the batch, tp, model or tensor the
+    heads, and `axis_name` the sequence. Lengths that the ring does not divide are padded (contiguous layout). Under
+    `jax.set_mesh`, `axis_name` alone is enough. Inside your own `jax.shard_map`, arrays are local: leave `mesh` out,
+    and name the mesh axes that split them. Without all of these, the call runs on one device.
 
     `causal`, `sliding_window` (both ends inclusive), `chunk_size`, segment ids, `mask_builder` and `attention_mask`
     are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` is the order of the tokens in the arrays
@@ -39,9 +42,12 @@ def ring_attention(
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)
-    config, backend = _config(given.pop("cfg", None)), given.pop("backend", None)
+    config, backend = config_of(given.pop("cfg", None)), given.pop("backend", None)
     mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
     given = _with_mask_info(given, given.pop("mask_info", None))
+    if mesh is None:
+        named = [name for argument in _OF_MESH for name in axes.names(given.get(argument), argument)]
+        mesh = surrounding(named, [x for x in (query, key, value) if isinstance(x, jax.Array)])
     call = validated(
         query,
         key,
@@ -61,6 +67,7 @@ def ring_attention(
     return answer(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
+_OF_MESH = ("axis_name", "batch_axis_name", "head_axis_name")
 _NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]
 _OPTIONS = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=kind)
@@ -71,7 +78,7 @@ _NAMES = [parameter.name for parameter in (*_NAMED, *_OPTIONS)]
 ring_attention.__signature__ = inspect.Signature([*_NAMED, *_OPTIONS])  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _config(cfg: Any) -> RingAttentionConfig:
+def config_of(cfg: Any) -> RingAttentionConfig:
     if cfg is None:
         return RingAttentionConfig()
     if isinstance(cfg, dict):

@@ -36,31 +36,26 @@ class Sizes:
     head_axes: tuple[str, ...] = ()
 
 
-def as_array(argument: str, x: Any) -> jax.Array:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(
-            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
-        ) from error
-
-
 def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
     """Converts `x` to an array with the axes and the kind of numbers of `wanted`; integers become int32."""
     found = as_int32(argument, x, limits) if wanted.dtype is Int else typed(argument, x, wanted)
-    if not arrays.fits(wanted, found.shape, sizes.of):
+    refuse_misfit(argument, found, wanted, sizes.of)
+    return found
+
+
+def refuse_misfit(argument: str, x: jax.Array, wanted: Any, sizes: Mapping[str, int]) -> None:
+    """Raises unless the shape of `x` agrees with the axis letters of `wanted` and the sizes that are known."""
+    if not arrays.fits(wanted, x.shape, sizes):
         names = arrays.letters(wanted)
-        each = [(name, sizes.of[name.upper()]) for name in names]
+        each = [(name, sizes.get(name.upper(), name)) for name in names]
         shape = ", ".join(f"1|{n}" if arrays.broadcasts(name) and n != 1 else str(n) for name, n in each)
         whole = ", and its last axis counts the keys of the whole sequence" if "S_global" in names else ""
-        remedy = f"It needs ({shape}): ({', '.join(names)}){whole}"
-        raise InputError(argument, f"has shape {found.shape}", remedy)
-    return found
+        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}): ({', '.join(names)}){whole}")
 
 
 def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
     """Converts `x` to an array of floating-point numbers or of booleans, as `wanted` says; raises for other dtypes."""
-    found = as_array(argument, x)
+    found = arrays.as_array(argument, x)
     if wanted.dtype is Float and not jnp.issubdtype(found.dtype, jnp.floating):
         raise InputError(argument, f"has dtype {found.dtype}", "It needs floating-point numbers")
     if wanted.dtype is Bool and found.dtype != jnp.bool_:
@@ -178,7 +173,7 @@ def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
     if x is None:
         return None
     whole = isinstance(x, int) and not isinstance(x, bool)
-    found = as_array(argument, 0 if whole else x)
+    found = arrays.as_array(argument, 0 if whole else x)
     if found.ndim or not jnp.issubdtype(found.dtype, jnp.integer):
         raise InputError(argument, f"has shape {found.shape} and dtype {found.dtype}", "It needs one integer")
     given = np.asarray(x, object) if whole else as_given(argument, x)

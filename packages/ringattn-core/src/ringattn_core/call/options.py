@@ -61,7 +61,7 @@ OPTIONS: Final = (
     Option("causal", checks.flag, feature=Feature.CAUSAL),
     Option("logits_soft_cap", checks.soft_cap, feature=Feature.SOFT_CAP),
     Option("softmax_scale", checks.scale),
-    Option("axis_name", lambda argument, value, _: axes.names(value, argument) or None),
+    Option("axis_name", lambda argument, value, _: None if value is None else axes.names(value, argument)),
     Option("fwd_params", lambda _, value, __: FwdParams.of(value)),
     Option("bwd_params", lambda _, value, __: BwdParams.of(value)),
     Option("fused_backward", checks.flag, feature=Feature.FUSED_BACKWARD),
@@ -171,7 +171,7 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names of other libraries, and of the other form of the call, with our names for the same argument."""
 
 
-def refuse_unknown(given: Collection[str], known: Collection[str]) -> None:
+def refuse_unknown(given: Collection[str], known: Collection[str], function: str = "ring_attention") -> None:
     """Raises for an unknown keyword; the error names the right one if it can be guessed."""
     for name in given:
         if name in known:
@@ -179,4 +179,4 @@ def refuse_unknown(given: Collection[str], known: Collection[str]) -> None:
         right = [other for other in OTHER_NAMES.get(name, ()) if other in known]
         right = right or difflib.get_close_matches(name, tuple(known), n=1)
         remedy = f"Pass {' and '.join(right)}" if right else f"Its arguments are {', '.join(known)}"
-        raise InputError(name, "is no argument of ring_attention", remedy)
+        raise InputError(name, f"is no argument of {function}", remedy)

@@ -10,6 +10,7 @@ from ..config import RingAttentionConfig as RingAttentionConfig
 from ..contract.backend import Backend as Backend
 from ..contract.features import Feature as Feature
 from ..contract.features import Support as Support
+from ..contract.merge import merge as merge
 from ..contract.merge import merging as merging
 from ..contract.protocol import Block as Block
 from ..contract.protocol import BlockKernel as BlockKernel
@@ -19,8 +20,10 @@ from ..contract.protocol import RingKernel as RingKernel
 from ..contract.rule import Rule as Rule
 from ..contract.visibility import visible as visible
 from ..masks.info import MaskInfo as MaskInfo
-from ..placement.layout import from_layout as from_layout
-from ..placement.layout import to_layout as to_layout
 from ..placement.mesh import ring_mesh as ring_mesh
+from ..placement.reorder import from_layout as from_layout
+from ..placement.reorder import to_layout as to_layout
+from ..ring.remat import remat_policy as remat_policy
 from .attention import ring_attention as ring_attention
+from .decode import decode_attention as decode_attention
 from .dispatch import per_shard as per_shard

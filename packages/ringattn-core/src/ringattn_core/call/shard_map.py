@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a call inside the caller's own `shard_map`: its tokens are sharded, and it names the axes that matter."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from ..contract.call import Call
-from ..errors import InputError
+from ..errors import InputError, MeshError
 from ..placement import axes
 
 _OF_TOKENS = ("query", "key", "value", "q_positions", "kv_positions")
+_NAMES = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
-def refuse_replicated(call: Call) -> None:
+def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> None:
     """Raises if tokens are replicated over the ring: each rank would take them for its own shard.
+
+    Checks the arrays `given` by the names of their arguments; by default all arrays of tokens in the call.
 
     JAX tracks this under `check_vma=True` only. Segment ids are not checked: a constant id on all ranks is usual.
     """
-    ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
-    tracked = ring and ring & axes.tracked()
-    for argument in _OF_TOKENS:
-        x = getattr(call, argument)
+    tracked = _tracked(call)
+    for argument, x in (given or {name: getattr(call, name) for name in _OF_TOKENS}).items():
         missing = () if x is None else tuple(sorted(tracked - axes.varying(x)))
         if missing:
             raise InputError(
@@ -28,23 +34,61 @@ def refuse_replicated(call: Call) -> None:
             )
 
 
-def refuse_unnamed_axes(call: Call) -> None:
-    """Raises for dropout, or masks that differ between heads, if the call does not name the axes that split these.
+def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
+    """Raises if arrays that all ranks of the ring must have alike differ between them, as far as JAX tracks that."""
+    for argument, x in given.items():
+        over = tuple(sorted(_tracked(call) & axes.varying(x)))
+        if over:
+            raise InputError(
+                argument,
+                f"differs between the ranks of {over}, but all ranks of axis_name={call.axis_name} need the same",
+                "Do not shard it over the ring in in_specs",
+            )
 
-    Both need the global indices of batch rows or heads. Under `check_vma=False` JAX does not say over which axes the
-    query varies; then any axis of the mesh that the call does not name may split it.
+
+def _tracked(call: Call) -> frozenset[str]:
+    """The axes of the ring for which JAX tracks which arrays vary over them."""
+    ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
+    return axes.tracked() & ring if ring else frozenset()
+
+
+def refuse_unnamed_axes(call: Call, around: bool = False) -> None:
+    """Raises if a mesh axis may split the arrays, and the call does not say what the axis splits.
+
+    A forgotten `axis_name` would be local attention, and forgotten axes of batch or heads would pair query heads with
+    wrong key heads, and repeat dropout bits. A call that gives all three names has said it. `axis_name=()` says that
+    attention is local; then, or where the `shard_map` is `around` a call on global arrays, only dropout and masks that
+    differ between heads need the other names. Under `check_vma=False` JAX does not say over which axes arrays vary;
+    then any axis counts.
     """
-    of_heads = call.mask_builder is not None and len(call.mask_builder.masks) > 1
-    unsaid = [name for name in ("batch_axis_name", "head_axis_name") if getattr(call, name) is None]
-    asked = "dropout_prob" if call.dropout_prob else "mask_builder"
-    if not unsaid or not (call.dropout_prob or (of_heads and "head_axis_name" in unsaid)):
+    unsaid = [name for name in _NAMES if getattr(call, name) is None and not (around and name == "axis_name")]
+    indexed = call.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1)
+    if not unsaid or ((around or call.axis_name == ()) and not indexed):
         return
-    split = axes.varying(call.query) if axes.tracked() else axes.manual()
-    named = {*(call.axis_name or ()), *(call.batch_axis_name or ()), *(call.head_axis_name or ())}
+    operands = (call.query, call.key, call.value)
+    split = frozenset().union(*map(axes.varying, operands)) if axes.tracked() else axes.manual()
+    named = {name for argument in _NAMES for name in getattr(call, argument) or ()}
     over = tuple(name for name in sorted(split - named) if jax.lax.axis_size(name) > 1)
     if over:
-        raise InputError(
-            asked,
-            f"needs the global indices of batch and heads, and the mesh axes {over} may split them",
-            f"Name the axes that split them in {' and '.join(unsaid)}; () means none",
+        local = ", and axis_name=() that attention is local" if "axis_name" in unsaid else ""
+        raise MeshError(
+            f"the mesh axes {over} of the surrounding shard_map may split the arrays, and the call does not say what "
+            f"they split. Name them in {' or '.join(unsaid)}; () means none{local}"
         )
+
+
+def own_key_heads(query: jax.Array, x: jax.Array, head_axes: tuple[str, ...]) -> jax.Array:
+    """The heads of a key or value that this rank's query heads read, where every rank holds all key heads.
+
+    Under `check_vma=True` JAX knows that key heads are whole; else they are if they cannot be a shard. One head in the
+    result serves as many query heads as share it on this rank.
+    """
+    ranks, heads, given = axes.size("head_axis_name", head_axes), query.shape[2], x.shape[2]
+    over = axes.tracked() & set(head_axes)
+    whole = over & axes.varying(query) and not over & axes.varying(x) if over else heads % given
+    if not whole or heads * ranks % given:
+        return x
+    group = heads * ranks // given
+    run = math.gcd(heads, group)
+    first = axes.coordinate(head_axes) * heads
+    return jnp.take(x, (first + jnp.arange(0, heads, run)) // group, axis=2)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the arguments of a call fit together, and makes the call in canonical form."""
 
-import inspect
+import dataclasses
 from typing import Any, Final
 
 import jax
@@ -9,14 +9,13 @@ import jax
 from ..contract.call import Call
 from ..contract.signature import SIGNATURE
 from ..errors import InputError
-from ..placement import axes
+from ..placement import arrays, axes
 from ..placement import layout as layouts
-from .checks import Sizes, as_array
-from .options import DEFAULTS, OPTIONS, refuse_unknown
-from .shard_map import refuse_replicated, refuse_unnamed_axes
+from .checks import Sizes, refuse_misfit
+from .options import OPTIONS, refuse_unknown
+from .shard_map import own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
-_POSITIONAL: Final = [p.name for p in SIGNATURE.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 _PAIRS: Final = (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions"))
 _ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
 
@@ -28,16 +27,20 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
     given = _named(arguments, options)
-    q, k, v = _operands(*(given.pop(name) for name in ("query", "key", "value")))
     ring = axes.names(given["axis_name"], "axis_name")
     batch, heads = (axes.names(given[name], name) for name in ("batch_axis_name", "head_axis_name"))
-    _refuse_overlaps(ring, batch, heads)
+    refuse_shared_axes(ring, batch, heads)
+    q, k, v = (arrays.as_array(name, given.pop(name)) for name in ("query", "key", "value"))
     inside, copies = ranks is None, 1
+    if inside and heads and q.ndim == k.ndim == v.ndim == 4:
+        k, v = (own_key_heads(q, x, heads) for x in (k, v))
+    check_operands({"query": q, "key": k, "value": v})
     if inside:
         ranks = axes.size("axis_name", ring)
         axes.size("batch_axis_name", batch)
         copies = axes.size("head_axis_name", heads)
-        _layout_fits(layouts.canonical(given["layout"]), q, k, ranks)
+        for name, x in (("query", q), ("key", k)):
+            layouts.refuse_indivisible(name, x.shape[1] * ranks, layouts.canonical(given["layout"]), ranks)
     assert ranks is not None
     sizes = Sizes(
         of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": k.shape[1] * ranks},
@@ -60,17 +63,20 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     if inside:
         refuse_replicated(call)
         refuse_unnamed_axes(call)
+        return dataclasses.replace(call, axis_name=ring or None)
     return call
 
 
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Every argument under its canonical name, with defaults for arguments that are not given."""
-    refuse_unknown(options, DEFAULTS)
-    by_position = dict(zip(_POSITIONAL, arguments, strict=False))
-    given = DEFAULTS | by_position | options
-    missing = any(given[name] is inspect.Parameter.empty for name in ("query", "key", "value"))
-    if missing or len(by_position) < len(arguments) or by_position.keys() & options:
-        raise _unbound(arguments, options)
+    refuse_unknown(options, SIGNATURE.parameters)
+    try:
+        bound = SIGNATURE.bind(*arguments, **options)
+    except TypeError as error:
+        remedy = "Pass query, key and value, and whatever follows fused_backward by name"
+        raise InputError("ring_attention", str(error), remedy) from None
+    bound.apply_defaults()
+    given = dict(bound.arguments)
     for alias, name in _ALIASES.items():
         other = given.pop(alias)
         if other is not None and given[name] is not None:
@@ -79,65 +85,35 @@ def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any
     return given
 
 
-def _unbound(arguments: tuple[Any, ...], options: dict[str, Any]) -> InputError:
-    """An error with Python's own message about missing, repeated or surplus arguments."""
-    try:
-        SIGNATURE.bind(*arguments, **options)
-    except TypeError as error:
-        remedy = f"Pass query, key and value, and whatever follows {_POSITIONAL[-1]} by name"
-        return InputError("ring_attention", str(error), remedy)
-    raise AssertionError("the arguments bind")
-
-
-def _operands(*given: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v = (as_array(name, x) for name, x in zip(("query", "key", "value"), given, strict=True))
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim != 4:
-            raise InputError(name, f"has shape {x.shape}", "Its four axes are (batch, length, heads, head size)")
+def check_operands(given: dict[str, jax.Array]) -> None:
+    """Raises unless query, key and value fit together. Errors call them by their names in `given`."""
+    (query, q), (key, k), _ = given.items()
+    if q.dtype.name not in DTYPES:
+        raise InputError(query, f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
+    sizes: dict[str, int] = {}
+    for (name, x), wanted in zip(given.items(), (arrays.Query, arrays.Key, arrays.Value), strict=True):
+        refuse_misfit(name, x, wanted, sizes)
         if 0 in x.shape:
             raise InputError(name, f"has shape {x.shape}, which is empty", "Every axis must be at least 1")
-    if q.dtype.name not in DTYPES:
-        raise InputError("query", f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
-    for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
-            raise InputError(name, f"has dtype {x.dtype} but query has {q.dtype}", "Cast all three to one dtype")
-        if x.shape[0] != q.shape[0]:
-            raise InputError(name, f"has batch {x.shape[0]} but query has {q.shape[0]}", "They must be equal")
-    if k.shape[3] != q.shape[3]:
-        raise InputError("key", f"has head size {k.shape[3]} but query has {q.shape[3]}", "They must be equal")
-    if v.shape[1:3] != k.shape[1:3]:
-        raise InputError(
-            "value", f"has (length, heads) {v.shape[1:3]} but key has {k.shape[1:3]}", "They must be equal"
-        )
+            raise InputError(name, f"has dtype {x.dtype} but {query} has {q.dtype}", "Cast all three to one dtype")
+        sizes |= zip(arrays.letters(wanted), x.shape, strict=True)
     if q.shape[2] % k.shape[2]:
         raise InputError(
-            "key",
-            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of query",
+            key,
+            f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of {query}",
             "Query heads share key heads in equal groups",
         )
-    return q, k, v
 
 
-def _refuse_overlaps(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
+def refuse_shared_axes(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
     """Raises if one mesh axis would split two axes of an array."""
-    for argument, names, other, taken in (
-        ("batch_axis_name", batch, "the ring's axis_name", ring),
-        ("head_axis_name", heads, "the ring's axis_name", ring),
-        ("head_axis_name", heads, "batch_axis_name", batch),
-    ):
-        if set(names) & set(taken):
-            raise InputError(argument, f"{names} overlaps {other} {taken}", "Name other axes")
-
-
-def _layout_fits(layout: str, q: jax.Array, k: jax.Array, ranks: int) -> None:
-    parts = layouts.pieces(layout)
-    for name, x in (("query", q), ("key", k)):
-        if x.shape[1] % parts:
-            raise InputError(
-                "layout",
-                f"{layout!r} needs an even local length, but {name} has {x.shape[1]} tokens on each rank",
-                f"Pad the sequence to {(x.shape[1] + 1) * ranks} tokens, or use 'contiguous' or 'striped'",
-            )
+    if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
+        raise InputError(
+            "axis_name",
+            f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
+            "Each mesh axis splits one axis of the arrays",
+        )
 
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:

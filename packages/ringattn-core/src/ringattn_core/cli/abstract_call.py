@@ -14,115 +14,99 @@ from jax.sharding import AbstractMesh
 
 from .. import masks
 from ..call.attention import ring_attention
-from ..call.validation import DTYPES
+from ..call.options import DEFAULTS
 from ..errors import InputError
 from ..masks.info import MaskInfo
-from ..placement import layout as layouts
+from ..placement.reorder import to_layout
+from .call_arguments import option_arguments, shape_of
 
 AXIS: Final = "ring"
-Shape = tuple[int, ...]
+MOST_RANKS: Final = 4096
+"""A plan takes time and memory proportional to the square of the number of ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCall:
     """A call with `mesh=`. Lengths are those of the whole sequence, batch and heads those of one device.
 
-    `documents` are the lengths of packed documents, the same in every batch row; `bias` is a shape.
+    `floating` are the shapes of the differentiable inputs. `integers` are segment ids and positions in layout order,
+    the same in every batch row; they have values, because they decide what is visible. `options` are the other keyword
+    arguments. `said` are the arguments of the command line that differ from their defaults.
     """
 
-    query: Shape
-    key: Shape
-    value: Shape
     ring: int
-    dtype: str = "bfloat16"
-    layout: str = "contiguous"
-    causal: bool = False
-    sliding_window: tuple[int | None, int | None] | None = None
-    chunk_size: int | None = None
-    documents: tuple[int, ...] | None = None
-    restart_positions: bool = False
-    prefix: int | None = None
-    mask_builder: str | None = None
-    logits_soft_cap: float | None = None
-    softmax_scale: float | None = None
-    sinks: int | None = None
-    bias: Shape | None = None
-    alibi: bool = False
-    dropout_prob: float = 0.0
-    return_lse: bool = False
-    precision: str | None = None
-    fused_backward: bool = False
-    two_way: bool = False
+    floating: dict[str, jax.ShapeDtypeStruct]
+    integers: dict[str, np.ndarray]
+    options: dict[str, Any]
+    said: dict[str, Any]
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
-        """The call that a command line describes; each option is stored under the name of its field."""
+        """The call that a command line describes, by the arguments of `call_arguments`."""
+        if not 1 <= arguments.ring <= MOST_RANKS:
+            raise InputError("--ring", f"got {arguments.ring}", f"Pass the number of ranks, from 1 to {MOST_RANKS}")
         batch, tokens, heads, dim = arguments.query
         keys, key_heads, *value_dim = arguments.kv or (tokens, heads)
-        shapes = arguments.query, (batch, keys, key_heads, dim), (batch, keys, key_heads, *(value_dim or (dim,)))
-        names = [field.name for field in dataclasses.fields(cls)][3:]
-        return cls(*shapes, **{name: getattr(arguments, name) for name in names})
+        sizes = {"B": batch, "T": tokens, "N": heads, "H": dim, "S": keys, "K": key_heads}
+        shapes = {
+            "query": arguments.query,
+            "key": (batch, keys, key_heads, dim),
+            "value": (batch, keys, key_heads, *(value_dim or (dim,))),
+        }
+        options: dict[str, Any] = {"layout": arguments.layout, "axis_name": AXIS}
+        said = {name: getattr(arguments, name) for name in ("documents", "prefix", "mask_builder")}
+        said |= {"restart_positions": arguments.restart_positions or None}
+        for name, _ in option_arguments():
+            value = getattr(arguments, name)
+            if value in (None, DEFAULTS[name]):
+                continue
+            said[name] = True if value == () else value
+            if isinstance(value, tuple) and name != "sliding_window":
+                shapes[name] = shape_of(name, value, sizes)
+            else:
+                options[name] = value
+        dtypes = dict.fromkeys(("query", "key", "value", "bias"), arguments.dtype)
+        return cls(
+            ring=arguments.ring,
+            floating={x: jax.ShapeDtypeStruct(shape, dtypes.get(x, "float32")) for x, shape in shapes.items()},
+            integers=_packed(arguments, batch, tokens),
+            options=options | _made(arguments),
+            said={name: value for name, value in said.items() if value is not None},
+        )
 
     @property
     def mesh(self) -> AbstractMesh:
         """An abstract mesh, which has no devices, with the ring as its only axis."""
-        if self.ring < 1:
-            raise InputError("--ring", f"got {self.ring}", "Pass the number of ranks, 1 or more")
         return AbstractMesh((self.ring,), (AXIS,))
 
-    def floating(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of the differentiable inputs, by their names in the per-shard signature."""
-        heads = self.query[2]
-        shapes: dict[str, Shape | None] = {
-            "query": self.query,
-            "key": self.key,
-            "value": self.value,
-            "softmax_aux": None if self.sinks is None else (heads, self.sinks),
-            "bias": self.bias,
-            "alibi_slopes": (heads,) if self.alibi else None,
-        }
-        try:
-            dtypes = dict.fromkeys(shapes, jax.numpy.dtype(self.dtype))
-        except TypeError:
-            raise InputError("--dtype", f"got {self.dtype!r}", f"Known dtypes: {', '.join(DTYPES)}") from None
-        dtypes |= dict.fromkeys(("softmax_aux", "alibi_slopes"), jax.numpy.dtype("float32"))
-        return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes.items() if shape is not None}
+    def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str) -> Any:
+        """Calls `ring_attention` on a mesh of devices, with arrays like those of `floating`."""
+        return ring_attention(**floating, **self.integers, **self.options, mesh=mesh, backend=backend)
 
-    def integers(self) -> dict[str, np.ndarray]:
-        """Segment ids and positions in layout order. They have values, not only shapes: they decide what is visible."""
-        if self.documents is None:
-            if self.restart_positions:
-                raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
-            return {}
-        packed = MaskInfo.from_documents(self.documents, self.query[1], self.restart_positions)
-        found = {"q_segment_ids": packed.q_segment_ids, "q_positions": packed.q_positions}
-        laid = {
-            name: layouts.to_layout(np.asarray(x), self.layout, self.ring) for name, x in found.items() if x is not None
-        }
-        laid["q_segment_ids"] = np.repeat(laid["q_segment_ids"], self.query[0], 0)
-        return laid | ({"q_positions": laid["q_positions"][0]} if "q_positions" in laid else {})
 
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments that are not arrays."""
-        names = (
-            "layout", "causal", "sliding_window", "chunk_size", "logits_soft_cap", "softmax_scale", "dropout_prob",
-            "return_lse", "precision", "fused_backward", "two_way",
-        )  # fmt: skip
-        found = {name: getattr(self, name) for name in names} | {"axis_name": AXIS}
-        if self.dropout_prob:
-            found["dropout_seed"] = 0
-        if self.prefix is not None:
-            found["mask_builder"] = functools.partial(_prefix, self.prefix)
-        if self.mask_builder is not None:
-            found["mask_builder"] = _imported(self.mask_builder)
-        return found
+def _packed(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str, np.ndarray]:
+    """Segment ids and positions of packed documents, in layout order."""
+    if arguments.documents is None:
+        if arguments.restart_positions:
+            raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
+        return {}
+    packed = MaskInfo.from_documents(arguments.documents, tokens, arguments.restart_positions)
+    ids, positions = (
+        None if x is None else to_layout(np.asarray(x), arguments.layout, arguments.ring)
+        for x in (packed.q_segment_ids, packed.q_positions)
+    )
+    found = {"q_segment_ids": np.repeat(np.asarray(ids), batch, 0)}
+    return found if positions is None else found | {"q_positions": positions[0]}
 
-    def attend(self, floating: dict[str, jax.Array], integers: dict[str, Any], mesh: Any, backend: str) -> Any:
-        """Calls `ring_attention` on a mesh of devices, with arrays like those of `floating()` and `integers()`."""
-        rest = dict(floating)
-        operands = (rest.pop("query"), rest.pop("key"), rest.pop("value"))
-        more = (rest.pop("softmax_aux", None), rest.pop("bias", None))
-        return ring_attention(*operands, *more, **rest, **integers, **self.options(), mesh=mesh, backend=backend)
+
+def _made(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The dropout seed and the mask builder."""
+    made: dict[str, Any] = {"dropout_seed": 0} if arguments.dropout_prob else {}
+    if arguments.prefix is not None:
+        made["mask_builder"] = functools.partial(_prefix, arguments.prefix)
+    if arguments.mask_builder is not None:
+        made["mask_builder"] = _imported(arguments.mask_builder)
+    return made
 
 
 def _prefix(length: int, *_: int) -> masks.Mask:
@@ -133,7 +117,7 @@ def _imported(path: str) -> Callable[..., Any]:
     module, _, attribute = path.partition(":")
     try:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the module may raise anything
         raise InputError(
             "--mask-builder", f"cannot load {path!r} ({error})", "Pass MODULE:FUNCTION of an importable module"
         ) from error

@@ -1,94 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command-line arguments that describe a call, for `ringattn explain` and `ringattn tune`."""
+"""The command-line arguments that describe a call, for `ringattn explain` and `ringattn tune`.
+
+Those of options are made from the rows of `call/options.py`, with the same names.
+"""
 
 import argparse
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
+from jaxtyping import Float
+
+from ..call import checks
+from ..call.options import OPTIONS
+from ..call.validation import DTYPES
+from ..masks.int32 import POSITION
+from ..placement import arrays
+
+SHORT: Final = {
+    "sliding_window": "--window",
+    "softmax_aux": "--sinks",
+    "logits_soft_cap": "--soft-cap",
+    "softmax_scale": "--scale",
+    "dropout_prob": "--dropout",
+    "return_lse": "--lse",
+}
+"""Second names of options. `argparse` also takes the beginning of a name."""
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_DECIDED: Final = ("B", "T", "S", "N", "K", "H")
+"""The letters of axes whose lengths query and key decide."""
 
 
 def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
-    """Adds the arguments, stored under the names of `AbstractCall`. `ring` is the default of `--ring`, or `None`."""
-    arrays = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
-    arrays.add_argument(
-        "--query", type=shape("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
+    """Adds the arguments that `AbstractCall.of` reads. `ring` is the default of `--ring`, which else is required."""
+    given = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
+    given.add_argument(
+        "--query", type=numbers("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
     )
-    arrays.add_argument(
-        "--kv", type=shape("S,K or S,K,Hv", 2, 3), metavar="S,K[,Hv]",
+    given.add_argument(
+        "--kv", type=numbers("S,K or S,K,Hv", 2, 3), metavar="S,K[,Hv]",
         help="tokens, heads and value size of the keys; by default those of the query",
     )  # fmt: skip
-    arrays.add_argument(
-        "--dtype", type=lambda text: _DTYPES.get(text, text), default="bfloat16",
-        help="bfloat16 (default), float16 or float32",
+    given.add_argument(
+        "--dtype", type=lambda text: _DTYPES.get(text, text), choices=DTYPES, default="bfloat16",
+        metavar="DTYPE", help="bfloat16 (default), float16 or float32",
     )  # fmt: skip
     of_ring = "ranks of the ring" + ("" if ring is None else f"; {ring} by default")
-    arrays.add_argument("--ring", type=int, default=ring, required=ring is None, metavar="D", help=of_ring)
-    arrays.add_argument(
+    given.add_argument("--ring", type=int, default=ring, required=ring is None, metavar="D", help=of_ring)
+    given.add_argument(
         "--layout", default="contiguous", help="order of the tokens: contiguous (default), zigzag or striped"
     )
-    masks = parser.add_argument_group("masks", "a key is visible where every mask that is given lets it through")
-    order = masks.add_mutually_exclusive_group()
-    order.add_argument("--causal", action="store_true", help="a query sees no later key")
-    order.add_argument("--prefix", type=int, metavar="N", help="causal, but every query sees the first N tokens")
-    order.add_argument("--mask-builder", metavar="MODULE:FUNCTION", help="a mask_builder of your own")
+    masks = parser.add_argument_group("more masks", "a key is visible where every mask that is given lets it through")
     masks.add_argument(
-        "--window", dest="sliding_window", type=_window, metavar="W|L,R",
-        help="a query sees keys at most W away, or L before it and R after it; - is unbounded",
-    )  # fmt: skip
-    masks.add_argument(
-        "--chunk", dest="chunk_size", type=int, metavar="C", help="a query sees its own chunk of C tokens, causally"
-    )
-    masks.add_argument(
-        "--documents", type=shape("lengths", 1, None), metavar="L,L,...",
+        "--documents", type=numbers("L,L,...", 1, None), metavar="L,L,...",
         help="lengths of documents that are packed one after another; the rest is padding",
     )  # fmt: skip
     masks.add_argument("--restart-positions", action="store_true", help="positions restart at every document")
-    options = parser.add_argument_group("options")
-    options.add_argument("--bias", type=shape("B,N,T,S", 4), metavar="B,N,T,S", help="shape of a bias; axes may be 1")
-    options.add_argument("--sinks", type=int, metavar="n", help="attention sinks of each head")
-    options.add_argument("--alibi", action="store_true", help="ALiBi slopes")
-    options.add_argument(
-        "--dropout",
-        dest="dropout_prob",
-        type=float,
-        nargs="?",
-        default=0.0,
-        const=0.1,
-        metavar="P",
-        help="rate of dropout",
-    )
-    options.add_argument(
-        "--soft-cap", dest="logits_soft_cap", type=float, nargs="?", const=30.0, metavar="C", help="cap of the scores"
-    )
-    options.add_argument("--scale", dest="softmax_scale", type=float, metavar="S", help="scale of the scores")
-    options.add_argument("--lse", dest="return_lse", action="store_true", help="return the log-sum-exp too")
-    options.add_argument("--precision", metavar="P", help="of matrix products: default, high or highest")
-    options.add_argument("--fused-backward", action="store_true", help="gradients may be summed in any order")
-    options.add_argument("--two-way", action="store_true", help="half of the key heads travel the other way round")
+    built = masks.add_mutually_exclusive_group()
+    built.add_argument("--prefix", type=int, metavar="N", help="causal, but every query sees the first N tokens")
+    built.add_argument("--mask-builder", metavar="MODULE:FUNCTION", help="a mask_builder of your own")
+    options = parser.add_argument_group("options of ring_attention")
+    for name, how in option_arguments():
+        options.add_argument(f"--{name.replace('_', '-')}", *([SHORT[name]] if name in SHORT else []), dest=name, **how)
 
 
-def shape(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:
-    """A parser of `least` to `most` comma-separated integers: by default exactly `least`; `None` is unlimited."""
+def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The options that the command line takes under their own name, with what `add_argument` needs.
+
+    An array of floating-point numbers is described by the lengths of those axes that query and key do not decide.
+    """
+    kinds: dict[Any, dict[str, Any]] = {
+        checks.flag: {"action": "store_true"},
+        checks.two_way: {"action": "store_true"},
+        checks.window: {"type": _window, "metavar": "W|L,R"},
+        checks.chunk: {"type": int, "metavar": "C"},
+        checks.soft_cap: {"type": float, "nargs": "?", "const": 30.0, "metavar": "C"},
+        checks.scale: {"type": float, "metavar": "S"},
+        checks.probability: {"type": float, "nargs": "?", "const": 0.1, "default": 0.0, "metavar": "P"},
+        checks.precision: {"metavar": "|".join(checks.PRECISIONS)},
+    }
+    for option in OPTIONS:
+        how = kinds.get(option.check)
+        if option.array is not None and option.array.dtype is Float:
+            free = ",".join(letter for letter in arrays.letters(option.array) if letter not in _DECIDED)
+            count = free.count(",") + 1
+            how = {"type": numbers(free, count), "metavar": free} if free else {"action": "store_const", "const": ()}
+        if how is not None:
+            yield option.name, how | {"help": option.feature.value.rstrip(".") if option.feature else None}
+
+
+def shape_of(name: str, lengths: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
+    """The shape of an array whose argument gives `lengths`."""
+    (array,) = (option.array for option in OPTIONS if option.name == name)
+    rest = iter(lengths)
+    return tuple(sizes[letter] if letter in _DECIDED else next(rest) for letter in arrays.letters(array))
+
+
+def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], tuple[int, ...]]:
+    """A parser of `least` to `most` comma-separated lengths: by default exactly `least`; `None` is unlimited."""
     most = least if most == -1 else most
 
     def parse(text: str) -> tuple[int, ...]:
         try:
-            numbers = tuple(int(part) for part in text.split(","))
+            found = tuple(int(part) for part in text.split(","))
         except ValueError:
             raise argparse.ArgumentTypeError(f"got {text!r}, it needs whole numbers {wanted}") from None
-        if min(numbers) < 0:
-            raise argparse.ArgumentTypeError(f"got {min(numbers)}, it needs lengths of 0 or more")
-        if len(numbers) < least or (most is not None and len(numbers) > most):
-            raise argparse.ArgumentTypeError(f"got {len(numbers)} numbers, it needs {wanted}")
-        return numbers
+        if min(found) < 0 or max(found) > POSITION[1]:
+            wrong = min(found) if min(found) < 0 else max(found)
+            raise argparse.ArgumentTypeError(f"got {wrong}, it needs lengths from 0 to {POSITION[1]}")
+        if len(found) < least or (most is not None and len(found) > most):
+            raise argparse.ArgumentTypeError(f"got {len(found)} numbers, it needs {wanted}")
+        return found
 
     return parse
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
     try:
-        sides = [None if side in ("-", "none") else int(side) for side in text.split(",")]
+        sides = [None if side.strip() in ("-", "none") else int(side) for side in text.split(",")]
     except ValueError:
         sides = []
     if len(sides) not in (1, 2):

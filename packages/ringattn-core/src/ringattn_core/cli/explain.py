@@ -5,9 +5,12 @@ import argparse
 import json
 import textwrap
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from . import call_arguments
+from ..placement.platforms import platform_of
+from . import call_arguments, memory, picture, report
+from .abstract_call import AbstractCall
+from .analysis import analyse
 
 _DESCRIPTION: Final = (
     "Shows what a call of ring_attention would do, without running it and without its devices: which backends could "
@@ -21,22 +24,22 @@ _EXAMPLES: Final = """examples:
 """
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "explain",
-        help="what a call would do: backend, hops, tiles, bytes, memory",
-        description=textwrap.fill(_DESCRIPTION, 79),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = textwrap.fill(_DESCRIPTION, 79), _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     call_arguments.add(parser)
     chosen = parser.add_argument_group("backend")
     chosen.add_argument("--backend", metavar="NAME[,NAME]", help="a backend, or several to try in order")
-    chosen.add_argument("--platform", help="cpu, cuda, rocm or tpu; by default that of the devices here")
+    chosen.add_argument(
+        "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
+    )
     shown = parser.add_argument_group("output")
-    shown.add_argument("--tile", type=call_arguments.shape("Q,K", 2), metavar="Q,K", help="queries and keys of a tile")
+    shown.add_argument(
+        "--tile", type=call_arguments.numbers("Q,K", 2), metavar="Q,K", help="queries and keys of a tile"
+    )
     shown.add_argument("--json", action="store_true", help="print everything but the picture as JSON")
-    for kind in ("svg", "png"):
+    shown.add_argument("--full", action="store_true", help="in JSON, the tiles of every rank, however many there are")
+    for kind in picture.KINDS:
         shown.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write the picture as {kind.upper()}")
     shown.add_argument(
         "--compile", action="store_true", help="compile the call for devices here, and print the memory that XLA plans"
@@ -45,15 +48,9 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from . import memory, picture, report
-    from .abstract_call import AbstractCall
-    from .analysis import analyse
-
     call = AbstractCall.of(arguments)
     if arguments.compile:
         memory.provide_devices(arguments.ring)
-    from ..placement.platforms import platform_of
-
     found = analyse(
         call,
         arguments.platform or platform_of(None, ()),
@@ -61,11 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.tile,
         arguments.compile,
     )
-    for kind in ("svg", "png"):
+    for kind in picture.KINDS:
         if getattr(arguments, kind) is not None:
             picture.save(found, getattr(arguments, kind), kind)
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(report.as_json(found, arguments.full), indent=2))
     else:
-        report.report(found, picture.TerminalPicture(found))
+        report.report(found, picture.text(found))
     return int(found.choice is None)

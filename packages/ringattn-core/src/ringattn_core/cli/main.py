@@ -2,17 +2,26 @@
 """The command `ringattn`: its subcommands, its exit statuses, and errors printed as one line."""
 
 import argparse
+import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import importlib_metadata
 
 from ..errors import RingAttnError
-from . import backends, cache, explain, tune
 
-COMMANDS: Final = (backends.add_list, backends.add_info, backends.add_doctor, explain.add, tune.add, cache.add)
+COMMANDS: Final = {
+    "list": "every installed backend, and why it cannot run here where it cannot",
+    "info": "one backend: its features, probe and kernel",
+    "doctor": "what works here, and how to repair what does not",
+    "explain": "what a call would do: backend, hops, tiles, bytes, memory",
+    "tune": "time a backend's candidate configurations for a call, and store the fastest",
+    "cache": "list or remove the stored tuning results",
+}
+_MODULES: Final = {"list": "backends", "info": "backends", "doctor": "backends"}
 REFUSED: Final = 2
 """The exit status for an error, equal to that of `argparse`."""
 INTERRUPTED: Final = 130
@@ -20,9 +29,15 @@ BROKEN_PIPE: Final = 141
 """The exit status that shells give a program that writes into a closed pipe."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Prints an error as one line, without the usage."""
+        self.exit(REFUSED, f"{self.prog}: {message}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, by default that of the process; returns the exit status."""
-    given = parser().parse_args(arguments)
+    given = parsed(sys.argv[1:] if arguments is None else arguments)
     try:
         status = given.run(given)
         sys.stdout.flush()
@@ -38,9 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
-    whole = argparse.ArgumentParser(
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; `run` is the function that runs it.
+
+    Only the module of the subcommand in `arguments` is imported, because these modules import JAX.
+    """
+    whole = _Parser(
         prog="ringattn",
         description="Shows which backends are installed and what a call would do, and tunes kernels for a call.",
         epilog="`ringattn COMMAND --help` describes each command. Errors exit with 2.",
@@ -49,6 +67,10 @@ def parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"ringattn-core {importlib_metadata.version('ringattn-core')}"
     )
     subparsers = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(subparsers)
-    return whole
+    for name, summary in COMMANDS.items():
+        parser = subparsers.add_parser(name, help=summary)
+        if name in arguments[:1]:
+            module = importlib.import_module(f".{_MODULES.get(name, name)}", __package__)
+            getattr(module, f"add_{name}")(parser)
+    # A value such as `-,5` begins like an option. With a space before it, argparse takes it as a value.
+    return whole.parse_args([f" {word}" if re.match(r"-[\d,]", word) else word for word in arguments])

@@ -2,68 +2,66 @@
 """How much memory a call takes on one device: the arrays of the call and the engine, and XLA's plan."""
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from ..contract.features import Feature
 from ..errors import InputError
 from ..ring.hops import Plan
 from .abstract_call import AXIS, AbstractCall
+from .output import Rows
 from .shards import Shard
 
-
-@dataclasses.dataclass(frozen=True)
-class HeldArrays:
-    """The size of some arrays on one device; `phase` is "call", "forward" or "backward"."""
-
-    phase: str
-    what: str
-    bytes: int
+TOGETHER = "together: the engine at its busiest hop"
 
 
-@dataclasses.dataclass(frozen=True)
-class XlaMemory:
-    """Temporary memory that XLA plans on one device, in bytes: for the forward pass, and for both passes.
-
-    `None` if the backend has no backward pass, or if XLA gives no figure.
-    """
-
-    devices: str
-    forward: int | None
-    both: int | None
-
-
-def held(shard: Shard) -> tuple[HeldArrays, ...]:
+def held(shard: Shard) -> Rows:
     """Lists the arrays of a call, each once: without the kernel's workspace, and without copies or reuse by XLA."""
-    inputs, fixed, plan = shard.inputs, shard.fixed, shard.ring.plan
-    batch, length, heads = inputs.q.shape[:3]
-    itemsize, out, lse = inputs.q.dtype.itemsize, batch * length * heads * inputs.v.shape[3], 4 * batch * length * heads
+    call, plan = shard.call, shard.ring.plan
+    inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
+    batch, length, heads = call.query.shape[:3]
+    itemsize, out, lse = (
+        call.query.dtype.itemsize,
+        batch * length * heads * call.value.shape[3],
+        4 * batch * length * heads,
+    )
     keys, gradients = shard.elements * itemsize, 4 * shard.elements
     sent = _most_sent_at_once(plan, shard.elements, itemsize)
-    ids = _bytes((fixed.q_segments, fixed.q_positions)) + plan.ranks * _bytes((fixed.kv_segments, fixed.kv_positions))
+    ids = _bytes((call.q_segment_ids, call.q_positions))
+    ids += plan.ranks * _bytes((call.kv_segment_ids, call.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
-    found = [
-        HeldArrays("call", "inputs", _bytes(inputs)),
-        HeldArrays("call", "ids and positions, the keys' of all ranks", ids),
-        HeldArrays("call", "output and lse" if with_lse else "output", out * itemsize + lse * with_lse),
-        HeldArrays("forward", "K,V in use, and K,V arriving", 2 * keys) if sent else HeldArrays("forward", "K,V", keys),
-        HeldArrays("forward", "partial output and lse, float32", 4 * out + lse),
-        HeldArrays("backward", "messages being sent and received", 2 * sent)
-        if sent
-        else HeldArrays("backward", "K,V", keys),
-        HeldArrays("backward", "dk, dv of the hop, float32", gradients),
-        HeldArrays("backward", "dk, dv of half of the own heads", plan.halves(inputs.k.shape[2]) * gradients // 2),
-        HeldArrays("backward", "dq, float32", 4 * inputs.q.size),
-        HeldArrays("backward", "dbias, float32", 0 if inputs.bias is None else 4 * inputs.bias.size),
-        HeldArrays("backward", "output, lse, delta kept", out * itemsize + 2 * lse),
+    arrays = {
+        "call": {
+            "inputs": _bytes(inputs),
+            "ids and positions, the keys' of all ranks": ids,
+            "output and lse" if with_lse else "output": out * itemsize + lse * with_lse,
+        },
+        "forward": {
+            **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
+            "partial output and lse, float32": 4 * out + lse,
+        },
+        "backward": {
+            **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
+            "dk, dv of the hop, float32": gradients,
+            "dk, dv of half of the own heads": plan.halves(call.key.shape[2]) * gradients // 2,
+            "dq, float32": 4 * call.query.size,
+            "dbias, float32": 0 if call.bias is None else 4 * call.bias.size,
+            "output, lse, delta kept": out * itemsize + 2 * lse,
+        },
+    }
+    for phase in ("forward", "backward"):
+        arrays[phase][TOGETHER] = sum(arrays[phase].values())
+    return [
+        {"pass": phase, "arrays": name, "bytes": count}
+        for phase, counts in arrays.items()
+        for name, count in counts.items()
+        if count
     ]
-    return tuple(entry for entry in found if entry.bytes)
 
 
 def _most_sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
@@ -88,40 +86,33 @@ def provide_devices(ring: int) -> None:
         raise InputError("--compile", fact, "Ask for a smaller ring, or set JAX_PLATFORMS=cpu")
 
 
-def planned_by_xla(call: AbstractCall, shard: Shard, backend: str, gradients: bool) -> XlaMemory:
-    """Compiles the forward pass, and with `gradients` both passes, to read XLA's figures; runs nothing."""
+def planned_by_xla(call: AbstractCall, backend: str, gradients: bool) -> dict[str, Any]:
+    """The bytes of temporary memory that XLA plans on each of the `devices`, from programs that are only compiled.
+
+    `forward` is for the forward pass, `both` for both passes; `None` if the backend has no backward pass, or if XLA
+    gives no figure.
+    """
     devices = jax.devices()[: call.ring]
-    mesh = Mesh(np.array(devices), (AXIS,))
-    floating = {name: placed(x, dict(shard.specs)[name], mesh) for name, x in call.floating().items()}
-    forward, both = programs(call, mesh, backend)
-    alone = jax.jit(forward).lower(floating).compile()
-    found = XlaMemory(f"{len(devices)} x {devices[0].device_kind}", _temporary(alone), None)
-    if not gradients:
-        return found
-    cotangents = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), alone.out_info, alone.output_shardings
-    )
-    return dataclasses.replace(found, both=_temporary(jax.jit(both).lower(floating, cotangents).compile()))
+    forward, both = (_temporary(program(call, backend, passes)) if passes else None for passes in (1, 2 * gradients))
+    return {"devices": f"{len(devices)} x {devices[0].device_kind}", "forward": forward, "both": both}
 
 
-def programs(call: AbstractCall, mesh: Mesh, backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two functions: the call, of its differentiable inputs; and its output with all gradients, of cotangents too."""
-    integers = call.integers()
+def program(call: AbstractCall, backend: str, passes: int) -> jax.stages.Compiled:
+    """The compiled call, of its differentiable inputs. With two `passes` it also takes a cotangent of the output, and
+    returns all gradients.
+    """
+    mesh = Mesh(np.array(jax.devices()[: call.ring]), (AXIS,))
 
     def forward(floating: dict[str, jax.Array]) -> Any:
-        return call.attend(floating, integers, mesh, backend)
+        return call.attend(floating, mesh, backend)
 
     def both(floating: dict[str, jax.Array], cotangents: Any) -> Any:
         out, pull = jax.vjp(forward, floating)
         return out, pull(cotangents)
 
-    return forward, both
-
-
-def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The shape with the sharding of the call. An uneven length is replicated, because the call will pad it."""
-    even = all(entry is None or length % mesh.size == 0 for entry, length in zip(spec, x.shape, strict=False))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if even else PartitionSpec()))
+    if passes == 1:
+        return jax.jit(forward).lower(call.floating).compile()
+    return jax.jit(both).lower(call.floating, jax.eval_shape(forward, call.floating)).compile()
 
 
 def _temporary(program: jax.stages.Compiled) -> int | None:

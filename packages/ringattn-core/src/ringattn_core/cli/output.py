@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How commands print: with rich if it is installed, else as plain text with tabs between columns."""
 
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+Rows = Sequence[Mapping[str, Any]]
+"""A table, in JSON and as text. Its rows have the same keys, the titles of the columns; a boolean column marks rows."""
 
 INSTALL: Final = 'Install it with: pip install "ringattn-core[cli]"'
 PAGE: Final = 100
 """The line width of output to a file or a pipe."""
+_NUMBER: Final = re.compile(r"-?\d.*|-?")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -15,16 +20,8 @@ class Title(str):
     """A heading."""
 
 
-class TextTable(NamedTuple):
-    """Rows of cells, with column titles in `head` unless it is empty. `right` has an `r` for a right-aligned column."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    right: str = ""
-
-
 def show(*parts: Any) -> None:
-    """Prints titles, sentences, tables and renderables of rich, one below the other."""
+    """Prints titles, sentences, tables (`Rows`) and facts (a dict of two columns), one below the other."""
     try:
         from rich.console import Console
     except ImportError:
@@ -35,27 +32,46 @@ def show(*parts: Any) -> None:
     # `print` raises BrokenPipeError for a closed pipe, which `main` handles; rich would exit with 1.
     with console.capture() as captured:
         for part in parts:
-            style = "bold" if isinstance(part, Title) else None
-            console.print(_rich(part) if isinstance(part, TextTable) else part, style=style)
+            shown = _rich(*_cells(part)) if isinstance(part, (list, dict)) else part
+            console.print(shown, style="bold" if isinstance(part, Title) else None)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _rich(table: TextTable) -> Any:
+def _cells(table: Rows | dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The titles of the columns (none for facts), and the rows, as text."""
+    if isinstance(table, dict):
+        return [], [[name, _text("", value)] for name, value in table.items()]
+    head = ["" if isinstance(value, bool) else name for name, value in table[0].items()]
+    return head, [[_text(name, value) for name, value in row.items()] for row in table]
+
+
+def _text(name: str, value: Any) -> str:
+    """A cell of the column `name`, or of facts, whose column has no name."""
+    if isinstance(value, bool):
+        return ("->" if value else "") if name else "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else amount(value) if name == "bytes" else str(value)
+
+
+def _rich(head: list[str], rows: list[list[str]]) -> Any:
+    """A table of rich without lines. Columns of numbers are aligned to the right."""
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(table.head))
-    for number, name in enumerate(table.head or table.rows[0]):
-        flush = table.right[number : number + 1] == "r"
-        made.add_column(name if table.head else "", justify="right" if flush else "left", header_style="bold")
-    for row in table.rows:
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head))
+    for name, *column in zip(head or ["", ""], *rows, strict=True):
+        numbers = bool(head) and all(map(_NUMBER.fullmatch, column))
+        made.add_column(name, justify="right" if numbers else "left", header_style="bold")
+    for row in rows:
         made.add_row(*row)
     return made
 
 
 def _plain(part: Any) -> str:
-    if not isinstance(part, TextTable):
+    if not isinstance(part, (list, dict)):
         return str(part)
-    return "\n".join("\t".join(row) for row in ([part.head] if part.head else []) + [*part.rows])
+    head, rows = _cells(part)
+    return "\n".join("\t".join(row) for row in ([head] if head else []) + rows)
 
 
 def amount(count: int) -> str:

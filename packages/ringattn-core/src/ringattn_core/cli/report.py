@@ -1,182 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints a call analysis as text, for `ringattn explain`."""
+"""A call analysis as tables and sentences: printed as text, or as JSON, by `ringattn explain`."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
-from .analysis import CallAnalysis, Message
-from .memory import XlaMemory
-from .output import TextTable, Title, amount, show
+from .analysis import CallAnalysis, rank
+from .output import Rows, Title, amount, show
 
-COLUMNS = 9
-"""The table of tiles has a column for each hop up to this number of hops; with more hops, hops are rows."""
+COLUMNS: Final = 9
+"""The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""
 
 
-def report(found: CallAnalysis, picture: Any) -> None:
+def report(found: CallAnalysis, picture: str) -> None:
     """Prints the whole analysis, with `picture` above the table of tiles."""
-    rows, columns = found.states.shape[2:]
-    show(Title(title(found)), described(found), "", *_backends(found))
+    grid = "{} x {} tiles of {} queries by {} keys".format(*found.states.shape[2:], *found.tile)
     show(
-        "",
-        Title("Tiles that each rank computes at each hop ({} x {} tiles of {} queries by {} keys a hop)".format(
-            rows, columns, *found.tile
-        )),
-        "A kernel chooses its own tile size; --tile sets the size that is shown.",
-        picture,
-        *_tiles(found),
-        "",
-        *_sent(found),
-        "",
-        *_memory(found),
+        Title(title(found)), described(found), "",
+        Title(f"Backends on {found.platform}"), found.backends, *_of_backend(found), "",
+        Title(f"Tiles that each rank computes at each hop ({grid} a hop)"),
+        "A kernel chooses its own tile size; --tile sets the size that is shown.", picture,
+        tiles(found), *_of_tiles(found), "",
+        Title("Sent by each rank"), *([found.sent] if found.sent else []), totals(found), "",
+        Title("Memory of one device"), found.memory, _of_memory(found),
     )  # fmt: skip
+
+
+def as_json(found: CallAnalysis, full: bool = False) -> dict[str, Any]:
+    """Plain data. With `full`, the table of tiles has a row for each hop and a column for each rank."""
+    plain = {name: value for name, value in vars(found).items() if name not in ("call", "hops", "states", "work")}
+    shapes = {name: x.shape for name, x in found.call.floating.items()}
+    call = shapes | {"ring": found.ranks, "dtype": _dtype(found), "layout": _layout(found)} | found.call.said
+    totals = {"tiles_of_ranks": found.of_ranks, "tiles_of_slowest": found.slowest}
+    return {"call": call, **plain, "tiles": tiles(found, full), **totals}
 
 
 def title(found: CallAnalysis) -> str:
     """The call in one line: shapes, dtype, ring and layout."""
-    call = found.request
-    query, key = ("x".join(map(str, shape)) for shape in (call.query, call.key[1:]))
-    value = "" if call.value[3] == call.key[3] else f", values of {call.value[3]}"
-    ring = "one device" if call.ring == 1 else f"a ring of {call.ring}"
-    return f"query {query}, key {key}{value}, {call.dtype}: {ring}, {call.layout}"
+    query, key, value = (found.call.floating[name].shape for name in ("query", "key", "value"))
+    shapes = f"query {'x'.join(map(str, query))}, key {'x'.join(map(str, key[1:]))}"
+    values = "" if value[3] == key[3] else f", values of {value[3]}"
+    ring = "one device" if found.ranks == 1 else f"a ring of {found.ranks}"
+    return f"{shapes}{values}, {_dtype(found)}: {ring}, {_layout(found)}"
+
+
+def _dtype(found: CallAnalysis) -> str:
+    return found.call.floating["query"].dtype.name
+
+
+def _layout(found: CallAnalysis) -> str:
+    return found.call.options["layout"]
 
 
 def described(found: CallAnalysis) -> str:
     """The options that differ from their defaults, and the number of tokens that each rank holds, as text."""
-    call, (queries, keys) = found.request, found.lengths
-    options = [(field.name.replace("_", " "), getattr(call, field.name), field.default) for field in fields(call)[6:]]
-    given = [
-        name if value is True else f"{name} {_plain(value)}" for name, value, default in options if value != default
-    ]
-    padded = (queries * call.ring, keys * call.ring) != (call.query[1], call.key[1])
+    queries, keys = found.lengths
+    said = [f"{name.replace('_', ' ')} {_plain(value)}".rstrip() for name, value in found.call.said.items()]
+    whole = tuple(found.call.floating[name].shape[1] for name in ("query", "key"))
+    padded = (queries * found.ranks, keys * found.ranks) != whole
     holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
-    return f"{', '.join(given) or 'no mask'}; {holds}"
+    return f"{', '.join(said) or 'no mask'}; {holds}"
 
 
 def _plain(value: Any) -> str:
+    if value is True:
+        return ""
     return ",".join("-" if x is None else str(x) for x in value) if isinstance(value, tuple) else str(value)
 
 
-def _backends(found: CallAnalysis) -> Iterator[Any]:
-    yield Title(f"Backends on {found.platform}")
-    rows = [
-        (
-            "->" if each.name == found.choice else "",
-            each.name,
-            f"{each.distribution} {each.version}",
-            "-" if each.priority is None else str(each.priority),
-            each.reason or "runs this call" + ("" if each.gradients else ", without gradients"),
-        )
-        for each in found.candidates
-    ]
-    yield TextTable(("", "name", "distribution", "priority", "answer"), rows, right="   r")
+def _of_backend(found: CallAnalysis) -> Iterator[str]:
     if found.refusal:
         yield f"none: {found.refusal}"
     if found.own_ring:
         yield f"{found.choice} drives its own ring; below is what core's engine would do."
 
 
-def _tiles(found: CallAnalysis) -> Iterator[Any]:
-    yield _counts_by_rank(found) if len(found.hops) <= COLUMNS else _counts_by_hop(found)
+def tiles(found: CallAnalysis, full: bool = False) -> Rows:
+    """The tiles that ranks compute at each hop.
+
+    With `full`, or if there are few ranks, a row for each hop and a column for each rank. Else the columns are the
+    extremes, and consecutive hops with equal extremes are one row.
+    """
+    full = full or found.ranks <= COLUMNS
+
+    def row(hop: Any, keys: str, counts: Sequence[int], busiest: int) -> dict[str, Any]:
+        shown: dict[str, Any] = {"least": min(counts), "mean": f"{sum(counts) / len(counts):.1f}"}
+        if full:
+            shown = {f"rank {number}": count for number, count in enumerate(counts)}
+        return {"hop": hop, "keys of": keys, **shown, "busiest": busiest}
+
+    pairs = zip(found.hops, found.tiles.tolist(), strict=True)
+    rows = [row(hop.number, rank(-hop.offset), counts, max(counts)) for hop, counts in pairs]
+    runs = [[one] for one in rows] if full else [list(run) for _, run in groupby(rows, lambda x: list(x.values())[2:])]
+    for first, *_, last in (run for run in runs if len(run) > 1):
+        first |= {name: f"{first[name]} to {last[name]}" for name in ("hop", "keys of")}
+    return [*(run[0] for run in runs), row("sum", "", found.of_ranks, found.slowest)]
+
+
+def _of_tiles(found: CallAnalysis) -> Iterator[str]:
     yield balance(found)
     if any(hop.ways == 2 for hop in found.hops):
-        yield "After hop 0 each column is half of the heads: their keys come from either side."
+        yield "After hop 0 each row is half of the heads: their keys come from either side."
     if found.skipped:
-        lost = f"no query sees the keys that are {_runs(found.skipped)} ranks away."
-        yield f"{len(found.hops) - 1} of {found.ranks - 1} sends are made: {lost}"
+        runs = [[x for _, x in run] for _, run in groupby(enumerate(found.skipped), lambda pair: pair[1] - pair[0])]
+        lost = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        made = f"{len(found.hops) - 1} of {found.ranks - 1} sends are made"
+        yield f"{made}: no query sees the keys that are {lost} ranks away."
 
 
 def balance(found: CallAnalysis) -> str:
     """A sentence: how many tiles are computed, and how evenly the ranks share them."""
-    work, total = sum(found.of_ranks), found.grid * found.ranks * found.ranks
-    computed = f"{_share(work, total)} of all {total} tiles are computed."
-    if found.ranks == 1:
+    work, total = sum(found.of_ranks), found.states[:, 0].size * found.ranks
+    computed = f"{100 * work / total:.0f}% of all {total} tiles are computed."
+    if found.ranks == 1 or not work:
         return computed
-    busy = _share(work, found.slowest * found.ranks)
+    busy = f"{100 * work / (found.slowest * found.ranks):.0f}%"
     return f"{computed} Each hop waits for its busiest rank: counted in tiles, ranks are busy {busy} of the time."
 
 
 def totals(found: CallAnalysis) -> str:
-    """A sentence: how many bytes each rank sends."""
-    if not found.forward:
+    """Sentences: how many bytes each rank sends, and gathers before the first hop."""
+    if not found.sent:
         return "Nothing is sent."
-    forward, backward = (sum(m.bytes for m in messages) for messages in (found.forward, found.backward))
-    return f"Each rank sends {amount(forward)} in the forward pass and {amount(backward)} in the backward pass."
+    forward, backward = (
+        amount(sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == phase))
+        for phase in ("forward", "backward")
+    )
+    sent = f"Each rank sends {forward} in the forward pass and {backward} in the backward pass."
+    ids = f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
+    return f"{sent} {ids}" if found.gathered else sent
 
 
-def _counts_by_rank(found: CallAnalysis) -> TextTable:
-    """A table of tiles with a row for each rank and a column for each hop."""
-    head = ["tiles", *(f"hop {hop.number}" for hop in found.hops), "sum"]
-    rows = [["keys of", *(rank(-hop.offset) for hop in found.hops), ""]]
-    for number, total in enumerate(found.of_ranks):
-        rows.append([f"rank {number}", *(str(hop.tiles[number]) for hop in found.hops), str(total)])
-    rows.append(["busiest", *(str(max(hop.tiles)) for hop in found.hops), str(found.slowest)])
-    return TextTable(head, rows, right=" " + "r" * (len(head) - 1))
-
-
-def _counts_by_hop(found: CallAnalysis) -> TextTable:
-    """A table of tiles with one row for consecutive hops of equal counts."""
-
-    def spread(hop: Any) -> tuple[str, ...]:
-        return str(min(hop.tiles)), f"{sum(hop.tiles) / len(hop.tiles):.1f}", str(max(hop.tiles))
-
-    rows = [(_runs(sorted({hop.number for hop in run})), *counts) for counts, run in groupby(found.hops, spread)]
-    rows.append(("all", str(min(found.of_ranks)), f"{sum(found.of_ranks) / found.ranks:.1f}", str(found.slowest)))
-    return TextTable(("hop", "least busy rank", "mean", "busiest rank"), rows, right="rrrr")
-
-
-def _sent(found: CallAnalysis) -> Iterator[Any]:
-    yield Title("Sent by each rank")
-    rows = [
-        (phase, str(times), contents(message), f"to rank {rank(message.shift)}", amount(message.bytes))
-        for phase, messages in (("forward", found.forward), ("backward", found.backward))
-        for message, times in Counter(messages).items()
-    ]
-    if rows:
-        yield TextTable(("", "times", "what", "where", "bytes each"), rows, right=" r  r")
-    yield totals(found)
-    if found.gathered:
-        yield f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
-
-
-def rank(distance: int) -> str:
-    """The name of the rank `distance` onward from rank `r`, such as `r + 2`."""
-    return f"r {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "r"
-
-
-def contents(message: Message) -> str:
-    return " with ".join(["K,V"] * message.keys + ["dk,dv"] * message.gradients)
-
-
-def _memory(found: CallAnalysis) -> Iterator[Any]:
-    yield Title("Memory of one device")
-    rows = []
-    for phase, held in groupby(found.memory, lambda entry: entry.phase):
-        entries = list(held)
-        rows += [(phase, entry.what, amount(entry.bytes)) for entry in entries]
-        if phase != "call":
-            total = sum(entry.bytes for entry in entries)
-            rows.append((phase, "together: the engine at its busiest hop", amount(total)))
-    yield TextTable(("", "arrays", "bytes"), rows, right="  r")
+def _of_memory(found: CallAnalysis) -> str:
     counted = "Each array is counted once, without the workspace of the kernel and without what XLA copies or shares."
-    yield f"{counted} {_of_xla(found.compiled)}"
-
-
-def _of_xla(compiled: XlaMemory | None) -> str:
-    if compiled is None:
-        return "--compile asks XLA for its own figure."
-    named = (("forward", compiled.forward), ("forward and backward", compiled.both))
-    said = [f"{amount(count)} {what}" for what, count in named if count is not None]
-    return f"Temporary memory as XLA plans it on {compiled.devices}: {', '.join(said) or 'no figure'}."
-
-
-def _share(part: float, whole: float) -> str:
-    return "-" if whole == 0 else f"{100 * part / whole:.0f}%"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Sorted integers as short text, such as `2 to 6, 9`."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    if found.compiled is None:
+        return f"{counted} --compile asks XLA for its own figure."
+    named = {"forward": found.compiled["forward"], "forward and backward": found.compiled["both"]}
+    said = [f"{amount(count)} {name}" for name, count in named.items() if count is not None]
+    planned = f"Temporary memory as XLA plans it on {found.compiled['devices']}"
+    return f"{counted} {planned}: {', '.join(said) or 'no figure'}."

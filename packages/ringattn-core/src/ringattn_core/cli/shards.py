@@ -4,13 +4,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ..call import options, sharding
 from ..call.validation import validated
@@ -18,44 +17,41 @@ from ..contract import packing
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.tiles import tiles
+from ..errors import InputError
 from ..ring import engine
-from ..ring.blocks import Differentiable, Fixed, Ring, block, gathered
+from ..ring.blocks import Ring, block, gathered
+from ..ring.directions import Direction, Location
 from .abstract_call import AXIS, AbstractCall
 
-Specs = tuple[tuple[str, PartitionSpec], ...]
 _TILE: Final = 128
-_MOST_TILES: Final = 2**22
-"""The default tile size grows until all ranks together have at most this number of tiles."""
+_MANY_TILES, _MOST_TILES = 2**22, 2**26
+"""The default tile size grows until all ranks together have at most `_MANY_TILES`. More than `_MOST_TILES` raise."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The inputs of one rank as the ring engine gets them.
+    """The inputs of one rank as the ring engine gets them, and the features that the call `needs` of a backend."""
 
-    `needs` are the features that the call needs of a backend; `specs` say how each of its arrays is split.
-    """
-
-    inputs: Differentiable
-    fixed: Fixed
+    call: Call
+    location: Location
     ring: Ring = dataclasses.field(metadata={"static": True})
     needs: frozenset[Feature] = dataclasses.field(metadata={"static": True})
-    specs: Specs = dataclasses.field(metadata={"static": True})
 
     @property
     def lengths(self) -> tuple[int, int]:
         """The numbers of queries and keys of one rank, padding included."""
-        return self.inputs.q.shape[1], self.inputs.k.shape[1]
+        return self.call.query.shape[1], self.call.key.shape[1]
 
     @property
     def elements(self) -> int:
         """The number of elements of this rank's packed K,V."""
-        return self.inputs.k.size + self.inputs.v.size
+        return self.call.key.size + self.call.value.size
 
 
-def trace(call: AbstractCall, work: Callable[[Call, Specs], Any]) -> Any:
-    """The shapes of `work(local call, specs)`, stacked over the ranks. Traces `work`, and computes nothing."""
-    return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers())
+def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
+    """The shapes of `work(local call)`, stacked over the ranks. Traces `work`, and computes nothing."""
+    return jax.eval_shape(functools.partial(_every_rank, call, work), call.integers)
 
 
 def shard(call: AbstractCall, kernel: Any = None) -> Shard:
@@ -64,55 +60,63 @@ def shard(call: AbstractCall, kernel: Any = None) -> Shard:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
-def tile_states(call: AbstractCall, shard: Shard, offsets: Sequence[int], tile: tuple[int, int]) -> np.ndarray:
-    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, offsets, q tiles, kv tiles]`.
+def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.ndarray:
+    """The state of each tile (`SKIPPED`, `MASKED`, `WHOLE`), `[ranks, q tiles, ranks of the keys, kv tiles]`.
 
     It is that of the first batch row; a tile is skipped only if no head sees any of it.
     """
-    padded = [-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True)]
+    q_length, kv_length = (-(-length // size) * size for length, size in zip(shard.lengths, tile, strict=True))
 
-    def of_rank(local: Call, specs: Specs) -> jax.Array:
-        shard = _shard(None, local, specs)
-        fixed, kv = gathered(shard.ring, shard.fixed), packing.pack(shard.inputs.k, shard.inputs.v)
+    def of_rank(local: Call) -> jax.Array:
+        shard = _shard(None, local)
+        direction = Direction(1, gathered(shard.ring, shard.call), shard.location)
+        kv = packing.pack(shard.call.key, shard.call.value)
+        own = block(shard.ring, direction, kv, 0).padded_to(q_length, kv_length)
 
-        def of_hop(offset: jax.Array) -> jax.Array:
-            found = tiles(block(shard.ring, shard.inputs, kv, fixed, offset).padded_to(*padded), *tile)
-            return found.some[0].astype(jnp.uint8) + found.full[0].astype(jnp.uint8)
+        def of_all_ranks(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
-        return jax.vmap(of_hop)(jnp.asarray(offsets, jnp.int32))
+        found = tiles(own.map_keys(of_all_ranks), *tile)
+        states = found.some[0].astype(jnp.uint8) + found.full[0].astype(jnp.uint8)
+        return states.reshape(q_length // tile[0], call.ring, kv_length // tile[1])
 
     # Only the shapes of the large arrays are read, so XLA under `jit` never allocates them.
-    return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers()))
+    return np.asarray(jax.jit(functools.partial(_every_rank, call, of_rank))(call.integers))
 
 
-def default_tile(shard: Shard) -> tuple[int, int]:
-    """A tile size for pictures: 128 by 128, larger for very long sequences, never longer than a shard."""
-    tile = _TILE
-    while math.prod(shard.ring.plan.ranks * -(-length // tile) for length in shard.lengths) > _MOST_TILES:
-        tile *= 2
-    return min(tile, shard.lengths[0]), min(tile, shard.lengths[1])
+def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
+    """The size of a tile: as `asked`, or 128 by 128, or larger for very long sequences; never longer than a shard."""
+    ranks, size = shard.ring.plan.ranks, asked or (_TILE, _TILE)
+    if min(size) < 1:
+        raise InputError("--tile", f"got {size[0]},{size[1]}", "Pass positive lengths of queries and keys")
+
+    def count() -> int:
+        return math.prod(ranks * -(-length // tile) for length, tile in zip(shard.lengths, size, strict=True))
+
+    while asked is None and min(size) < max(shard.lengths) and count() > _MANY_TILES:
+        size = (2 * size[0], 2 * size[1])
+    if count() > _MOST_TILES:
+        raise InputError("--tile", f"{size[0]},{size[1]} makes {count()} tiles", f"At most {_MOST_TILES} can be shown")
+    return min(size[0], shard.lengths[0]), min(size[1], shard.lengths[1])
 
 
-def _shard(kernel: Any, local: Call, specs: Specs) -> Shard:
-    ring, inputs, fixed = engine.prepared(kernel, local)
-    return Shard(inputs, fixed, ring, options.needs(local), specs)
+def _shard(kernel: Any, local: Call) -> Shard:
+    ring, call, location = engine.prepared(kernel, local)
+    return Shard(call, location, ring, options.needs(local))
 
 
-def _every_rank(call: AbstractCall, work: Callable[[Call, Specs], Any], integers: dict[str, Any]) -> Any:
+def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:
     """`work` on the local call of each rank, stacked. A `vmap` with the axis name takes the place of `shard_map`."""
-    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating().items()}
-    whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options(), ranks=1), call.mesh)
-    specs = tuple(sharding.specs(whole, roles).items())
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in call.floating.items()}
+    whole, roles = sharding.prepared(validated(**zeros, **integers, **call.options, ranks=1), call.mesh)
     arrays, split = {}, {}
-    for name, spec in specs:
-        x = getattr(whole, name)
-        axis = next((number for number, entry in enumerate(spec) if entry == AXIS), None)
-        arrays[name], split[name] = x, axis
-        if axis is not None:
-            arrays[name] = x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
+    for name, spec in sharding.specs(whole, roles).items():
+        x, axis = getattr(whole, name), spec.index(AXIS) if AXIS in spec else None
+        split[name] = axis
+        arrays[name] = x if axis is None else x.reshape(*x.shape[:axis], call.ring, -1, *x.shape[axis + 1 :])
     rest = dataclasses.replace(whole, **dict.fromkeys(options.ARRAYS))
 
     def of_rank(local: dict[str, jax.Array]) -> Any:
-        return work(dataclasses.replace(rest, **local), specs)
+        return work(dataclasses.replace(rest, **local))
 
     return jax.vmap(of_rank, (split,), axis_name=AXIS, axis_size=call.ring)(arrays)

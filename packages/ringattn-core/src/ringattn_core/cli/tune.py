@@ -3,22 +3,25 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
+from ..backends.selection import select
+from ..call.options import needs
+from ..config import BwdParams, FwdParams
+from ..contract.call import Call
+from ..placement.platforms import platform_of
+from ..tuning import cache, choice
+from ..tuning.problem import of_call
+from ..tuning.tuner import Timed, shown
 from . import call_arguments
-from .output import TextTable, Title, show
-
-if TYPE_CHECKING:
-    from ..config import BwdParams, FwdParams
-    from ..tuning.tuner import Timed
+from .abstract_call import AbstractCall
+from .output import Rows, Title, show
+from .shards import trace
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "tune",
-        help="time a backend's candidate configurations for a call, and store the fastest",
-        description="Runs a backend's kernel with each of its candidate configurations, forward and backward, on "
-        "arrays of these shapes, on a device of this machine. Stores the fastest, and later calls use it.",
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs a backend's kernel with each of its candidate configurations, forward and backward, on arrays of these "
+        "shapes, on a device of this machine. Stores the fastest, and later calls use it."
     )
     call_arguments.add(parser, ring=1)
     parser.add_argument(
@@ -30,24 +33,15 @@ def add(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..backends.selection import select
-    from ..call.options import needs
-    from ..contract.call import Call
-    from ..placement.platforms import platform_of
-    from ..tuning import cache, choice
-    from ..tuning.problem import of_call
-    from .abstract_call import AbstractCall
-    from .shards import trace
-
     call, asked = AbstractCall.of(arguments), []
 
-    def on_one_rank(local: Call, _: Any) -> None:
+    def on_one_rank(local: Call) -> None:
         registration = select(arguments.backend, needs(local), platform_of(None, ()))
-        asked.append((registration, local.mask_builder, of_call(registration, local, call.ring)))
+        asked.append((registration, of_call(registration, local, call.ring)))
 
     trace(call, on_one_rank)
-    registration, built, problem = asked[0]
-    outcome = choice.tune(problem, built, registration, keep=not arguments.dry_run)
+    registration, problem = asked[0]
+    outcome = choice.tune(problem, registration, keep=not arguments.dry_run)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, chosen in (
         ("forward", outcome.forward, outcome.config.fwd_params),
@@ -60,16 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def candidates(timed: "Sequence[Timed]", chosen: "FwdParams | BwdParams") -> TextTable:
+def candidates(timed: Sequence[Timed], chosen: FwdParams | BwdParams) -> Rows:
     """A table of the candidates: by rounds, most first, then by time. The first of `timed` is the default."""
-    from ..tuning.tuner import shown
-
-    rows, default = [], timed[0].seconds
-    for candidate in sorted(timed, key=lambda candidate: (-candidate.rounds, candidate.seconds or 0)):
-        row = ["*" if candidate.params == chosen else "", shown(candidate.params)]
-        if candidate.seconds is None:
-            rows.append([*row, "", "", "", candidate.failure or ""])
-            continue
-        ratio = "" if default is None else f"{candidate.seconds / default:.2f}"
-        rows.append([*row, f"{1e3 * candidate.seconds:.3f}", ratio, str(candidate.rounds), ""])
-    return TextTable(("", "parameters", "ms", "of the default", "rounds", ""), rows, right="  rrr")
+    default = timed[0].seconds
+    return [
+        {
+            "chosen": x.params == chosen,
+            "parameters": shown(x.params),
+            "ms": "" if x.seconds is None else f"{1e3 * x.seconds:.3f}",
+            "of the default": "" if x.seconds is None or default is None else f"{x.seconds / default:.2f}",
+            "rounds": x.rounds or "",
+            "failure": x.failure or "",
+        }
+        for x in sorted(timed, key=lambda x: (-x.rounds, x.seconds or 0))
+    ]

@@ -2,16 +2,21 @@
 """A call in canonical form: the result of validation, and the input of backends."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
+
+import jax
 
 from ..config import BwdParams, FwdParams
 from ..masks.builder import Built
 from ..placement import arrays
+from .rule import Rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The arguments of the per-shard signature. Arrays are JAX arrays, and every option has only one form.
+
+    A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
     Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not at all.
     For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the axis.
@@ -50,3 +55,42 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of the per-shard signature."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def rule(self) -> Rule:
+        """The static half of the call's blocks."""
+        built = self.mask_builder or Built((), ())
+        return Rule(
+            scale=self.softmax_scale,
+            causal=self.causal,
+            window=self.sliding_window,
+            chunk=self.chunk_size,
+            soft_cap=self.logits_soft_cap,
+            dropout=self.dropout_prob,
+            masks=built.masks,
+            mask_of_head=built.of_head,
+            increasing=self.q_positions is None,
+            precision=self.precision,
+            fused_backward=self.fused_backward,
+            fwd_params=self.fwd_params,
+            bwd_params=self.bwd_params,
+        )
+
+
+IN_BLOCK: Final = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "q_segment_ids": "q_segments",
+    "kv_segment_ids": "kv_segments",
+    "softmax_aux": "sinks",
+    "bias": "bias",
+    "attention_mask": "mask",
+    "q_positions": "q_positions",
+    "kv_positions": "kv_positions",
+    "alibi_slopes": "slopes",
+    "dropout_seed": "seed",
+}
+"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`. (No block has sinks.)"""
+_STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in IN_BLOCK]
+jax.tree_util.register_dataclass(Call, data_fields=list(IN_BLOCK), meta_fields=_STATIC)

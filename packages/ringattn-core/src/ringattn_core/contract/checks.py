@@ -31,9 +31,9 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     dtype, and its rule may run the kernel on a block that is not final.
     """
     result = kernel.backward(block, *arrays)
-    wanted = {"dq": _like(block.q), "dk": _like(block.k), "dv": _like(block.v)}
-    wanted |= {} if block.bias is None or block.bias_fixed else {"dbias": _like(block.bias)}
-    wanted |= {} if block.slopes is None else {"dslopes": _like(block.slopes)}
+    inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
+    unasked = {"dbias"} if block.bias_fixed else set()
+    wanted = {name: _like(x) for name, x in inputs.items() if x is not None and name not in unasked}
     return in_input_dtypes(block, _checked(kernel, "backward", result, Gradients, wanted, block.final))
 
 
@@ -41,9 +41,8 @@ def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
     """The gradients of a final block in the dtypes of its inputs; of another block, as they are."""
     if not block.final:
         return found
-    dtypes = {"dq": block.q.dtype, "dk": block.q.dtype, "dv": block.q.dtype}
-    dtypes |= {} if block.bias is None or found.dbias is None else {"dbias": block.bias.dtype}
-    return dataclasses.replace(found, **{name: getattr(found, name).astype(x) for name, x in dtypes.items()})
+    given = {name: x for name, x in vars(found).items() if x is not None}
+    return dataclasses.replace(found, **{name: x.astype(getattr(block, name[1:]).dtype) for name, x in given.items()})
 
 
 def _like(x: Any) -> Expected:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
@@ -21,6 +22,21 @@ def merge(a: Partial, b: Partial) -> Partial:
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
+
+
+def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1) -> Partial:
+    """`merge` of all ranks along mesh axes, and of `chunks` of the keys, which follow one another in the batch.
+
+    The partial results have no `shift`: that needs a bias.
+    """
+    out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
+    largest = lse.max(1)
+    largest = jax.lax.pmax(largest, axis) if axis else largest
+    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weight = jnp.exp(lse - safe[:, None])
+    sums = (out * _over_out(weight)).sum(1), weight.sum(1)
+    out, total = jax.lax.psum(sums, axis) if axis else sums
+    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
@@ -62,8 +78,8 @@ def combined(
     return safe + jnp.log(total), weight_a / divisor, weight_b / divisor
 
 
-def _over_out(share: Float32[Array, "B N T"]) -> Float32[Array, "B T N 1"]:
-    return jnp.swapaxes(share, 1, 2)[..., None]
+def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
+    return jnp.swapaxes(share, -1, -2)[..., None]
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:

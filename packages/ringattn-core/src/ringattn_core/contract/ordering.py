@@ -31,13 +31,11 @@ def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, ordered after `token` on CPU only: there a send blocks, and work beside it would only take memory."""
+    """`x`, ordered after `token` on CPU only: there a send blocks, and work beside it would only take memory.
+
+    Arrays that are computed from a tied number take no memory before, either.
+    """
     return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
-
-
-def tie_number_on_cpu(x: Int32[Array, ""], token: Shaped[Array, "*t"]) -> Int32[Array, ""]:
-    """`x`, ordered after `token` on CPU only, so that arrays computed from `x` take no memory before."""
-    return jax.lax.platform_dependent(x, token, cpu=lambda x, token: x + _opaque_zero(token), default=lambda x, _: x)
 
 
 def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from ..placement.arrays import axes_with
-from .packing import Packed
+from .packing import Packed, unpack
 from .rule import Rule
 
 
@@ -57,15 +57,15 @@ class Block:
 
     @property
     def k(self) -> Float[Array, "B S K H"]:
-        if isinstance(self.kv, tuple):
-            return self.kv[0]
-        return self.kv[0] if self.kv.ndim == 5 else self.kv[..., : self.q.shape[-1]]
+        return self._pair[0]
 
     @property
     def v(self) -> Float[Array, "B S K Hv"]:
-        if isinstance(self.kv, tuple):
-            return self.kv[1]
-        return self.kv[1] if self.kv.ndim == 5 else self.kv[..., self.q.shape[-1] :]
+        return self._pair[1]
+
+    @property
+    def _pair(self) -> tuple[jax.Array, jax.Array]:
+        return self.kv if isinstance(self.kv, tuple) else unpack(self.kv, self.q.shape[-1])
 
     @property
     def q_length(self) -> int:

@@ -45,8 +45,16 @@ class Mask:
     computes both from the minima and maxima of a tile, without arrays of size `T * S`.
     """
 
-    bounded: bool = True
     __array_ufunc__ = None  # for `array & mask`, NumPy then calls `mask.__rand__`
+
+    @property
+    def _parts(self) -> tuple["Mask", ...]:
+        """The masks that this mask combines: its fields that are masks."""
+        return tuple(x for x in vars(self).values() if isinstance(x, Mask))
+
+    @property
+    def bounded(self) -> bool:
+        return all(part.bounded for part in self._parts)
 
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         raise NotImplementedError(f"{type(self).__name__} must define visible(q, kv)")
@@ -74,7 +82,8 @@ class Mask:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The `(queries, keys)` shapes of the arrays in the mask; each must equal the global lengths."""
         shape = getattr(self, "shape", None)
-        return () if shape is None else (tuple(shape),)
+        own = () if shape is None else (tuple(shape),)
+        return own + tuple(held for part in self._parts for held in part.shapes())
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(self, _mask(other))
@@ -112,15 +121,6 @@ class _Pair(Mask):
     b: Mask
     combine: Any
 
-    @property
-    @override
-    def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.a.bounded and self.b.bounded
-
-    @override
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (*self.a.shapes(), *self.b.shapes())
-
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
         return type(self).combine(self.a.visible(q, kv), self.b.visible(q, kv))
@@ -154,15 +154,6 @@ class Not(Mask):
     """The complement of a mask, `~a`."""
 
     a: Mask
-
-    @property
-    @override
-    def bounded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.a.bounded
-
-    @override
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.a.shapes()
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:

@@ -2,7 +2,6 @@
 """Which mask each head obeys: calls a `mask_builder` and converts its results to masks."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,28 +30,12 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
     """Calls the builder once for each global head; lengths and numbers of heads are global."""
     if isinstance(builder, Built):
         return builder
-    _takes_five(builder)
     numbers: dict[Mask, int] = {}
     of_head = []
     for head in range(heads):
         mask = _as_mask(_asked(builder, q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
         of_head.append(numbers.setdefault(mask, len(numbers)))
     return Built(tuple(numbers), tuple(of_head))
-
-
-def _takes_five(builder: Builder) -> None:
-    try:
-        signature = inspect.signature(builder)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return
-    try:
-        signature.bind(*range(5))
-    except TypeError as error:
-        raise InputError(
-            "mask_builder",
-            f"cannot be called with five arguments: it takes {signature}",
-            "It needs (q_len, kv_len, num_heads, head_idx, num_reps)",
-        ) from error
 
 
 def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: int, num_reps: int) -> Any:
@@ -65,7 +48,7 @@ def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: in
         raise InputError(
             "mask_builder",
             f"raised {type(error).__name__} when called with {called}: {error}",
-            "Make the function return a mask for every head",
+            "It needs (q_len, kv_len, num_heads, head_idx, num_reps) -> mask, for every head",
         ) from error
 
 

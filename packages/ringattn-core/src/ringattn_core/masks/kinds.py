@@ -191,9 +191,9 @@ class Document(Mask):
         object.__setattr__(self, "q_ids", q_held)
         object.__setattr__(self, "kv_ids", q_held if kv_ids is None else _Held(_document_ids("kv_ids", kv_ids)))
 
-    @override
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.q_ids.array.size, self.kv_ids.array.size),)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.q_ids.array.size, self.kv_ids.array.size
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
@@ -213,7 +213,7 @@ class Numpy(Mask):
     """A dense array `[T, S]` of the whole sequence, true where visible, addressed by global index."""
 
     held: _Held
-    bounded = False
+    bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __init__(self, array: Any):
         held = _host("Numpy", array)
@@ -259,7 +259,7 @@ class Predicate(Mask):
     """Pairs where `seen(q_positions, kv_positions)` is true. `seen` uses `jax.numpy` and broadcasts."""
 
     seen: Callable[[Any, Any], Any]
-    bounded = False
+    bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __post_init__(self) -> None:
         if not callable(self.seen):

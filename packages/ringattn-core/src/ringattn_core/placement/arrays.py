@@ -10,8 +10,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
+
+from ..errors import InputError
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -30,6 +34,16 @@ Output = Float[Array, "B T N Hv"]
 LogSumExp = Float[Array, "B N T"]
 
 
+def as_array(argument: str, x: Any) -> jax.Array:
+    """`x` as a JAX array; raises for what JAX cannot convert."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
+        ) from error
+
+
 def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
     """The letters of an array's axes; with `rank`, of its last `rank` axes (some arrays may lack the first axis)."""
     found = tuple(array.dim_str.replace("*", "").split())
@@ -37,20 +51,24 @@ def letters(array: Any, rank: int | None = None) -> tuple[str, ...]:
 
 
 @functools.cache
-def axes_with(kind: type, *wanted: str) -> dict[str, int]:
-    """For each array field of a dataclass, the number of the axis that has one of these letters.
-
-    The types of the fields give the letters. `"B"` does not match an axis `b`. Fields without such an axis, and fields
-    with several array types, are left out.
-    """
-    found: dict[str, int] = {}
+def letters_of(kind: type) -> dict[str, tuple[str, ...]]:
+    """The letters of each array field of a dataclass, from its type. Fields with several array types are left out."""
+    found = {}
     for field in dataclasses.fields(kind):
         types = [held for held in (field.type, *get_args(field.type)) if hasattr(held, "dim_str")]
-        names = letters(types[0]) if len(types) == 1 else ()
-        for number, name in enumerate(names):
-            if name in wanted:
-                found[field.name] = number
+        if len(types) == 1:
+            found[field.name] = letters(types[0])
     return found
+
+
+@functools.cache
+def axes_with(kind: type, *wanted: str) -> dict[str, int]:
+    """For each array field of a dataclass that has an axis with one of these letters, the number of that axis.
+
+    `"B"` does not match an axis `b`.
+    """
+    named = ((name, *axis) for name, axes in letters_of(kind).items() for axis in enumerate(axes))
+    return {name: number for name, number, letter in named if letter in wanted}
 
 
 def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:

@@ -75,16 +75,20 @@ def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
 
 
 def shifted(x: Array, axis: tuple[str, ...], ranks: int, shift: int) -> Array:
-    """What this rank receives when every rank sends `x` to the rank `shift` further on, in the order of `coordinate`.
+    """What this rank receives when every rank sends `x` to the rank `shift` further on, as `coordinate` counts."""
+    return permuted(x, axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
 
-    `coordinate` counts in the order of the names given. `ppermute` counts in the order of the mesh, whatever the order
-    of its names, and newer versions of JAX refuse names in another order.
+
+def permuted(x: Array, axis: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
+    """What this rank receives when the first rank of each pair sends `x` to the second.
+
+    `coordinate` counts ranks in the order of the names given. `ppermute` counts in the order of the mesh, whatever the
+    order of its names, and newer versions of JAX refuse names in another order.
     """
     mesh_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in axis)
-    number = range(ranks)
     if len(axis) > 1 and set(mesh_order) == set(axis):
-        grid = np.arange(ranks).reshape([jax.lax.axis_size(name) for name in mesh_order])
-        number = grid.transpose([mesh_order.index(name) for name in axis]).reshape(-1).tolist()
+        sizes = [jax.lax.axis_size(name) for name in mesh_order]
+        number = np.arange(math.prod(sizes)).reshape(sizes).transpose([mesh_order.index(name) for name in axis])
+        pairs = [(int(number.flat[a]), int(number.flat[b])) for a, b in pairs]
         axis = mesh_order
-    pairs = [(number[rank], number[(rank + shift) % ranks]) for rank in range(ranks)]
     return jax.lax.ppermute(x, axis_name=axis, perm=pairs)

@@ -1,45 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order a ring visits the devices of a grid: every hop is short, also from the last rank to the first."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import MeshError
 
 Cell = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a device is: the slice, the chip's coordinates in the grid of the slice, and the core on the chip."""
-
-    slice: int
-    chip: Cell
-    core: int = 0
-
-
-def rings(places: Sequence[Place], ranks: int) -> list[list[int]]:
-    """Splits the devices into rings of `ranks` devices each, given as indices into `places`.
+def rings(devices: Sequence[Any], ranks: int) -> list[list[Any]]:
+    """Splits devices into rings of `ranks` each, by their `slice_index`, `coords` and `core_on_chip`.
 
     A ring fills a box of the grid within one slice, and consecutive rings fill neighbouring boxes. Each hop goes to
     another core of the chip or to a neighbouring chip; where the box has no closed path of such hops, some go two
     chips. If `ranks` exceeds a slice, a ring is made of whole slices, with one hop between slices for each of them.
     """
-    slices: dict[int, dict[Cell, int]] = {}
-    for index, place in enumerate(places):
-        slices.setdefault(place.slice, {})[(*place.chip, place.core)] = index
-    grids = [_from_origin(number, slices[number], places) for number in sorted(slices)]
+    slices: dict[int, list[Any]] = {}
+    for device in devices:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    grids = [_grid(number, slices[number]) for number in sorted(slices)]
     if all(len(grid) % ranks == 0 for grid in grids):
         return [ring for grid in grids for ring in _tiled(grid, ranks)]
     size = len(grids[0])
-    if ranks % size or len(places) % ranks or any(len(grid) != size for grid in grids):
+    if ranks % size or len(devices) % ranks or any(len(grid) != size for grid in grids):
         raise MeshError(
             f"a ring of {ranks} devices is neither a part of every slice nor made of whole slices of one size: the "
             f"slices have {', '.join(str(len(grid)) for grid in grids)} devices. Pass a ring size that divides each"
         )
-    chained = [index for grid in grids for index in _tiled(grid, size)[0]]
+    chained = [device for grid in grids for device in _tiled(grid, size)[0]]
     return [chained[start : start + ranks] for start in range(0, len(chained), ranks)]
 
 
@@ -95,23 +86,26 @@ def _path(sizes: Sequence[int]) -> list[Cell]:
     return [(*cell, i) for cell, side in zip(_path(sizes[:-1]), sides, strict=False) for i in side]
 
 
-def _from_origin(number: int, cells: dict[Cell, int], places: Sequence[Place]) -> dict[Cell, int]:
-    """The cells of a slice, with coordinates counted from its corner; raises unless they fill a box."""
+def _grid(number: int, devices: Sequence[Any]) -> dict[Cell, Any]:
+    """The devices of a slice by cell, counted from the slice's corner; raises unless they fill a box."""
+    cells = {(*device.coords, getattr(device, "core_on_chip", None) or 0): device for device in devices}
     least = [min(axis) for axis in zip(*cells, strict=True)]
-    box = _box(cells)
-    if math.prod(box) != sum(place.slice == number for place in places) or len(cells) != math.prod(box):
+    grid = {tuple(c - low for c, low in zip(cell, least, strict=True)): cells[cell] for cell in cells}
+    *chips, cores = box = _box(grid)
+    if not len(devices) == len(grid) == math.prod(box):
+        spanned = "x".join(map(str, chips)) + (f" (times {cores} cores)" if cores > 1 else "")
         raise MeshError(
-            f"the devices of slice {number} do not fill the {_written(box)} grid that they span. Pass devices that "
+            f"the devices of slice {number} do not fill the {spanned} grid that they span. Pass devices that "
             f"do, or order them yourself: jax.sharding.Mesh(devices, axis_names)"
         )
-    return {tuple(c - low for c, low in zip(cell, least, strict=True)): index for cell, index in cells.items()}
+    return grid
 
 
-def _box(cells: dict[Cell, int]) -> Cell:
-    return tuple(max(axis) - min(axis) + 1 for axis in zip(*cells, strict=True))
+def _box(grid: dict[Cell, Any]) -> Cell:
+    return tuple(max(axis) + 1 for axis in zip(*grid, strict=True))
 
 
-def _tiled(grid: dict[Cell, int], ranks: int) -> list[list[int]]:
+def _tiled(grid: dict[Cell, Any], ranks: int) -> list[list[Any]]:
     """Splits one slice into rings: boxes of equal shape, each visited in the same order."""
     box = _box(grid)
     tile = _tile(box, ranks)
@@ -131,9 +125,3 @@ def _tile(box: Cell, ranks: int) -> Cell:
     sides = [[n for n in range(1, size + 1) if size % n == 0] for size in box]
     fitting = [tile for tile in itertools.product(*sides) if math.prod(tile) == ranks]
     return min(fitting, key=lambda tile: (not closes(tile), -tile[-1], sum(tile[:-1]), tile))
-
-
-def _written(box: Cell) -> str:
-    """The size of a box as text: chips along each axis, and the number of cores if a chip has several."""
-    *chips, cores = box
-    return "x".join(map(str, chips)) + (f" (times {cores} cores)" if cores > 1 else "")

@@ -29,6 +29,17 @@ def pieces(layout: str) -> int:
     return 2 if layout == "zigzag" else 1
 
 
+def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> None:
+    """Raises if a layout cannot split a sequence of this length into equal shards."""
+    parts = ranks * pieces(layout)
+    if length % parts:
+        raise InputError(
+            "layout",
+            f"{layout!r} on {ranks} ranks needs lengths that {parts} divides, but {argument} has {length}",
+            f"Pad it to {-(-length // parts) * parts}",
+        )
+
+
 def indices(layout: str, ranks: int, rank: Any, length: int) -> Int32[Array, " length"]:
     """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
 
@@ -53,48 +64,6 @@ def order(layout: str, ranks: int, length: int) -> np.ndarray:
         return natural.reshape(-1, ranks).T.reshape(-1)
     chunks = natural.reshape(2 * ranks, -1)
     return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
-
-
-def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
-    """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
-
-    `from_layout` is the inverse.
-    """
-    return _reorder(x, layout, ring_size, axis, inverse=False)
-
-
-def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
-    """Reorders an axis back to natural order; the inverse of `to_layout`."""
-    return _reorder(x, layout, ring_size, axis, inverse=True)
-
-
-def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
-    layout = canonical(layout)
-    try:
-        x = x if isinstance(x, np.ndarray) else jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError("x", f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts") from error
-    if not _whole(ring_size) or ring_size < 1:
-        raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
-    if not _whole(axis) or not -x.ndim <= axis < x.ndim:
-        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
-    if layout == "contiguous":
-        return x
-    length, parts = x.shape[axis], ring_size * pieces(layout)
-    if length % parts:
-        following = -(-length // parts) * parts
-        raise InputError(
-            "x",
-            f"axis {axis} has length {length}, which {layout!r} on {ring_size} ranks cannot split into {parts}",
-            f"Pad it to {following}",
-        )
-    index = order(layout, ring_size, length)
-    index = np.argsort(index, kind="stable") if inverse else index
-    return np.take(x, index, axis) if isinstance(x, np.ndarray) else jnp.take(x, index, axis)
-
-
-def _whole(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:

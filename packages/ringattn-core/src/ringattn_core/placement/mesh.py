@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a mesh for rings: neighbours on the ring are devices with a direct link."""
+"""Which mesh a call runs on, and how to build one whose rings connect neighbouring devices."""
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from ..errors import MeshError
-from .device_order import Place, rings
+from . import axes
+from .device_order import rings
 
 
 def ring_mesh(
@@ -32,19 +35,36 @@ def ring_mesh(
             f"axis_sizes={sizes} do not fit {len(found)} devices. Pass positive sizes whose product is that number"
         )
     ranks = sizes[axis_name]
-    places = [_place(device) for device in found]
-    known = [place for place in places if place is not None]
-    if len(known) == len(found):
-        found = [found[index] for ring in rings(known, ranks) for index in ring]
+    if all(getattr(device, "coords", None) is not None for device in found):
+        found = [device for ring in rings(found, ranks) for device in ring]
     others = [size for name, size in sizes.items() if name != axis_name]
     grid = np.array(found, dtype=object).reshape(*others, ranks)
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
 
 
-def _place(device: Any) -> Place | None:
-    """The slice, chip and core of a TPU; `None` for a device without coordinates."""
-    coordinates = getattr(device, "coords", None)
-    if coordinates is None:
-        return None
-    slice_index, core = (getattr(device, name, None) or 0 for name in ("slice_index", "core_on_chip"))
-    return Place(slice_index, tuple(coordinates), core)
+def surrounding(names: Sequence[str], arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
+    """The mesh of a call without `mesh=`: that whose explicit axes split an array, or that of `jax.set_mesh`.
+
+    The latter must have an axis with one of the names. Axes that a surrounding `shard_map` made manual do not count:
+    over them, arrays are local.
+    """
+    for x in arrays:
+        typed = jax.typeof(x).sharding
+        if any(typed.spec):
+            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
+    context = jax.sharding.get_abstract_mesh()
+    return context if set(names) & (set(context.axis_names) - axes.manual()) else None
+
+
+def of_context(mesh: Any) -> Any:
+    """The mesh in the form in which `shard_map` takes it here: that of the context inside a `shard_map`.
+
+    An abstract mesh outside `jax.jit` becomes the mesh with devices that `jax.set_mesh` set.
+    """
+    if axes.manual():
+        return jax.sharding.get_abstract_mesh()
+    if isinstance(mesh, AbstractMesh):
+        with contextlib.suppress(ValueError):  # raised under `jax.jit`, which knows the devices
+            found = jax.sharding.get_mesh()
+            return mesh if found.empty else found
+    return mesh

@@ -3,22 +3,25 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..contract import ordering, packing
+from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import Gradients
+from ..contract.varying import align, axes_of
 from ..placement.layout import put_columns
 from ..placement.padding import cleaned
 from . import batching, hops, parcels
-from .blocks import Differentiable, Ring, block, source
-from .directions import Direction, Sum, gradient, joined, of_half, parts, split, with_half
+from .blocks import BY_COLUMN, Ring, block, in_block_form, source
+from .directions import CALL_NAMES, Direction, Sum, halved, joined, joined_sums, parts, split
 from .forward import Residuals, sinks_of
-from .second_derivatives import first_derivative_only
-from .sends import Wires, after, after_hop, aligned, permuted, wire
+from .sends import Wires, after, after_hop, permuted, wire
 
+SUMMED: Final = tuple(field.name[1:] for field in dataclasses.fields(Gradients) if field.name not in ("dk", "dv"))
+"""The arrays of a block whose gradients stay on this rank. Those of keys and values travel behind their keys."""
 Sums = tuple[Sum, ...]
 """Gradients summed over the hops so far, one entry for each direction round the ring."""
 KeyGradients = tuple[jax.Array, ...]
@@ -33,70 +36,56 @@ class Rows(NamedTuple):
     delta: jax.Array
     shift: jax.Array | None
 
+    @classmethod
+    def of(cls, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
+        """The arrays, from the residuals and the cotangents of the results; cotangents of padding are set to zero."""
+        ids = kept.call.q_segment_ids
+        dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
+        # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
+        products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
+        return cls(dout, kept.lse, jnp.swapaxes(products.sum(-1), 1, 2) - dlse, kept.shift)
+
     def parts(self, count: int) -> list["Rows"]:
         """Splits the arrays along their heads into `count` equal shares."""
         arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 1), strict=True)]
         return [Rows(*share) for share in zip(*arrays, strict=True)]
 
 
-def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: Any, dlse: Any) -> Differentiable:
-    """The cotangents of the inputs, from the residuals of the forward pass and the cotangents of its result."""
-    inputs = kept.inputs
-    dout, dlse = first_derivative_only([_array(x, inputs) for x in (dout, dlse)])
-    rows = _rows(kept, dout, dlse)
+def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
+    """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
+    call, rows = kept.call, Rows.of(kept, dout, dlse)
+    directions, kernel = split(ring.plan.signs, call, kept.location), batching.backward(ring.kernel)
     if ring.plan.ranks == 1:
-        return _on_one_rank(ring, kept, bias_fixed, rows)
-    directions = split(ring.plan.signs, inputs, kept.fixed)
-    kernel = batching.backward(ring.kernel)
-    over_ring = _Pass(ring, inputs, directions, rows.parts(len(directions)), kernel, inputs.k.dtype, bias_fixed)
-    sums = over_ring.all_hops(dout)
-    found = {name: [of_direction[name] for of_direction in sums] for name in sums[0]}
-    dk, dv = packing.unpack(joined(found["kv"], -2), inputs.q.shape[-1])
-    dbias = None if bias_fixed else gradient(found["bias"], inputs.bias, 1)
-    dslopes = gradient(found["slopes"], inputs.slopes, 0)
-    return _in_input_dtypes(kept, rows, joined(found["q"], 2), dk, dv, dbias, dslopes)
+        # The kernel may return final gradients in the dtypes of the inputs.
+        alone = block(ring, directions[0], (call.key, call.value), 0)
+        alone = dataclasses.replace(alone, final=True, bias_fixed=bias_fixed, shift=rows.shift)
+        made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
+        found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
+    else:
+        kv, sums = _Pass(ring, directions, rows.parts(len(directions)), kernel, bias_fixed).all_hops(dout)
+        found = joined_sums(sums, call)
+        found["k"], found["v"] = packing.unpack(joined(kv, -2), call.query.shape[-1])
+    return _cotangents(call, found | {"sinks": _sink_gradients(kept, rows.delta)})
 
 
-def _on_one_rank(ring: Ring, kept: Residuals, bias_fixed: bool, rows: Rows) -> Differentiable:
-    """The gradients on a ring of one rank, whose kernel may return them in the dtypes of the inputs."""
-    inputs = kept.inputs
-    alone = block(ring, inputs, (inputs.k, inputs.v), kept.fixed, 0)
-    alone = dataclasses.replace(alone, final=True, bias_fixed=bias_fixed, shift=rows.shift)
-    found = batching.backward(ring.kernel)(alone, rows.dout, rows.lse, rows.delta, None)
-    dslopes = None if found.dslopes is None else found.dslopes[0]
-    return _in_input_dtypes(kept, rows, found.dq, found.dk, found.dv, found.dbias, dslopes)
+def _cotangents(call: Call, found: dict[str, Any]) -> Call:
+    """The call with gradients, under their names in a block, in the place of its arrays; `None` without one."""
+
+    def of(name: str) -> Any:
+        x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
+        return None if x is None or gradient is None else gradient.reshape(x.shape).astype(x.dtype)
+
+    return dataclasses.replace(call, **{name: of(name) for name in IN_BLOCK})
 
 
-def _rows(kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Rows:
-    """The arrays of `Rows`; the cotangents of padding are set to zero."""
-    ids = kept.fixed.q_segments
-    dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
-    # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
-    products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
-    return Rows(dout, kept.lse, jnp.swapaxes(products.sum(-1), 1, 2) - dlse, kept.shift)
-
-
-def _in_input_dtypes(kept: Residuals, rows: Rows, dq: Any, dk: Any, dv: Any, dbias: Any, dslopes: Any) -> Any:
-    sinks = sinks_of(kept.inputs)
-    dsinks = None if sinks is None else _sink_gradients(sinks, kept, rows.delta)
-    inputs = dataclasses.replace(kept.inputs, bias=None if dbias is None else kept.inputs.bias)
-    gradients = Differentiable(dq, dk, dv, dsinks, dbias, dslopes)
-    return jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, inputs)
-
-
-def _sink_gradients(sinks: jax.Array, kept: Residuals, delta: jax.Array) -> jax.Array:
+def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array | None:
     """The gradient of each sink: minus the sum over rows of the sink's probability times `delta`."""
+    sinks = sinks_of(kept.call)
+    if sinks is None:
+        return None
     above = sinks[None, :, None, :] if kept.shift is None else sinks[None, :, None, :] - kept.shift[..., None]
     probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
     return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")
-
-
-def _array(cotangent: Any, inputs: Differentiable) -> jax.Array:
-    """The cotangent as an array; JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        zero: Any = cotangent
-        return aligned(jnp.zeros(zero.shape, zero.dtype), inputs)
-    return cotangent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +93,13 @@ class _Pass:
     """What all hops of the backward pass share. `rows` has an entry for each direction."""
 
     ring: Ring
-    inputs: Differentiable
     directions: Sequence[Direction]
     rows: Sequence[Rows]
     kernel: Callable[..., Gradients]
-    dtype: Any
     bias_fixed: bool
 
-    def all_hops(self, dout: jax.Array) -> Sums:
-        """The sums over all hops: the other ranks' keys first, this rank's own last.
+    def all_hops(self, dout: jax.Array) -> tuple[KeyGradients, Sums]:
+        """The gradients of this rank's keys, and the sums over all hops: this rank's own keys are the last.
 
         The first send is tied to the raw cotangent; tying it to a derived array would make XLA compute that first.
         With separate sends, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
@@ -120,36 +107,21 @@ class _Pass:
         """
         plan, sums = self.ring.plan, tuple(self._zeros(direction) for direction in self.directions)
         if len(plan.offsets) == 1:
-            _, total, sums = self.hop(self._own_keys([dout]), None, sums, 0, None, None)
-        else:
-            first, early = self._own_keys([dout]), None
-            wires = permuted(self.ring, self.directions, first, plan.shifts[0])
-            if plan.halves(self.inputs.k.shape[2]):
-                early, sums = self._own_half(0, first, sums)
-            behind, sums = self._visitors(wires, sums)
-            own = self._own_keys([of_direction["q"] for of_direction in sums])
-            _, total, sums = self.hop(own, behind, sums, 0, None, plan.homeward, early)
-        return tuple({**of_direction, "kv": kv} for of_direction, kv in zip(sums, total, strict=True))
+            return self.hop(self._own_keys([dout]), None, sums, 0, None, None)[1:]
+        first, early = self._own_keys([dout]), None
+        wires = permuted(self.ring, self.directions, first, plan.shifts[0])
+        if plan.halves(len(self.directions) * self.directions[0].call.key.shape[2]):
+            early, sums = self._own_half(0, first, sums)
+        behind, sums = self._visitors(wires, sums)
+        own = self._own_keys([each["q"] for each in sums])
+        return self.hop(own, behind, sums, 0, None, plan.homeward, early)[1:]
 
     def _visitors(self, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
-        """Runs the hops with other ranks' keys. Returns the key gradients of the last of these hops, and the sums.
-
-        On a long ring a `scan` runs all of them but the first and the last.
-        """
+        """Runs the hops with other ranks' keys. Returns the key gradients of the last of these hops, and the sums."""
         offsets, shifts = self.ring.plan.offsets[1:], self.ring.plan.shifts
-        onward = (*shifts[1:], None)
-        wires, behind, sums = self.hop(wires, None, sums, offsets[0], onward[0], None)
-        steps = list(zip(offsets[1:], onward[1:], shifts[1:], strict=True))
-        if len(steps) > hops.UNROLLED and set(shifts) == {1}:
-            (wires, behind, sums), _ = jax.lax.scan(
-                lambda carry, offset: (self.hop(*carry, offset, 1, 1), None),
-                (wires, behind, sums),
-                jnp.asarray(offsets[1:-1]),
-            )
-            steps = steps[-1:]
-        for offset, forth, back in steps:
-            wires, behind, sums = self.hop(wires, behind, sums, offset, forth, back)
-        return behind, sums
+        first, *steps = zip(offsets, (*shifts[1:], None), (None, *shifts[1:]), strict=True)
+        wires, behind, sums = self.hop(wires, None, sums, *first)
+        return hops.repeated(self.hop, (wires, behind, sums), steps)[1:]
 
     def hop(
         self,
@@ -167,7 +139,7 @@ class _Pass:
         where these are known; then the kernel computes the other half. Returns three things: the keys that arrive; the
         gradients of the keys in `wires`, which are this hop's plus the gradients that arrive; and the sums.
         """
-        done = [of_direction["q"] for of_direction in sums]
+        done = [each["q"] for each in sums]
         wires = tuple(after(self.ring, x, done) for x in wires)
         sends = self.ring.plan.parcel(onward, back)
         if len(sends) == 1 and sends[0].keys and sends[0].gradients:
@@ -219,43 +191,45 @@ class _Pass:
         self, direction: Direction, rows: Rows, x: parcels.Wire, sums: Sum, offset: Any
     ) -> tuple[jax.Array, Sum]:
         """Runs the kernel on one block. Returns its dk,dv, packed, and the sums with its other gradients added."""
-        offset = direction.signed(offset)
-        fixed = after_hop(direction.fixed, sums["q"])
-        visited = block(self.ring, direction.inputs, parcels.from_wire(x, self.dtype), fixed, offset)
+        kv = parcels.from_wire(x, direction.call.key.dtype)
+        visited = block(self.ring, after_hop(direction, sums["q"]), kv, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums["q"])
-        origin = source(self.ring, direction.fixed, offset)
-        return packing.pack(found.dk, found.dv), self._added(sums, found, origin)
+        return packing.pack(found.dk, found.dv), self._added(sums, found, source(self.ring, direction, offset))
 
     def _own_half(self, half: int, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
         """The key gradients of the first or second half of the heads of this rank's own keys."""
-        made = []
+        mine, added = [], []
         for direction, rows, x, before in self._each(wires, sums):
-            share = split((direction.sign, direction.sign), direction.inputs, direction.fixed)[half]
-            mine, found = self._visit(share, rows.parts(2)[half], parts(x, -2, 2)[half], of_half(before, half), 0)
-            made.append((mine, with_half(before, found, half)))
-        mine, sums = zip(*made, strict=True)
-        return mine, sums
+            share = split((direction.sign, direction.sign), direction.call, direction.location)[half]
+            halves = halved(before)
+            made, halves[half] = self._visit(share, rows.parts(2)[half], parts(x, -2, 2)[half], halves[half], 0)
+            mine.append(made)
+            added.append(joined_sums(halves, direction.call))
+        return tuple(mine), tuple(added)
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
         """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
-        bias, slopes = sums["bias"], sums["slopes"]
-        if bias is not None and found.dbias is not None:
-            bias = put_columns(bias, found.dbias, self.ring.layout, self.ring.plan.ranks, origin)
-        if slopes is not None and found.dslopes is not None:
-            slopes = slopes + found.dslopes.reshape(slopes.shape)
-        return {"q": found.dq, "bias": bias, "slopes": slopes}
+        layout, ranks = self.directions[0].call.layout, self.ring.plan.ranks
+
+        def added(name: str, total: jax.Array) -> Any:
+            new = getattr(found, f"d{name}")
+            if name == "q":  # the kernel has continued it
+                return new
+            return put_columns(total, new, layout, ranks, origin) if name in BY_COLUMN else total + new
+
+        return {name: added(name, total) for name, total in sums.items()}
 
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:
         """This rank's K,V, packed anew at each call: keeping them from the first hop to the last would cost memory."""
-        pairs = [[after(self.ring, x, tokens) for x in (each.inputs.k, each.inputs.v)] for each in self.directions]
+        pairs = [[after(self.ring, x, tokens) for x in (each.call.key, each.call.value)] for each in self.directions]
         return tuple(wire(self.ring, packing.pack(k, v)) for k, v in pairs)
 
     def _zeros(self, direction: Direction) -> Sum:
-        bias = None if self.bias_fixed else direction.inputs.bias
-        shapes = {"q": direction.inputs.q, "bias": bias, "slopes": direction.inputs.slopes}
-        fresh = {name: None if x is None else jnp.zeros(x.shape, jnp.float32) for name, x in shapes.items()}
-        return aligned(fresh, self.inputs)
+        names = [name for name in SUMMED if name != "bias" or not self.bias_fixed]
+        given = {name: in_block_form(name, getattr(direction.call, CALL_NAMES[name])) for name in names}
+        zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in given.items() if x is not None}
+        return align(zeros, axes_of(direction.call, direction.location))
 
     def _each(self, wires: Wires, sums: Sums) -> Any:
         return zip(self.directions, self.rows, wires, sums, strict=True)

@@ -2,107 +2,80 @@
 """The block of one hop: this rank's queries, the visiting keys, and the global positions and indices of both."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import Block, BlockKernel
-from ..contract.rule import Rule
-from ..placement import arrays
+from ..placement.arrays import axes_with, letters_of
 from ..placement.layout import columns, indices
+from .directions import CALL_NAMES, Direction
 from .hops import Plan
+
+HELD: Final = tuple(name for name in letters_of(Block) if name in CALL_NAMES)
+"""The arrays of a call that its blocks hold, by their names there; keys and values are passed apart."""
+OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Everything about a call to the engine that is static."""
+    """What is static about a call to the engine, beside the options of the call."""
 
     kernel: BlockKernel
-    rule: Rule
     plan: Plan
-    layout: str
     axis: tuple[str, ...]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Differentiable:
-    """The differentiable inputs. `varying.align` has marked replicated ones, so that JAX sums their gradients."""
-
-    q: arrays.Query
-    k: arrays.Key
-    v: arrays.Value
-    sinks: arrays.Sinks | None
-    bias: arrays.Bias | None
-    slopes: arrays.Slopes | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """The inputs without a gradient. Ids and positions of keys are all-gathered over the ring.
-
-    `rank`, `batch_index` and `head_index` are inputs, because the backward pass cannot compute them: the axis name of
-    a `vmap` is bound in the forward pass only.
-    """
-
-    rank: Int32[Array, ""]
-    batch_index: Int32[Array, " B"]
-    head_index: Int32[Array, " N"]
-    q_segments: arrays.QueryIds | None
-    kv_segments: arrays.KeyIds | None
-    q_positions: arrays.QueryPositions | None
-    kv_positions: arrays.KeyPositions | None
-    mask: arrays.DenseMask | None
-    seed: arrays.Seed | None
-
-
-def gathered(ring: Ring, fixed: Fixed) -> Fixed:
+def gathered(ring: Ring, call: Call) -> Call:
     """All-gathers the ids and positions of keys, in the order of the ranks, so that the hops send only K,V."""
     if not ring.axis:
-        return fixed
+        return call
 
     def gather(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jax.lax.all_gather(x, ring.axis, axis=1, tiled=True)
+        return None if x is None else jax.lax.all_gather(x, ring.axis, axis=x.ndim - 1, tiled=True)
 
-    return dataclasses.replace(fixed, kv_segments=gather(fixed.kv_segments), kv_positions=gather(fixed.kv_positions))
-
-
-def source(ring: Ring, fixed: Fixed, offset: Any) -> Int32[Array, ""]:
-    """The rank that owns the keys which have travelled `offset` ranks onward to this rank; negative: the other way."""
-    return (fixed.rank - offset) % ring.plan.ranks
+    return dataclasses.replace(call, kv_segment_ids=gather(call.kv_segment_ids), kv_positions=gather(call.kv_positions))
 
 
-def block(ring: Ring, inputs: Differentiable, kv: Any, fixed: Fixed, offset: Any) -> Block:
-    """This rank's queries against the keys `kv`, which have travelled `offset` ranks. `fixed` has been `gathered`."""
-    origin, ranks = source(ring, fixed, offset), ring.plan.ranks
-    batch, q_length = inputs.q.shape[:2]
+def source(ring: Ring, direction: Direction, offset: Any) -> Int32[Array, ""]:
+    """The rank that owns the keys which have travelled `offset` ranks in this direction to this rank."""
+    return (direction.location.rank - direction.signed(offset)) % ring.plan.ranks
+
+
+def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
+    """This rank's queries against the keys `kv`, which have travelled `offset` ranks in this direction."""
+    call, location, ranks = direction.call, direction.location, ring.plan.ranks
+    origin, batch = source(ring, direction, offset), call.query.shape[0]
     kv_length = jax.tree.leaves(kv)[0].shape[-3]
-    q_index = indices(ring.layout, ranks, fixed.rank, q_length)[None]
-    kv_index = indices(ring.layout, ranks, origin, kv_length)[None]
+    q_index = indices(call.layout, ranks, location.rank, call.query.shape[1])[None]
+    kv_index = indices(call.layout, ranks, origin, kv_length)[None]
 
-    def visiting(x: jax.Array | None) -> Any:
-        return None if x is None else jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, 1)
+    def of_hop(name: str) -> Any:
+        x = getattr(call, CALL_NAMES[name])
+        if x is None:
+            return None
+        if name in BY_COLUMN:
+            return columns(x, call.layout, ranks, origin)
+        return jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, x.ndim - 1) if name in OF_KEYS else x
 
-    def of_columns(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else columns(x, ring.layout, ranks, origin)
-
+    found = {name: in_block_form(name, of_hop(name)) for name in HELD}
+    found |= {name: x for name, x in (("q_positions", q_index), ("kv_positions", kv_index)) if found[name] is None}
+    if found["seed"] is not None:
+        found["seed"] = jnp.broadcast_to(found["seed"], (batch,))
     return Block(
-        q=inputs.q,
         kv=kv,
-        q_positions=q_index if fixed.q_positions is None else fixed.q_positions,
-        kv_positions=kv_index if fixed.kv_positions is None else visiting(fixed.kv_positions),
         q_index=q_index,
         kv_index=kv_index,
-        batch_index=fixed.batch_index,
-        head_index=fixed.head_index,
-        q_segments=fixed.q_segments,
-        kv_segments=visiting(fixed.kv_segments),
-        bias=of_columns(inputs.bias),
-        mask=of_columns(fixed.mask),
-        slopes=None if inputs.slopes is None else inputs.slopes[None].astype(jnp.float32),
-        seed=None if fixed.seed is None else jnp.broadcast_to(fixed.seed, (batch,)),
-        rule=ring.rule,
+        batch_index=location.batch_index,
+        head_index=location.head_index,
+        rule=call.rule,
+        **found,
     )
+
+
+def in_block_form(name: str, x: jax.Array | None) -> Any:
+    """An array of a call with all axes that it has in a `Block`; missing leading ones become 1."""
+    return None if x is None else x.reshape((1,) * (len(letters_of(Block)[name]) - x.ndim) + x.shape)

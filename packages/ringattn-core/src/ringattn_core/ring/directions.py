@@ -3,45 +3,64 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
-from ..placement import arrays
-from .blocks import Differentiable, Fixed
+from ..contract.call import IN_BLOCK, Call
+from ..contract.protocol import Block
+from ..placement.arrays import axes_with
 
-INPUT_HEADS, FIXED_HEADS = (arrays.axes_with(kind, "N", "n", "K") for kind in (Differentiable, Fixed))
-"""For each array with heads, the number of its head axis."""
-Sum = dict[str, Any]
-"""Gradients summed over the hops so far, under the names of their inputs."""
+CALL_HEADS: Final = axes_with(Call, "N", "n", "K")
+"""For each array of a call that has heads, the number of its head axis."""
+BLOCK_HEADS: Final = axes_with(Block, "N", "n")
+CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
+Sum = dict[str, jax.Array]
+"""Gradients summed over the hops so far, under the names of the arrays in a `Block`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Which part of the whole call a rank has: its number on the ring, and the indices of its batch rows and heads.
+
+    These are inputs, because the backward pass cannot compute them: the axis name of a `vmap` is bound in the forward
+    pass only.
+    """
+
+    rank: Int32[Array, ""]
+    batch_index: Int32[Array, " B"]
+    head_index: Int32[Array, " N"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """One direction round the ring, and the inputs of the heads whose keys travel that way.
+    """One direction round the ring, and the arrays of the heads whose keys travel that way.
 
-    `sign` is 1 for onward, -1 for the other way. A key head stays with all query heads that read it.
+    `sign` is 1 for onward, -1 for the other way. A key head stays with all query heads that read it. The ids and
+    positions of keys in `call` are those of all ranks.
     """
 
     sign: int
-    inputs: Differentiable
-    fixed: Fixed
+    call: Call
+    location: Location
 
     def signed(self, distance: Any) -> Any:
         """`distance` with the sign of this direction."""
         return distance if self.sign == 1 else -distance
 
 
-def split(signs: tuple[int, ...], inputs: Differentiable, fixed: Fixed) -> tuple[Direction, ...]:
+def split(signs: tuple[int, ...], call: Call, location: Location) -> tuple[Direction, ...]:
     """Splits the heads evenly between the directions; the first direction gets the first heads."""
-    shares = {name: parts(getattr(inputs, name), axis, len(signs)) for name, axis in INPUT_HEADS.items()}
-    of_fixed = {name: parts(getattr(fixed, name), axis, len(signs)) for name, axis in FIXED_HEADS.items()}
+    shares = {name: parts(getattr(call, name), axis, len(signs)) for name, axis in CALL_HEADS.items()}
+    heads = parts(location.head_index, 0, len(signs))
     return tuple(
         Direction(
             sign,
-            dataclasses.replace(inputs, **{name: share[number] for name, share in shares.items()}),
-            dataclasses.replace(fixed, **{name: share[number] for name, share in of_fixed.items()}),
+            dataclasses.replace(call, **{name: share[number] for name, share in shares.items()}),
+            dataclasses.replace(location, head_index=heads[number]),
         )
         for number, sign in enumerate(signs)
     )
@@ -57,29 +76,21 @@ def joined(found: Sequence[jax.Array], axis: int) -> jax.Array:
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis)
 
 
-def gradient(found: Sequence[Any], x: jax.Array | None, axis: int) -> Any:
-    """Joins the gradients of the `parts` of `x`: summed where all heads share `x`, else concatenated."""
-    if x is None or len(found) == 1:
-        return found[0]
-    return sum(found[1:], found[0]) if x.shape[axis] == 1 else joined(found, axis)
+def joined_sums(sums: Sequence[Sum], call: Call) -> Sum:
+    """Joins the sums of the parts of the call's heads. Those of an array that all heads share are added."""
+
+    def whole(name: str, found: list[jax.Array]) -> jax.Array:
+        x = getattr(call, CALL_NAMES[name])
+        shared = x.shape[CALL_HEADS[CALL_NAMES[name]]] == 1
+        return sum(found[1:], found[0]) if shared else joined(found, BLOCK_HEADS[name])
+
+    return {name: whole(name, [each[name] for each in sums]) for name in sums[0]}
 
 
-def of_half(sums: Sum, half: int) -> Sum:
-    """The sums of one half of the heads; zeros for an array that all heads share, because `with_half` adds those."""
+def halved(sums: Sum) -> list[Sum]:
+    """The inverse of `joined_sums` for two halves of the heads: shared arrays go to the first, zeros to the second."""
 
-    def take(x: jax.Array | None, axis: int) -> jax.Array | None:
-        return jnp.zeros_like(x) if x is not None and x.shape[axis] == 1 else parts(x, axis, 2)[half]
+    def two(x: jax.Array, axis: int) -> Sequence[jax.Array]:
+        return (x, jnp.zeros_like(x)) if x.shape[axis] == 1 else parts(x, axis, 2)
 
-    return {name: take(x, INPUT_HEADS[name]) for name, x in sums.items()}
-
-
-def with_half(sums: Sum, found: Sum, half: int) -> Sum:
-    """Puts `found` in the place of one half of the heads; adds it for an array that all heads share."""
-
-    def put(x: jax.Array | None, new: Any, axis: int) -> jax.Array | None:
-        if x is None or x.shape[axis] == 1:
-            return None if x is None else x + new
-        halves = parts(x, axis, 2)
-        return joined([new if number == half else halves[number] for number in range(2)], axis)
-
-    return {name: put(x, found[name], INPUT_HEADS[name]) for name, x in sums.items()}
+    return [{name: two(x, BLOCK_HEADS[name])[half] for name, x in sums.items()} for half in range(2)]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a call on one rank with a block kernel: prepares the inputs, then runs the ring."""
+"""Runs a call on one rank with a block kernel: the ring as one differentiable function, a `custom_vjp`."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,56 +11,44 @@ from jaxtyping import Array, Int32
 
 from ..contract.call import Call
 from ..contract.protocol import BlockKernel
-from ..contract.rule import Rule
 from ..contract.varying import align, axes_of
-from ..masks.builder import Built
+from ..errors import DerivativeError
 from ..placement import axes
-from .blocks import Differentiable, Fixed, Ring
-from .custom_vjp import attend
+from .backward import backward
+from .blocks import Ring
+from .directions import CALL_HEADS, Location
+from .forward import Residuals, Result, forward
 from .hops import plan
 from .parcels import joint
 
 
-def run(kernel: BlockKernel, call: Call) -> tuple[jax.Array, jax.Array]:
+def run(kernel: BlockKernel, call: Call) -> Result:
     """`(out, lse)` of one shard, by the ring engine over `kernel`."""
-    ring, inputs, fixed = prepared(kernel, call)
+    ring, call, location = prepared(kernel, call)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
-        return _attend(ring, *align((inputs, fixed), axes_of(inputs, fixed)))
+        # Replicated inputs are aligned, so that JAX sums their gradients.
+        return _attend(ring, *align((call, location), axes_of(call, location)))
 
 
-def prepared(kernel: BlockKernel, call: Call) -> tuple[Ring, Differentiable, Fixed]:
-    """Splits the call of one shard into its static part, its differentiable inputs and its other inputs."""
+def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> tuple[Ring, Call, Location]:
+    """What the engine reads: the plan, the call with its values per head in float32, and the location of this rank.
+
+    `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
+    passes no kernel.
+    """
     axis = call.axis_name or ()
-    ranks = axes.size("axis_name", axis)
-    rule = _rule(call)
-    q_length, kv_length = call.query.shape[1], call.key.shape[1]
-    ring = Ring(
-        kernel=kernel,
-        rule=rule,
-        plan=plan(rule, call.layout, ranks, q_length, kv_length, call.two_way, joint(kernel)),
-        layout=call.layout,
-        axis=axis,
-    )
-    inputs = Differentiable(call.query, call.key, call.value, call.softmax_aux, call.bias, call.alibi_slopes)
-    fixed = Fixed(
-        jnp.asarray(axes.coordinate(axis), jnp.int32),
+    rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
+    lengths = call.query.shape[1], call.key.shape[1]
+    made = plan(call.rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
+    of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
+    call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
+    location = Location(
+        jnp.asarray(rank, jnp.int32),
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
-        call.q_segment_ids,
-        call.kv_segment_ids,
-        _grouped(call.q_positions),
-        _grouped(call.kv_positions),
-        call.attention_mask,
-        call.dropout_seed,
     )
-    return ring, inputs, fixed
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[jax.Array, jax.Array]:
-    """`attend` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
-    return attend(ring, inputs, fixed)
+    return Ring(kernel, made, axis), call, location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
@@ -66,24 +56,55 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
     return jnp.asarray(axes.coordinate(axis or ()) * count + jnp.arange(count), jnp.int32)
 
 
-def _grouped(positions: jax.Array | None) -> jax.Array | None:
-    return positions[None] if positions is not None and positions.ndim == 1 else positions
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(ring: Ring, call: Call, location: Location) -> Result:
+    """`attend` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
+    return attend(ring, call, location)
 
 
-def _rule(call: Call) -> Rule:
-    built = call.mask_builder or Built((), ())
-    return Rule(
-        scale=call.softmax_scale,
-        causal=call.causal,
-        window=call.sliding_window,
-        chunk=call.chunk_size,
-        soft_cap=call.logits_soft_cap,
-        dropout=call.dropout_prob,
-        masks=built.masks,
-        mask_of_head=built.of_head,
-        increasing=call.q_positions is None,
-        precision=call.precision,
-        fused_backward=call.fused_backward,
-        fwd_params=call.fwd_params,
-        bwd_params=call.bwd_params,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(ring: Ring, call: Call, location: Location) -> Result:
+    """`(out, lse)` of this rank's queries against the keys of all ranks."""
+    return forward(ring, call, location)[0]
+
+
+def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
+    """The forward rule. JAX passes each input together with whether it is differentiated.
+
+    The backward pass must know whether the bias is differentiated. The length of the first residual says so: 1 for a
+    bias that is not, else 0. A static value could not, because JAX keeps one tree structure of residuals for each
+    function that it has traced, whichever inputs are differentiated.
+    """
+    call, location = jax.tree.map(lambda x: x.value, given)
+    bias_fixed = call.bias is not None and not given[0].bias.perturbed
+    result, residuals = forward(ring, first_derivative_only(call), location)
+    return result, (jnp.zeros(int(bias_fixed), jnp.int8), residuals)
+
+
+def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]) -> tuple[Call, None]:
+    """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
+    bias_fixed, kept = residuals
+
+    def array(x: Any) -> jax.Array:
+        zero = isinstance(x, jax.custom_derivatives.SymbolicZero)
+        return align(jnp.zeros(x.shape, x.dtype), axes_of(kept.call)) if zero else x  # pyright: ignore[reportArgumentType]
+
+    dout, dlse = first_derivative_only([array(x) for x in cotangents])
+    return backward(ring, bias_fixed.size == 1, kept, dout, dlse), None
+
+
+attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def first_derivative_only(x: Any) -> Any:
+    """The identity. Differentiating it raises `DerivativeError`: the backward pass has no derivative rule."""
+    return x
+
+
+@first_derivative_only.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise DerivativeError(
+        "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
+        "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
     )

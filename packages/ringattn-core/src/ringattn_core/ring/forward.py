@@ -7,15 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from ..contract import packing
+from ..contract.call import Call
 from ..contract.merge import log_sum_exp, with_sinks
 from ..contract.protocol import Block, Partial
 from ..placement.padding import cleaned
 from . import batching, hops, parcels
-from .blocks import Differentiable, Fixed, Ring, block, gathered
-from .directions import Direction, joined, split
+from .blocks import Ring, block, gathered
+from .directions import Direction, Location, joined, split
+from .remat import LSE_NAME, OUT_NAME
 from .sends import Wires, after, after_hop, permuted, wire
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
@@ -26,28 +29,31 @@ Partials = tuple[Partial, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass reads. `out` is as returned, the log-sum-exp is `shift + lse`, `fixed` is gathered."""
+    """What the backward pass reads: `out` is as returned, and the log-sum-exp is `shift + lse`.
 
-    inputs: Differentiable
-    fixed: Fixed
+    In `call`, padding is zero, and the ids and positions of keys are those of all ranks.
+    """
+
+    call: Call
+    location: Location
     out: Float[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
     shift: Float32[Array, "B N T"] | None
 
 
-def forward(ring: Ring, inputs: Differentiable, fixed: Fixed) -> tuple[Result, Residuals]:
+def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)`, and the residuals for the backward pass."""
-    inputs, fixed = _without_padding(inputs, fixed), gathered(ring, fixed)
-    kernel = batching.forward(ring.kernel)
+    call = gathered(ring, _without_padding(call))
+    kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:
-        alone = block(ring, inputs, (inputs.k, inputs.v), fixed, 0)
-        partial = kernel(dataclasses.replace(alone, final=inputs.sinks is None), None)
+        alone = block(ring, directions[0], (call.key, call.value), 0)
+        partial = kernel(dataclasses.replace(alone, final=call.softmax_aux is None), None)
     else:
-        directions = split(ring.plan.signs, inputs, fixed)
-        partial = _joined(_Pass(ring, directions, kernel, inputs.k.dtype).all_hops())
-    partial = with_sinks(partial, sinks_of(inputs))
-    out = partial.out.astype(inputs.q.dtype)
-    return (out, log_sum_exp(partial)), Residuals(inputs, fixed, out, partial.lse, partial.shift)
+        partial = _joined(_Pass(ring, directions, kernel).all_hops())
+    partial = with_sinks(partial, sinks_of(call))
+    out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
+    lse, shift = checkpoint_name((partial.lse, partial.shift), LSE_NAME)
+    return (out, log_sum_exp(Partial(out, lse, shift))), Residuals(call, location, out, lse, shift)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +63,12 @@ class _Pass:
     ring: Ring
     directions: Sequence[Direction]
     kernel: Callable[[Block, Partial | None], Partial]
-    dtype: Any
 
     def all_hops(self) -> Partials:
-        """Runs all hops. On a long ring a `scan` runs all of them but the first and the last."""
-        offsets, shifts = self.ring.plan.offsets, (*self.ring.plan.shifts, None)
-        wires = tuple(wire(self.ring, packing.pack(each.inputs.k, each.inputs.v)) for each in self.directions)
-        wires, partials = self.hop(wires, None, offsets[0], shifts[0])
-        offsets, shifts = offsets[1:], shifts[1:]
-        if len(offsets) >= hops.UNROLLED and set(self.ring.plan.shifts) == {1}:
-            (wires, partials), _ = jax.lax.scan(
-                lambda carry, offset: (self.hop(*carry, offset, 1), None),
-                (wires, partials),
-                jnp.asarray(offsets[:-1], jnp.int32),
-            )
-            offsets, shifts = offsets[-1:], shifts[-1:]
-        for offset, shift in zip(offsets, shifts, strict=True):
-            wires, partials = self.hop(wires, partials, offset, shift)
-        return partials
+        """The partial results over all hops."""
+        wires = tuple(wire(self.ring, packing.pack(each.call.key, each.call.value)) for each in self.directions)
+        first, *steps = zip(self.ring.plan.offsets, (*self.ring.plan.shifts, None), strict=True)
+        return hops.repeated(self.hop, self.hop(wires, None, *first), steps)[1]
 
     def hop(self, wires: Wires, partials: Partials | None, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
         """Sends the keys `shift` ranks on, and continues each partial result with the keys that are here.
@@ -92,23 +86,21 @@ class _Pass:
 
     def visit(self, direction: Direction, x: parcels.Wire, partial: Partial | None, offset: Any) -> Partial:
         """Continues the partial result of one direction with the keys in `x`."""
-        fixed = direction.fixed if partial is None else after_hop(direction.fixed, partial.lse)
-        kv = parcels.from_wire(x, self.dtype)
-        return self.kernel(block(self.ring, direction.inputs, kv, fixed, direction.signed(offset)), partial)
+        here = direction if partial is None else after_hop(direction, partial.lse)
+        kv = parcels.from_wire(x, direction.call.key.dtype)
+        return self.kernel(block(self.ring, here, kv, offset), partial)
 
 
-def sinks_of(inputs: Differentiable) -> Float32[Array, "N n"] | None:
-    """The sinks in float32. +inf becomes NaN, because an infinite sink would silently hide every key."""
-    if inputs.sinks is None:
-        return None
-    sinks = inputs.sinks.astype(jnp.float32)
-    return jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)
+def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
+    """The sinks. +inf becomes NaN, because an infinite sink would silently hide every key."""
+    sinks = call.softmax_aux
+    return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)
 
 
-def _without_padding(inputs: Differentiable, fixed: Fixed) -> Differentiable:
-    """The inputs with zeros in the padding; `fixed` holds the ids of this rank's own keys."""
-    k, v = (cleaned(x, fixed.kv_segments) for x in (inputs.k, inputs.v))
-    return dataclasses.replace(inputs, q=cleaned(inputs.q, fixed.q_segments), k=k, v=v)
+def _without_padding(call: Call) -> Call:
+    """The call with zeros in the padding; its ids of keys are those of this rank's own keys."""
+    key, value = (cleaned(x, call.kv_segment_ids) for x in (call.key, call.value))
+    return dataclasses.replace(call, query=cleaned(call.query, call.q_segment_ids), key=key, value=value)
 
 
 def _joined(partials: Partials) -> Partial:

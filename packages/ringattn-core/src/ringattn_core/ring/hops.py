@@ -3,9 +3,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..contract.rule import Rule
@@ -116,6 +118,22 @@ def plan(
     """
     made = _offsets(rule, layout, ranks, q_length, kv_length)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
+
+
+def repeated(hop: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """`carry = hop(*carry, *step)` for all steps, each an offset and shifts. On a long ring a `scan` runs all but one.
+
+    The shifts of the last step differ from those of the others, which must be alike for a `scan`.
+    """
+    alike = {tuple(shifts) for _, *shifts in steps[:-1]}
+    if len(steps) > UNROLLED and len(alike) == 1:
+        (shifts,) = alike
+        offsets = jnp.asarray([offset for offset, *_ in steps[:-1]], jnp.int32)
+        carry, _ = jax.lax.scan(lambda carry, offset: (hop(*carry, offset, *shifts), None), carry, offsets)
+        steps = steps[-1:]
+    for step in steps:
+        carry = hop(*carry, *step)
+    return carry
 
 
 def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> tuple[int, ...]:

@@ -4,17 +4,15 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..contract import ordering
 from ..contract.packing import Packed
-from ..contract.varying import align, axes_of
 from ..placement import axes
 from . import parcels
-from .blocks import Differentiable, Fixed, Ring
+from .blocks import Ring
 from .directions import Direction
 
 Wires = tuple[parcels.Wire, ...]
@@ -44,9 +42,10 @@ def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(ordering.of(ring.kernel), tokens, x)
 
 
-def after_hop(fixed: Fixed, token: jax.Array) -> Fixed:
-    """`fixed`, ordered after `token`: XLA must not compute the kernels' tile lists of all hops at once."""
-    return dataclasses.replace(fixed, rank=ordering.tie_number_on_cpu(fixed.rank, token))
+def after_hop(direction: Direction, token: jax.Array) -> Direction:
+    """`direction`, ordered after `token`: XLA must not compute the kernels' tile lists of all hops at once."""
+    rank = ordering.tie_on_cpu(direction.location.rank, token)
+    return dataclasses.replace(direction, location=dataclasses.replace(direction.location, rank=rank))
 
 
 def wire(ring: Ring, kv: Packed) -> parcels.Wire:
@@ -55,8 +54,3 @@ def wire(ring: Ring, kv: Packed) -> parcels.Wire:
     The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
     """
     return parcels.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
-
-
-def aligned(tree: Any, inputs: Differentiable) -> Any:
-    """Marks new accumulators as varying over the mesh axes that the inputs vary over."""
-    return align(tree, axes_of(inputs))

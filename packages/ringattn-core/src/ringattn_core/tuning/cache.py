@@ -18,7 +18,6 @@ LOCK_SECONDS: Final = 10.0
 """How long a write waits for the lock. A process normally holds it for milliseconds."""
 
 _FORMAT: Final = 1
-_ASIDE: Final = ".corrupt"
 _logger: Final = logging.getLogger("ringattn")
 _reported: Final[set[str]] = set()
 
@@ -37,32 +36,31 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """The directory of the cache files; `None` for a user without a home directory."""
+    """The directory of the cache files; `None`, with a warning, for a user without a home directory."""
     asked = os.environ.get(CACHE_VARIABLE)
     if asked:
-        root = os.path.abspath(os.path.expanduser(asked))
-    else:
-        import platformdirs
+        return Path(os.path.abspath(os.path.expanduser(asked))) / "tuning"
+    import platformdirs
 
-        try:
-            root = platformdirs.user_cache_dir("ringattn", appauthor=False)
-        except (RuntimeError, OSError, KeyError) as error:
-            return _without_home(error)
-        if not os.path.isabs(root):
-            return _without_home(root)
-    return Path(root) / "tuning"
+    try:
+        root: Any = platformdirs.user_cache_dir("ringattn", appauthor=False)
+    except (RuntimeError, OSError, KeyError) as error:
+        root = error
+    if isinstance(root, str) and os.path.isabs(root):
+        return Path(root) / "tuning"
+    _report(
+        f"there is no cache directory for this user ({root}): tuning results hold for this process only. "
+        f"Set {CACHE_VARIABLE} to a directory"
+    )
+    return None
 
 
 def read(problem: Problem) -> Entry | None:
-    """The entry for this problem, or `None`. A file that cannot be parsed is ignored, renamed and logged."""
+    """The entry for this problem, or `None`. An unusable file is reported, and the next tuning replaces it."""
     root = directory()
-    if root is None:
-        return None
-    path = root / f"{problem.digest}.json"
-    entry = _read(path)
+    entry = None if root is None else _read(root / f"{problem.digest}.json")
     if entry is not None and json.dumps(entry.problem, sort_keys=True) != problem.key:
-        _set_aside(path, "it is for another problem")
-        return None
+        return _unusable(entry.path, "it is for another problem")
     return entry
 
 
@@ -72,7 +70,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
     if root is None:
         return None
     path = root / f"{problem.digest}.json"
-    told = {"format": _FORMAT, "problem": dataclasses.asdict(problem), "config": config.to_dict(), "trials": trials}
+    told = {"format": _FORMAT, "problem": problem.told, "config": config.to_dict(), "trials": trials}
     temporary = path.with_suffix(".new")
     try:
         text = json.dumps(told, indent=1)
@@ -101,13 +99,13 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Removes every entry, and every corrupt file that `read` renamed; returns how many files."""
+    """Removes every file of the cache; returns how many."""
     root = directory()
     if root is None or not root.is_dir():
         return 0
     removed = 0
     with _locked(root):
-        for path in (*root.glob("*.json"), *root.glob(f"*{_ASIDE}")):
+        for path in root.glob("*.json"):
             path.unlink(missing_ok=True)
             removed += 1
     return removed
@@ -122,15 +120,15 @@ def _read(path: Path) -> Entry | None:
         _report(f"cannot read {path}: {_told(error)}. The backend's default is used")
         return None
     except ValueError as error:
-        return _set_aside(path, _told(error))
+        return _unusable(path, _told(error))
     try:
         told = json.loads(text)
         if told["format"] != _FORMAT:
-            return _set_aside(path, f"its format is {told['format']!r}")
+            return _unusable(path, f"its format is {told['format']!r}")
         config = RingAttentionConfig.from_dict(told["config"])
         return Entry(dict(told["problem"]), config, tuple(map(dict, told["trials"])), path)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        return _set_aside(path, _told(error))
+        return _unusable(path, _told(error))
 
 
 def _locked(root: Path) -> AbstractContextManager[Any]:
@@ -139,21 +137,8 @@ def _locked(root: Path) -> AbstractContextManager[Any]:
     return filelock.FileLock(root / ".lock", timeout=LOCK_SECONDS)
 
 
-def _set_aside(path: Path, reason: str) -> None:
-    aside = path.with_suffix(_ASIDE)
-    try:
-        os.replace(path, aside)
-        where = f"It is now {aside.name}"
-    except OSError as error:
-        where = f"It cannot be renamed: {_told(error)}"
-    _report(f"the tuned configuration in {path} cannot be used: {reason}. {where}")
-
-
-def _without_home(found: object) -> None:
-    _report(
-        f"there is no cache directory for this user ({found}): tuning results hold for this process only. "
-        f"Set {CACHE_VARIABLE} to a directory"
-    )
+def _unusable(path: Path, reason: str) -> None:
+    _report(f"the tuned configuration in {path} cannot be used: {reason}. The backend's default is used")
 
 
 def _report(message: str) -> None:

@@ -2,7 +2,6 @@
 """Chooses the kernel parameters of a call: its own, an overlay's, a tuned configuration's, or the default."""
 
 import dataclasses
-import functools
 import logging
 import math
 import threading
@@ -10,14 +9,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..backends.discovery import Registration, get, on_clear
 from ..config import RingAttentionConfig
 from ..contract.call import Call
 from ..errors import TuningError
-from ..masks.builder import Built
-from ..placement.axes import size
+from ..placement.axes import names, size
 from .overlay import OPEN, overlaid
 from .policy import Policy, current
 from .problem import Problem, of_call, tunable
@@ -26,15 +24,14 @@ if TYPE_CHECKING:
     from .tuner import Outcome
 
 _logger: Final = logging.getLogger("ringattn")
-_tuned: Final[dict[tuple[Registration, Problem], RingAttentionConfig]] = {}
-"""What this process has tuned; the backend's default where tuning failed."""
+_known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
+"""What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
 _one_at_a_time: Final = threading.Lock()
 
 
 def forget() -> None:
     """Empties the cache in memory: the next call reads the disk again."""
-    _tuned.clear()
-    _stored.cache_clear()
+    _known.clear()
 
 
 on_clear.append(forget)
@@ -51,7 +48,7 @@ def with_parameters(registration: Registration, call: Call, ranks: int | None = 
         if tunable(registration) or hasattr(kernel, "default_config"):
             ranks = size("axis_name", call.axis_name or ()) if ranks is None else ranks
             problem = of_call(registration, call, ranks, mesh)
-            found = configured(registration, problem, call.mask_builder)
+            found = configured(registration, problem)
             forward = found.fwd_params if forward == OPEN.fwd_params else forward
             backward = found.bwd_params if backward == OPEN.bwd_params else backward
     if forward is call.fwd_params and backward is call.bwd_params:
@@ -63,25 +60,25 @@ def with_parameters_over_mesh(
     mesh: Any, registration: Registration, options: Call, specs: Mapping[str, PartitionSpec], arrays: Any
 ) -> Call:
     """As `with_parameters`, for global `arrays`: `options` is the call without them, `specs` say how each is split."""
-    shards = {
-        name: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(arrays[name].shape), arrays[name].dtype)
-        for name, spec in specs.items()
-    }
+    shards = {}
+    for name, spec in specs.items():
+        parts = [math.prod(mesh.shape[axis] for axis in names(entry)) for entry in spec]
+        shape = tuple(size // part for size, part in zip(arrays[name].shape, parts, strict=True))
+        shards[name] = jax.ShapeDtypeStruct(shape, arrays[name].dtype)
     ranks = math.prod(mesh.shape[name] for name in options.axis_name or ())
     found = with_parameters(registration, dataclasses.replace(options, **shards), ranks, mesh)
     return dataclasses.replace(options, fwd_params=found.fwd_params, bwd_params=found.bwd_params)
 
 
-def configured(registration: Registration, problem: Problem, built: Built | None = None) -> RingAttentionConfig:
+def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:
     """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
     policy = current()
-    if policy is not Policy.OFF:
-        found = _tuned.get((registration, problem)) or _stored(registration, problem)
-        if found is None and policy is Policy.ON and tunable(registration):
-            found = _tuned_now(registration, problem, built)
-        if found is not None:
-            return found
-    return default(registration, problem)
+    if policy is Policy.OFF:
+        return default(registration, problem)
+    found = _stored(registration, problem)
+    if found is None and policy is Policy.ON and tunable(registration):
+        found = _tuned_now(registration, problem)
+    return default(registration, problem) if found is None else found
 
 
 def default(registration: Registration, problem: Problem) -> RingAttentionConfig:
@@ -90,9 +87,7 @@ def default(registration: Registration, problem: Problem) -> RingAttentionConfig
     return OPEN if own is None else own(problem)
 
 
-def tune(
-    problem: Problem, built: Built | None = None, registration: Registration | None = None, keep: bool = True
-) -> "Outcome":
+def tune(problem: Problem, registration: Registration | None = None, keep: bool = True) -> "Outcome":
     """Times every candidate of the backend; with `keep` stores the fastest in memory and on the disk.
 
     A backend that is registered in this process has no version, and is not stored on the disk.
@@ -100,32 +95,31 @@ def tune(
     from . import cache, tuner
 
     registration = get(problem.backend) if registration is None else registration
-    outcome = tuner.fastest(registration, problem, default(registration, problem), built)
+    outcome = tuner.fastest(registration, problem, default(registration, problem))
     if keep:
-        _tuned[registration, problem] = outcome.config
+        _known[registration, problem] = outcome.config
         if not registration.in_process:
             cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
     return outcome
 
 
-@functools.cache
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
-    """The configuration from the disk. Each problem is looked up once, and a miss is remembered too."""
-    if registration.in_process:
-        return None
-    from . import cache
+    """The configuration from memory or disk. Each problem is looked up on the disk once."""
+    if (registration, problem) not in _known:
+        from . import cache
 
-    entry = cache.read(problem)
-    return None if entry is None else entry.config
+        entry = None if registration.in_process else cache.read(problem)
+        _known[registration, problem] = None if entry is None else entry.config
+    return _known[registration, problem]
 
 
-def _tuned_now(registration: Registration, problem: Problem, built: Built | None) -> RingAttentionConfig:
+def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
     """Tunes, unless another thread did so meanwhile. The lock keeps two tunings from disturbing each other's times."""
     with _one_at_a_time:
-        if (registration, problem) not in _tuned:
+        if _known.get((registration, problem)) is None:
             try:
-                tune(problem, built, registration)
+                tune(problem, registration)
             except TuningError as error:
-                _tuned[registration, problem] = default(registration, problem)
+                _known[registration, problem] = default(registration, problem)
                 _logger.warning("%s. Its default is used", error)
-        return _tuned[registration, problem]
+        return _known[registration, problem]

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -11,12 +12,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
-import importlib_metadata
 import jax
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
 from ..contract.call import Call
+from ..masks.builder import Built
 from ..placement.platforms import device_of, platform_of
 
 
@@ -24,9 +25,8 @@ from ..placement.platforms import device_of, platform_of
 class Problem:
     """What decides the speed of one rank's share of a call. Calls with equal problems share a tuning result.
 
-    Lengths are those of a shard. `positions`, `bias` and `attention_mask` are shapes, `None` where the call has no such
-    array. `masks` are the distinct masks of the heads, as text. `device` is the kind of device; `versions` are the
-    versions of JAX, core and the backend.
+    Lengths are those of a shard. `options` are the other options of the call that it uses, an array by its dtype and
+    shape, and masks as text. `device` is the kind of device; `versions` are the versions of JAX, core and the backend.
     """
 
     backend: str
@@ -42,26 +42,24 @@ class Problem:
     device: str
     versions: tuple[tuple[str, str], ...]
     ranks: int = 1
-    layout: str = "contiguous"
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     chunk: int | None = None
-    soft_cap: bool = False
-    dropout: bool = False
-    segments: bool = False
-    slopes: bool = False
-    positions: tuple[int, ...] | None = None
-    masks: tuple[str, ...] = ()
-    bias: tuple[int, ...] | None = None
-    attention_mask: tuple[int, ...] | None = None
-    precision: str | None = None
-    fused_backward: bool = False
-    two_way: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    call: Call | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The call of one shard, with shapes in the place of arrays, from which a trial is made."""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The problem as plain data, without what the call does not use."""
+        fields = [field.name for field in dataclasses.fields(self) if field.compare and field.name != "options"]
+        told = {name: getattr(self, name) for name in fields} | dict(self.options)
+        return {name: value for name, value in told.items() if not _off(value)}
 
     @property
     def key(self) -> str:
         """The problem as text: the same for equal problems in every process."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return json.dumps(self.told, sort_keys=True)
 
     @property
     def digest(self) -> str:
@@ -87,10 +85,21 @@ def tunable(registration: Registration) -> bool:
     return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
 
 
+UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse")
+"""The options of a call that no kernel sees."""
+NOT_AN_OPTION: Final = {"query", "key", "value", "causal", "sliding_window", "chunk_size"} | {
+    "softmax_scale", "dropout_seed", "fwd_params", "bwd_params"
+}  # fmt: skip
+"""The arguments of a call that are fields of a problem, or cannot change which parameters are fastest."""
+
+
 def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None) -> Problem:
     """The problem of a call on one shard. Only the shapes and dtypes of arrays are read."""
-    batch, q_length, heads, head_dim = call.query.shape
     given = (mesh, (call.query, call.key, call.value))
+    batch, q_length, heads, head_dim = call.query.shape
+    call = dataclasses.replace(call, **dict.fromkeys(UNSEEN))
+    call = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call)
+    used = {name: x for name, x in vars(call).items() if name not in NOT_AN_OPTION and not _off(x)}
     return Problem(
         backend=registration.name,
         batch=batch,
@@ -105,21 +114,11 @@ def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None
         device=machine(device_of(*given).device_kind),
         versions=versions(registration),
         ranks=ranks,
-        layout=call.layout,
         causal=call.causal,
         window=call.sliding_window,
         chunk=call.chunk_size,
-        soft_cap=call.logits_soft_cap is not None,
-        dropout=call.dropout_prob > 0,
-        segments=call.q_segment_ids is not None,
-        slopes=call.alibi_slopes is not None,
-        positions=_shape(call.q_positions),
-        masks=() if call.mask_builder is None else tuple(map(_described, call.mask_builder.masks)),
-        bias=_shape(call.bias),
-        attention_mask=_shape(call.attention_mask),
-        precision=call.precision,
-        fused_backward=call.fused_backward,
-        two_way=call.two_way,
+        options=tuple((name, _described(x)) for name, x in used.items()),
+        call=call,
     )
 
 
@@ -132,16 +131,21 @@ def machine(kind: str) -> str:
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
     """The versions that may change the compiled program."""
-    core = importlib_metadata.version("ringattn-core")
+    core = importlib.metadata.version("ringattn-core")
     return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
 
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _described(mask: Any) -> str:
-    return _ADDRESS.sub("", repr(mask))
+def _described(option: Any) -> Any:
+    """An option as plain data. Of a number, such as a cap or a probability, only its presence counts."""
+    if isinstance(option, Built):
+        return tuple(_ADDRESS.sub("", repr(mask)) for mask in option.masks)
+    if isinstance(option, jax.ShapeDtypeStruct):
+        return f"{option.dtype.name}{list(option.shape)}"
+    return True if isinstance(option, float) else option
 
 
-def _shape(x: Any) -> tuple[int, ...] | None:
-    return None if x is None else tuple(x.shape)
+def _off(option: Any) -> bool:
+    return option is None or (isinstance(option, bool | float) and not option)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,16 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
+from ..contract.call import Call
 from ..contract.checks import backward, forward
 from ..contract.packing import pack
 from ..contract.protocol import Block, BlockKernel, Partial
-from ..contract.rule import Rule
-from ..masks.builder import Built
+from ..errors import TuningError
+from ..placement.arrays import letters_of
 from ..placement.layout import indices
+from ..ring import engine
 from ..ring.backward import Rows
-from ..ring.blocks import Differentiable, Fixed, Ring, block
-from ..ring.directions import parts, split
-from ..ring.hops import plan
+from ..ring.blocks import block
+from ..ring.directions import Direction, Location, parts, split
+from ..ring.forward import Residuals
 from .problem import Problem
 
 HOPS: Final = 4
@@ -31,133 +32,113 @@ DOCUMENTS: Final = 4
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """The inputs of one rank on one device, and the programs that run them through the kernel.
+    """The blocks of one rank on one device, and the programs that run them through the kernel.
 
     It is the last rank, which has the most work under a causal mask. Nothing is sent. With `two_way`, the arrays hold
     the heads of one direction. Each hop is a call of one compiled program, so that XLA cannot merge hops; the partial
     result is donated from hop to hop.
     """
 
-    ring: Ring
-    inputs: Differentiable
-    fixed: Fixed
+    kernel: BlockKernel
+    direction: Direction
+    blocks: tuple[Block, ...]
     dout: jax.Array
-    offsets: tuple[jax.Array, ...]
 
     def forward(self, params: FwdParams) -> Callable[[], Partial]:
         """The forward pass over all hops with these parameters."""
-        ring = dataclasses.replace(self.ring, rule=dataclasses.replace(self.ring.rule, fwd_params=params))
+        blocks = [_with(each, fwd_params=params) for each in self.blocks]
 
-        def run() -> Partial:
+        def run() -> Any:
             partial = None
-            for offset in self.offsets:
-                partial = _forward_hop(ring, self.inputs, self.fixed, offset, partial)
-            assert partial is not None
+            for each in blocks:
+                partial = _forward_hop(self.kernel, each, partial)
             return partial
 
         return run
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """The backward pass over all hops with these parameters; `whole` is the result of `forward`."""
-        ring = dataclasses.replace(self.ring, rule=dataclasses.replace(self.ring.rule, bwd_params=params))
-        rows = _rows(whole, self.dout)
+        rows = _rows(self.direction.call, self.direction.location, whole, self.dout)
+        blocks = [dataclasses.replace(_with(each, bwd_params=params), shift=rows.shift) for each in self.blocks]
 
         def run() -> Any:
             dq, found = None, []
-            for offset in self.offsets:
-                dq, others = _backward_hop(ring, self.inputs, self.fixed, offset, rows, dq)
+            for each in blocks:
+                dq, others = _backward_hop(self.kernel, each, rows, dq)
                 found.append(others)
             return dq, found
 
         return run
 
 
-def trial(kernel: BlockKernel, problem: Problem, device: jax.Device, built: Built | None = None) -> Trial:
-    """Makes the trial of `problem` on `device`; `built` holds its masks. Equal problems get equal inputs."""
+def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
+    """Makes the trial of `problem` on `device`. Equal problems get equal inputs."""
     with jax.default_device(device):
-        rule = Rule(
-            scale=1.0 / math.sqrt(problem.head_dim),
-            causal=problem.causal,
-            window=problem.window,
-            chunk=problem.chunk,
-            soft_cap=30.0 if problem.soft_cap else None,
-            dropout=0.1 if problem.dropout else 0.0,
-            masks=() if built is None else built.masks,
-            mask_of_head=() if built is None else built.of_head,
-            increasing=problem.positions is None,
-            precision=problem.precision,
-            fused_backward=problem.fused_backward,
+        ring, call, location = engine.prepared(kernel, _inputs(problem), (problem.ranks - 1, problem.ranks))
+        signs = ring.plan.signs
+        direction = split(signs, call, location)[0]
+        kv = direction.call.key, direction.call.value
+        kv = kv if problem.ranks == 1 else pack(*kv)
+        blocks = [block(ring, direction, kv, offset) for offset in ring.plan.offsets[:HOPS]]
+        dout = jax.random.normal(jax.random.key(1), (*call.query.shape[:3], problem.value_dim), call.query.dtype)
+        made = Trial(
+            kernel,
+            direction,
+            tuple(dataclasses.replace(each, final=problem.ranks == 1) for each in blocks),
+            parts(dout, 2, len(signs))[0],
         )
-        lengths = problem.q_length, problem.kv_length
-        hops = plan(rule, problem.layout, problem.ranks, *lengths, two_way=problem.two_way)
-        inputs, fixed, dout = _inputs(problem)
-        direction, *_ = split(hops.signs, inputs, fixed)
-        dout, *_ = parts(dout, 2, len(hops.signs))
-        offsets = tuple(jnp.asarray(direction.signed(offset), jnp.int32) for offset in hops.offsets[:HOPS])
-        ring = Ring(kernel, rule, hops, problem.layout, ())
-        made = Trial(ring, direction.inputs, direction.fixed, dout, offsets)
-    jax.block_until_ready((made.inputs, made.fixed, made.dout, made.offsets))
+    jax.block_until_ready((made.blocks, made.dout))
     return made
 
 
-def _inputs(problem: Problem) -> tuple[Differentiable, Fixed, jax.Array]:
-    batch, dtype = problem.batch, jnp.dtype(problem.dtype)
-    of_q, of_kv = (batch, problem.q_length), (batch, problem.kv_length)
-    seeds = jax.random.split(jax.random.key(0), 5)
-    shapes = (
-        (*of_q, problem.heads, problem.head_dim),
-        (*of_kv, problem.kv_heads, problem.head_dim),
-        (*of_kv, problem.kv_heads, problem.value_dim),
-        (*of_q, problem.heads, problem.value_dim),
-    )
-    q, k, v, dout = (jax.random.normal(seed, shape, dtype) for seed, shape in zip(seeds, shapes, strict=False))
-    rank = problem.ranks - 1
-    tokens = indices(problem.layout, problem.ranks, rank, problem.q_length)
-    keys = jnp.concatenate([indices(problem.layout, problem.ranks, r, problem.kv_length) for r in range(problem.ranks)])
-    document = max(problem.kv_length // DOCUMENTS, 1)
-    leading = None if problem.positions is None else (1, *problem.positions)[-2:-1]
-    fixed = Fixed(
-        rank=jnp.asarray(rank, jnp.int32),
-        batch_index=jnp.arange(batch, dtype=jnp.int32),
-        head_index=jnp.arange(problem.heads, dtype=jnp.int32),
-        q_segments=jnp.broadcast_to(tokens // document, of_q) if problem.segments else None,
-        kv_segments=jnp.broadcast_to(keys // document, (batch, keys.size)) if problem.segments else None,
-        q_positions=None if leading is None else jnp.broadcast_to(tokens, (*leading, tokens.size)),
-        kv_positions=None if leading is None else jnp.broadcast_to(keys, (*leading, keys.size)),
-        mask=None if problem.attention_mask is None else jnp.ones(problem.attention_mask, bool),
-        seed=jnp.asarray(0, jnp.uint32) if problem.dropout else None,
-    )
-    bias = None if problem.bias is None else jax.random.normal(seeds[4], problem.bias, dtype)
-    slopes = jnp.geomspace(0.5, 2**-8, problem.heads, dtype=jnp.float32) if problem.slopes else None
-    return Differentiable(q, k, v, None, bias, slopes), fixed, dout
+def _inputs(problem: Problem) -> Call:
+    """The call with arrays in the place of shapes; the ids and positions of keys are those of all ranks."""
+    call = problem.call
+    if call is None:
+        raise TuningError(
+            problem.backend,
+            "its problem was not made from a call",
+            "Tune a problem that core made, or run ringattn tune",
+        )
+    shapes = {name: x for name, x in vars(call).items() if isinstance(x, jax.ShapeDtypeStruct)}
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    made = {name: _array(name, x, problem, key) for (name, x), key in zip(shapes.items(), keys, strict=True)}
+    return dataclasses.replace(call, **made)
 
 
-def _visited(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array) -> Block:
-    """The block of a hop, as the engine makes it: a ring of one gets a final block, with K and V not packed."""
-    alone = ring.plan.ranks == 1
-    kv = (inputs.k, inputs.v) if alone else pack(inputs.k, inputs.v)
-    return dataclasses.replace(block(ring, inputs, kv, fixed, offset), final=alone)
+def _array(name: str, x: jax.ShapeDtypeStruct, problem: Problem, key: jax.Array) -> jax.Array:
+    """Random numbers; a dense mask that hides nothing; the positions of the layout; the ids of packed documents."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
+    if not x.shape:
+        return jnp.zeros((), x.dtype)
+    of_keys = letters_of(Call)[name][-1] == "S"
+    ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
+    call: Any = problem.call
+    tokens = jnp.concatenate([indices(call.layout, problem.ranks, rank, x.shape[-1]) for rank in ranks])
+    document = max(problem.kv_length // DOCUMENTS, 1) if name.endswith("segment_ids") else 1
+    return jnp.broadcast_to(tokens // document, (*x.shape[:-1], tokens.size))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _forward_hop(ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, partial: Partial | None) -> Any:
-    return forward(ring.kernel, _visited(ring, inputs, fixed, offset), partial)
+def _with(block: Block, **params: Any) -> Block:
+    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, **params))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _forward_hop(kernel: BlockKernel, visited: Block, partial: Partial | None) -> Partial:
+    return forward(kernel, visited, partial)
 
 
 @jax.jit
-def _rows(whole: Partial, dout: jax.Array) -> Rows:
-    """The arrays of queries that the backward pass of every hop reads."""
-    products = dout.astype(jnp.float32) * whole.out.astype(jnp.float32)
-    return Rows(dout, whole.lse, jnp.swapaxes(products.sum(-1), 1, 2), whole.shift)
+def _rows(call: Call, location: Location, whole: Partial, dout: jax.Array) -> Rows:
+    kept = Residuals(call, location, whole.out, whole.lse, whole.shift)
+    return Rows.of(kept, dout, jnp.zeros_like(whole.lse))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
-def _backward_hop(
-    ring: Ring, inputs: Differentiable, fixed: Fixed, offset: jax.Array, rows: Rows, dq: jax.Array | None
-) -> tuple[jax.Array, Any]:
-    visited = dataclasses.replace(_visited(ring, inputs, fixed, offset), shift=rows.shift)
-    found = backward(ring.kernel, visited, rows.dout, rows.lse, rows.delta, dq)
-    return found.dq, (found.dk, found.dv, found.dbias, found.dslopes)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def _backward_hop(kernel: BlockKernel, visited: Block, rows: Rows, dq: jax.Array | None) -> tuple[jax.Array, Any]:
+    found = backward(kernel, visited, rows.dout, rows.lse, rows.delta, dq)
+    return found.dq, {name: x for name, x in vars(found).items() if name != "dq"}
 
 
 def release() -> None:

@@ -17,7 +17,6 @@ import jax
 from ..backends.discovery import Registration
 from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..errors import TuningError
-from ..masks.builder import Built
 from .problem import Problem, machine, tunable
 from .trial import release, trial
 
@@ -62,9 +61,7 @@ class Outcome:
         return (*self.forward, *self.backward)
 
 
-def fastest(
-    registration: Registration, problem: Problem, default: RingAttentionConfig, built: Built | None = None
-) -> Outcome:
+def fastest(registration: Registration, problem: Problem, default: RingAttentionConfig) -> Outcome:
     """The fastest of the backend's candidates; the default if none is faster by more than `TIE`.
 
     A candidate that does not compile, or runs out of memory, is recorded and skipped. All work runs in another thread,
@@ -87,7 +84,7 @@ def fastest(
     def measure() -> Outcome:
         with jax.default_device(device), _progress_bar() as bar:
             race = _Race(registration.name, stop, bar)
-            made = trial(kernel, problem, device, built)
+            made = trial(kernel, problem, device)
             forward, best = race.run("forward", [c.fwd_params for c in candidates], made.forward)
             whole = made.forward(best)()
             backward, backward_best = race.run(
@@ -129,18 +126,17 @@ class _Race:
     ) -> tuple[tuple[Timed, ...], Params]:
         """Times each distinct candidate; returns all results and the chosen parameters. The first is the default."""
         candidates = list(dict.fromkeys(candidates))
-        task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) * (1 + ROUNDS))
+        task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) + ROUNDS)
         runs: dict[Params, Callable[[], Any]] = {}
         failures: dict[Params, str] = {}
         for params in candidates:
-            self._step(task, f"{part}: compiling {shown(params)}")
+            self._step(task, f"{part}: compiling {shown(params)}", 1)
             try:
                 runs[params] = program(params)
                 jax.block_until_ready(runs[params]())
             except Exception as error:
                 failures[params] = _failure(error)
                 runs.pop(params, None)
-                self._step(task, f"{part}: {shown(params)} failed", ROUNDS)
         if not runs:
             told = "; ".join(f"{shown(params)}: {failure}" for params, failure in failures.items())
             raise TuningError(
@@ -163,18 +159,16 @@ class _Race:
         seconds: dict[Params, list[float]] = {params: [] for params in runs}
         racing, factors = list(runs), dict(DROPPING_OUT)
         for number in range(1, ROUNDS + 1):
-            for params in racing if number % 2 else reversed(racing):
-                self._step(task, f"{part}: round {number} of {ROUNDS}, {shown(params)}")
+            for done, params in enumerate(racing if number % 2 else racing[::-1], 1):
+                self._step(task, f"{part}: round {number} of {ROUNDS}, {shown(params)}", done == len(racing))
                 seconds[params].append(_seconds(runs[params], calls[params]))
                 least[params] = min(least[params], seconds[params][-1])
             if number in factors:
                 slowest = factors[number] * min(least.values())
-                staying = [params for params in racing if params == default or least[params] <= slowest]
-                self._step(task, f"{part}: round {number}", (len(racing) - len(staying)) * (ROUNDS - number))
-                racing = staying
+                racing = [params for params in racing if params == default or least[params] <= slowest]
         return seconds
 
-    def _step(self, task: Any, what: str, steps: int = 1) -> None:
+    def _step(self, task: Any, what: str, steps: int) -> None:
         if self.stop.is_set():
             raise KeyboardInterrupt
         if task is not None:

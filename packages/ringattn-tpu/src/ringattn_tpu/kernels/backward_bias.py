@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the bias: a tile of it stays while all that shares it, batch rows, heads and queries, visits it."""
+"""The gradient of the bias: a tile of it stays while the batch rows, heads and queries that share it visit it."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
-from .derivatives import derivatives, keep_row_values
+from .derivatives import derivatives
 from .scores import Part, keep_columns
 
 
@@ -17,8 +17,8 @@ def backward_bias(
 ) -> None:
     """`dbias`, where `begins(step)` says that a step is the first of its tile of the bias."""
     row_values, columns = scratch["row_values"], scratch.get("columns")
-    keep_columns(settings, inputs, columns, by_keys=False)
-    keep_row_values(inputs, row_values)
+    keep_columns(inputs.get("q_integers"), columns)
+    keep_columns(inputs["row_values"], row_values)
 
     @pl.when(begins(step))
     def _():
@@ -27,6 +27,6 @@ def backward_bias(
     def visit(start: int, masked: bool) -> None:
         one = Part(settings, step, inputs, columns, False, start, part)
         ds = derivatives(one, row_values, masked).ds
-        outputs["dbias"][:, one.lanes] += ds if settings.bias_rows else ds.sum(0, keepdims=True)
+        outputs["dbias"][:, one.lanes] += ds if inputs["bias"].shape[0] > 1 else ds.sum(0, keepdims=True)
 
     over_parts(step, inputs["k"].shape[0], part, visit)

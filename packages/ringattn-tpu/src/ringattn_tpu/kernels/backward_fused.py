@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ..block_sizes import LANES
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST, OPENS
 from .derivatives import derivatives
-from .scores import LANES, Part, keep_columns, matmul
+from .scores import Part, keep_columns, matmul
 
 
 def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
@@ -31,7 +32,7 @@ def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, setti
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=True)
+        keep_columns(inputs.get("kv_integers"), columns)
         dk[...] = jnp.zeros_like(dk)
         dv[...] = jnp.zeros_like(dv)
 
@@ -51,14 +52,14 @@ def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, setti
     over_parts(step, q_tile, part, visit)
     rows = pl.ds(pl.multiple_of(step.at.own * kv_tile, LANES), kv_tile)
 
-    @pl.when(step.has(LAST) & (step.member == 0))
+    @pl.when(step.has(LAST) & (step.at.member == 0))
     def _():
         outputs["dk"][rows, :] = (dk[...] * settings.rule.scale).astype(outputs["dk"].dtype)
         outputs["dv"][rows, :] = dv[...].astype(outputs["dv"].dtype)
 
     if step.members > 1:
 
-        @pl.when(step.has(LAST) & (step.member > 0))
+        @pl.when(step.has(LAST) & (step.at.member > 0))
         def _():
             outputs["dk"][rows, :] += dk[...] * settings.rule.scale
             outputs["dv"][rows, :] += dv[...]

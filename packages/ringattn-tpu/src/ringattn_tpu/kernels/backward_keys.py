@@ -14,12 +14,12 @@ from .scores import Part, keep_columns, matmul
 
 
 def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """`dk` and `dv`; every tile of keys has a step, if only to say that nobody sees it."""
+    """Writes `dk` and `dv`. Every tile of keys has a step: where nobody sees it, an idle one that writes zeros."""
     dk, dv, columns = scratch["dk"], scratch["dv"], scratch.get("columns")
 
-    @pl.when(step.has(FIRST) & (step.member == 0))
+    @pl.when(step.has(FIRST) & (step.at.member == 0))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=True)
+        keep_columns(inputs.get("kv_integers"), columns)
         dk[...] = jnp.zeros_like(dk)
         dv[...] = jnp.zeros_like(dv)
 
@@ -31,7 +31,7 @@ def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settin
 
     over_parts(step, inputs["q"].shape[0], part, visit)
 
-    @pl.when(step.has(LAST) & (step.member == step.members - 1))
+    @pl.when(step.has(LAST) & (step.at.member == step.members - 1))
     def _():
         outputs["dk"][...] = (dk[...] * settings.rule.scale).astype(outputs["dk"].dtype)
         outputs["dv"][...] = dv[...].astype(outputs["dv"].dtype)

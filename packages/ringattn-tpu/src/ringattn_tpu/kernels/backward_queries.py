@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of the queries, and of the slopes: queries keep their tile while keys and values visit it."""
 
-from typing import Any, Final
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ..block_sizes import SUBLANES
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST, OPENS
-from .derivatives import derivatives, keep_row_values
+from .derivatives import derivatives
 from .scores import Part, distance, folded, keep_columns, matmul
-
-SUBLANES: Final = 8
 
 
 def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
@@ -21,11 +20,11 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=False)
-        keep_row_values(inputs, row_values)
+        keep_columns(inputs.get("q_integers"), columns)
+        keep_columns(inputs["row_values"], row_values)
         acc[...] = jnp.zeros_like(acc)
 
-    if settings.slopes:
+    if "dslopes" in outputs:
 
         @pl.when(step.has(OPENS))
         def _():
@@ -35,7 +34,7 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
         one = Part(settings, step, inputs, columns, False, start, part)
         found = derivatives(one, row_values, masked)
         acc[...] += matmul(found.dproduct, one.rows("k"), settings)
-        if settings.slopes:
+        if "dslopes" in outputs:
             outputs["dslopes"][...] -= _in_one_register(found.ds * distance(one))
 
     over_parts(step, inputs["k"].shape[0], part, visit)

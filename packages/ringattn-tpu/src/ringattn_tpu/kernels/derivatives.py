@@ -6,27 +6,20 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from .dropout import kept
-from .scores import Part, mask_out, power, products, scores, to_column, wide
+from .scores import Part, mask_out, power, products, scores, wide
 
 LSE: Final = 0
 DELTA: Final = 1
 SHIFT: Final = 2
-"""The rows of `row_values`, one number for each query: the final lse, delta, and with a bias what the lse is from."""
+"""The rows of `row_values`, one number for each query: the final lse, delta, and with a bias the shift."""
 
 
 class Derivatives(NamedTuple):
-    """`p` are the probabilities after dropout, `ds` the gradient of each score, `dproduct` of each product over the
-    scale."""
+    """`p`: the probabilities after dropout. `ds`: the gradients of the scores. `dproduct`: of the scaled products."""
 
     p: jax.Array
     ds: jax.Array
     dproduct: jax.Array
-
-
-def keep_row_values(inputs: Any, row_values: Any) -> None:
-    """Turns the numbers of the own queries to columns, once for all keys that visit them."""
-    for row in range(row_values.shape[0]):
-        row_values[row] = to_column(inputs["row_values"][row : row + 1, :])
 
 
 def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:

@@ -6,12 +6,12 @@ from typing import Any, Final
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ..block_sizes import LANES
 from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST
 from .dropout import kept
 from .scores import (
-    LANES,
     Part,
     folded,
     keep_columns,
@@ -42,7 +42,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
 
     @pl.when(step.has(FIRST))
     def _():
-        keep_columns(settings, inputs, columns, by_keys=False)
+        keep_columns(inputs.get("q_integers"), columns)
         if "out" in inputs:
             before = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :])
             acc[...] = inputs["out"][...] * wide(before / settings.keep_weight, acc.shape[1])

@@ -5,16 +5,16 @@ The own side of a kernel lies along the sublanes and the visiting side along the
 all that differs. Logarithms are in the units of `Settings.unit`.
 """
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ringattn_core.masks import all_of
 
+from ..block_sizes import LANES
 from ..kernel_inputs import Settings
 from ..launch import Step
 from ..mask_bits import bits
-
-LANES: Final = 128
 
 
 def to_column(row: jax.Array) -> jax.Array:
@@ -78,11 +78,10 @@ class Part(NamedTuple):
         return wide(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
 
 
-def keep_columns(settings: Settings, inputs: Any, columns: Any, by_keys: bool) -> None:
-    """Turns the integers of the own tile to columns, once for all tiles that visit it."""
-    name, rows = ("kv_integers", settings.kv_rows) if by_keys else ("q_integers", settings.q_rows)
-    for row in range(len(rows)):
-        columns[row] = to_column(inputs[name][row : row + 1, :])
+def keep_columns(rows: Any, columns: Any) -> None:
+    """Turns the rows of numbers of an own tile into columns, once for all tiles that visit it; `None`: no numbers."""
+    for row in range(0 if columns is None else columns.shape[0]):
+        columns[row] = to_column(rows[row : row + 1, :])
 
 
 def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
@@ -118,7 +117,7 @@ def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
         s = bent * (rule.soft_cap * settings.unit)
     if settings.bias:
         s = s + _bias(part)
-    if settings.slopes:
+    if "slopes" in part.inputs:
         s = s - part.inputs["slopes"][...] * settings.unit * distance(part)
     return s, bent
 
@@ -133,7 +132,7 @@ def _bias(part: Part) -> jax.Array:
     bias = part.inputs["bias"]
     if not part.by_keys:
         return bias[:, part.lanes].astype(jnp.float32)
-    if part.settings.bias_rows:
+    if bias.shape[0] > 1:
         return jnp.transpose(bias[part.lanes, :].astype(jnp.float32))
     return wide(to_column(bias[...].astype(jnp.float32)), part.width)
 
@@ -145,22 +144,16 @@ def distance(part: Part) -> jax.Array:
 
 def _visible(part: Part) -> jax.Array | None:
     """Which queries see which keys; `None` where all do."""
-    settings = part.settings
-    parts = []
-    if "high" in settings.q_rows:
+    rows, parts = part.settings.q_rows, []
+    if "high" in rows:
         parts.append(part.of_key("position") <= part.of_query("high"))
-    if "low" in settings.q_rows:
+    if "low" in rows:
         parts.append(part.of_key("position") >= part.of_query("low"))
-    if "segment" in settings.q_rows:
+    if "segment" in rows:
         parts.append(part.of_query("segment") == part.of_key("segment"))
-    if settings.mask_bits:
+    if "mask_bits" in part.inputs:
         parts.append(_of_bits(part))
-    if not parts:
-        return None
-    seen = parts[0]
-    for one in parts[1:]:
-        seen = seen & one
-    return seen
+    return all_of(parts)
 
 
 def _of_bits(part: Part) -> jax.Array:

@@ -15,9 +15,8 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
+from .turn_order import last_keys_first, queue_too_long
 
-ORDERED_BY_DEFAULT: Final = False
-"""Whether blocks whose bits must repeat get the ordered form. Two passes have been certified on a GPU, it has not."""
 _TOGETHER: Final = 512
 """How many turns the heads that go together have: few enough for their queries to stay in the cache."""
 _ALL_TOGETHER: Final = 2**30
@@ -27,17 +26,20 @@ _REGISTERS_AT_START: Final = 168
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block, or `None` where it does."""
-    if plan_of(constants) is None:
+    plan = plan_of(constants)
+    if plan is None:
         return "the one-pass backward kernel has no heads of these sizes"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
-    if constants.capped or constants.bias or constants.slopes or constants.dropout:
-        return "the one-pass backward kernel has no soft cap, bias, ALiBi and dropout"
-    if constants.masks:
-        return "the one-pass backward kernel has no dense masks and no masks by predicate"
-    if not (block.rule.fused_backward or ORDERED_BY_DEFAULT):
-        return "the caller wants the same bits at every run, for which two passes are the default"
-    return None if constants.plain else "the scale is not positive"
+    if constants.bias:
+        return "the one-pass backward kernel has no bias"
+    if constants.capped and constants.slopes:
+        return "the one-pass backward kernel has no soft cap with ALiBi"
+    if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
+        return "the one-pass backward kernel has no options for heads of more than 128"
+    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), plan.q_tile):
+        return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
+    return None
 
 
 def backward(
@@ -60,26 +62,26 @@ def backward(
     table = visited_tiles.table(
         inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
     )
-    masked = any((constants.below, constants.above, constants.segments, constants.padded))
+    masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
+    plan = dataclasses.replace(plan, masked=masked, ordered=ordered, last_first=ordered and last_keys_first(constants))
     q_tiles = table.shape.columns
-    more = [(0, 0), (0, 0), (0, q_tiles * plan.q_tile - length)]
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    lse = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), more, constant_values=jnp.inf)
-    counters = jnp.zeros(1 + (plan.writers * batch * heads * q_tiles if ordered else 0), jnp.int32)
+    ranks = _ranks(inputs, block, plan) if ordered else None
+    counters = jnp.zeros(1 + ((1 + plan.wide) * batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
     sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
-    ranks = _ranks(inputs, block, plan) if ordered else None
     arrays = [
-        *inputs.arrays, table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more), ranks,
-        counters, sums,
+        *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
+        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, sums,
     ]  # fmt: skip
-    dk, dv, _, sums = launch(
+    # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
+    slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
+    dk, dv, dslopes, _, sums = launch(
         backward_kernel,
         arrays,
         [
             *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
+            jax.ShapeDtypeStruct(slope_parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             jax.ShapeDtypeStruct(sums.shape, sums.dtype),
         ],
@@ -87,7 +89,7 @@ def backward(
         warps=4,
         stages=1,
         registers=_REGISTERS_AT_START,
-        aliases={len(arrays) - 2: 2, len(arrays) - 1: 3},
+        aliases={len(arrays) - 2: 3, len(arrays) - 1: 4},
         name="ringattn_hopper_backward",
         F=constants,
         T=table.shape,
@@ -112,10 +114,33 @@ def backward(
         Q_TILE=plan.q_tile,
         PIECES=pieces,
     )
-    return Gradients(dq, dk, dv)
+    if block.slopes is None:
+        return Gradients(dq, dk, dv)
+    by_batch = -dslopes.sum(2)
+    return Gradients(dq, dk, dv, None, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
+
+
+def _rows(
+    block: Block, lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], plan: BackwardPlan, length: int
+) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b rows"] | None]:
+    """`lse` in units of log2 and `-delta`, filled up to a `length` of whole tiles; and, for ALiBi, how far the position
+    of each query is from that of the first one in its tile."""
+    more = (0, length - block.q_length)
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
+    delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if block.slopes is None:
+        return lse, delta, None
+    positions = jnp.pad(block.q_positions, [(0, 0), more], mode="edge").reshape(-1, length // plan.q_tile, plan.q_tile)
+    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(-1, length)
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
-    """For each key tile and query tile that see each other, how many earlier key tiles see that query tile."""
-    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int32)
-    return jnp.cumsum(seen, 1, dtype=jnp.int32) - seen
+    """For each key tile and query tile, how many key tiles before it, in the order of turns, see that query tile."""
+    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)
+    ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
+    before = jnp.triu(ones, 1) if plan.last_first else jnp.tril(ones, -1)
+    # A product, whose sums of zeros and ones float32 holds exactly: XLA's running sums are some twenty kernels.
+    found = jnp.einsum("rs,gsc->grc", before, seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return found.astype(jnp.int32)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.tile_loop import full_tile, masked_tile, visit
+from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 
 
 class Steps(NamedTuple):
@@ -20,22 +20,24 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
-    """What a turn visits, from the first query tile to the last, or backwards where the plan is `ordered`.
+def owner(turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """The key tile, batch row and key head of a turn."""
+    row, batch, kv_head = owned(turn, T, F.kv_heads)
+    if PLAN.last_first:
+        row = T.rows - 1 - row
+    return row, batch, kv_head
 
-    Turns that run at a time then come to the tiles that they share one after the other, in the order in which they may
-    add to them. From the first to the last, a causal mask would let a turn begin far ahead of those it waits for.
-    """
+
+@gluon.jit
+def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
+    """What a turn visits, from the first query tile to the last, or from the last to the first."""
     visited = visit(BOUNDS, TILES, batch, row, T)
     whole = visited.full_to - visited.full_from
-    before = visited.masked
-    if not T.listed:
-        before = visited.before
-    after = visited.masked - before
-    if PLAN.ordered:
-        return Steps(visited, after, whole, before)
+    after = visited.masked - visited.before
+    if PLAN.ordered and not PLAN.last_first:
+        return Steps(visited, after, whole, visited.before)
     else:
-        return Steps(visited, before, whole, after)
+        return Steps(visited, visited.before, whole, after)
 
 
 @gluon.jit
@@ -43,7 +45,7 @@ def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile of a step; any number after the last."""
     number = step
     before = steps.before
-    if PLAN.ordered:
+    if PLAN.ordered and not PLAN.last_first:
         number = gl.maximum(steps.before + steps.whole + steps.after - 1 - step, 0)
         before = steps.after
     inside = number - before

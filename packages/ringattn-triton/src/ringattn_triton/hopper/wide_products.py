@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.tile_loop import owned
-from ..kernels.tokens import of_columns, of_rows, visible
 from .backward_memory import at, got_number, next_turn, shared_places
 from .backward_products import in_register_order, opaque_zero, write_gradient
-from .head_tiles import product_count, product_of_heads
+from .backward_scores import probabilities, tile_of
+from .backward_turns import owner
+from .head_tiles import product_of_heads
 
 _WEIGHTS = gl.constexpr(2)
 """The place of `dq` in which p is handed over; then it has the last piece of dq of the consumer that wrote p."""
@@ -40,26 +40,24 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
         whole = got_number(at(shared.whole, taken % 2), 4)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         mbarrier.wait(at(shared.kv_full, 0), taken & 1)
-        before = got_number(at(shared.before, taken % 2), 4)
-        after = got_number(at(shared.after, taken % 2), 4)
-        last = done + F.group * (before + whole + after) - 1
-        s = warpgroup_mma_wait(0, deps=[_scores(shared, done, done <= last, F, PLAN)])
         if PLAN.masked:
+            before = got_number(at(shared.before, taken % 2), 4)
+            after = got_number(at(shared.after, taken % 2), 4)
             # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
             for part in range(0, 2 * F.group):
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
-                    dv, s = _step_of_dv(dv, s, shared, step, last, P, turn, F, T, PLAN, True, SUMS)
+                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, True, SUMS)
                 done = end + gl.where(part % 2 == 0, whole, 0)
                 for step in range(end, done):
-                    dv, s = _step_of_dv(dv, s, shared, step, last, P, turn, F, T, PLAN, False, SUMS)
+                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         else:
             first = done
-            done = last + 1
+            done += F.group * whole
             for step in range(first, done):
-                dv, s = _step_of_dv(dv, s, shared, step, last, P, turn, F, T, PLAN, False, SUMS)
+                dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
+        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         write_gradient(dv, DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
@@ -86,7 +84,7 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         for step in range(first, done):
             dk = _step_of_dk(dk, shared, step, F, PLAN, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
+        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         write_gradient(dk * F.scale, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
         taken += 1
@@ -95,7 +93,7 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
 
 @gluon.jit
 def _step_of_dv(
-    dv, s, shared, step, last, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
+    dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile: scores `s = k q^T`; `p = exp(s - lse)`, handed over; `dv += p dout`; `dq = ds^T k` in part.
@@ -107,18 +105,16 @@ def _step_of_dv(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     place = step % PLAN.stages
+    mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
+    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
+    s = product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
+    tile = 0
     if MASKED:
-        row, batch, _ = owned(turn, T, F.kv_heads)
-        number = got_number(at(shared.tile, place), 4)
-        rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
-        queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
-        columns = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
-    lse = at(shared.lse, place).load(SCORES)
+        row, batch, _ = owner(turn, F, T, PLAN)
+        tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
     mbarrier.arrive(at(shared.q_empty, place), count=1)
-    p = gl.exp2(s * F.fold - lse)
-    if MASKED:  # rows past the end have lse +inf
-        p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
     # The last tile's p has been read, and the piece of dq that came after it is on its way to memory.
     mbarrier.wait(at(shared.dq_empty, _WEIGHTS), (step & 1) ^ 1)
     shared.dq.index(_WEIGHTS).store(in_register_order(p))
@@ -128,17 +124,17 @@ def _step_of_dv(
     dv = warpgroup_mma(
         gl.convert_layout(p.to(TYPE), LEFT), at(shared.dout, dout_place + opaque_zero()), dv, is_async=True
     )
-    following = _scores(shared, step + 1, step < last, F, PLAN)
-    dv = warpgroup_mma_wait(product_count(F.head_dim), deps=[dv])
+    dv = warpgroup_mma_wait(0, deps=[dv])
     mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
     ds_place = step % PLAN.ds_places
     mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
     dq = _piece_of_dq(shared, ds_place, 0)
-    dq, following = warpgroup_mma_wait(0, deps=[dq, following])
+    other = _piece_of_dq(shared, ds_place, 1)
+    dq = warpgroup_mma_wait(1, deps=[dq])
     _hand_over(dq, shared, 0, step)
-    dq = warpgroup_mma_wait(0, deps=[_piece_of_dq(shared, ds_place, 1)])
-    _hand_over(dq, shared, _WEIGHTS, step)
-    return dv, following
+    other = warpgroup_mma_wait(0, deps=[other])
+    _hand_over(other, shared, _WEIGHTS, step)
+    return dv
 
 
 @gluon.jit
@@ -154,7 +150,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
     mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     dp = product_of_heads(at(shared.v, opaque_zero()), at(shared.dout, dout_place + opaque_zero()), zero, F.value_dim)
-    minus_delta = at(shared.minus_delta, dout_place).load(SCORES)
+    minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
     mbarrier.wait(at(shared.weights_full, 0), step & 1)
     p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -181,16 +177,6 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
         dk = warpgroup_mma_wait(0, deps=[dk])
         mbarrier.arrive(at(shared.q_empty, place), count=1)
     return dk
-
-
-@gluon.jit
-def _scores(shared, step, wanted, F: gl.constexpr, PLAN: gl.constexpr):
-    """Begins the scores of a step, keys as rows; where they are not `wanted`, of whatever is in the place."""
-    place = step % PLAN.stages
-    mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1, pred=wanted)
-    Q_TILE: gl.constexpr = PLAN.q_tile
-    zero = gl.zeros([64, Q_TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16]))
-    return product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
 
 
 @gluon.jit

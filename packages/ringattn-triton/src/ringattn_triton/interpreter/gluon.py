@@ -22,9 +22,10 @@ from .values import Pointer, Tensor, cast, constant, plain
 
 
 class Team:
-    """The partitions of one program: who runs, who waits, and what went wrong.
+    """The partitions of one program: how many run, which wait, and the first error.
 
-    Who is in `waiting` waits in vain: where a barrier changes nobody is, until each has looked again.
+    `waiting` holds the threads that have looked at their barrier and found its phase incomplete. Any change of a
+    barrier empties it, and all look again. If it holds every running thread, none can go on.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,7 +46,7 @@ class Team:
             raise _error("ends before its products do")
 
     def wait(self, barrier: "Barrier", parity: int) -> None:
-        """Until the phase that the barrier completed last is one of this parity."""
+        """Blocks until the last phase that the barrier has completed is one of this parity."""
         with self.changed:
             while not barrier.has_completed(parity) and self.error is None:
                 self.waiting.add(threading.get_ident())
@@ -60,7 +61,7 @@ class Team:
         self.changed.notify_all()
 
     def ended(self, error: BaseException | None) -> None:
-        """A partition has ended: the others stop where that was an error, else look whether they are stuck now."""
+        """Records that a partition has ended. After an error the others stop; else they check if they are stuck."""
         with self.changed:
             self.running -= 1
             if self.error is None:
@@ -72,7 +73,7 @@ class Team:
         return _error(f"waits for ever: its partitions {others}")
 
     def finish(self) -> None:
-        """Raises what went wrong."""
+        """Raises the first error, if any."""
         if self.error is not None:
             raise self.error
         if any(barrier.fetches or barrier.bytes for barrier in self.fetched):
@@ -111,7 +112,7 @@ class Barrier:
                 current.team.look_again()
 
     def fetching(self, arrive: Callable[[], None]) -> None:
-        """Keeps what a fetch does when it arrives until somebody looks."""
+        """Delays the arrival of a fetch until a partition waits for it."""
         with current.team.changed:
             self._need_begun()
             self.fetches.append(arrive)
@@ -171,7 +172,7 @@ class Shared:
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
-        """As a partition does, which products do not see yet; they read no integers."""
+        """Stores as a partition does: asynchronous products see floats only after a fence, and read no integers."""
         self.fill(value)
         if self.dtype.is_floating():
             current.unfenced.append(self.data)
@@ -187,7 +188,7 @@ class Shared:
 
 
 class Product:
-    """A product that was begun; nothing but a wait makes numbers of it."""
+    """An asynchronous product that has begun. Its value exists after a wait; any use before raises."""
 
     def __init__(self, found: Callable[[], Tensor]) -> None:
         self._found = found
@@ -311,9 +312,8 @@ def arrive(mbarrier: Shared, *, count: Any = 1) -> None:
     _barrier(mbarrier).arrived(plain(count))
 
 
-def wait(mbarrier: Shared, phase: Any, pred: Any = True) -> None:
-    if constant(pred):
-        current.team.wait(_barrier(mbarrier), _integer(phase))
+def wait(mbarrier: Shared, phase: Any) -> None:
+    current.team.wait(_barrier(mbarrier), _integer(phase))
 
 
 def make_tensor_descriptor(base: Pointer, shape: Any, strides: Any, block_shape: Any, layout: Any) -> Descriptor:

@@ -61,8 +61,7 @@ def _mask(pointer: Pointer, mask: Any) -> Any:
     mask = constant(mask)
     if mask is None or mask is True:
         return None
-    data = cast(tensor(mask), tl.int1).data
-    return data
+    return cast(tensor(mask), tl.int1).data
 
 
 def arange(start: int, end: int) -> Tensor:

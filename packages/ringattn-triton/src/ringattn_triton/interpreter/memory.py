@@ -36,7 +36,7 @@ class Storage:
 
     @classmethod
     def of_alias(cls, array: np.ndarray) -> "Storage":
-        """Holds the operand's values, in the place where the output's will be."""
+        """The memory that an output shares with an operand: it holds the operand's values at first."""
         nobody = np.full(array.size, -1, np.int32)
         return cls(decoded(array).copy(), nobody, nobody.copy())
 
@@ -103,7 +103,7 @@ class Buffer:
             )
 
     def _note_read(self, offsets: Any) -> None:
-        """The operand's side of an alias: read before anybody writes there, and by one program."""
+        """Records a read of an operand that shares memory with an output; raises if a program has written there."""
         written, read, me = self.storage.written, self.storage.read, self.launch.program
         assert written is not None and read is not None
         if self.writable:

@@ -32,12 +32,8 @@ class Tensor:
     def numel(self) -> int:
         return self.data.size
 
-    def to(self, dtype: Any, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> "Tensor":
-        if bitcast:
-            return bitcasted(self, dtype)
-        if fp_downcast_rounding not in (None, "rtne"):
-            raise NotImplementedError(f"the interpreter rounds to nearest even, not {fp_downcast_rounding!r}")
-        return cast(self, dtype)
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        return bitcasted(self, dtype) if bitcast else cast(self, dtype)
 
     def __getitem__(self, index: Any) -> "Tensor":
         index = index if isinstance(index, tuple) else (index,)
@@ -217,7 +213,8 @@ def divided(a: Any, b: Any) -> Tensor:
 
 def quotient(a: Any, b: Any) -> Tensor:
     """The quotient of integers, rounded towards zero as processors do."""
-    x, y, dtype = _integers("//", a, b)
+    x, y, dtype = met(a, b, division=True)
+    _need(dtype.is_int(), "//", dtype)
     floor = np.floor_divide(x, y)
     if dtype.is_int_unsigned():
         return Tensor(floor, dtype)
@@ -228,12 +225,6 @@ def remainder(a: Any, b: Any) -> Tensor:
     """The remainder of `quotient`; it has the sign of the dividend."""
     x, y, dtype = met(a, b, division=True)
     return Tensor(rounded(np.fmod(x, y), dtype), dtype)
-
-
-def _integers(what: str, a: Any, b: Any) -> tuple[Any, Any, Any]:
-    x, y, dtype = met(a, b, division=True)
-    _need(dtype.is_int(), what, dtype)
-    return x, y, dtype
 
 
 def bitwise(function: Callable[..., Any], a: Any, b: Any) -> Tensor:

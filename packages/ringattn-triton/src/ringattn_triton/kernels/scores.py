@@ -151,3 +151,19 @@ def derivatives(
     if F.capped:
         dproduct = ds * (1.0 - bend * bend)
     return dropped, ds, dproduct
+
+
+@triton.jit
+def narrowed(dproduct, like, F: tl.constexpr):
+    """The derivative by the products in the dtype of `like`. For float16, which ends at 65504, the scale is in it."""
+    if like.dtype == tl.float16:
+        dproduct = dproduct * F.scale
+    return dproduct.to(like.dtype)
+
+
+@triton.jit
+def scaled(total, like, F: tl.constexpr):
+    """A sum over `narrowed` derivatives, with the scale."""
+    if like.dtype != tl.float16:
+        total = total * F.scale
+    return total

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JAX primitive that launches a kernel: compiled on a GPU, interpreted on a CPU.
-
-The choice is made when a program is lowered, so one traced program serves both.
-"""
+"""Launches a kernel from a JAX program: compiled on a GPU, interpreted on a CPU."""
 
 import functools
 import math
@@ -10,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jax
-import jax.core
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from ringattn_core.contract.launch import launch_primitive
 from ringattn_core.contract.varying import align, axes_of
 
-from . import target
 from .kernel_call import KernelCall
+from .target import INTERPRETER, capability
 
 
 def launch(
@@ -40,8 +35,6 @@ def launch(
     memory of operand `i`: each program may read its part of the operand, then write that part of the output, and
     touches no other's. The outputs vary over the mesh axes that the operands vary over.
     """
-    given = [operand for operand in operands if operand is not None]
-    axes = axes_of(given)
     arrays = [jnp.zeros((1,), jnp.int32) if operand is None else operand for operand in operands]
     call = KernelCall(
         kernel=kernel,
@@ -55,7 +48,7 @@ def launch(
         registers=registers,
         among=_devices_together(),
     )
-    return tuple(align(_launch.bind(*arrays, call=call), axes))
+    return tuple(align(_launch.bind(*arrays, call=call), axes_of(operands)))
 
 
 def _devices_together() -> int:
@@ -63,21 +56,8 @@ def _devices_together() -> int:
     return math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
 
 
-def _abstract(*_: Any, call: KernelCall) -> list[jax.core.ShapedArray]:
-    return [jax.core.ShapedArray(output.shape, output.dtype) for output in call.outputs]
-
-
-def _eager(*arrays: jax.Array, call: KernelCall) -> list[jax.Array]:
-    return jax.jit(functools.partial(_launch.bind, call=call))(*arrays)
-
-
 def _interpreted(*arrays: jax.Array, call: KernelCall) -> list[jax.Array]:
-    if not target.interpretation_allowed():
-        raise RuntimeError(
-            f"kernel {call.name} was to be launched on a CPU, and Triton compiles for GPUs. Set "
-            f"{target.INTERPRET_VARIABLE}=1 to interpret it, which is slow and meant for tests, or choose the backend "
-            "'xla'."
-        )
+    INTERPRETER.check(call.name)
     from . import interpreted
 
     return interpreted.launch(arrays, call)
@@ -86,14 +66,15 @@ def _interpreted(*arrays: jax.Array, call: KernelCall) -> list[jax.Array]:
 def _compiled(*arrays: jax.Array, call: KernelCall, platform: str) -> list[jax.Array]:
     from . import compiled
 
-    return compiled.launch(arrays, call, platform, target.capability())
+    return compiled.launch(arrays, call, platform, capability())
 
 
-_launch: Final = Primitive("ringattn_triton_launch")
-_launch.multiple_results = True
-_launch.def_abstract_eval(_abstract)
-_launch.def_impl(_eager)
-mlir.register_lowering(_launch, mlir.lower_fun(_interpreted, multiple_results=True), platform="cpu")
-for _platform in ("cuda", "rocm"):
-    _lower = mlir.lower_fun(functools.partial(_compiled, platform=_platform), multiple_results=True)
-    mlir.register_lowering(_launch, _lower, platform=_platform)
+_launch: Final = launch_primitive(
+    "ringattn_triton_launch",
+    lambda *_, call: call.outputs,
+    {
+        "cpu": _interpreted,
+        "cuda": functools.partial(_compiled, platform="cuda"),
+        "rocm": functools.partial(_compiled, platform="rocm"),
+    },
+)

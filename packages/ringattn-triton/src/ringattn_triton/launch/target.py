@@ -4,13 +4,15 @@
 import contextlib
 import contextvars
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Final, Literal
 
 import jax
+from ringattn_core.contract.launch import Interpreter
 
-INTERPRET_VARIABLE: Final = "RINGATTN_TRITON_INTERPRET"
+from ..plugin import INTERPRET_VARIABLE
+
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Triton", "GPU")
 _SHARED_MEMORY: Final = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program can have, by compute capability."""
 
@@ -47,12 +49,7 @@ def target() -> Target:
 
 def interpreting() -> bool:
     """Whether the kernels of a program that is traced now will be interpreted: on a CPU, where the user says so."""
-    return interpretation_allowed() and capability() is None and jax.default_backend() == "cpu"
-
-
-def interpretation_allowed() -> bool:
-    """Whether the environment asks for it; programs that are lowered for GPUs are compiled all the same."""
-    return os.environ.get(INTERPRET_VARIABLE, "") == "1"
+    return INTERPRETER.allowed and capability() is None and jax.default_backend() == "cpu"
 
 
 def capability() -> int | None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import backward_rows, bent, biases, derivatives, distance
+from ..kernels.scores import backward_rows, bent, biases, derivatives, distance, narrowed, scaled
 from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
 from ..kernels.tokens import Inputs, of_head, of_keys, of_queries
 from .bias_sums_kernel import keep_tile
@@ -78,10 +78,11 @@ def backward_keys(
     dk_at = token * F.head_dim + moved(columns, F.kv_heads * F.head_dim, F.wide) + dims
     dv_at = token * F.value_dim + moved(columns, F.kv_heads * F.value_dim, F.wide) + value_dims
     inside = columns < F.kv_length
+    dk = scaled(dk, k, F)
     if KV_RAGGED or DIM_RAGGED:
-        tl.store(DK + dk_at, dk * F.scale, mask=inside & (dims < F.head_dim))
+        tl.store(DK + dk_at, dk, mask=inside & (dims < F.head_dim))
     else:
-        tl.store(DK + dk_at, dk * F.scale)
+        tl.store(DK + dk_at, dk)
     if KV_RAGGED or VALUE_RAGGED:
         tl.store(DV + dv_at, dv, mask=inside & (value_dims < F.value_dim))
     else:
@@ -118,7 +119,7 @@ def _added_to_keys(
         bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, False
     )  # fmt: skip
     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
-    dk = tl.dot(dproduct.to(q.dtype), q, dk, input_precision=F.precision)
+    dk = tl.dot(narrowed(dproduct, q, F), q, dk, input_precision=F.precision)
     return dk, dv
 
 
@@ -198,7 +199,7 @@ def backward_queries(
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, True,
         )  # fmt: skip
 
-    dq = dq * F.scale
+    dq = scaled(dq, q, F)
     if not FRESH:
         dq += vectors(DQ_BEFORE + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
     if Q_RAGGED or DIM_RAGGED:
@@ -239,5 +240,5 @@ def _added_to_queries(
         dslope -= tl.sum(ds * distance(queries, keys), 1)
     if IN_STRIPS:
         keep_tile(ds_at + moved(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
-    dq = tl.dot(dproduct.to(k.dtype), k, dq, input_precision=F.precision)
+    dq = tl.dot(narrowed(dproduct, k, F), k, dq, input_precision=F.precision)
     return dq, dslope

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated calls that use many options at once: together they try every pair of options that a backend declares.
+
+A mixture has one level of every factor below. Two levels that the contract allows together occur in one mixture of the
+first cover, as do any three masks. Further covers draw other mixtures, so that more triples of options meet.
+"""
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ringattn_core.contract.features import Feature
+
+from . import case_inputs
+from .cases import DTYPES, Case
+from .ranks import Placement
+from .tiers import RINGS
+
+Level = Mapping[str, Any]
+"""Fields of `Case` and of `Placement`. The empty level leaves an option out."""
+OFF: Final[Level] = {}
+HEAD_DIMS: Final = (64, 20, 128, 80, 192, 96, 256)
+FACTORS: Final[dict[str, tuple[Level, ...]]] = {
+    "dtype": tuple({"dtype": name} for name in DTYPES),
+    "ring": tuple({"ring": ranks} for ranks in (2, 1, 3, 4, 8)),
+    "layout": tuple({"layout": name} for name in ("contiguous", "zigzag", "striped")),
+    "heads": (
+        {"batch": 1, "heads": 8, "kv_heads": 2},
+        {"batch": 3, "heads": 6, "kv_heads": 3},
+        {"batch": 3, "heads": 5, "kv_heads": 5},
+        {"batch": 2, "heads": 4, "kv_heads": 4},
+    ),
+    "head size": tuple({"head_dim": size} for size in HEAD_DIMS),
+    "value size": (OFF, {"value_dim": 24}),
+    "lengths": (OFF, {"kv_length": 96}),
+    "causal": (OFF, {"causal": True}),
+    "window": (OFF, {"window": (17, 4)}, {"window": (None, 6)}, {"window": (20, None)}),
+    "chunk": (OFF, {"chunk": 20}),
+    "segments": (OFF, {"segments": case_inputs.large_ids}, {"segments": case_inputs.scattered_padding}),
+    "positions": (OFF, {"positions": case_inputs.far}, {"positions": case_inputs.far_rows}),
+    "builder": (OFF, {"builder": case_inputs.OF_HEADS}, {"builder": case_inputs.ALGEBRA}),
+    "dense mask": (OFF, {"dense_mask": "BNT"}),
+    "soft cap": (OFF, {"soft_cap": 2.0}),
+    "scores": (OFF, {"scale": 0.3}, {"gain": 8192.0, "scale": 2.0**-16}, {"gain": 40.0}),
+    "sinks": (OFF, {"sinks": "head"}, {"sinks": "each"}),
+    "bias": (OFF, {"bias": "BNT"}, {"bias": "N"}),
+    "slopes": (OFF, {"slopes": True}),
+    "dropout": (OFF, {"dropout": 0.2}),
+    "lse": (OFF, {"lse": True}),
+    "fused backward": (OFF, {"fused_backward": True}),
+    "two ways": (OFF, {"two_way": True}),
+    "precision": (OFF, {"precision": "highest"}),
+}
+"""By factor, its levels; a gain of 8192 has products of float16 overflow if they are not summed in float32."""
+MASKS: Final = ("causal", "window", "chunk", "segments", "positions", "builder", "dense mask")
+TRIES: Final = 12
+SEED: Final = 28
+"""One of those whose first cover has each option matter beside each other option, in each dtype and head size."""
+FIRST_RINGS: Final = 3
+"""The largest ring of the first cover: programs for larger rings compile slowly, and are left to the second."""
+FIRST_PARTNERS: Final = {"two ways": ("dtype", "layout", "heads"), "ring": ("dtype", "layout", "lengths")}
+"""The factors with which the first cover pairs these factors, for the same reason."""
+CHEAPEST_FIRST: Final = ("ring", "two ways")
+"""Factors whose first level compiles fastest, and is taken where others would gain nothing."""
+MOST_MASKS: Final = 4
+"""With more masks at once most queries would see no key."""
+_OF_PLACEMENT: Final = frozenset({"ring", "layout", "two_way"})
+_ENOUGH_APART: Final = frozenset({"head size", "ring"})
+"""Two factors whose pairs need not all be tried: a kernel does not know the ring."""
+
+Choice = dict[str, int]
+"""By factor, the number of the level."""
+Target = frozenset[tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A case with a ring size and a layout; `cover` is the number of the cover that it belongs to."""
+
+    case: Case
+    placement: Placement
+    cover: int
+
+    def __str__(self) -> str:
+        return f"{self.case.name}-{self.placement}"
+
+
+@functools.cache
+def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int = 1) -> tuple[Mixture, ...]:
+    """The mixtures for a backend with these features. They use nothing else, and no ring of more than `largest`."""
+    found: list[Mixture] = []
+    for cover in range(covers):
+        rings = largest if cover else min(largest, FIRST_RINGS)
+        allowed = {factor: _declared(factor, features, rings) for factor in FACTORS}
+        if not all(allowed.values()):
+            break
+        draw = random.Random(SEED + cover)
+        missing = _targets(allowed)
+        if cover == 0:
+            missing = {target for target in missing if _compiles_fast(dict(target))}
+        while missing:
+            choices = [_filled(allowed, missing, draw) for _ in range(TRIES)]
+            best = max(choices, key=lambda choice: len(_met(choice, missing)))
+            missing -= _met(best, missing)
+            found.append(_mixture(best, len(found), cover))
+    return tuple(found)
+
+
+def _declared(factor: str, features: frozenset[Feature], largest: int) -> list[int]:
+    """The levels of a factor that need declared features only."""
+
+    def needs(number: int) -> frozenset[Feature]:
+        case, placement = _call({factor: number}, "")
+        own = case.needs | placement.needs
+        return own if factor == "dtype" else own - {Feature.FLOAT32}
+
+    def partner(level: Level) -> bool:
+        """Whether another factor has a level that this one needs."""
+        if level.get("two_way") and largest < 3:
+            return False
+        return not level.get("precision") or Feature.FLOAT32 in features
+
+    return [
+        number
+        for number, level in enumerate(FACTORS[factor])
+        if needs(number) <= features and level.get("ring", 1) <= largest and partner(level)
+    ]
+
+
+def _call(choice: Choice, name: str) -> tuple[Case, Placement]:
+    fields: dict[str, Any] = {"name": name, "lse": False}
+    for factor, number in choice.items():
+        fields |= FACTORS[factor][number]
+    fields.setdefault("value_dim", fields.get("head_dim", Case.head_dim))
+    of_placement = {name: fields.pop(name) for name in _OF_PLACEMENT & fields.keys()}
+    return Case(**fields), Placement(**of_placement)
+
+
+def _mixture(choice: Choice, number: int, cover: int) -> Mixture:
+    level = {factor: FACTORS[factor][one] for factor, one in choice.items()}
+    case, placement = _call(choice, f"{number:02}-{level['dtype']['dtype']}-d{level['head size']['head_dim']}")
+    return Mixture(case, dataclasses.replace(placement, check_vma=number % 2 == 0), cover)
+
+
+def _targets(allowed: Mapping[str, Iterable[int]]) -> set[Target]:
+    """What a cover must meet: all pairs of levels of two factors, and all triples of masks, that are possible."""
+    pairs = itertools.combinations([(factor, one) for factor, levels in allowed.items() for one in levels], 2)
+    on = [(factor, levels[1]) for factor in MASKS if len(levels := list(allowed[factor])) > 1]
+    every = itertools.chain(pairs, itertools.combinations(on, 3))
+    return {
+        frozenset(one)
+        for one in every
+        if len(dict(one)) == len(one) and dict(one).keys() != _ENOUGH_APART and _possible(dict(one))
+    }
+
+
+def _compiles_fast(target: Choice) -> bool:
+    return all(target.keys() <= {factor, *FIRST_PARTNERS[factor]} for factor in FIRST_PARTNERS if target.get(factor))
+
+
+def _possible(choice: Choice) -> bool:
+    """Whether core accepts these levels together."""
+    level = {factor: FACTORS[factor][number] for factor, number in choice.items()}
+    ring = level.get("ring", {}).get("ring", 4)
+    two_way = level.get("two ways")
+    if ring == 1 and level.get("layout", {}).get("layout", "contiguous") != "contiguous":
+        return False
+    if two_way and (not 2 < ring < 8 or level.get("heads", {}).get("kv_heads", 2) % 2):
+        return False
+    if sum(bool(level.get(factor)) for factor in MASKS) > MOST_MASKS:
+        return False
+    # `precision` is about products of float32 alone.
+    return not (level.get("precision") and level.get("dtype", {}).get("dtype", "float32") != "float32")
+
+
+def _filled(allowed: Mapping[str, list[int]], missing: set[Target], draw: random.Random) -> Choice:
+    """A choice that begins with a missing target, and takes for each factor in turn the level that meets most."""
+    choice: Choice = dict(draw.choice(sorted(missing, key=sorted)))
+    factors = [factor for factor in allowed if factor not in choice]
+    draw.shuffle(factors)
+    for factor in factors:
+        possible = [one for one in allowed[factor] if _possible(choice | {factor: one})]
+        gains = {one: sum(frozenset({(factor, one), other}) in missing for other in choice.items()) for one in possible}
+        equal = [one for one in possible if gains[one] == max(gains.values())]
+        choice[factor] = equal[0] if factor in CHEAPEST_FIRST else draw.choice(equal)
+    return choice
+
+
+def _met(choice: Choice, missing: set[Target]) -> set[Target]:
+    items = choice.items()
+    return {target for target in missing if target <= items}

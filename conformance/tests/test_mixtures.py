@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mixtures: together they have every pair of options, they use declared features only, and each option matters."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from ringattn_conformance import oracle
+from ringattn_conformance.mixtures import FACTORS, MASKS, Mixture, mixtures
+from ringattn_conformance.ranks import answer_of, inputs_of
+from ringattn_conformance.tolerances import allowed
+from ringattn_core.contract.features import Feature
+
+ALL = frozenset(Feature)
+DTYPES = {Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16}
+WITHOUT: dict[str, dict[str, Any]] = {
+    "causal": {"causal": False},
+    "window": {"window": None},
+    "chunk": {"chunk": None},
+    "segments": {"q_segments": None, "kv_segments": None},
+    "positions": {"q_positions": None, "kv_positions": None},
+    "soft_cap": {"soft_cap": None},
+    "scale": {"scale": None},
+    "sinks": {"sinks": None},
+    "bias": {"bias": None},
+    "slopes": {"slopes": None},
+    "dropout": {"dropout": 0.0},
+}
+"""By option, the fields of a problem without it."""
+IMPLIED = {("causal", "chunk")}
+"""A chunk is causal anyway."""
+
+
+def needs(mixture: Mixture) -> frozenset[Feature]:
+    return mixture.case.needs | mixture.placement.needs
+
+
+def test_every_two_features_meet():
+    met = {pair for one in mixtures(ALL, covers=2) for pair in itertools.combinations(sorted(needs(one), key=str), 2)}
+    features = sorted(ALL - {Feature.GRADIENTS}, key=str)
+    missing = {frozenset(pair) for pair in itertools.combinations(features, 2)} - {frozenset(pair) for pair in met}
+    halves = {frozenset({Feature.PRECISION, dtype}) for dtype in (Feature.FLOAT16, Feature.BFLOAT16)}
+    apart = {frozenset(pair) for pair in itertools.combinations(DTYPES, 2)}
+    assert missing == halves | apart | {frozenset({Feature.ZIGZAG, Feature.STRIPED})}
+
+
+def test_every_feature_is_in_the_first_cover_in_every_dtype():
+    for feature in ALL - DTYPES - {Feature.GRADIENTS, Feature.PRECISION}:
+        assert {*DTYPES} == {dtype for one in mixtures(ALL) if feature in needs(one) for dtype in DTYPES & needs(one)}
+
+
+def test_any_three_masks_meet():
+    fields = [next(iter(FACTORS[factor][1])) for factor in MASKS]
+    masks = [frozenset(name for name in fields if getattr(one.case, name)) for one in mixtures(ALL)]
+    for three in itertools.combinations(fields, 3):
+        assert any(found.issuperset(three) for found in masks), three
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {Feature.GRADIENTS, Feature.FLOAT32, Feature.CAUSAL},
+        {Feature.BFLOAT16, Feature.SEGMENT_IDS, Feature.GROUPED_HEADS},
+        ALL - {Feature.RETURN_LSE, Feature.FLOAT32},
+    ],
+    ids=["three features", "bfloat16 alone", "without lse and float32"],
+)
+def test_a_backend_gets_mixtures_of_what_it_declares(features: set[Feature]):
+    found = mixtures(frozenset(features))
+    assert frozenset().union(*(needs(one) for one in found)) == set(features) - {Feature.GRADIENTS} - (
+        {Feature.PRECISION} if Feature.FLOAT32 not in features else set()
+    )
+
+
+def test_a_backend_of_no_dtype_gets_none():
+    assert mixtures(frozenset({Feature.CAUSAL})) == ()
+
+
+def test_no_ring_is_larger_than_asked_and_every_name_is_used_once():
+    assert {one.placement.ring for one in mixtures(ALL, 2, 2)} == {1, 2}
+    found = mixtures(ALL, covers=2)
+    assert len({str(one) for one in found}) == len(found)
+    assert {one.placement.ring for one in found} == {1, 2, 3, 4, 8}
+
+
+def matters(mixture: Mixture, option: str) -> bool:
+    """Whether a kernel that ignores the option is beyond the tolerance."""
+    ring, case = mixture.placement.ring, mixture.case
+    problem, want = inputs_of(case, ring).problem, answer_of(case, ring)
+    out = oracle.attend(dataclasses.replace(problem, **WITHOUT[option])).out
+    return float(np.abs(out - want.out).max()) > 5 * allowed("out", case.dtype, want.out, want.largest)
+
+
+def test_an_option_that_is_ignored_beside_another_or_in_one_dtype_shows():
+    """An option matters in some mixture with each other option, in each dtype, and with each head size and group."""
+    seen: set[tuple[str, Any]] = set()
+    for one in mixtures(ALL):
+        present = [option for option in WITHOUT if getattr(one.case, option) not in (None, False, 0.0)]
+        beside = [*present, one.case.dtype, one.case.head_dim, one.case.heads]
+        seen |= {(option, other) for option in present if matters(one, option) for other in beside}
+    sizes = [level[name] for factor, name in (("dtype", "dtype"), ("head size", "head_dim"), ("heads", "heads"))
+             for level in FACTORS[factor]]  # fmt: skip
+    wanted = {(option, other) for option in WITHOUT for other in (*WITHOUT, *sizes) if other != option}
+    assert wanted - seen - IMPLIED == set()

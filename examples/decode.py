@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefills a prompt and decodes from a cache that is sharded over 8 CPU devices, with a small random model."""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ringattn_core import decode_attention, ring_attention
+
+HEADS, KEY_HEADS, HEAD_SIZE, WIDTH, VOCABULARY, WINDOW = 8, 2, 16, 64, 101, 48
+Weights = dict[str, jax.Array]
+Cache = tuple[jax.Array, jax.Array]
+
+
+def random_weights(seed: int) -> Weights:
+    """One layer of attention between an embedding and the logits."""
+    shapes = {
+        "embedding": (VOCABULARY, WIDTH),
+        "query": (WIDTH, HEADS, HEAD_SIZE),
+        "key": (WIDTH, KEY_HEADS, HEAD_SIZE),
+        "value": (WIDTH, KEY_HEADS, HEAD_SIZE),
+        "out": (HEADS, HEAD_SIZE, WIDTH),
+        "logits": (WIDTH, VOCABULARY),
+        "sinks": (HEADS,),
+    }
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / shape[0] ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def projected(weights: Weights, tokens: jax.Array) -> tuple[jax.Array, ...]:
+    x = weights["embedding"][tokens]
+    return (x, *(jnp.einsum("btm,mnh->btnh", x, weights[name]) for name in ("query", "key", "value")))
+
+
+def next_tokens(weights: Weights, x: jax.Array, attended: jax.Array) -> jax.Array:
+    """The likeliest token after each position."""
+    x = x + jnp.einsum("btnh,nhm->btm", attended, weights["out"])
+    return jnp.argmax(x @ weights["logits"], -1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prefill(mesh: Mesh, weights: Weights, prompt: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
+    """The cache of a padded prompt, and the first new token of each row."""
+    x, query, key, value = projected(weights, prompt)
+    out = ring_attention(
+        query, key, value, weights["sinks"], causal=True, sliding_window=(WINDOW, 0), mesh=mesh, axis_name="sp"
+    )
+    return (key, value), jnp.take_along_axis(next_tokens(weights, x, out), lengths[:, None] - 1, 1)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def step(mesh: Mesh, weights: Weights, cache: Cache, token: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
+    """Writes one token of each row to the cache, and returns the cache and the next token."""
+    x, query, *new = projected(weights, token)
+    rows = jnp.arange(token.shape[0])
+    key, value = (held.at[rows, lengths].set(x[:, 0]) for held, x in zip(cache, new, strict=True))
+    out = decode_attention(
+        query, key, value, lengths + 1, weights["sinks"], sliding_window=(WINDOW, 0), mesh=mesh, axis_name="sp"
+    )
+    return (key, value), next_tokens(weights, x, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--room", type=int, default=256, help="tokens that the cache has room for")
+    parser.add_argument("--steps", type=int, default=20, help="tokens to decode")
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+
+    mesh = Mesh(np.array(jax.devices()), ("sp",))
+    weights, lengths = random_weights(0), jnp.array([100, 37, 5])
+    prompt = jax.random.randint(jax.random.key(1), (lengths.size, arguments.room), 0, VOCABULARY)
+    prompt = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(None, "sp")))
+    cache, token = prefill(mesh, weights, prompt, lengths)
+    written, start = [token], lengths
+    for _ in range(arguments.steps):
+        cache, token = step(mesh, weights, cache, token, lengths)
+        lengths = lengths + 1
+        written.append(token)
+    found = jnp.concatenate(written, 1)
+
+    # The same tokens in one pass over the whole sequence, on one device.
+    whole = np.array(prompt)
+    for row, (begin, new) in enumerate(zip(start, found, strict=True)):
+        whole[row, begin : begin + new.size] = new
+    x, query, key, value = projected(weights, jnp.asarray(whole))
+    out = ring_attention(query, key, value, weights["sinks"], causal=True, sliding_window=(WINDOW, 0))
+    expected = np.asarray(next_tokens(weights, x, out))
+    for row, (begin, new) in enumerate(zip(start, found, strict=True)):
+        agree = (expected[row, begin - 1 : begin - 1 + new.size] == new).all()
+        print(f"row {row}: {int(begin)} tokens and {new.size} decoded: {' '.join(map(str, new[:8]))} ...", end=" ")
+        print("as in one pass" if agree else "NOT as in one pass")
+        assert agree
+
+
+if __name__ == "__main__":
+    main()

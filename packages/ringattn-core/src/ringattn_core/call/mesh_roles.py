@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which axes of a mesh carry the batch, the sequence and the heads of a call on global arrays."""
+
+import math
+import warnings
+from typing import Any, Final
+
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from ..contract.call import Call
+from ..errors import MeshError
+from ..placement import arrays, axes
+from ..placement.arrays import Roles
+from ..placement.layout import refuse_indivisible
+
+BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
+HEAD_AXES: Final = ("tp", "model", "tensor")
+
+
+def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
+    """The roles that the call, its specs or the names of the axes give; raises for roles that do not fit the call."""
+    check_mesh(call, mesh)
+    roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, call.axis_name or (), mesh)
+    refuse_indivisible_axes(call, mesh, roles)
+    if call.layout != "contiguous":  # `sharded` pads that
+        for argument, x in (("query", call.query), ("key", call.key)):
+            refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
+    wanted = roles.spec(arrays.Output)
+    first = out_specs[0] if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
+    if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
+        raise MeshError(f"out_specs {first} must equal that of the query, {wanted}. Pass that, or leave out_specs out")
+    return roles
+
+
+def check_mesh(call: Call, mesh: Any) -> None:
+    """Raises unless `mesh` is a mesh that has all axes which the call names, outside a `shard_map` over them."""
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
+    for argument in ("axis_name", "batch_axis_name", "head_axis_name"):
+        named = getattr(call, argument) or ()
+        _known(argument, named, mesh)
+        if set(named) & axes.manual():
+            raise MeshError(
+                f"mesh= is for global arrays, but {argument}={named!r} belongs to a surrounding shard_map. "
+                f"Leave mesh= out: inside shard_map the arrays are local"
+            )
+
+
+def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
+    """The number of ranks along the product of the mesh axes."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def named_roles(call: Call, mesh: Any) -> Roles:
+    """The roles that the call gives. If it names no axes for batch or heads, the names of the mesh axes decide."""
+    sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
+    said = None not in (call.axis_name, batch, heads)
+    free = [name for name in mesh.axis_names if name not in sequence and name not in axes.manual()]
+    batch = tuple(n for n in free if n in BATCH_AXES and n not in (heads or ())) if batch is None else batch
+    heads = tuple(n for n in free if n in HEAD_AXES and n not in batch) if heads is None else heads
+    idle = [name for name in free if name not in (*batch, *heads)]
+    if call.axis_name is None and idle:
+        raise MeshError(
+            f"axis_name is missing. Say which axis of the mesh carries the sequence: one of "
+            f"{', '.join(map(repr, idle))}; () means none"
+        )
+    idle = [name for name in idle if mesh.shape[name] > 1]
+    if idle and not said:
+        unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call, name) is None]
+        warnings.warn(
+            f"nothing is split over the mesh axes {', '.join(map(repr, idle))}, whose ranks repeat each other's work. "
+            f"Pass {' or '.join(f'{name}={idle[0]!r}' for name in unsaid)} to split over them; () means none",
+            stacklevel=2,
+        )
+    return Roles(batch, sequence, heads)
+
+
+def _known(argument: str, names: tuple[str, ...], mesh: Any) -> None:
+    for name in names:
+        if name not in mesh.axis_names:
+            listed = ", ".join(map(repr, mesh.axis_names))
+            raise MeshError(
+                f"{argument}={name!r} is not an axis of the mesh, whose axes are {listed}. Pass one of them"
+            )
+
+
+def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -> Roles:
+    """The roles of the mesh axes in the specs of query, key and value; all other specs follow from the roles."""
+    given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, P) else ()
+    if len(given) != 3 or any(not isinstance(spec, P) for spec in given):
+        raise MeshError(
+            f"in_specs={in_specs!r} must be the PartitionSpecs of query, key and value, and of nothing else: "
+            f"those of other arrays follow from them. Pass three"
+        )
+    for number, spec in enumerate(given):
+        for names in _entries(f"in_specs[{number}]", spec):
+            _known(f"in_specs[{number}]", names, mesh)
+    batch, tokens, heads, rest = _entries("in_specs[0]", given[0])
+    if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
+        raise MeshError(
+            f"in_specs={in_specs} must split query, key and value alike, axis 1 over axis_name={sequence}, and leave "
+            f"axis 3 whole. Pass equal specs, or leave in_specs out"
+        )
+    for argument, found in (("batch_axis_name", batch), ("head_axis_name", heads)):
+        named = getattr(call, argument)
+        if named is not None and named != found:
+            raise MeshError(f"{argument}={named} disagrees with in_specs[0]={given[0]}. Pass only one")
+    return Roles(batch, tokens, heads)
+
+
+def refuse_indivisible_axes(call: Call, mesh: Any, roles: Roles) -> None:
+    """Raises for a batch or query heads that the mesh axes do not divide."""
+    for number, names, what in (
+        (call.query.shape[0], roles.batch, "batch"),
+        (call.query.shape[2], roles.heads, "heads"),
+    ):
+        parts = ranks_of(mesh, names)
+        if number % parts:
+            raise MeshError(
+                f"query has {what} {number}, which the {parts} ranks of mesh axes {names} do not divide. "
+                f"Pass in_specs that leave that axis whole, or another mesh"
+            )
+
+
+def _entries(argument: str, spec: P) -> tuple[tuple[str, ...], ...]:
+    if len(spec) > 4:
+        raise MeshError(f"{argument}={spec} has {len(spec)} entries, but the arrays have four axes. Pass at most four")
+    return tuple(axes.names(entry, argument) for entry in (*spec, *[None] * (4 - len(spec))))

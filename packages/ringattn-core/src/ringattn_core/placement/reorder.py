@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves the tokens of an array from natural order to the order of a layout, and back."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..errors import InputError
+from . import axes
+from .arrays import as_array
+from .layout import canonical, order, refuse_indivisible
+
+
+def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
+    """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
+
+    `from_layout` is the inverse. If the axis is split over `ring_size` devices, each token moves once, to its device.
+    """
+    return _reorder(x, layout, ring_size, axis, inverse=False)
+
+
+def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
+    """Reorders an axis back to natural order; the inverse of `to_layout`."""
+    return _reorder(x, layout, ring_size, axis, inverse=True)
+
+
+def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
+    layout = canonical(layout)
+    x = x if isinstance(x, np.ndarray) else as_array("x", x)
+    if not _whole(ring_size) or ring_size < 1:
+        raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
+    if not _whole(axis) or not -x.ndim <= axis < x.ndim:
+        raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
+    if layout == "contiguous":
+        return x
+    refuse_indivisible("x", x.shape[axis], layout, ring_size)
+    index = order(layout, ring_size, x.shape[axis])
+    index = np.argsort(index, kind="stable") if inverse else index
+    if isinstance(x, np.ndarray):
+        return np.take(x, index, axis)
+    return _of_shards(x, layout, ring_size, axis % x.ndim, inverse, index)
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, index: np.ndarray) -> jax.Array:
+    """The tokens in the order of `index`. Exchanges them between the devices of the ring if the axis is split so."""
+    mesh, spec = _split(x)
+    over = axes.names(spec[axis])
+    length = x.shape[axis] // ranks
+    if not over or np.prod([mesh.shape[name] for name in over]) != ranks or (layout == "striped" and length % ranks):
+        return _taken(x, index, axis, mesh, spec)
+    exchange = _zigzag if layout == "zigzag" else _striped
+
+    def local(x: jax.Array) -> jax.Array:
+        return exchange(x, over, ranks, axis, inverse)
+
+    free = set(mesh.axis_names) - axes.manual()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=free))(x)
+
+
+def _split(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
+    """The mesh and the spec by which an array is split, as far as JAX knows it now; `jax.jit` hides automatic axes."""
+    known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+    spec = tuple(known.spec) if isinstance(known, NamedSharding) else ()
+    return getattr(known, "mesh", None), (*spec, *[None] * (x.ndim - len(spec)))
+
+
+def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: tuple[Any, ...]) -> jax.Array:
+    """The tokens in the order of `index`, split as before. They are gathered first if a mesh axis splits them."""
+    tokens = (*[slice(None)] * axis, index)
+    if mesh is None or mesh.empty:
+        return x[tokens]
+    if AxisType.Explicit not in mesh.axis_types:
+        return x[tokens] if isinstance(x, jax.core.Tracer) else jax.device_put(x[tokens], x.sharding)
+    whole, split = NamedSharding(mesh, P(*spec[:axis], None, *spec[axis + 1 :])), NamedSharding(mesh, P(*spec))
+    return jax.sharding.reshard(jax.sharding.reshard(x, whole).at[tokens].get(out_sharding=whole), split)
+
+
+def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
+    """Each rank sends its two halves. In natural order rank r has the halves 2r and 2r+1, in zigzag r and 2R-1-r.
+
+    The even halves are one permutation of the ranks and the odd ones another; odd ranks hold the odd half first.
+    """
+    halves = jnp.split(x, 2, axis)
+    odd_first = axes.coordinate(over) % 2 == 1
+
+    def swapped(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.where(odd_first, b, a), jnp.where(odd_first, a, b)
+
+    if inverse:
+        halves = swapped(*halves)
+    moved = []
+    for parity, half in enumerate(halves):
+        pairs = [(rank, min(2 * rank + parity, 2 * ranks - 1 - 2 * rank - parity)) for rank in range(ranks)]
+        moved.append(axes.permuted(half, over, [(b, a) for a, b in pairs] if inverse else pairs))
+    return jnp.concatenate(moved if inverse else swapped(*moved), axis)
+
+
+def _striped(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
+    """Token i of a rank belongs to rank i % R, for R divides the length of a shard."""
+    shape = (*x.shape[:axis], *((x.shape[axis], 1) if inverse else (-1, ranks)), *x.shape[axis + 1 :])
+    split, joined = (axis, axis + 1) if inverse else (axis + 1, axis)
+    return jax.lax.all_to_all(x.reshape(shape), over, split, joined, tiled=True).reshape(x.shape)

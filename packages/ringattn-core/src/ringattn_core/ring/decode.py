@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a few queries to a cache of keys that is sharded over the ring: results are merged, no key travels."""
+
+import dataclasses
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from ..contract.call import Call
+from ..contract.merge import log_sum_exp, merged_over, with_sinks
+from ..contract.protocol import Block, BlockKernel, Partial
+from ..contract.varying import align, axes_of
+from ..errors import DerivativeError
+from . import batching
+from .blocks import block
+from .directions import BLOCK_HEADS, Direction
+from .engine import prepared
+from .forward import sinks_of
+
+SHORTEST_CHUNK: Final = 1024
+"""The fewest keys in a chunk of a rank's cache."""
+MOST_CHUNKS: Final = 256
+"""The most chunks of all batch rows and key heads together: twice the multiprocessors of a large GPU."""
+
+
+def decode(kernel: BlockKernel, call: Call) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]:
+    """`(out, lse)` of queries that all ranks of the ring have, each rank with its own shard of the keys."""
+    call = _not_differentiable(call)
+    with jax.debug_infs(False):  # -inf is a valid score and a valid lse
+        return _attend(kernel, call)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(kernel: BlockKernel, call: Call) -> Any:
+    ring, call, location = prepared(kernel, call)
+    here = Direction(1, *align((call, location), axes_of(call, location)))
+    own = block(ring, here, (here.call.key, here.call.value), 0)
+    # Arrays with a value for each query head do not fit heads that have become rows.
+    of_heads = BLOCK_HEADS.keys() - {"q", "head_index"}
+    group = own.group if all(getattr(own, name) is None for name in of_heads) else 1
+    count = _chunks(own)
+    partial = batching.forward(kernel)(_chunked(_with_groups_as_rows(own, group), count), None)
+    partial = _with_groups_as_heads(merged_over(partial, ring.axis, count), group)
+    partial = with_sinks(partial, sinks_of(call))
+    return partial.out.astype(call.query.dtype), log_sum_exp(partial)
+
+
+def _chunks(block: Block) -> int:
+    """Into how many chunks the cache is cut, so that a kernel has work for all processors of a device."""
+    most = min(block.kv_length // SHORTEST_CHUNK, MOST_CHUNKS // (block.q.shape[0] * block.kv_heads))
+    return next(count for count in range(max(most, 1), 0, -1) if block.kv_length % count == 0)
+
+
+def _chunked(block: Block, count: int) -> Block:
+    """The block with the chunks of its keys as batch rows. Keys and values are not moved in memory."""
+    batch, length = block.q.shape[0], block.kv_length // count
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] * count, length, *x.shape[2:])
+
+    of_keys = {name: jnp.tile(rows(getattr(block, name)), (batch, 1)) for name in ("kv_positions", "kv_index")}
+    of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "q_positions", "batch_index")}
+    return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
+
+
+def _with_groups_as_rows(block: Block, group: int) -> Block:
+    """The block with the query heads of a key head as rows of one head, so that a kernel reads each key once."""
+    batch, length, heads, size = block.q.shape
+    q = block.q.reshape(batch, length, heads // group, group, size).swapaxes(2, 3)
+    rows = block.map_queries(lambda x, axis: jnp.repeat(x, group, axis))
+    return dataclasses.replace(
+        rows, q=q.reshape(batch, length * group, -1, size), head_index=block.head_index[: heads // group]
+    )
+
+
+def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
+    """The inverse of `_with_groups_as_rows` for the result."""
+    batch, rows, heads, size = partial.out.shape
+    out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
+    lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)
+    return Partial(
+        out.reshape(batch, rows // group, heads * group, size), lse.reshape(batch, heads * group, rows // group)
+    )
+
+
+@jax.custom_jvp
+def _not_differentiable(call: Call) -> Call:
+    return call
+
+
+@_not_differentiable.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise DerivativeError("decode_attention has no derivative. For training, call ring_attention")

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`decode_attention` equals dense attention to the filled part of the cache, on every ring, and moves no key."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from ringattn_conformance import oracle
+from ringattn_core import Backend, Feature, Support, decode_attention, ring_attention, to_layout
+from ringattn_core.backends import discovery
+from ringattn_core.errors import DerivativeError, InputError, MeshError
+from ringattn_core.ring import decode
+from ringattn_xla.block import KERNEL as XLA
+
+B, T, S, N, K, H, HV = 3, 2, 32, 4, 2, 8, 6
+SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, HV)}
+QUERY, KEY, VALUE = (jax.random.normal(jax.random.key(number), shape) for number, shape in enumerate(SHAPES.values()))
+LENGTHS = np.array([5, 32, 17])
+SINKS = jnp.linspace(-1.0, 1.0, N)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": (6, 0)},
+    "chunks": {"chunk_size": 8},
+    "sinks": {"softmax_aux": SINKS},
+    "several sinks": {"softmax_aux": jnp.ones((N, 2)), "sliding_window": 4},
+    "cap and scale": {"logits_soft_cap": 2.0, "softmax_scale": 0.7},
+    "slopes": {"alibi_slopes": jnp.linspace(0.1, 0.5, N)},
+    "many": {
+        "softmax_aux": SINKS,
+        "sliding_window": 9,
+        "logits_soft_cap": 3.0,
+        "alibi_slopes": jnp.linspace(0.1, 0.5, N),
+    },
+}
+
+
+def mesh_of(ranks: int, **others: int) -> Mesh:
+    sizes = (*others.values(), ranks)
+    return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), (*others, "sp"))
+
+
+def expected(lengths: Any, tokens: int = T, **options: Any) -> oracle.Answer:
+    positions = np.asarray(lengths)[:, None] - tokens + np.arange(tokens)
+    names = {
+        "sliding_window": "window", "chunk_size": "chunk", "softmax_aux": "sinks", "logits_soft_cap": "soft_cap",
+        "softmax_scale": "scale", "alibi_slopes": "slopes",
+    }  # fmt: skip
+    given = {names[name]: value for name, value in options.items()}
+    q, k, v = (np.asarray(x) for x in (QUERY[:, :tokens], KEY, VALUE))
+    return oracle.attend(oracle.Problem(q, k, v, causal=True, q_positions=positions, **given))
+
+
+def agrees(got: Any, wanted: oracle.Answer) -> None:
+    np.testing.assert_allclose(got[0], wanted.out, atol=2e-6)
+    np.testing.assert_allclose(got[1], wanted.lse, atol=2e-6)
+
+
+def in_shard_map(lengths: Any, ranks: int, tokens: int = T, **options: Any) -> Any:
+    """The call inside one's own `shard_map`, where JAX checks that the results are equal on all ranks."""
+    cache = P(None, "sp")
+
+    def local(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        return decode_attention(query, key, value, lengths, axis_name="sp", return_lse=True, **options)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh_of(ranks), in_specs=(P(), cache, cache, P()), out_specs=(P(), P()), check_vma=True
+    )
+    return jax.jit(mapped)(QUERY[:, :tokens], KEY, VALUE, jnp.asarray(lengths))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 4) for name in OPTIONS), *((name, ranks) for name in ("plain", "many") for ranks in (1, 2, 8))],
+)
+def test_it_equals_the_oracle_on_global_arrays_and_in_a_shard_map(name: str, ranks: int) -> None:
+    options = OPTIONS[name]
+    over = {"mesh": mesh_of(ranks), "axis_name": "sp"}
+    wanted = expected(LENGTHS, **options)
+    agrees(decode_attention(QUERY, KEY, VALUE, LENGTHS, return_lse=True, **over, **options), wanted)
+    agrees(in_shard_map(LENGTHS, ranks, **options), wanted)
+
+
+@pytest.mark.parametrize(("name", "keys", "most"), [("plain", 2, 256), ("sinks", 4, 12), ("many", 2, 256)])
+def test_a_cache_that_is_cut_into_chunks_gives_the_same(
+    name: str, keys: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SHORTEST_CHUNK", keys)
+    monkeypatch.setattr(decode, "MOST_CHUNKS", most)
+    jax.clear_caches()
+    seen = []
+    chunked = decode._chunked
+    monkeypatch.setattr(decode, "_chunked", lambda block, count: seen.append(count) or chunked(block, count))
+    over = {"mesh": mesh_of(2), "axis_name": "sp"}
+    got = decode_attention(QUERY, KEY, VALUE, LENGTHS, return_lse=True, **over, **OPTIONS[name])
+    agrees(got, expected(LENGTHS, **OPTIONS[name]))
+    assert seen == [8 if keys == 2 else 2]
+    jax.clear_caches()
+
+
+def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group() -> None:
+    rows = []
+
+    class Kernel:
+        def forward(self, block: Any, partial: Any) -> Any:
+            rows.append((block.q.shape, block.k.shape))
+            return XLA.forward(block, partial)
+
+        def backward(self, *_: Any) -> Any:
+            raise AssertionError
+
+    mine = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
+    with discovery.registered(mine, Kernel()):
+        agrees(decode_attention(QUERY, KEY, VALUE, LENGTHS, backend="mine", return_lse=True), expected(LENGTHS))
+        slopes = OPTIONS["slopes"]
+        got = decode_attention(QUERY, KEY, VALUE, LENGTHS, backend="mine", return_lse=True, **slopes)
+        agrees(got, expected(LENGTHS, **slopes))
+    assert rows == [((B, T * N // K, K, H), (B, S, K, H)), ((B, T, N, H), (B, S, K, H))]
+
+
+def test_on_one_device_it_needs_no_mesh_and_takes_one_length_for_all_rows() -> None:
+    got = decode_attention(QUERY[:, :1], KEY, VALUE, 9, return_lse=True)
+    agrees(got, expected([9] * B, 1))
+    agrees((decode_attention(QUERY[:, :1], KEY, VALUE, 9), got[1]), expected([9] * B, 1))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_the_cache_may_have_any_layout(layout: str) -> None:
+    key, value = (to_layout(x, layout, 4) for x in (KEY, VALUE))
+    options: dict[str, Any] = {"mesh": mesh_of(4), "axis_name": "sp", "layout": layout, "return_lse": True}
+    got = decode_attention(QUERY[:, :1], key, value, LENGTHS, sliding_window=6, **options)
+    agrees(got, expected(LENGTHS, 1, sliding_window=6))
+
+
+def test_batch_and_heads_may_be_split_too() -> None:
+    mesh = mesh_of(2, dp=1, tp=2)
+    options = {"softmax_aux": SINKS, "alibi_slopes": jnp.linspace(0.1, 0.5, N)}
+    wanted = expected(LENGTHS, **options)
+    agrees(decode_attention(QUERY, KEY, VALUE, LENGTHS, mesh=mesh, axis_name="sp", return_lse=True, **options), wanted)
+
+    def local(query: Any, key: Any, value: Any, slopes: Any) -> Any:
+        return decode_attention(
+            query, key, value, LENGTHS, SINKS, alibi_slopes=slopes, axis_name="sp", head_axis_name="tp", return_lse=True
+        )
+
+    heads, cache = P(None, None, "tp"), P(None, "sp", "tp")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(heads, cache, cache, P("tp")), out_specs=(heads, P(None, "tp")))
+    agrees(jax.jit(mapped)(QUERY, KEY, VALUE, options["alibi_slopes"]), wanted)
+
+
+def test_rows_without_tokens_are_zero_and_what_lies_beyond_the_length_is_not_seen() -> None:
+    lengths = np.array([0, 1, 20])
+    beyond = jnp.arange(S)[None, :, None, None] >= lengths[:, None, None, None]
+    key, value = (jnp.where(beyond, 1e30, x) for x in (KEY, VALUE))
+    out, lse = decode_attention(QUERY, key, value, lengths, mesh=mesh_of(4), axis_name="sp", return_lse=True)
+    agrees((out, lse), expected(lengths))
+    assert (out[0] == 0).all() and jnp.isneginf(lse[0]).all()
+    assert (out[1, 0] == 0).all() and (out[1, 1] != 0).all()
+
+
+def test_decoding_one_token_after_another_gives_the_causal_result() -> None:
+    wanted = ring_attention(*[jnp.tile(KEY, (1, 1, 2, 1)), KEY, VALUE], causal=True)
+    query = jnp.tile(KEY, (1, 1, 2, 1))
+    step = jax.jit(lambda token, length: decode_attention(token, KEY, VALUE, length, mesh=mesh_of(4), axis_name="sp"))
+    for position in (0, 7, 8, 31):
+        got = step(query[:, position : position + 1], jnp.int32(position + 1))
+        np.testing.assert_allclose(got, wanted[:, position : position + 1], atol=2e-6)
+
+
+def test_a_vmapped_call_is_that_of_each_example() -> None:
+    over: dict[str, Any] = {"mesh": mesh_of(4), "axis_name": "sp", "return_lse": True}
+    lengths = jnp.stack([jnp.asarray(LENGTHS), jnp.asarray(LENGTHS) - 3])
+    out, lse = jax.vmap(lambda length: decode_attention(QUERY, KEY, VALUE, length, **over))(lengths)
+    for number in range(2):
+        agrees((out[number], lse[number]), expected(lengths[number]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_results_have_the_dtype_of_the_query(dtype: Any) -> None:
+    arrays = (x.astype(dtype) for x in (QUERY, KEY, VALUE))
+    out = decode_attention(*arrays, LENGTHS, mesh=mesh_of(2), axis_name="sp")
+    assert out.dtype == dtype
+    np.testing.assert_allclose(out.astype(jnp.float32), expected(LENGTHS).out, atol=2e-2)
+
+
+def test_no_key_travels() -> None:
+    cache = jax.NamedSharding(mesh_of(8), P(None, "sp"))
+    program = jax.jit(
+        lambda q, k, v, lengths: decode_attention(q, k, v, lengths, mesh=mesh_of(8), axis_name="sp"),
+        in_shardings=(None, cache, cache, None),
+    )
+    text = program.lower(QUERY, KEY, VALUE, LENGTHS).compile().as_text() or ""
+    assert "collective-permute" not in text and "all-gather" not in text and "all-to-all" not in text
+    sent = re.findall(r"f32\[([\d,]+)\]\S* all-reduce", text) + re.findall(r"all-reduce\(f32\[([\d,]+)\]", text)
+    largest = max(int(np.prod([int(n) for n in shape.split(",")])) for shape in sent)
+    assert largest <= B * T * N * HV
+
+
+SHORT = {"key_cache": KEY[:, :30], "value_cache": VALUE[:, :30]}
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "longer than the cache": ({"lengths": [5, 33, 1]}, InputError, "lengths: has values from 1 to 33. .* from 0 to 32"),
+    "negative": ({"lengths": -1}, InputError, "lengths: has values from -1 to -1"),
+    "of another batch": ({"lengths": [1, 2]}, InputError, r"lengths: has shape \(2,\). Pass one integer, or 3"),
+    "fractions": ({"lengths": 1.5}, InputError, "lengths: has dtype float64. It needs integers"),
+    "longer than a short cache": (SHORT, InputError, "lengths: .* to 30"),
+    "uneven": ({**SHORT, "lengths": 1}, InputError, "key_cache: has room for 30 tokens, .* into 4. Allocate 32"),
+    "uneven zigzag": ({**SHORT, "lengths": 1, "layout": "zigzag"}, InputError, "cannot split into 8. Allocate 32"),
+    "heads": ({"key_cache": KEY[:, :, :1]}, InputError, r"value_cache: has shape .*It needs \(3, 32, 1, Hv\)"),
+    "unknown": ({"causal": True}, InputError, "causal: is no argument of decode_attention"),
+    "misspelt": ({"window": 3}, InputError, "window: is no argument of decode_attention. Pass sliding_window"),
+    "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),
+    "one axis twice": ({"head_axis_name": "sp"}, InputError, "head_axis_name: .* overlaps"),
+    "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why_and_what_to_do(name: str) -> None:
+    changes, kind, told = REFUSED[name]
+    given = {"query": QUERY, "key_cache": KEY, "value_cache": VALUE, "lengths": LENGTHS}
+    with pytest.raises(kind, match=told):
+        decode_attention(**given | {"mesh": mesh_of(4), "axis_name": "sp"} | changes)
+
+
+@pytest.mark.parametrize(
+    ("query", "cache", "told"),
+    [(P(None, "sp"), P(None, "sp"), "query: differs between"), (P(), P(), "key_cache: is replicated over")],
+)
+def test_arrays_that_are_split_where_they_should_be_whole_are_refused(query: P, cache: P, told: str) -> None:
+    mapped = jax.shard_map(
+        lambda q, k, v: decode_attention(q, k, v, 3, axis_name="sp"),
+        mesh=mesh_of(2), in_specs=(query, cache, cache), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=told):
+        mapped(QUERY, KEY, VALUE)
+
+
+def test_a_derivative_is_refused() -> None:
+    with pytest.raises(DerivativeError, match="decode_attention has no derivative"):
+        jax.grad(lambda query: decode_attention(query, KEY, VALUE, LENGTHS).sum())(QUERY)
+
+
+def test_a_backend_that_drives_its_own_ring_is_refused() -> None:
+    ring = Backend("whole", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="gone:RING")
+    with (
+        discovery.registered(ring, lambda **_: None),
+        pytest.raises(InputError, match="'whole' drives the ring itself"),
+    ):
+        decode_attention(QUERY, KEY, VALUE, LENGTHS, backend="whole")
+
+
+def test_the_example_decodes_what_one_pass_over_the_sequence_gives() -> None:
+    example = Path(__file__).parents[3] / "examples/decode.py"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, str(example), "--room", "128", "--steps", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(" as in one pass") == 3

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel launch is one operation of a JAX program: jitted, sharded, in a loop, in a derivative, on two platforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from ringattn_core.contract.launch import Interpreter, launch_primitive
+from ringattn_core.contract.varying import align, axes_of
+
+INTERPRETER = Interpreter("RINGATTN_MADE_UP_INTERPRET", "Mosaic", "TPU", values=("1", "simulate"))
+
+
+def on_cpu(x: jax.Array, y: jax.Array, factor: int) -> list[jax.Array]:
+    INTERPRETER.check("sums")
+    assert axes_of(x, y) == frozenset()
+    return [x * factor + y, x - y]
+
+
+SUMS = launch_primitive(
+    "made_up_launch",
+    lambda x, y, factor: [x, x],
+    {"cpu": on_cpu, "tpu": lambda x, y, factor: [jnp.sin(x), jnp.cos(y)]},
+)
+
+
+def sums(x: jax.Array, y: jax.Array) -> jax.Array:
+    first, second = SUMS.bind(x, y, factor=3)
+    assert axes_of(first, second) == frozenset()
+    return align(first + second, axes_of(x, y))
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(INTERPRETER.variable, "1")
+
+
+@pytest.fixture
+def x() -> jax.Array:
+    return jnp.arange(8, dtype=jnp.float32)
+
+
+def test_a_launch_runs_with_and_without_jit(x):
+    np.testing.assert_array_equal(sums(x, x + 1), 4 * x)
+    np.testing.assert_array_equal(jax.jit(sums)(x, x + 1), 4 * x)
+
+
+def test_a_launch_runs_in_loops_branches_and_remat(x):
+    def step(i, total):
+        return jax.lax.cond(i % 2 == 0, lambda: total + sums(x, x), lambda: total)
+
+    total = jax.jit(jax.checkpoint(lambda x: jax.lax.fori_loop(0, 6, step, jnp.zeros_like(x))))(x)
+    np.testing.assert_array_equal(total, 12 * x)
+
+
+def test_a_launch_serves_a_custom_derivative(x):
+    @jax.custom_vjp
+    def f(x):
+        return sums(x, x)
+
+    f.defvjp(lambda x: (f(x), None), lambda _, g: (sums(g, g),))
+    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: f(x).sum()))(x), jnp.full_like(x, 4))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_a_launch_sees_no_mesh_and_its_results_are_aligned_with_all_operands(x, wrap, check_vma):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ring",))
+
+    def shard(x, y):
+        found = sums(x, y)
+        assert axes_of(found) == axes_of(sums(y, x)) == ({"ring"} if check_vma else set())
+        return found
+
+    run = wrap(jax.shard_map(shard, mesh=mesh, in_specs=(P("ring"), P()), out_specs=P("ring"), check_vma=check_vma))
+    np.testing.assert_array_equal(run(x, jnp.ones(4, jnp.float32)), 4 * x)
+
+
+def test_one_traced_program_is_lowered_for_each_platform(x, monkeypatch):
+    traced = jax.jit(sums).trace(x, x)
+    np.testing.assert_array_equal(traced.lower().compile()(x, x), 4 * x)
+    monkeypatch.delenv(INTERPRETER.variable)
+    compiled = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.sine" in compiled and "stablehlo.cosine" in compiled
+
+
+@pytest.mark.parametrize(("value", "allowed"), [("1", True), ("simulate", True), ("0", False), ("true", False)])
+def test_the_interpreter_is_on_for_its_values_alone(value, allowed, monkeypatch):
+    monkeypatch.setenv(INTERPRETER.variable, value)
+    assert INTERPRETER.allowed == allowed
+
+
+def test_a_cpu_without_the_variable_is_told_what_to_do(x, monkeypatch):
+    monkeypatch.delenv(INTERPRETER.variable)
+    with pytest.raises(RuntimeError) as caught:
+        jax.jit(lambda x: sums(x, x) + 1)(x)
+    assert str(caught.value) == (
+        "kernel sums was launched on a CPU, and Mosaic compiles for TPUs. Choose the backend 'xla', or set "
+        "RINGATTN_MADE_UP_INTERPRET=1 to interpret the kernels on a CPU, which is slow and meant for tests"
+    )

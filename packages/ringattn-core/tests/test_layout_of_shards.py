@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of arrays on a mesh: the same order as on one device, the same sharding, and tokens move once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ringattn_core import from_layout, to_layout
+
+KINDS = {"automatic": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
+LAYOUTS = ["contiguous", "zigzag", "striped"]
+WHOLE = np.arange(2 * 16 * 3, dtype=np.int32).reshape(2, 16, 3)
+
+
+def mesh_of(kind: str, data: int = 2, sp: int = 4) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, sp), ("data", "sp"), axis_types=KINDS[kind])
+
+
+def same(got: Any, wanted: Any, sharding: NamedSharding) -> None:
+    np.testing.assert_array_equal(np.asarray(got), wanted)
+    assert got.sharding.is_equivalent_to(sharding, got.ndim)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P("data", "sp"), P(None, "sp"), P(None, ("sp", "data")), P("data")], ids=str)
+def test_a_split_array_is_reordered_and_stays_split(kind: str, layout: str, jit: bool, spec: P) -> None:
+    sharding = NamedSharding(mesh_of(kind), spec)
+    ranks = 8 if spec == P(None, ("sp", "data")) else 4
+    given = jax.device_put(WHOLE, sharding)
+    there, back = ((jax.jit(f, static_argnums=(1, 2)) if jit else f) for f in (to_layout, from_layout))
+    laid = there(given, layout, ranks)
+    wanted = to_layout(WHOLE, layout, ranks)
+    if kind == "automatic" and jit:
+        np.testing.assert_array_equal(np.asarray(laid), wanted)
+        np.testing.assert_array_equal(np.asarray(back(laid, layout, ranks)), WHOLE)
+    else:
+        same(laid, wanted, sharding)
+        same(back(laid, layout, ranks), WHOLE, sharding)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_ring_of_another_size_than_the_shards_is_reordered_too(layout: str, ranks: int) -> None:
+    for kind in KINDS:
+        sharding = NamedSharding(mesh_of(kind), P("data", "sp"))
+        got = to_layout(jax.device_put(WHOLE, sharding), layout, ranks)
+        np.testing.assert_array_equal(np.asarray(got), to_layout(WHOLE, layout, ranks))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_exchange_and_its_gradient_are_right_for_every_ring(layout: str, ranks: int) -> None:
+    mesh = mesh_of("explicit", 8 // ranks, ranks)
+    x = jnp.arange(128.0).reshape(2, 64)
+    split = jax.device_put(x, NamedSharding(mesh, P(None, "sp")))
+    w = jax.device_put(jnp.sin(x), NamedSharding(mesh, P(None, "sp")))
+    with jax.set_mesh(mesh):
+        got, dx = jax.jit(jax.value_and_grad(lambda x: (to_layout(x, layout, ranks) * w).sum()))(split)
+    np.testing.assert_allclose(got, (to_layout(np.asarray(x), layout, ranks) * np.asarray(w)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(dx), from_layout(np.asarray(w), layout, ranks))
+
+
+@pytest.mark.parametrize(("layout", "moves"), [("zigzag", "collective-permute"), ("striped", "all-to-all")])
+@pytest.mark.parametrize("reorder", [to_layout, from_layout])
+def test_only_tokens_that_change_their_device_travel(layout: str, moves: str, reorder: Any) -> None:
+    mesh = mesh_of("explicit")
+    x = jax.device_put(jnp.zeros((2, 64)), NamedSharding(mesh, P("data", "sp")))
+    program = jax.jit(reorder, static_argnums=(1, 2)).lower(x, layout, 4).compile().as_text()
+    assert moves in program and "all-gather" not in program
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contiguous_order_is_the_array_itself(kind: str) -> None:
+    x = jax.device_put(WHOLE, NamedSharding(mesh_of(kind), P("data", "sp")))
+    assert to_layout(x, "contiguous", 4) is x

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on global arrays give the results of one device on every kind of mesh: explicit, automatic, mixed, abstract."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ringattn_core import ring_attention
+from ringattn_core.errors import MeshError
+
+N, K, H = 4, 2, 8
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+KINDS = {
+    "automatic": (AUTO, AUTO, AUTO),
+    "explicit": (EXPLICIT, EXPLICIT, EXPLICIT),
+    "explicit batch": (EXPLICIT, AUTO, AUTO),
+    "explicit ring": (AUTO, EXPLICIT, AUTO),
+}
+
+
+def arrays(length: int = 16, heads: int = N, key_heads: int = K) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    counts = (heads, key_heads, key_heads)
+    return [jax.random.normal(key, (2, length, n, H)) for key, n in zip(keys, counts, strict=True)]
+
+
+def mesh_of(kind: str = "automatic", **axes: int) -> jax.sharding.Mesh:
+    axes = axes or dict(dp=2, sp=2, tp=2)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=KINDS[kind][: len(axes)])
+
+
+def loss_of(**options: Any) -> Any:
+    """A loss of query, key, value and sinks, and the output."""
+
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out = ring_attention(q, k, v, softmax_aux=sinks, causal=True, **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
+
+
+def same(got: Any, wanted: Any) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=5e-5, rtol=1e-5), got, wanted
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@pytest.mark.parametrize("length", [16, 13])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["mesh", "mesh in its context", "name in the context", "abstract mesh", "typed arrays"])
+def test_results_and_gradients_are_those_of_one_device(how: str, kind: str, length: int) -> None:
+    x, sinks, mesh = arrays(length), jnp.linspace(-1.0, 1.0, N), mesh_of(kind)
+    wanted = jax.jit(loss_of())(*x, sinks)
+    options: dict[str, Any] = dict(axis_name="sp")
+    if how.startswith("mesh") or how == "typed arrays":
+        options["mesh"] = mesh
+    if how == "abstract mesh":
+        options["mesh"] = mesh.abstract_mesh
+    if how == "typed arrays":
+        x = [jax.device_put(a, NamedSharding(mesh, P("dp", "sp" if length % 2 == 0 else None, "tp"))) for a in x]
+    with contextlib.nullcontext() if how in ("mesh", "typed arrays") else jax.set_mesh(mesh):
+        same(jax.jit(loss_of(**options))(*x, sinks), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [True, False])
+def test_without_jit_too(kind: str, given: bool) -> None:
+    x, sinks, mesh = arrays(13), jnp.linspace(-1.0, 1.0, N), mesh_of(kind)
+    with jax.set_mesh(mesh):
+        same(loss_of(axis_name="sp", **(dict(mesh=mesh) if given else {}))(*x, sinks), loss_of()(*x, sinks))
+
+
+def test_an_abstract_mesh_without_jit_is_that_of_the_context() -> None:
+    x, mesh = arrays(), mesh_of()
+    with jax.set_mesh(mesh):
+        same(ring_attention(*x, mesh=mesh.abstract_mesh, axis_name="sp"), ring_attention(*x))
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_arrays_that_are_split_over_explicit_axes_bring_their_mesh(jit: bool) -> None:
+    mesh, wanted = mesh_of("explicit"), ring_attention(*arrays(), causal=True)
+    x = [jax.device_put(a, NamedSharding(mesh, P("dp", "sp", "tp"))) for a in arrays()]
+
+    def attend(**options: Any) -> Any:
+        def call(*x: Any) -> Any:
+            return ring_attention(*x, causal=True, **options)
+
+        return (jax.jit(call) if jit else call)(*x)
+
+    same(attend(axis_name="sp"), wanted)
+    with pytest.raises(MeshError, match="axis_name is missing"):
+        attend()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [16, 13])
+def test_inside_a_manual_axis_of_a_pipeline(kind: str, check_vma: bool, length: int) -> None:
+    x, sinks = arrays(length), jnp.linspace(-1.0, 1.0, N)
+    mesh = mesh_of(kind, pp=2, sp=2, tp=2)
+
+    def stage(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return ring_attention(q, k, v, softmax_aux=sinks, causal=True, axis_name="sp")
+
+    split = (P("pp"),) * 3
+    stages = jax.shard_map(
+        stage, mesh=mesh, in_specs=(*split, P()), out_specs=P("pp"), axis_names={"pp"}, check_vma=check_vma
+    )
+
+    def loss(*x: Any) -> Any:
+        out = stages(*x)
+        return jnp.sum(jnp.sin(out)), out
+
+    with jax.set_mesh(mesh):
+        same(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*x, sinks), loss_of()(*x, sinks))
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+@pytest.mark.parametrize(("heads", "key_heads", "ranks"), [(8, 2, 4), (4, 1, 2), (12, 3, 4), (8, 4, 8), (12, 6, 4)])
+def test_key_heads_may_be_fewer_than_the_ranks_that_split_heads(
+    kind: str, heads: int, key_heads: int, ranks: int
+) -> None:
+    x, sinks = arrays(16, heads, key_heads), jnp.linspace(-1.0, 1.0, heads)
+    mesh = mesh_of(kind, sp=8 // ranks, tp=ranks)
+    with jax.set_mesh(mesh):
+        same(jax.jit(loss_of(axis_name="sp"))(*x, sinks), loss_of()(*x, sinks))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpointed layer keeps the output and the log-sum-exp of the ring, and does not run the ring again."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from ringattn_core import remat_policy, ring_attention
+
+RANKS = 4
+MESH = Mesh(np.array(jax.devices()[:RANKS]), ("sp",))
+X = jax.random.normal(jax.random.key(0), (1, 32, 16))
+LAYERS = 0.2 * jax.random.normal(jax.random.key(1), (2, 4, 16, 2, 8))
+SINKS = jnp.asarray([0.5, -1.0])
+IDS = jnp.asarray([[0] * 10 + [1] * 18 + [-1] * 4])
+MANY: dict[str, Any] = {"q_segment_ids": IDS, "layout": "striped", "two_way": True}
+
+
+def layer(x: jax.Array, weights: jax.Array, **options: Any) -> tuple[jax.Array, None]:
+    query, key, value = (jnp.einsum("btm,mnh->btnh", x, w) for w in weights[:3])
+    out = ring_attention(query, key, value, SINKS, causal=True, axis_name="sp", **options)
+    return x + jnp.einsum("btnh,mnh->btm", out, weights[3]), None
+
+
+def gradients(how: Callable[[Any], Any], where: str, **options: Any) -> Any:
+    """The gradient of two layers in a scan, traced."""
+
+    def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
+        mesh = {"mesh": MESH} if where == "global arrays" else {}
+        return jax.lax.scan(how(lambda x, w: layer(x, w, **mesh, **options)), x, weights)[0]
+
+    over = jax.shard_map(layers, mesh=MESH, in_specs=(P(None, "sp"), P()), out_specs=P(None, "sp"))
+    attend = layers if where == "global arrays" else over
+    return jax.jit(jax.grad(lambda x, w: (attend(x, w) ** 2).sum(), (0, 1))).trace(X, LAYERS)
+
+
+def compiled(how: Callable[[Any], Any], where: str = "global arrays", **options: Any) -> Any:
+    return gradients(how, where, **options).lower().compile()
+
+
+def unchanged(f: Any) -> Any:
+    return f
+
+
+def kept(f: Any) -> Any:
+    return jax.checkpoint(f, policy=remat_policy())
+
+
+def offloaded(f: Any) -> Any:
+    return jax.checkpoint(f, policy=remat_policy(offload=True))
+
+
+def sends(program: Any) -> int:
+    return len(re.findall(r" collective-permute(?:-start)?\(", program.as_text()))
+
+
+def assert_equal(got: Any, wanted: Any) -> None:
+    for a, b in zip(got(X, LAYERS), wanted(X, LAYERS), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["global arrays", "own shard_map"])
+def test_with_the_policy_a_ring_of_four_sends_eight_times_and_not_eleven(where: str) -> None:
+    plain, again, once = (compiled(how, where) for how in (unchanged, jax.checkpoint, kept))
+    assert (sends(plain), sends(again), sends(once)) == (8, 11, 8)
+    assert_equal(once, plain)
+
+
+def test_with_the_policy_a_call_of_many_options_has_the_same_gradients() -> None:
+    plain, once = (compiled(how, **MANY) for how in (unchanged, kept))
+    assert sends(once) == sends(plain)
+    assert_equal(once, plain)
+
+
+def test_the_output_and_the_log_sum_exp_of_every_layer_are_offloaded_to_the_host() -> None:
+    program = str(gradients(offloaded, "global arrays").jaxpr)
+    of_the_scan = [line for line in program.splitlines() if line.rstrip().endswith("= scan[")]
+    layers, (batch, tokens, _), (_, _, heads, size) = len(LAYERS), X.shape, LAYERS[0].shape
+    out, lse = (RANKS * batch, tokens // RANKS, heads, size), (RANKS * batch, heads, tokens // RANKS)
+    wanted = [f"f32<host>[{','.join(map(str, (layers, *shape)))}]" for shape in (out, lse)]
+    assert [re.findall(r"f32<host>\[[\d,]+\]", line) for line in of_the_scan] == [wanted, []]
+    again = compiled(offloaded)
+    assert sends(again) == 8
+    assert_equal(again, compiled(unchanged))
