@@ -328,10 +328,13 @@ def test_other_devices_have_the_portable_kernels(target: Target) -> None:
 
 @pytest.mark.parametrize(("version", "name"), [("3.5.1", ""), ("3.9.0+git", "hopper_"), ("3.10.0", ""), ("4.0.0", "")])
 def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
-    version: str, name: str, monkeypatch: pytest.MonkeyPatch
+    version: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(family.triton, "__version__", version)
-    assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
+    family._told.cache_clear()
+    for _ in range(2):
+        assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
+    assert [version in record.getMessage() for record in caplog.records] == [True] * (name == "")
 
 
 @pytest.mark.parametrize(

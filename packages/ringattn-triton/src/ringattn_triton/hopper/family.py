@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family of kernels for Hopper: which blocks it takes, and its forward pass; `backward` has the other."""
 
+import functools
+import logging
 import math
 from typing import Final
 
@@ -19,6 +21,7 @@ from ..launch.target import Target
 from ..portable.family import results
 from . import backward, schedules
 
+_logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
 """Before which version these kernels have been compiled: Gluon may change with each."""
 _TOGETHER: Final = 512
@@ -104,10 +107,17 @@ def _why_not_here(block: Block, target: Target) -> str | None:
         return "the Hopper kernels are for compute capability 9.0"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TRITON_FLOOR <= version < _TRITON_CEILING:
-        return f"the Hopper kernels have not been tried with Triton {triton.__version__}"
+        return _told(f"the Hopper kernels have not been tried with Triton {triton.__version__}")
     if block.q.dtype.itemsize != 2:
         return "the Hopper kernels are for half precision"
     return None
+
+
+@functools.cache
+def _told(reason: str) -> str:
+    """The reason, of which the log has one line: on a Hopper these kernels are expected to run."""
+    _logger.warning("%s; slower kernels run instead", reason)
+    return reason
 
 
 def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
