@@ -23,59 +23,21 @@ from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import target
 from ringattn_triton.portable.family import PORTABLE
+from shapes import CASES, Case, Shape
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A shape and its mask; `share` of all pairs are visible."""
-
-    batch: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    dim: int
-    share: float = 0.5
-    causal: bool = True
-    window: tuple[int, int] | None = None
-    document: int = 0
-    """The length of a document; 0 without documents."""
-
-    def block(self) -> Block:
-        """A block of random inputs, as on a ring of one."""
-        index = jnp.arange(self.tokens, dtype=jnp.int32)[None]
-        ids = jnp.broadcast_to(index // self.document, (self.batch, self.tokens)) if self.document else None
-        rule = Rule(scale=self.dim**-0.5, causal=self.causal, window=self.window)
-        q, k, v = (self.drawn(seed, heads) for seed, heads in enumerate((self.heads, self.kv_heads, self.kv_heads)))
-        fields: dict[str, Any] = dict.fromkeys(("bias", "mask", "slopes", "seed"))
-        return Block(
-            q=q, kv=(k, v), q_positions=index, kv_positions=index, q_index=index, kv_index=index,
-            batch_index=jnp.arange(self.batch), head_index=jnp.arange(self.heads), q_segments=ids, kv_segments=ids,
-            rule=rule, final=True, **fields,
-        )  # fmt: skip
-
-    def drawn(self, seed: int, heads: int) -> jax.Array:
-        shape = (self.batch, self.tokens, heads, self.dim)
-        return jax.random.normal(jax.random.key(seed), shape).astype(jnp.bfloat16)
-
-    def rival(self) -> dict[str, Any]:
-        """The mask as arguments of FlashAttention-3."""
-        found: dict[str, Any] = {"causal": self.causal, "window": self.window or (-1, -1)}
-        if self.document:
-            starts = jnp.arange(0, self.tokens + 1, self.document, dtype=jnp.int32)
-            found |= {"starts": starts, "longest": self.document}
-        return found
-
-
-CASES = {
-    "causal": Case(1, 16384, 16, 16, 128),
-    "full": Case(1, 16384, 16, 16, 128, share=1.0, causal=False),
-    "grouped": Case(2, 8192, 32, 8, 128),
-    "d64": Case(1, 16384, 32, 32, 64),
-    "short": Case(8, 2048, 16, 16, 128),
-    "window": Case(1, 65536, 8, 8, 128, share=4097 / 65536, causal=False, window=(4096, 0)),
-    "documents": Case(1, 32768, 16, 16, 128, share=1024 / 32768, document=2048),
-    "ragged": Case(1, 16037, 16, 16, 128),
-}
+def block_of(case: Case) -> Block:
+    """A block of the case's inputs, as on a ring of one."""
+    shape = case.shape
+    q, k, v, _ = shape.arrays()
+    index = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
+    rule = Rule(scale=shape.head_size**-0.5, causal=case.causal, window=case.window)
+    fields: dict[str, Any] = dict.fromkeys(("bias", "mask", "slopes", "seed"))
+    return Block(
+        q=q, kv=(k, v), q_positions=index, kv_positions=index, q_index=index, kv_index=index,
+        batch_index=jnp.arange(shape.batch), head_index=jnp.arange(shape.heads), q_segments=case.ids(),
+        kv_segments=case.ids(), rule=rule, final=True, **fields,
+    )  # fmt: skip
 
 
 def delta_of(dout: jax.Array, out: jax.Array) -> jax.Array:
@@ -101,7 +63,7 @@ def two(block: Block, dout: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[
 
 def candidates(case: Case) -> dict[str, Callable[[], Any]]:
     """Every backward pass that can run the case, on the same inputs."""
-    block, dout = case.block(), case.drawn(3, case.heads)
+    block, dout = block_of(case), case.shape.arrays()[3]
     done = jax.jit(KERNEL.forward)(block, None)
     given = block, dout, done.out.astype(jnp.bfloat16), done.lse
     runs: dict[str, Callable[[], Any]] = {
@@ -109,8 +71,8 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
         "ordered": lambda: one(*given, False),
         "two passes": lambda: two(*given),
     }
-    if flash_attention_3.installed():
-        rival = jax.jit(lambda *arrays: flash_attention_3.backward(arrays, **case.rival()))
+    if flash_attention_3.library() is not None:
+        rival = jax.jit(lambda *arrays: flash_attention_3.backward(case, arrays))
         runs["FlashAttention-3"] = lambda: rival(dout, block.q, block.k, block.v, *given[2:])
     if not case.window and not case.document:
         attend = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")  # pyright: ignore[reportArgumentType]
@@ -133,7 +95,7 @@ def measure(name: str, case: Case, rounds: int) -> None:
         for who, run in runs.items():
             seconds_of(run, 8)
             times[who].append(seconds_of(run, 8))
-    tera = 5 * 2 * case.batch * case.heads * case.tokens**2 * case.dim * case.share / 1e12
+    tera = 2.5 * case.shape.tera("forward", case.share)
     for who, seconds in times.items():
         middle, least = statistics.median(seconds), min(seconds)
         rate = f"{tera / middle:4.0f} TFLOP/s"
@@ -142,7 +104,7 @@ def measure(name: str, case: Case, rounds: int) -> None:
 
 def compare_bits(times: int = 20) -> None:
     """Prints how often a repeated call of each form gives equal bits."""
-    runs = candidates(Case(1, 4096, 8, 8, 128))
+    runs = candidates(Case(Shape(1, 4096, 8, 8, 128)))
     for who in ("ordered", "unordered", "two passes"):
         first = [np.asarray(x).view(np.uint16) for x in runs[who]()]
         again = ([np.asarray(x).view(np.uint16) for x in runs[who]()] for _ in range(times))
@@ -152,7 +114,7 @@ def compare_bits(times: int = 20) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=["bits", *CASES])
+    parser.add_argument("cases", nargs="*", default=["bits", *(name for name, case in CASES.items() if not case.sinks)])
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
     print(jax.__version__, jax.devices()[0].device_kind)

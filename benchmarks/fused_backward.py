@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from gpu_attention import GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 from interleaved import ON_A_DEVICE, medians
 from programs import ours, with_gradients
+from shapes import GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 
 DOCUMENTS: Final = jnp.arange(PACKED.tokens, dtype=jnp.int32)[None] // 2048
 CASES: Final[dict[str, tuple[Shape, dict[str, Any]]]] = {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast attention is on one GPU: TFLOP/s beside cuDNN, what masks save, what options cost, float32 beside XLA.
 
-TFLOP/s count half of all pairs for a causal mask, and 3.5 times the forward for forward+backward.
+TFLOP/s count half of all pairs for a causal mask, and 3.5 times the forward for forward+backward. With `--rivals`
+another table: ours beside FlashAttention-3, cuDNN and PyTorch, as far as they are installed (`rivals.py`).
 """
 
 import argparse
@@ -11,45 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import rivals
 from interleaved import ON_A_DEVICE, Claim, medians, report
 from programs import Attention, ours, with_gradients
 from ringattn_core import masks
+from shapes import CASES, EXACT, GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 
 PARTS = ("forward", "forward+backward")
 PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
-WORK = {"forward": 1.0, "forward+backward": 3.5}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    batch: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: str = "bfloat16"
-
-    def arrays(self) -> tuple[jax.Array, ...]:
-        """Query, key, value, and the cotangent of the output."""
-        seeds = jax.random.split(jax.random.key(0), 4)
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        return tuple(
-            jax.random.normal(seed, (self.batch, self.tokens, count, self.head_size)).astype(self.dtype)
-            for seed, count in zip(seeds, heads, strict=True)
-        )
-
-    def tera(self, part: str, share: float) -> float:
-        """Floating-point operations in units of 10^12, if queries see this share of the keys."""
-        square = 4 * self.batch * self.heads * self.tokens**2 * self.head_size
-        return square * share * WORK[part] / 1e12
-
-
-MAIN = Shape(1, 16384, 16, 16, 128)
-GROUPED = Shape(2, 8192, 32, 8, 128)
-NARROW = Shape(1, 16384, 32, 32, 64)
-LONG = Shape(1, 65536, 8, 8, 128)
-PACKED = Shape(1, 32768, 16, 16, 128)
-EXACT = Shape(1, 4096, 8, 8, 64, "float32")
 
 
 def cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -143,9 +113,13 @@ def main() -> None:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=PARTS_OF_RUN, choices=PARTS_OF_RUN)
+    parser.add_argument("--rivals", nargs="*", choices=list(CASES), help="the cases to compare; all if none is named")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
+    if arguments.rivals is not None:
+        rivals.compare(arguments.rivals or list(CASES), arguments.backend, arguments.rounds)
+        return
     table = Table(arguments.backend, arguments.rounds)
     if "speed" in arguments.only:
         table.speed("16k h16 d128 causal", MAIN, (500, 440))

@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "longer than a short cache": (SHORT, InputError, "lengths: .* to 30"),
     "uneven": ({**SHORT, "lengths": 1}, InputError, "key_cache: has room for 30 tokens, .* into 4. Allocate 32"),
     "uneven zigzag": ({**SHORT, "lengths": 1, "layout": "zigzag"}, InputError, "cannot split into 8. Allocate 32"),
-    "heads": ({"key_cache": KEY[:, :, :1]}, InputError, "value_cache: .* but key_cache has"),
+    "heads": ({"key_cache": KEY[:, :, :1]}, InputError, r"value_cache: has shape .*It needs \(3, 32, 1, Hv\)"),
     "unknown": ({"causal": True}, InputError, "causal: is no argument of decode_attention"),
     "misspelt": ({"window": 3}, InputError, "window: is no argument of decode_attention. Pass sliding_window"),
     "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),

@@ -30,7 +30,9 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (272, _DRAWS)},
     ("bfloat16", 128, "ringattn_hopper_backward with masks"): {90: (64, _WHILE_MASKING)},
     ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (112, _WHILE_MASKING)},
+    ("bfloat16", 96, "ringattn_hopper_backward with masks"): {90: (72, _WHILE_MASKING)},
     ("bfloat16", 128, "ringattn_hopper_forward"): {90: (16, _CONTINUED)},
+    ("bfloat16", 256, "ringattn_hopper_forward"): {90: (16, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a soft cap"): {90: (96, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a bias"): {90: (72, _CONTINUED)},
     ("bfloat16", 128, "ringattn_backward_keys"): {

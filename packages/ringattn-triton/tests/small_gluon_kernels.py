@@ -6,6 +6,7 @@
 from typing import Any, NamedTuple
 
 from ringattn_triton.hopper.backward_transfers import async_atomic_add
+from ringattn_triton.hopper.head_tiles import tiles_of_heads
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -167,6 +168,26 @@ def tile_of(
         mbarrier.expect(full, TILE * DIM * 2)
     if FAULT is not None:
         mbarrier.wait(full, 1)
+
+
+@gluon.jit
+def tile_of_head(X, OUT, HEIGHT: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.constexpr, FAULT: gl.constexpr):
+    """The first tile of the last head, in a place without an axis for heads."""
+    TYPE: gl.constexpr = X.dtype.element_ty
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
+    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tiles = tiles_of_heads(X, HEADS, HEIGHT, WIDTH, WIDTH, HEADS * WIDTH, TILE, DIM)
+    place = gl.allocate_shared_memory(TYPE, [TILE, DIM], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, TILE * DIM * 2)
+    if FAULT == "not in one piece":
+        place.permute((1, 0)).reshape((1, TILE, DIM))
+    fetch(tiles, [HEADS - 1, 0, 0], full, place.reshape((1, TILE, DIM)))
+    mbarrier.wait(full, 0)
+    rows = gl.arange(0, TILE, gl.SliceLayout(1, HELD))
+    columns = gl.arange(0, DIM, gl.SliceLayout(0, HELD))
+    gl.store(OUT + rows[:, None] * DIM + columns[None, :], place.load(HELD))
 
 
 @gluon.jit

@@ -157,7 +157,7 @@ def for_hopper(block, fresh, monkeypatch):
     ("length", "fields", "fresh"),
     [(LENGTH, {}, True), (LENGTH, {"causal": True}, False), (LENGTH - 24, {"causal": True, "window": (300, 0)}, False)],
 )
-@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0)])
+@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0), (256, None)])
 def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
     rule = Rule(scale=head_dim**-0.5, soft_cap=soft_cap, **fields)
     report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)

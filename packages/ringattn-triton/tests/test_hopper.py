@@ -88,6 +88,14 @@ def test_any_grouping_of_heads_in_float16(heads: tuple[int, int], dim: int) -> N
     check(make_block(2, 200, 140, dim=dim, **given), str(heads))
 
 
+@pytest.mark.parametrize(
+    "dims", [(72, 72), (80, 80), (96, 96), (120, 120), (192, 128), (136, 72), (248, 248), (256, 256)], ids=str
+)
+def test_heads_of_any_multiple_of_8_are_filled_up_in_shared_memory(dims: tuple[int, int]) -> None:
+    given: dict[str, Any] = {"dim": dims[0], "value_dim": dims[1], "dtype": HALF, "causal": True}
+    check(make_block(2, 200, 140, **given), str(dims))
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (2, 1), (1, 4), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, jnp.float16])
 def test_a_bias_of_any_heads_and_rows_is_added(shape: tuple[int, int], dtype: Any) -> None:
@@ -246,7 +254,8 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
     ("reason", "fields"),
     [
         ("float32", {"dtype": jnp.float32}),
-        ("a head size of its own", {"dim": 96}),
+        ("a head size that is no multiple of 8", {"dim": 100}),
+        ("small heads", {"dim": 48}),
         ("values of another size", {"value_dim": 64}),
         ("few queries", {"q_length": 127}),
         ("few keys", {"kv_length": 127}),

@@ -93,6 +93,23 @@ def test_a_description_of_more_than_there_is_raises():
         tile_of(x, 0, 0)
 
 
+def last_head(fault=None):
+    x = some(np.float16, (48, 3, 40))
+    constants = {"HEIGHT": 48, "HEADS": 3, "WIDTH": 40, "FAULT": fault}
+    return x[:TILE, 2], interpret(kernels.tile_of_head, [x], [((TILE, DIM), np.float16)], **constants)[0]
+
+
+def test_a_head_is_filled_up_with_zeros_in_a_place_of_another_shape():
+    head, got = last_head()
+    np.testing.assert_array_equal(got[:, :40], head)
+    assert not got[:, 40:].any()
+
+
+def test_a_view_of_another_shape_needs_a_place_in_one_piece():
+    with pytest.raises(RuntimeError, match=r"reshapes \[64, 32\], which does not lie in one piece"):
+        last_head("not in one piece")
+
+
 def in_slices(fault=None):
     x = some(np.float16, (2 * TILE, DIM))
     return x, interpret(kernels.in_slices, [x], [(x.shape, np.float16)], FAULT=fault)[0]
@@ -250,6 +267,7 @@ def test_an_error_of_one_launch_leaves_nothing_to_the_next():
     [
         (kernels.products, "hhf", {"B_ROWS": 96, "TILES": 3, "PLACES": 2, "FAULT": None}),
         (kernels.tile_of, "hh", {"HEIGHT": 80, "WIDTH": 72, "ROW": 8, "COLUMN": 8, "FAULT": None}),
+        (kernels.tile_of_head, "hh", {"HEIGHT": 48, "HEADS": 3, "WIDTH": 40, "FAULT": None}),
         (kernels.in_slices, "hh", {"FAULT": None}),
         (kernels.halves_summed, "hhf", {}),
         (kernels.turns, "iiiii", {"TURNS": 3}),

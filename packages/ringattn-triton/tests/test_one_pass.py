@@ -16,7 +16,7 @@ from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.hopper import schedules
+from ringattn_triton.hopper import backward_plan, schedules
 from ringattn_triton.launch.target import compiling_for
 
 HALF = jnp.bfloat16
@@ -52,6 +52,13 @@ def computed(block: Block, ordered: bool = True, dq: jax.Array | None = None) ->
 @pytest.mark.parametrize(("option", "dim"), [(option, 64) for option in OPTIONS] + [("causal", 128), ("window", 128)])
 def test_gradients_are_right_in_ragged_tiles_with_grouped_heads(option: str, dim: int, ordered: bool) -> None:
     computed(with_option(option, 200, 150, dim=dim, dtype=HALF), ordered)
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("dims", [(96, 96), (120, 72), (136, 136), (192, 128), (256, 256)], ids=str)
+def test_heads_of_any_multiple_of_8_are_filled_up_in_shared_memory(dims: tuple[int, int], ordered: bool) -> None:
+    block = make_block(1, 200, 140, dim=dims[0], value_dim=dims[1], dtype=HALF, causal=True, heads=4, kv_heads=2)
+    computed(block, ordered)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -101,7 +108,7 @@ def test_rows_and_keys_that_see_nothing_have_gradients_of_zero() -> None:
 def test_a_rank_counts_the_key_tiles_before_it_that_see_a_query_tile(last_first: bool) -> None:
     block = make_block(1, 384, 512, dim=128, dtype=HALF, causal=True)
     inputs = one_pass.kernel_inputs.of_block(block, fast=True)
-    plan = dataclasses.replace(one_pass.PLANS[128], last_first=last_first)
+    plan = dataclasses.replace(backward_plan.PLANS[128], last_first=last_first)
     ranks = np.asarray(one_pass._ranks(inputs, block, plan)[0])
     rows, columns = np.indices((4, 6))
     seen = columns * 64 + 63 >= rows * 128
@@ -141,10 +148,13 @@ def launched(block: Block) -> list[str]:
     [
         {"fused_backward": False},
         {"dtype": jnp.float32},
-        {"dim": 96},
+        {"dim": 100},
+        {"dim": 48},
         {"value_dim": 64},
         {"bias": bias(1, 2, 200, 200)},
         {"soft_cap": 3.0, "slopes": np.array([[0.5, 0.1]], np.float32)},
+        {"dim": 256, "soft_cap": 3.0},
+        {"dim": 256, "scale": -1.0},
         {"bwd_params": BwdParams(num_stages=2)},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -159,12 +169,15 @@ def test_as_many_programs_run_as_the_largest_hopper_has_multiprocessors() -> Non
     assert one_pass.PROGRAMS == schedules.PROGRAMS == 132
 
 
+FORMS = [(option, True) for option in ("plain", "causal", "causal segments")] + [("plain", False), ("causal", False)]
+WITH_OPTIONS = [(option, True) for option in ("soft cap", "slopes", "dropout", "dense mask")]
+
+
 @pytest.mark.parametrize(
-    ("option", "ordered"),
-    [(option, True) for option in ("plain", "causal", "causal segments", "soft cap", "slopes", "dropout", "dense mask")]
-    + [("plain", False), ("causal", False)],
+    ("dim", "option", "ordered"),
+    [(dim, *form) for dim in (64, 128) for form in FORMS + WITH_OPTIONS]
+    + [(dim, *form) for dim in (96, 256) for form in FORMS],
 )
-@pytest.mark.parametrize("dim", [64, 128])
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
     length = 1000 if option == "causal segments" else 1024
     block = with_option(option, length, length, dim=dim, dtype=HALF, final=True)

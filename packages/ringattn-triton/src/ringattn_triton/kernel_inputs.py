@@ -102,8 +102,16 @@ class BlockConstants:
         return dataclasses.replace(self, masks=False)
 
     @property
+    def padded_head_dim(self) -> int:
+        return padded_dim(self.head_dim)
+
+    @property
+    def padded_value_dim(self) -> int:
+        return padded_dim(self.value_dim)
+
+    @property
     def largest_dim(self) -> int:
-        return max(padded_dim(self.head_dim), padded_dim(self.value_dim))
+        return max(self.padded_head_dim, self.padded_value_dim)
 
 
 class KernelInputs(NamedTuple):

@@ -13,7 +13,7 @@ from ringattn_core.contract.protocol import Block, Gradients
 from .. import kernel_inputs, visited_tiles
 from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
-from .backward_plan import PLANS, BackwardPlan
+from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 from .turn_order import last_keys_first, queue_too_long
 
@@ -26,17 +26,18 @@ _REGISTERS_AT_START: Final = 168
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block, or `None` where it does."""
-    if constants.head_dim not in PLANS or constants.value_dim != constants.head_dim:
+    plan = plan_of(constants)
+    if plan is None:
         return "the one-pass backward kernel has no heads of these sizes"
-    if constants.v_head != constants.value_dim:
-        return "keys and values are packed side by side"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
     if constants.bias:
         return "the one-pass backward kernel has no bias"
     if constants.capped and constants.slopes:
         return "the one-pass backward kernel has no soft cap with ALiBi"
-    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), PLANS[constants.head_dim].q_tile):
+    if plan.wide and not (constants.plain and not (constants.capped or constants.dropout or constants.masks)):
+        return "the one-pass backward kernel has no such option for heads of more than 128"
+    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), plan.q_tile):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
     return None
 
@@ -56,7 +57,8 @@ def backward(
     constants = inputs.constants
     batch, length, heads, dim = block.q.shape
     ordered = not block.rule.fused_backward
-    plan = PLANS[dim]
+    plan = plan_of(constants)
+    assert plan is not None
     table = visited_tiles.table(
         inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
     )
@@ -65,8 +67,10 @@ def backward(
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered, last_first=ordered and last_keys_first(constants))
     q_tiles = table.shape.columns
     ranks = _ranks(inputs, block, plan) if ordered else None
-    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
-    sums = jnp.zeros(batch * heads * q_tiles * plan.q_tile * dim, jnp.float32)
+    # The two writers of a wide plan have counters of their own.
+    counters = jnp.zeros(1 + ((1 + plan.wide) * batch * heads * q_tiles if ordered else 0), jnp.int32)
+    pieces = plan.pieces(dim)
+    sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
         *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, sums,
@@ -77,7 +81,7 @@ def backward(
         backward_kernel,
         arrays,
         [
-            *(jax.ShapeDtypeStruct(block.k.shape, block.q.dtype if block.final else jnp.float32) for _ in range(2)),
+            *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
             jax.ShapeDtypeStruct(slope_parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             jax.ShapeDtypeStruct(sums.shape, sums.dtype),
@@ -97,7 +101,7 @@ def backward(
         finish_dq,
         [sums, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
-        grid=(batch * heads * q_tiles * 2,),
+        grid=(batch * heads * q_tiles * pieces,),
         warps=4,
         stages=1,
         aliases={1: 0} if dq is not None and not block.final else {},
@@ -108,6 +112,8 @@ def backward(
         Q_TILES=q_tiles,
         SCALE=constants.scale,
         FRESH=dq is None,
+        Q_TILE=plan.q_tile,
+        PIECES=pieces,
     )
     if block.slopes is None:
         return Gradients(dq, dk, dv)

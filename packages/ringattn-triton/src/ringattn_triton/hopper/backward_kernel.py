@@ -4,8 +4,9 @@
 """Attention's backward pass in one kernel for Hopper: dk and dv in registers, dq added up in memory.
 
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
-(`backward_products`). One more warp fetches the query tiles that see these keys, another adds dq to memory
-(`backward_transfers`).
+(`backward_products`). One more warp fetches the query tiles that see these keys, two others add dq to memory
+(`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and consumers share the work
+otherwise (`wide_products`, `wide_transfers`).
 """
 
 from triton.experimental import gluon
@@ -13,9 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ..kernels.tokens import Inputs
-from .backward_memory import shared_memory
+from .backward_memory import plain_layout, shared_memory
 from .backward_products import compute_gradients
 from .backward_transfers import add_dq, fetch_tiles
+from .head_tiles import tiles_of_heads
+from .wide_products import compute_dk, compute_dv
+from .wide_transfers import add_wide_dq
 
 
 @gluon.jit
@@ -34,50 +38,70 @@ def backward(
     tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
     The two arrays with `BEFORE` in their names have the same memory as the results.
     """
-    DIM: gl.constexpr = F.head_dim
+    DIM: gl.constexpr = F.padded_head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
     Q_TILE: gl.constexpr = PLAN.q_tile
+    KV_TILE: gl.constexpr = PLAN.kv_tile
     Q_TILES: gl.constexpr = T.columns
-    Q_WIDTH: gl.constexpr = F.heads * DIM
     Q_ROWS: gl.constexpr = BATCH * F.q_length
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     PADDED: gl.constexpr = Q_TILES * Q_TILE
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_TILE, DIM], TYPE)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, Q_TILE], TYPE)
-    PLAIN: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    q_tiles = tma.make_tensor_descriptor(Q, [Q_ROWS, Q_WIDTH], [Q_WIDTH, 1], [Q_TILE, DIM], QUERIES)
-    dout_tiles = tma.make_tensor_descriptor(DOUT, [Q_ROWS, Q_WIDTH], [Q_WIDTH, 1], [Q_TILE, DIM], QUERIES)
-    k_tiles = tma.make_tensor_descriptor(K, [KV_ROWS, F.k_token], [F.k_token, 1], [PLAN.kv_tile, DIM], KEYS)
+    PLAIN: gl.constexpr = plain_layout()
+    q_tiles = tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE, DIM)
+    dout_tiles = tiles_of_heads(
+        DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE, VALUE_DIM
+    )
+    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM)
     values = V + F.v_start
-    v_tiles = tma.make_tensor_descriptor(values, [KV_ROWS, F.v_token], [F.v_token, 1], [PLAN.kv_tile, DIM], KEYS)
+    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM)
     lse_rows = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     delta_rows = tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     away_rows = lse_rows
     if F.slopes:
         GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
         away_rows = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
-    dq_tiles = tma.make_tensor_descriptor(DQ, [BATCH * F.heads * Q_TILES * 32, 256], [256, 1], [16, 256], PLAIN)
-    memory = shared_memory(TYPE, KEYS, QUERIES, DS, PLAIN, F, PLAN)
+    DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
+    dq_tiles = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
         SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
     )  # fmt: skip
     turns = T.rows * BATCH * F.kv_heads
-    gl.warp_specialize(
-        [
-            (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
-            (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
-            (
-                fetch_tiles,
+    memory = shared_memory(TYPE, F, PLAN)
+    if PLAN.wide:
+        gl.warp_specialize(
+            [
+                (compute_dv, (memory, P, DV, turns, F, T, PLAN)),
+                (compute_dk, (memory, DK, turns, F, T, PLAN)),
                 (
-                    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
-                    COUNTERS, turns, F, T, PLAN,
+                    fetch_tiles,
+                    (
+                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
+                        COUNTERS, turns, F, T, PLAN,
+                    ),
                 ),
-            ),
-            (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
-            (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
-        ],
-        [4, 1, 1, 1],
-        [PLAN.registers, 24, 24, 24],
-    )  # fmt: skip
+                (add_wide_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (add_wide_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+            ],
+            [4, 1, 1, 1],
+            [PLAN.registers, 24, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
+                (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
+                (
+                    fetch_tiles,
+                    (
+                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
+                        COUNTERS, turns, F, T, PLAN,
+                    ),
+                ),
+                (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+            ],
+            [4, 1, 1, 1],
+            [PLAN.registers, 24, 24, 24],
+        )  # fmt: skip

@@ -14,13 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Memory(NamedTuple):
-    """The allocations. `shared_places` names what is in them."""
+    """The allocations. `shared_places` names what is in them. `dout` may be `q`, and `v` may be `k`."""
 
     barriers: Any
     numbers: Any
     rows: Any
-    queries: Any
-    keys: Any
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
     ds: Any
     dq: Any
 
@@ -29,11 +31,11 @@ class Shared(NamedTuple):
     """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it.
 
     Of a turn there are its number, and how many steps it has `before` those that see everything, how many of those
-    (`whole`), and how many `after` them. `kv` holds its keys, then its values. In `queries` place `i` is a tile of q
-    and place `STAGES + i` one of dout; in `rows` they are the rows' lse and -delta, and come with those. For
-    ALiBi place `2 STAGES + i` is how far the rows' positions are from the tile's first. `tile` is the
-    number of a query tile. `ds` is the derivative by the scores, keys as rows, of both consumers. `dq` has a place for
-    each half of a tile: consumer `c` fills places `2 i + c`.
+    (`whole`), and how many `after` them; `k` and `v` are its keys and values. The rows' `lse` comes with `q`, their
+    `minus_delta` with `dout`; for ALiBi their `away`, how far positions are from the tile's first, comes with `q`.
+    `tile` is the number of a query tile. `ds` is the derivative by the scores, keys as rows. `dq` has a place for what
+    each consumer computes of a tile, 64 queries by 64 dimensions, and a `dq_full` for it and each writer; or places as
+    in `wide_products`, where one of them has the weights before (`weights_full`).
     """
 
     turn: Any
@@ -42,14 +44,18 @@ class Shared(NamedTuple):
     after: Any
     turn_full: Any
     turn_empty: Any
-    kv: Any
+    k: Any
+    v: Any
     kv_full: Any
     kv_empty: Any
-    queries: Any
-    rows: Any
+    q: Any
+    lse: Any
     tile: Any
     q_full: Any
     q_empty: Any
+    dout: Any
+    minus_delta: Any
+    away: Any
     dout_full: Any
     dout_empty: Any
     ds: Any
@@ -57,6 +63,7 @@ class Shared(NamedTuple):
     dq: Any
     dq_full: Any
     dq_empty: Any
+    weights_full: Any
 
 
 class Places(NamedTuple):
@@ -73,46 +80,70 @@ def at(places, number):
 
 
 @gluon.jit
-def shared_memory(
-    TYPE: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr, DS: gl.constexpr, PLAIN: gl.constexpr,
-    F: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """The allocations in these layouts, with barriers that are ready to be used."""
-    STAGES: gl.constexpr = PLAN.stages
-    BARRIERS: gl.constexpr = PLAN.barriers
+def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """The allocations, with barriers that are ready to be used."""
+    DIM: gl.constexpr = F.padded_head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
+    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.slopes else 0)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, DIM], TYPE)
+    DOUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, VALUE_DIM], TYPE)
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, VALUE_DIM], TYPE)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
+    PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
+    q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
+    k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)
+    dout = q
+    v = k
+    if PLAN.wide:
+        dout = gl.allocate_shared_memory(TYPE, [PLAN.dout_stages, PLAN.q_tile, VALUE_DIM], DOUTS)
+        v = gl.allocate_shared_memory(TYPE, [1, PLAN.kv_tile, VALUE_DIM], VALUES)
     memory = Memory(
-        barriers=gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout()),
+        barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
-        rows=gl.allocate_shared_memory(gl.float32, [(3 if F.slopes else 2) * STAGES, 1, PLAN.q_tile], PLAIN),
-        queries=gl.allocate_shared_memory(TYPE, [2 * STAGES, PLAN.q_tile, F.head_dim], QUERIES),
-        keys=gl.allocate_shared_memory(TYPE, [2, PLAN.kv_tile, F.head_dim], KEYS),
+        rows=gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN),
+        q=q,
+        dout=dout,
+        k=k,
+        v=v,
         ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, PLAN.kv_tile, PLAN.q_tile], DS),
-        dq=gl.allocate_shared_memory(gl.float32, [2 * PLAN.dq_places, 16, 256], PLAIN),
+        dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
     )
     shared = shared_places(memory, PLAN)
-    _begin(shared.turn_full, 2, 1)
-    _begin(shared.turn_empty, 2, 2 + PLAN.writers)
-    _begin(shared.kv_full, 1, 1)
-    _begin(shared.kv_empty, 1, 2)
-    _begin(shared.q_full, STAGES, 1)
-    _begin(shared.q_empty, STAGES, 2)
-    _begin(shared.dout_full, STAGES, 1)
-    _begin(shared.dout_empty, STAGES, 2)
-    _begin(shared.ds_full, PLAN.ds_places, 2)
-    _begin(shared.dq_full, 2 * PLAN.writers, 1)
-    _begin(shared.dq_empty, 2 * PLAN.dq_places, 1)
+    begin(shared.turn_full, 2, 1)
+    begin(shared.turn_empty, 2, 2 + PLAN.writers)
+    begin(shared.kv_full, 1, 1)
+    begin(shared.kv_empty, 1, 2)
+    begin(shared.q_full, PLAN.stages, 1)
+    begin(shared.q_empty, PLAN.stages, 2)
+    begin(shared.dout_full, PLAN.dout_stages, 1)
+    begin(shared.dout_empty, PLAN.dout_stages, 2)
+    begin(shared.ds_full, PLAN.ds_places, 1 if PLAN.wide else 2)
+    begin(shared.dq_full, PLAN.dq_filled, 1)
+    begin(shared.dq_empty, PLAN.dq_places, 1)
+    begin(shared.weights_full, 1, 1)
     return memory
+
+
+@gluon.constexpr_function
+def plain_layout():
+    """Float32 in rows without swizzling."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
 def shared_places(memory, PLAN: gl.constexpr):
     """The places in the allocations, by name."""
-    STAGES: gl.constexpr = PLAN.stages
     barriers = memory.barriers
     numbers = memory.numbers
-    DS_FULL: gl.constexpr = 6 + 4 * STAGES
+    Q_EMPTY: gl.constexpr = 6 + PLAN.stages
+    DOUT_FULL: gl.constexpr = Q_EMPTY + PLAN.stages
+    DOUT_EMPTY: gl.constexpr = DOUT_FULL + PLAN.dout_stages
+    DS_FULL: gl.constexpr = DOUT_EMPTY + PLAN.dout_stages
     DQ_FULL: gl.constexpr = DS_FULL + PLAN.ds_places
+    DQ_EMPTY: gl.constexpr = DQ_FULL + PLAN.dq_filled
     return Shared(
         turn=Places(numbers, 0),
         before=Places(numbers, 2),
@@ -120,26 +151,31 @@ def shared_places(memory, PLAN: gl.constexpr):
         after=Places(numbers, 6),
         turn_full=Places(barriers, 0),
         turn_empty=Places(barriers, 2),
-        kv=memory.keys,
+        k=Places(memory.k, 0),
+        v=Places(memory.v, 0 if PLAN.wide else 1),
         kv_full=Places(barriers, 4),
         kv_empty=Places(barriers, 5),
-        queries=memory.queries,
-        rows=memory.rows,
+        q=Places(memory.q, 0),
+        lse=Places(memory.rows, 0),
         tile=Places(numbers, 8),
         q_full=Places(barriers, 6),
-        q_empty=Places(barriers, 6 + STAGES),
-        dout_full=Places(barriers, 6 + 2 * STAGES),
-        dout_empty=Places(barriers, 6 + 3 * STAGES),
+        q_empty=Places(barriers, Q_EMPTY),
+        dout=Places(memory.dout, 0 if PLAN.wide else PLAN.stages),
+        minus_delta=Places(memory.rows, PLAN.stages),
+        away=Places(memory.rows, PLAN.stages + PLAN.dout_stages),
+        dout_full=Places(barriers, DOUT_FULL),
+        dout_empty=Places(barriers, DOUT_EMPTY),
         ds=memory.ds,
         ds_full=Places(barriers, DS_FULL),
         dq=memory.dq,
         dq_full=Places(barriers, DQ_FULL),
-        dq_empty=Places(barriers, DQ_FULL + 2 * PLAN.writers),
+        dq_empty=Places(barriers, DQ_EMPTY),
+        weights_full=Places(barriers, DQ_EMPTY + PLAN.dq_places),
     )
 
 
 @gluon.jit
-def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Each of so many barriers completes a phase after so many arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(at(barriers, number), count=ARRIVALS)

@@ -4,35 +4,64 @@
 import dataclasses
 from typing import Final
 
-from ..kernel_inputs import power_of_two
+from ..kernel_inputs import BlockConstants, power_of_two
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
     """How the kernel runs.
 
+    `wide`: one consumer has dv and the other dk of all keys (`wide_products`), instead of both of half of the keys.
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
     `last_first`: as `turn_order.last_keys_first`.
     """
 
     q_tile: int
+    wide: bool = False
     masked: bool = False
     ordered: bool = False
     last_first: bool = False
     kv_tile: int = 128
     stages: int = 2
+    dout_stages: int = 2
     ds_places: int = 2
-    dq_places: int = 1
+    dq_places: int = 2
+    """For pieces of dq, 64 queries by 64 dimensions; one for each consumer, unless `wide`."""
     writers: int = 2
-    """Warps that add dq to memory, in turn: an addition in order takes about as long as a step."""
+    """Warps that add dq to memory. In order one would need longer than a step takes."""
     registers: int = 240
     """Registers of a consumer's thread, which it takes over from the other warps'."""
 
     @property
     def barriers(self) -> int:
         """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
-        return power_of_two(6 + 4 * self.stages + self.ds_places + 2 * self.dq_places + 2 * self.writers)
+        return power_of_two(
+            7 + 2 * self.stages + 2 * self.dout_stages + self.ds_places + self.dq_places + self.dq_filled
+        )
+
+    @property
+    def dq_filled(self) -> int:
+        """Barriers at which consumers say that a place has a piece: each writer has its own."""
+        return self.dq_places if self.wide else self.writers * self.dq_places
+
+    def pieces(self, dim: int) -> int:
+        """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory."""
+        return self.q_tile // 64 * -(-dim // 64)
 
 
-PLANS: Final = {64: BackwardPlan(q_tile=128), 128: BackwardPlan(q_tile=64)}
-"""By head size. The accumulators of a step, 240 registers of two groups of four warps, allow no larger tiles."""
+PLANS: Final = {
+    64: BackwardPlan(q_tile=128),
+    128: BackwardPlan(q_tile=64),
+    256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=1, ds_places=1, dq_places=3),
+}
+"""By head size, filled up to a power of two. The accumulators of a step allow no larger tiles."""
+
+
+def plan_of(constants: BlockConstants) -> BackwardPlan | None:
+    """The plan for heads of these sizes, or `None` where the kernel has none."""
+    dim, value_dim = constants.head_dim, constants.value_dim
+    plan = PLANS.get(constants.padded_head_dim)
+    if plan is None or dim < 64 or dim % 8 or value_dim % 8:
+        return None
+    wanted = (128, 256) if plan.wide else (constants.padded_head_dim,)
+    return plan if constants.padded_value_dim in wanted else None

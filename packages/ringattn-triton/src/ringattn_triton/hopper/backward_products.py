@@ -18,6 +18,7 @@ from ..kernels.tokens import of_head
 from .backward_memory import at, got_number, next_turn, shared_places
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
 from .backward_turns import owner
+from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 
 
@@ -38,7 +39,7 @@ def compute_gradients(
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
-    DIM: gl.constexpr = F.head_dim
+    DIM: gl.constexpr = F.padded_head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
@@ -78,19 +79,11 @@ def compute_gradients(
         # The turn is read once more, so that no registers hold any of it through the loops.
         row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
-        SMALL: gl.constexpr = DK.dtype.element_ty.primitive_bitwidth == 16
-        WRITTEN: gl.constexpr = in_sixteens(DIM) if SMALL else SUMS
-        dk = gl.convert_layout((dk * F.scale).to(DK.dtype.element_ty), WRITTEN)
+        first = row * PLAN.kv_tile + NUMBER * 64
+        write_gradient(dk * F.scale, DK, first, batch, kv_head, F, F.head_dim, SUMS)
         if F.dropout:
             dv = dv * F.keep_weight
-        dv = gl.convert_layout(dv.to(DV.dtype.element_ty), WRITTEN)
-        rows = row * PLAN.kv_tile + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
-        token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-        offsets = token + kv_head * DIM + gl.arange(0, DIM, gl.SliceLayout(0, WRITTEN))[None, :]
-        inside = (rows < F.kv_length)[:, None]
-        gl.store(DK + offsets, dk, mask=inside)
-        gl.store(DV + offsets, dv, mask=inside)
+        write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -106,6 +99,22 @@ def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constex
 
 
 @gluon.jit
+def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
+    # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
+    SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
+    WRITTEN: gl.constexpr = in_sixteens(sums.shape[1]) if SMALL else SUMS
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
+    dims = gl.arange(0, sums.shape[1], gl.SliceLayout(0, WRITTEN))[None, :]
+    token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
+    inside = (rows < F.kv_length)[:, None]
+    if sums.shape[1] != DIM:
+        inside = inside & (dims < DIM)
+    sums = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
+    gl.store(GRADIENT + (token + kv_head * DIM + dims), sums, mask=inside)
+
+
+@gluon.jit
 def _step_of(
     dk, dv, dslope, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
@@ -116,9 +125,9 @@ def _step_of(
     and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
     dk, so that dk covers dq's way out of the registers.
     """
-    DIM: gl.constexpr = F.head_dim
+    DIM: gl.constexpr = F.padded_head_dim
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.kv.dtype
+    TYPE: gl.constexpr = shared.ds.dtype
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
@@ -126,30 +135,26 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    k = shared.kv.index(opaque_zero())
-    v = shared.kv.index(1 + opaque_zero())
-    q = shared.queries.index(place)
-    dout = shared.queries.index(PLAN.stages + place)
+    k = at(shared.k, opaque_zero())
+    v = at(shared.v, opaque_zero())
+    q = at(shared.q, place)
+    dout = at(shared.dout, place)
     mbarrier.wait(at(shared.q_full, place), phase)
-    s = warpgroup_mma(
-        k.slice(NUMBER * 64, 64, dim=0), q.permute((1, 0)), zero, use_acc=False, is_async=True
-    )  # fmt: skip
+    s = product_of_heads(k.slice(NUMBER * 64, 64, dim=0), q, zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)
-    dp = warpgroup_mma(v.slice(NUMBER * 64, 64, dim=0), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), dout, zero, F.value_dim)
     tile = 0
     if MASKED or F.slopes or F.dropout:
         row, batch, _ = owner(turn, F, T, PLAN)
-        tile = tile_of(
-            P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
-        )  # fmt: skip
-    s = warpgroup_mma_wait(1, deps=[s])
-    p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
+        tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES)
+    s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
+    p, steep = probabilities(s, shared, place, tile, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, dout, dv, is_async=True)
-    exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
+    exact = derivatives(steep, dp, at(shared.minus_delta, place).load(SCORES), F)
     if F.slopes:
-        dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
+        dslope += slope_gradient(exact, shared, place, tile, SCORES)
     ds = exact.to(TYPE)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
@@ -171,11 +176,15 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
-    place = (step % PLAN.dq_places) * 2 + NUMBER
-    mbarrier.wait(at(shared.dq_empty, place), ((step // PLAN.dq_places) & 1) ^ 1)
-    # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
-    split = gl.permute(gl.reshape(dq, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5))
-    shared.dq.index(place).store(gl.reshape(split, (16, 256)))
+    """Puts half a tile of dq where the writer of this step finds it, in the order of `dq_order.finish_dq`."""
+    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
+    shared.dq.index(NUMBER).store(in_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
+
+
+@gluon.jit
+def in_register_order(x):
+    """The results of a product, 64 by 64, as `[16, 256]` in which each thread has pieces of 16 bytes."""
+    # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
+    return gl.reshape(gl.permute(gl.reshape(x, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5)), (16, 256))

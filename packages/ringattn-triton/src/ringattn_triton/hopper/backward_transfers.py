@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
+"""What single warps of the one-pass backward do: one takes turns and fetches tiles, two add dq to memory."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -44,7 +44,8 @@ def fetch_tiles(
 
     The next turn is taken when everything of this one is on its way, so that no turn waits long for its program.
     """
-    VECTORS: gl.constexpr = PLAN.q_tile * F.head_dim * 2
+    DIM: gl.constexpr = F.padded_head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
     NUMBERS: gl.constexpr = PLAN.q_tile * 4
     shared = shared_places(memory, PLAN)
     taken = 0
@@ -54,10 +55,10 @@ def fetch_tiles(
         row, batch, kv_head = owner(turn, F, T, PLAN)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
-        first_key = batch * F.kv_length + row * PLAN.kv_tile
-        mbarrier.expect(full, PLAN.kv_tile * F.head_dim * 2 * 2)
-        fetch(k_tiles, [first_key, kv_head * F.k_head], full, shared.kv.index(0))
-        fetch(v_tiles, [first_key, kv_head * F.v_head], full, shared.kv.index(1))
+        tokens_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
+        mbarrier.expect(full, PLAN.kv_tile * (DIM + VALUE_DIM) * 2)
+        fetch(k_tiles, tokens_at, full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
+        fetch(v_tiles, tokens_at, full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
         steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
@@ -69,22 +70,24 @@ def fetch_tiles(
                 ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
                 place = done % PLAN.stages
                 phase = ((done // PLAN.stages) & 1) ^ 1
-                tokens_at = [batch * F.q_length + tile * PLAN.q_tile, head * F.head_dim]
+                tokens_at = [head, batch * F.q_length + tile * PLAN.q_tile, 0]
                 numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
                 full = at(shared.q_full, place)
                 mbarrier.wait(at(shared.q_empty, place), phase)
                 put_number(at(shared.tile, place), tile)
-                mbarrier.expect(full, VECTORS + NUMBERS * (2 if F.slopes else 1))
-                fetch(q_tiles, tokens_at, full, shared.queries.index(place))
-                fetch(lse_rows, numbers_at, full, shared.rows.index(place))
+                mbarrier.expect(full, PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1))
+                fetch(q_tiles, tokens_at, full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
+                fetch(lse_rows, numbers_at, full, at(shared.lse, place))
                 if F.slopes:
                     group = batch if F.q_positions_batch else 0
-                    fetch(away_rows, [group, tile * PLAN.q_tile], full, shared.rows.index(2 * PLAN.stages + place))
+                    fetch(away_rows, [group, tile * PLAN.q_tile], full, at(shared.away, place))
+                place = done % PLAN.dout_stages
+                phase = ((done // PLAN.dout_stages) & 1) ^ 1
                 full = at(shared.dout_full, place)
                 mbarrier.wait(at(shared.dout_empty, place), phase)
-                mbarrier.expect(full, VECTORS + NUMBERS)
-                fetch(dout_tiles, tokens_at, full, shared.queries.index(PLAN.stages + place))
-                fetch(delta_rows, numbers_at, full, shared.rows.index(PLAN.stages + place))
+                mbarrier.expect(full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS)
+                fetch(dout_tiles, tokens_at, full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
+                fetch(delta_rows, numbers_at, full, at(shared.minus_delta, place))
                 done += 1
         taken += 1
         turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
@@ -143,13 +146,12 @@ def add_dq(
                     while gl.load(counters + tile, volatile=True) < rank:
                         pass
                 here = done + step
-                place = (here % PLAN.dq_places) * 2
                 for half in gl.static_range(2):
                     mbarrier.wait(at(shared.dq_full, 2 * NUMBER + half), (here // PLAN.writers) & 1)
-                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(place + half))
+                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    mbarrier.arrive(at(shared.dq_empty, place + half), count=1)
+                    mbarrier.arrive(at(shared.dq_empty, half), count=1)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")

@@ -2,9 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false
 """How dq leaves the one-pass backward: from the order of the tensor cores' registers to that of the queries.
 
-A half tile, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps hold
-it: 16 bytes a thread, 16 KiB in one piece. That is 7 to 12% of the whole backward pass faster than rows of 256 bytes
-at the stride of a token (`benchmarks/NOTES.md`).
+A piece of a tile, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps
+hold it: 16 bytes a thread, 16 KiB in one piece. That is 7 to 12% of the whole backward pass faster than rows of 256
+bytes at the stride of a token (`benchmarks/NOTES.md`).
 """
 
 import triton
@@ -15,26 +15,24 @@ import triton.language as tl
 def finish_dq(
     SUMS, BEFORE, DQ,
     Q_LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, Q_TILES: tl.constexpr, SCALE: tl.constexpr,
-    FRESH: tl.constexpr,
+    FRESH: tl.constexpr, Q_TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """`DQ [B, T, N, H] = BEFORE + SCALE * SUMS`, one half tile a program; `SUMS` is in register order."""
+    """`DQ [B, T, N, H] = BEFORE + SCALE * SUMS`, one piece of a tile a program; `SUMS` is in register order."""
     program = tl.program_id(0)
-    half = program % 2
-    tile = program // 2 % Q_TILES
-    head = program // (2 * Q_TILES) % HEADS
-    batch = program // (2 * Q_TILES) // HEADS
+    piece = program % PIECES
+    tile = program // PIECES % Q_TILES
+    head = program // (PIECES * Q_TILES) % HEADS
+    batch = program // (PIECES * Q_TILES) // HEADS
     # Registers: 8 blocks of columns, 4 warps, 8 by 4 threads, 2 rows, 2 columns.
     sums = tl.load(SUMS + program.to(tl.int64) * 4096 + tl.arange(0, 4096))
     sums = tl.reshape(sums, (8, 4, 8, 4, 2, 2))
     sums = tl.reshape(tl.permute(sums, (1, 4, 2, 0, 3, 5)), (64, 64))
-    if DIM == 128:  # the halves of a tile are its columns
-        rows = tile * 64 + tl.arange(0, 64)
-        dims = half * 64 + tl.arange(0, 64)
-    else:  # the halves of a tile are its rows
-        rows = (tile * 2 + half) * 64 + tl.arange(0, 64)
-        dims = tl.arange(0, 64)
+    # The pieces of 64 rows lie side by side, then come those of the next 64 rows.
+    SIDE_BY_SIDE: tl.constexpr = PIECES * 64 // Q_TILE
+    rows = tile * Q_TILE + piece // SIDE_BY_SIDE * 64 + tl.arange(0, 64)
+    dims = piece % SIDE_BY_SIDE * 64 + tl.arange(0, 64)
     at = ((batch.to(tl.int64) * Q_LENGTH + rows)[:, None] * HEADS + head) * DIM + dims[None, :]
-    inside = (rows < Q_LENGTH)[:, None]
+    inside = (rows < Q_LENGTH)[:, None] & (dims < DIM)[None, :]
     dq = sums * SCALE
     if not FRESH:
         dq += tl.load(BEFORE + at, mask=inside, other=0.0)

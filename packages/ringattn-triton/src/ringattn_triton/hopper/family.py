@@ -70,6 +70,8 @@ class HopperFamily:
             KV_TILE=schedule.kv_tile,
             STAGES=schedule.stages,
             ORDERED=schedule.ordered,
+            # A bias has the place of the next turn's queries.
+            Q_PLACES=1 if constants.bias else schedule.q_places,
             MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
@@ -105,10 +107,8 @@ def _why_not_here(block: Block, target: Target) -> str | None:
 def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
     """Why the forward kernel cannot compute the block, or is slower than the portable one."""
     schedule = schedules.forward(constants)
-    if schedule is None or constants.value_dim != constants.head_dim:
+    if schedule is None:
         return "no forward kernel has heads of these sizes, or a soft cap with them"
-    if constants.v_head != constants.value_dim:
-        return "keys and values are packed side by side"
     if block.rule.fwd_params != FwdParams():
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
@@ -131,7 +131,7 @@ def _too_little(constants: BlockConstants) -> bool:
     """Whether the beginning and end of a turn dominate: it has few tiles, or small products to mask."""
     left, right, chunk = (math.inf if x is None else x for x in (constants.left, constants.right, constants.chunk))
     seen = min(left + (0 if constants.causal or constants.chunk is not None else right), chunk)
-    if constants.head_dim == 128:
+    if constants.head_dim > 64:
         return seen < 1024
     return seen < 2048 or constants.q_length < 4096 or constants.segments or constants.masks
 

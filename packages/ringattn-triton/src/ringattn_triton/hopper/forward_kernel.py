@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ..kernels.scores import bent, in_log2
 from ..kernels.tokens import Inputs, of_columns, of_head, of_rows, visible
+from .head_tiles import product_of_heads, tiles_of_heads
 from .pipeline import Shared, begin, got, next_turn, of_turn, produce
 from .results import continued_rows, outputs, written
 from .schedules import CONSUMER_ROWS
@@ -26,25 +27,28 @@ def forward(
     SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, TAKEN_BEFORE, OUT, LSE, SHIFT_AFTER, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr, ORDERED: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr, SHIFTED: gl.constexpr,
-    BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, ORDERED: gl.constexpr, Q_PLACES: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
+    SHIFTED: gl.constexpr, BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
     `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no score needs a row
     maximum taken from it. `REGISTERS`: how many a thread of a consumer has.
     """
-    DIM: gl.constexpr = F.head_dim
+    DIM: gl.constexpr = F.padded_head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], TYPE)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, DIM], TYPE)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, VALUE_DIM], TYPE)
     BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, KV_TILE], TYPE)
-    Q_WIDTH: gl.constexpr = F.heads * DIM
-    q_tiles = tma.make_tensor_descriptor(Q, [BATCH * F.q_length, Q_WIDTH], [Q_WIDTH, 1], [CONSUMER_ROWS, DIM], ROWS)
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
-    k_tiles = tma.make_tensor_descriptor(K, [KV_ROWS, F.k_token], [F.k_token, 1], [KV_TILE, DIM], COLUMNS)
+    q_tiles = tiles_of_heads(
+        Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS, DIM
+    )
+    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM)
     values = V + F.v_start
-    v_tiles = tma.make_tensor_descriptor(values, [KV_ROWS, F.v_token], [F.v_token, 1], [KV_TILE, DIM], COLUMNS)
+    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM)
     bias_tiles = q_tiles
     if F.bias:
         # A bias that all batch rows or heads share has one copy.
@@ -54,8 +58,6 @@ def forward(
         )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    # The next turn's queries come early, unless a bias has their place.
-    Q_PLACES: gl.constexpr = 1 if F.bias else 2
     queries = gl.allocate_shared_memory(TYPE, [Q_PLACES * CONSUMERS, CONSUMER_ROWS, DIM], ROWS)
     bias = queries
     if F.bias:
@@ -69,7 +71,7 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
         bias,
-        gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
+        gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, VALUE_DIM], VALUES),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
@@ -132,16 +134,16 @@ def _consume(
     FRESH: gl.constexpr = S[5]
     Q_PLACES: gl.constexpr = S[6]
     BOUNDED: gl.constexpr = S[7]
-    DIM: gl.constexpr = F.head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RAGGED: gl.constexpr = F.q_length % (CONSUMERS * CONSUMER_ROWS) != 0
     nought = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, SCORES)
     taken = 0
     ordered = 0
     done = 0
-    acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, SUMS)
+    acc = gl.zeros([CONSUMER_ROWS, VALUE_DIM], gl.float32, SUMS)
     top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     total = top
     weights = _packed(nought, shared.k.dtype)
@@ -157,7 +159,7 @@ def _consume(
         mbarrier.wait(shared.q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1)
         mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
         k = shared.k.index(taken % STAGES)
-        s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+        s = product_of_heads(queries_here, k, nought, F.head_dim)
         before = (taken + STAGES - 1) % STAGES
         if done > 0:
             mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
@@ -176,7 +178,7 @@ def _consume(
         if done > 0:
             mbarrier.arrive(shared.v_empty.index(before), count=1)
             written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
-        acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, SUMS)
+        acc = gl.zeros([CONSUMER_ROWS, VALUE_DIM], gl.float32, SUMS)
         if not FRESH:
             out_at, within = outputs(start, batch, head_number, F, SUMS)
             acc = gl.load(BEFORE[0] + out_at, mask=within, other=0.0)
@@ -232,7 +234,7 @@ def _continued(
     if ORDERED:
         mbarrier.wait(shared.order.index(NUMBER), (ordered + (1 if NUMBER == 0 else 0)) & 1)
     k = shared.k.index(taken % STAGES)
-    s = warpgroup_mma(queries_here, k.permute((1, 0)), nought, use_acc=False, is_async=True)
+    s = product_of_heads(queries_here, k, nought, F.head_dim)
     mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(_as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True)
     if ORDERED:

@@ -63,7 +63,8 @@ def produce(
     CONSUMERS: gl.constexpr = S[0]
     FRESH: gl.constexpr = S[5]
     Q_PLACES: gl.constexpr = S[6]
-    BYTES: gl.constexpr = CONSUMERS * CONSUMER_ROWS * F.head_dim * 2
+    DIM: gl.constexpr = F.padded_head_dim
+    BYTES: gl.constexpr = CONSUMERS * CONSUMER_ROWS * DIM * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     fetched = 0
@@ -93,8 +94,9 @@ def produce(
             mbarrier.expect(full, BYTES)
             first = batch * F.q_length + row * (CONSUMERS * CONSUMER_ROWS)
             for number in gl.static_range(CONSUMERS):
-                at = [first + number * CONSUMER_ROWS, head * F.head_dim]
-                fetch(q_tiles, at, full, shared.q.index(place * CONSUMERS + number))
+                at = [head, first + number * CONSUMER_ROWS, 0]
+                mine = shared.q.index(place * CONSUMERS + number).reshape((1, CONSUMER_ROWS, DIM))
+                fetch(q_tiles, at, full, mine)
             done += 1
         kv_head = head // F.group
         for step in range(0, masked):
@@ -146,24 +148,24 @@ def _tile_fetched(
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
-    BYTES: gl.constexpr = KV_TILE * F.head_dim * 2
+    DIM: gl.constexpr = F.padded_head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
     place = fetched % STAGES
     phase = ((fetched // STAGES) & 1) ^ 1
-    row = batch * F.kv_length + tile * KV_TILE
-    column = kv_head * F.k_head
+    at = [kv_head, batch * F.kv_length + tile * KV_TILE, 0]
     full = shared.k_full.index(place)
     mbarrier.wait(shared.k_empty.index(place), phase)
     _put(shared.tiles.index(place), tile)
-    mbarrier.expect(full, BYTES + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))
-    fetch(k_tiles, [row, column], full, shared.k.index(place))
+    mbarrier.expect(full, KV_TILE * DIM * 2 + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))
+    fetch(k_tiles, at, full, shared.k.index(place).reshape((1, KV_TILE, DIM)))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number)
             fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * KV_TILE], full, mine)
     full = shared.v_full.index(place)
     mbarrier.wait(shared.v_empty.index(place), phase)
-    mbarrier.expect(full, BYTES)
-    fetch(v_tiles, [row, column], full, shared.v.index(place))
+    mbarrier.expect(full, KV_TILE * VALUE_DIM * 2)
+    fetch(v_tiles, at, full, shared.v.index(place).reshape((1, KV_TILE, VALUE_DIM)))
     return fetched + 1
 
 

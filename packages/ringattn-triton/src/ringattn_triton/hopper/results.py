@@ -74,24 +74,25 @@ def written(
     out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]).to(OUT.dtype.element_ty)
     # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange.
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    EXCHANGED: gl.constexpr = SMALL and F.head_dim == 128 and not F.bias
-    WRITTEN: gl.constexpr = in_sixteens(F.head_dim) if EXCHANGED else SUMS
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
+    EXCHANGED: gl.constexpr = SMALL and VALUE_DIM > 64 and not F.bias
+    WRITTEN: gl.constexpr = in_sixteens(VALUE_DIM) if EXCHANGED else SUMS
     out_at, within = outputs(start, batch, head, F, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
 
 
 @gluon.constexpr_function
-def in_sixteens(DIM):
-    """The layout of 64 rows of `DIM` numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
+def in_sixteens(dim):
+    """The layout of 64 rows of 64, 128 or 256 numbers of two bytes, 16 bytes of a row in one piece of a thread.
 
     It is that of a product after every four threads have exchanged numbers.
     """
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]] + ([[0, 64]] if DIM == 128 else []),
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: dim.bit_length() - 2],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[CONSUMER_ROWS.value, DIM],
+        shape=[CONSUMER_ROWS.value, dim],
     )
 
 
@@ -99,6 +100,10 @@ def in_sixteens(DIM):
 def outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
     """The offsets of the outputs of 64 queries, and which of them are inside the block."""
     rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, F.value_dim, gl.SliceLayout(0, SUMS))
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
+    dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, SUMS))
     at = (batch.to(gl.int64) * F.q_length + rows)[:, None] * (F.heads * F.value_dim)
-    return at + head * F.value_dim + dims[None, :], (rows < F.q_length)[:, None]
+    within = (rows < F.q_length)[:, None]
+    if F.value_dim != VALUE_DIM:
+        within = within & (dims < F.value_dim)[None, :]
+    return at + head * F.value_dim + dims[None, :], within

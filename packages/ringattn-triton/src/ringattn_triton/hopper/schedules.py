@@ -26,6 +26,8 @@ class HopperSchedule:
     """Registers of a thread when a program begins."""
     registers: int
     """Registers of a consumer's thread, which it takes over from the producer's."""
+    q_places: int = 2
+    """Tiles of queries in shared memory: with two, those of the next turn come early."""
 
     @property
     def q_tile(self) -> int:
@@ -33,13 +35,17 @@ class HopperSchedule:
 
 
 _FORWARD: Final = {
-    (64, False): HopperSchedule(3, 128, 2, True, 128, 160),
-    (128, False): HopperSchedule(2, 128, 2, False, 168, 240),
-    (128, True): HopperSchedule(3, 64, 3, True, 128, 160),
+    (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 160),
+    (128, 128, False): HopperSchedule(2, 128, 2, False, 168, 240),
+    (128, 128, True): HopperSchedule(3, 64, 3, True, 128, 160),
+    (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, 1),
+    (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, 1),
 }
-"""By head size, and whether there is a soft cap: the fastest of those timed on an H200."""
+"""By the sizes of keys and values, filled up to powers of two, and whether there is a soft cap."""
 
 
 def forward(constants: BlockConstants) -> HopperSchedule | None:
     """The schedule of the forward kernel, or `None` where there is no kernel for such heads."""
-    return _FORWARD.get((constants.head_dim, constants.capped))
+    if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
+        return None
+    return _FORWARD.get((constants.padded_head_dim, constants.padded_value_dim, constants.capped))

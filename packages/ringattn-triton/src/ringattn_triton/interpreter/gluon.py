@@ -161,6 +161,13 @@ class Shared:
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(np.transpose(self.data, [plain(axis) for axis in order]), self.dtype)
 
+    def reshape(self, shape: Sequence[Any]) -> "Shared":
+        """The same elements in another shape."""
+        view = self.data.reshape([plain(size) for size in shape])
+        if not np.may_share_memory(view, self.data):
+            raise _error(f"reshapes {list(self.data.shape)}, which does not lie in one piece")
+        return Shared(view, self.dtype)
+
     def load(self, layout: Any) -> Tensor:
         return Tensor(self.data.copy(), self.dtype)
 

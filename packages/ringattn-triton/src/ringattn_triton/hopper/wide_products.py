@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+"""The five products of the one-pass backward for heads of more than 128: one consumer has dv, the other dk.
+
+Both have all 64 keys of a turn. The first computes the weights p and adds to dv. It hands p to the second in shared
+memory, which computes ds and adds to dk. Each computes half of dq from ds.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..kernels.tokens import of_columns, of_rows, visible
+from .backward_memory import at, got_number, next_turn, shared_places
+from .backward_products import in_register_order, opaque_zero, write_gradient
+from .backward_turns import owner
+from .head_tiles import product_of_heads
+
+_WEIGHTS = gl.constexpr(2)
+"""The place of `dq` in which p is handed over; then it has the last piece of dq of the consumer that wrote p."""
+
+
+@gluon.jit
+def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
+    DIM: gl.constexpr = F.padded_value_dim
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    shared = shared_places(memory, PLAN)
+    taken = 0
+    done = 0
+    turn = next_turn(shared, taken, 4)
+    while turn < all_turns:
+        whole = got_number(at(shared.whole, taken % 2), 4)
+        dv = gl.zeros([64, DIM], gl.float32, SUMS)
+        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
+        if PLAN.masked:
+            before = got_number(at(shared.before, taken % 2), 4)
+            after = got_number(at(shared.after, taken % 2), 4)
+            # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
+            for part in range(0, 2 * F.group):
+                end = done + gl.where(part % 2 == 0, before, after)
+                for step in range(done, end):
+                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, True, SUMS)
+                done = end + gl.where(part % 2 == 0, whole, 0)
+                for step in range(end, done):
+                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
+        else:
+            first = done
+            done += F.group * whole
+            for step in range(first, done):
+                dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
+        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
+        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
+        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        write_gradient(dv, DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, SUMS)
+        taken += 1
+        turn = next_turn(shared, taken, 4)
+
+
+@gluon.jit
+def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
+    DIM: gl.constexpr = F.padded_head_dim
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    shared = shared_places(memory, PLAN)
+    taken = 0
+    done = 0
+    turn = next_turn(shared, taken, 4)
+    while turn < all_turns:
+        before = got_number(at(shared.before, taken % 2), 4)
+        whole = got_number(at(shared.whole, taken % 2), 4)
+        after = got_number(at(shared.after, taken % 2), 4)
+        dk = gl.zeros([64, DIM], gl.float32, SUMS)
+        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
+        first = done
+        done += F.group * (before + whole + after)
+        for step in range(first, done):
+            dk = _step_of_dk(dk, shared, step, F, PLAN, SUMS)
+        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
+        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
+        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        write_gradient(dk * F.scale, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
+        taken += 1
+        turn = next_turn(shared, taken, 4)
+
+
+@gluon.jit
+def _step_of_dv(
+    dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """One query tile: scores `s = k q^T`; `p = exp(s - lse)`, handed over; `dv += p dout`; `dq = ds^T k` in part.
+
+    The next tile's p is computed while its dout is on the way, which has one place.
+    """
+    Q_TILE: gl.constexpr = PLAN.q_tile
+    TYPE: gl.constexpr = shared.ds.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    place = step % PLAN.stages
+    mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
+    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
+    s = product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
+    if MASKED:
+        row, batch, _ = owner(turn, F, T, PLAN)
+        number = got_number(at(shared.tile, place), 4)
+        rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
+        queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
+        columns = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
+    lse = at(shared.lse, place).load(SCORES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(at(shared.q_empty, place), count=1)
+    p = gl.exp2(s * F.fold - lse)
+    if MASKED:  # rows past the end have lse +inf
+        p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
+    # The last tile's p has been read, and the piece of dq that came after it is on its way to memory.
+    mbarrier.wait(at(shared.dq_empty, _WEIGHTS), (step & 1) ^ 1)
+    shared.dq.index(_WEIGHTS).store(in_register_order(p))
+    mbarrier.arrive(at(shared.weights_full, 0), count=1)
+    dout_place = step % PLAN.dout_stages
+    mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
+    dv = warpgroup_mma(
+        gl.convert_layout(p.to(TYPE), LEFT), at(shared.dout, dout_place + opaque_zero()), dv, is_async=True
+    )
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
+    ds_place = step % PLAN.ds_places
+    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    dq = _piece_of_dq(shared, ds_place, 0)
+    other = _piece_of_dq(shared, ds_place, 1)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    _hand_over(dq, shared, 0, step)
+    other = warpgroup_mma_wait(0, deps=[other])
+    _hand_over(other, shared, _WEIGHTS, step)
+    return dv
+
+
+@gluon.jit
+def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.constexpr):
+    """One query tile: `dp = v dout^T - delta`; `ds = p dp`; `dq = ds^T k` in part; `dk += ds q`."""
+    Q_TILE: gl.constexpr = PLAN.q_tile
+    TYPE: gl.constexpr = shared.ds.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
+    FIRST: gl.constexpr = PIECES - PIECES // 2
+    dout_place = step % PLAN.dout_stages
+    mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
+    zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
+    dp = product_of_heads(at(shared.v, opaque_zero()), at(shared.dout, dout_place + opaque_zero()), zero, F.value_dim)
+    minus_delta = at(shared.minus_delta, dout_place).load(SCORES)
+    mbarrier.wait(at(shared.weights_full, 0), step & 1)
+    p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
+    ds = (p * (dp + minus_delta)).to(TYPE)
+    ds_place = step % PLAN.ds_places
+    shared.ds.index(ds_place).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
+    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    place = step % PLAN.stages
+    mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
+    dq = _piece_of_dq(shared, ds_place, FIRST)
+    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), at(shared.q, place), dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    _hand_over(dq, shared, 1, step * (PIECES // 2))
+    if PIECES // 2 > 1:
+        other = _piece_of_dq(shared, ds_place, FIRST + 1)
+        dk = warpgroup_mma_wait(1, deps=[dk])
+        mbarrier.arrive(at(shared.q_empty, place), count=1)
+        other = warpgroup_mma_wait(0, deps=[other])
+        _hand_over(other, shared, 1, step * (PIECES // 2) + 1)
+    else:
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(at(shared.q_empty, place), count=1)
+    return dk
+
+
+@gluon.jit
+def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr):
+    """Begins 64 dimensions of dq."""
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    zero = gl.zeros([64, 64], gl.float32, PIECE)
+    ds = shared.ds.index(ds_place).permute((1, 0))
+    return warpgroup_mma(
+        ds, at(shared.k, opaque_zero()).slice(NUMBER * 64, 64, dim=1), zero, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def _hand_over(dq, shared, PLACE: gl.constexpr, times):
+    """Puts a piece of dq into a place that has been used so many `times`, for the warp that adds it to memory."""
+    if PLACE != _WEIGHTS:  # which was waited for before p was written there
+        mbarrier.wait(at(shared.dq_empty, PLACE), (times & 1) ^ 1)
+    shared.dq.index(PLACE).store(in_register_order(dq))
+    fence_async_shared()
+    mbarrier.arrive(at(shared.dq_full, PLACE), count=1)
+
+
+@gluon.constexpr_function
+def register_order():
+    """The layout of `in_register_order`'s results."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        warp_bases=[[0, 128], [1, 0]],
+        block_bases=[],
+        shape=[16, 256],
+    )
+
+
+@gluon.jit
+def _from_register_order(x):
+    """The inverse of `in_register_order`."""
+    return gl.reshape(gl.permute(gl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5)), (64, 64))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
+"""How dq of heads of more than 128 is added to memory: one warp for each of the two consumers that compute it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .backward_memory import at, next_turn, shared_places
+from .backward_transfers import async_atomic_add, wait_for_additions
+from .backward_turns import owner, steps_of, tile_at
+
+
+@gluon.jit
+def add_wide_dq(
+    NUMBER: gl.constexpr, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns, F: gl.constexpr,
+    T: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """Adds the pieces of consumer `NUMBER` to memory, in the order in which it computes them.
+
+    Where the plan is `ordered`, the pieces of each consumer have counters of their own; otherwise as in `add_dq`.
+    """
+    Q_TILES: gl.constexpr = T.columns
+    PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
+    FIRST: gl.constexpr = 0 if NUMBER == 0 else PIECES - PIECES // 2
+    COUNT: gl.constexpr = PIECES - PIECES // 2 if NUMBER == 0 else PIECES // 2
+    shared = shared_places(memory, PLAN)
+    done = 0
+    taken = 0
+    turn = next_turn(shared, taken, 1)
+    while turn < all_turns:
+        row, batch, kv_head = owner(turn, F, T, PLAN)
+        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        count = steps.before + steps.whole + steps.after
+        group = batch if T.grouped else 0
+        ranks = RANKS + (group * T.rows + row) * Q_TILES
+        for member in range(0, F.group):
+            first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
+            counters = COUNTERS + 1 + 2 * first + NUMBER
+            ahead = tile_at(steps, 0, T, PLAN)
+            for step in range(0, count):
+                tile = ahead
+                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
+                if PLAN.ordered:
+                    rank = gl.load(ranks + tile)
+                    while gl.load(counters + 2 * tile, volatile=True) < rank:
+                        pass
+                for piece in gl.static_range(COUNT):
+                    # The first consumer has two places, the other uses one twice.
+                    place = 2 * piece if NUMBER == 0 else 1
+                    times = done if NUMBER == 0 else done * COUNT + piece
+                    mbarrier.wait(at(shared.dq_full, place), times & 1)
+                    to = ((first + tile) * PIECES + FIRST + piece) * 16
+                    async_atomic_add(dq_tiles, [to, 0], shared.dq.index(place))
+                    tma.store_wait(0)
+                    mbarrier.arrive(at(shared.dq_empty, place), count=1)
+                if PLAN.ordered:
+                    wait_for_additions(0)
+                    gl.atomic_add(counters + 2 * tile, 1, sem="release")
+                done += 1
+        taken += 1
+        turn = next_turn(shared, taken, 1)
+    wait_for_additions(0)
