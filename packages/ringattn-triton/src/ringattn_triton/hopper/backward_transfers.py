@@ -9,8 +9,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..kernels.tile_loop import owned
 from .backward_memory import at, next_turn, put_number, shared_places
-from .backward_turns import owner, steps_of, tile_at
+from .backward_turns import steps_of, tile_at
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
@@ -52,7 +53,7 @@ def fetch_tiles(
     done = 0
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, F, T, PLAN)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
         tokens_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
@@ -127,7 +128,7 @@ def add_dq(
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, F, T, PLAN)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         count = steps.before + steps.whole + steps.after
