@@ -131,7 +131,7 @@ class TestNansAndInfinities:
         split = P("data", "sp")
 
         def local(q: jax.Array, ids: jax.Array) -> jax.Array:
-            return ring_attention(q, q, q, q_segment_ids=ids, axis_name="sp")
+            return ring_attention(q, q, q, q_segment_ids=ids, axis_name="sp", batch_axis_name="data")
 
         shard = jax.shard_map(local, mesh=mesh(), in_specs=(split, split), out_specs=split)
         with jax.debug_nans(True), jax.debug_infs(True):

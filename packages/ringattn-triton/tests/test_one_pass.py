@@ -114,18 +114,20 @@ def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "kernel"),
+    ("heads", "length", "dim", "kernel"),
     [
-        (16, 8192, "ringattn_hopper_backward"),
-        (2, 8192, "ringattn_backward_keys"),
-        (140, 64, "ringattn_hopper_backward"),
+        (16, 8192, 128, "ringattn_hopper_backward"),
+        (4, 8192, 128, "ringattn_backward_keys"),
+        (4, 8192, 256, "ringattn_hopper_backward"),
+        (2, 8192, 256, "ringattn_backward_keys"),
+        (140, 64, 128, "ringattn_hopper_backward"),
     ],
 )
 def test_by_default_one_pass_adds_in_order_unless_turns_of_few_heads_would_queue(
-    heads: int, length: int, kernel: str
+    heads: int, length: int, dim: int, kernel: str
 ) -> None:
-    block = make_block(1, 1, 1, dim=128, dtype=HALF, heads=heads, kv_heads=heads)
-    long = jax.ShapeDtypeStruct((1, length, heads, 128), HALF)
+    block = make_block(1, 1, 1, dim=dim, dtype=HALF, heads=heads, kv_heads=heads)
+    long = jax.ShapeDtypeStruct((1, length, heads, dim), HALF)
     index = jax.ShapeDtypeStruct((1, length), jnp.int32)
     fields = dict.fromkeys(("q_positions", "kv_positions", "q_index", "kv_index"), index)
     assert kernel in launched(dataclasses.replace(block, q=long, kv=(long, long), **fields))
@@ -148,9 +150,8 @@ def launched(block: Block) -> list[str]:
         {"dim": 48},
         {"value_dim": 64},
         {"bias": bias(1, 2, 200, 200)},
-        {"soft_cap": 3.0, "slopes": np.array([[0.5, 0.1]], np.float32)},
         {"dim": 256, "soft_cap": 3.0},
-        {"dim": 256, "scale": -1.0},
+        {"soft_cap": 3.0, "slopes": np.array([[0.5, 0.1]], np.float32)},
         {"bwd_params": BwdParams(num_stages=2)},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -165,15 +166,16 @@ def test_as_many_programs_run_as_the_largest_hopper_has_multiprocessors() -> Non
     assert one_pass.PROGRAMS == schedules.PROGRAMS == 132
 
 
-FORMS = [(option, True) for option in ("plain", "causal", "causal segments")] + [("plain", False), ("causal", False)]
-WITH_OPTIONS = [(option, True) for option in ("soft cap", "slopes", "dropout", "dense mask")]
+MASKS = ("plain", "causal", "causal segments")
+COMPILED = [
+    *((dim, option, True) for dim in (64, 128) for option in (*MASKS, "soft cap", "slopes", "dropout", "dense mask")),
+    *((96, option, True) for option in ("plain", "causal segments", "dropout")),
+    *((256, option, True) for option in MASKS),
+    *((dim, option, False) for dim in (64, 128, 256) for option in ("plain", "causal")),
+]
 
 
-@pytest.mark.parametrize(
-    ("dim", "option", "ordered"),
-    [(dim, *form) for dim in (64, 128) for form in FORMS + WITH_OPTIONS]
-    + [(dim, *form) for dim in (96, 256) for form in FORMS],
-)
+@pytest.mark.parametrize(("dim", "option", "ordered"), COMPILED)
 def test_it_compiles_fits_and_spills_no_more_than_its_budget(dim: int, option: str, ordered: bool) -> None:
     length = 1000 if option == "causal segments" else 1024
     block = with_option(option, length, length, dim=dim, dtype=HALF, final=True)

@@ -97,17 +97,17 @@ class BlockConstants:
         return self.heads // self.kv_heads
 
     @property
-    def without_masks(self) -> "BlockConstants":
-        """The same without dense masks and predicates, for a kernel that reads their bits in its own way."""
-        return dataclasses.replace(self, masks=False)
-
-    @property
     def padded_head_dim(self) -> int:
         return padded_dim(self.head_dim)
 
     @property
     def padded_value_dim(self) -> int:
         return padded_dim(self.value_dim)
+
+    @property
+    def without_masks(self) -> "BlockConstants":
+        """The same without dense masks and predicates, for a kernel that reads their bits in its own way."""
+        return dataclasses.replace(self, masks=False)
 
     @property
     def largest_dim(self) -> int:

@@ -42,7 +42,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and cuts what was padded."""
     length = call.query.shape[1]
-    mesh = of_context(mesh)
+    mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
     registration = select(backend, needs(call), platform_of(mesh, ()))
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
@@ -194,11 +194,10 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         call = dataclasses.replace(call, **ids)
     extra = {"T": queries, "S": keys, "S_global": keys, "t": queries}
     grown = {}
-    for name, array in ARRAYS.items():
-        x = getattr(call, name)
-        if x is not None and x.ndim:  # the seed has no axes, and jnp.pad refuses it
-            named = zip(arrays.letters(array, x.ndim), x.shape, strict=True)
-            whole = call.query.shape[1] != 1
-            widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
+    for name, x in _given(call).items():
+        named = zip(arrays.letters(ARRAYS[name], x.ndim), x.shape, strict=True)
+        whole = call.query.shape[1] != 1
+        widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
+        if any(width for _, width in widths):
             grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
     return dataclasses.replace(call, **grown)

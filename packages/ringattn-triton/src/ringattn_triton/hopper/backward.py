@@ -23,6 +23,8 @@ _TOGETHER_IN_ORDER: Final = 16
 _STEPS: Final = 8
 """How many query tiles a head has, at least, for each of its turns that run at a time. With fewer they wait too long: a
 simulation of the waits gives 1.3 of the steps at this bound and a causal mask, and two passes take 1.4 of the time."""
+_WIDE_STEPS: Final = 2
+"""The same for wide heads, of which two passes take 2.2 of the time."""
 _REGISTERS_AT_START: Final = 168
 
 
@@ -37,8 +39,8 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no bias"
     if constants.capped and constants.slopes:
         return "the one-pass backward kernel has no soft cap with ALiBi"
-    if plan.wide and not (constants.plain and not (constants.capped or constants.dropout or constants.masks)):
-        return "the one-pass backward kernel has no such option for heads of more than 128"
+    if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
+        return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and len(block.q) * constants.kv_heads < _least_heads(constants, plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
     return None
@@ -47,7 +49,7 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
 def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many heads must go together for no turn to wait too long for those of its own head."""
     q_tiles = -(-constants.q_length // plan.q_tile)
-    return min(PROGRAMS, -(-_STEPS * PROGRAMS // q_tiles))
+    return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
 
 
 def backward(

@@ -4,9 +4,9 @@
 """Attention's backward pass in one kernel for Hopper: dk and dv in registers, dq added up in memory.
 
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
-(`backward_products`). One more warp fetches the query tiles that see these keys, two others add dq to memory
-(`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and consumers share the work
-otherwise (`wide_products`, `wide_transfers`).
+(`backward_products`). One more warp fetches the query tiles that see these keys, two add dq to memory
+(`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and the consumers share the work
+in another way (`wide_products`, `wide_transfers`).
 """
 
 from triton.experimental import gluon
@@ -63,12 +63,12 @@ def backward(
         away_rows = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq_tiles = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
+    memory = shared_memory(TYPE, F, PLAN)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
         SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
     )  # fmt: skip
     turns = T.rows * BATCH * F.kv_heads
-    memory = shared_memory(TYPE, F, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
             [

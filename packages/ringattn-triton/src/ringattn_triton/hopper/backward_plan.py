@@ -24,23 +24,22 @@ class BackwardPlan:
     dout_stages: int = 2
     ds_places: int = 2
     dq_places: int = 2
-    """For pieces of dq, 64 queries by 64 dimensions; one for each consumer, unless `wide`."""
+    """For pieces of dq, 64 queries by 64 dimensions."""
     writers: int = 2
-    """Warps that add dq to memory. In order one would need longer than a step takes."""
+    """Warps that add dq to memory: an addition in order takes about as long as a step."""
     registers: int = 240
     """Registers of a consumer's thread, which it takes over from the other warps'."""
 
     @property
-    def barriers(self) -> int:
-        """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
-        return power_of_two(
-            7 + 2 * self.stages + 2 * self.dout_stages + self.ds_places + self.dq_places + self.dq_filled
-        )
+    def dq_signals(self) -> int:
+        """How many barriers say that a piece of dq is there: one for each place, or two for each writer."""
+        return self.dq_places if self.wide else 2 * self.writers
 
     @property
-    def dq_filled(self) -> int:
-        """Barriers at which consumers say that a place has a piece: each writer has its own."""
-        return self.dq_places if self.wide else self.writers * self.dq_places
+    def barriers(self) -> int:
+        """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
+        of_dq = self.dq_signals + self.dq_places
+        return power_of_two(7 + 2 * self.stages + 2 * self.dout_stages + self.ds_places + of_dq)
 
     def pieces(self, dim: int) -> int:
         """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory."""
@@ -61,5 +60,6 @@ def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     plan = PLANS.get(constants.padded_head_dim)
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
-    wanted = (128, 256) if plan.wide else (constants.padded_head_dim,)
-    return plan if constants.padded_value_dim in wanted else None
+    if plan.wide and constants.padded_value_dim == 128:
+        return dataclasses.replace(plan, dout_stages=2)  # for which such values leave room
+    return plan if constants.padded_value_dim == constants.padded_head_dim else None

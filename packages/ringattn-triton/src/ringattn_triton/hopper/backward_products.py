@@ -89,6 +89,23 @@ def compute_gradients(
 
 
 @gluon.jit
+def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
+    """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
+    PADDED: gl.constexpr = sums.shape[1]
+    # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
+    SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
+    WRITTEN: gl.constexpr = in_sixteens(PADDED) if SMALL else SUMS
+    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
+    dims = gl.arange(0, PADDED, gl.SliceLayout(0, WRITTEN))[None, :]
+    token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
+    inside = (rows < F.kv_length)[:, None]
+    if PADDED != DIM:
+        inside = inside & (dims < DIM)
+    gl.store(GRADIENT + (token + kv_head * DIM + dims), written, mask=inside)
+
+
+@gluon.jit
 def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The `Head` that a turn works on, or 0 where no option depends on the head."""
     if F.slopes or F.dropout or F.masks:
@@ -96,22 +113,6 @@ def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constex
         return of_head(P, batch, kv_head * F.group + member, F)
     else:
         return 0
-
-
-@gluon.jit
-def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
-    """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
-    # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
-    SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
-    WRITTEN: gl.constexpr = in_sixteens(sums.shape[1]) if SMALL else SUMS
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
-    dims = gl.arange(0, sums.shape[1], gl.SliceLayout(0, WRITTEN))[None, :]
-    token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-    inside = (rows < F.kv_length)[:, None]
-    if sums.shape[1] != DIM:
-        inside = inside & (dims < DIM)
-    sums = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
-    gl.store(GRADIENT + (token + kv_head * DIM + dims), sums, mask=inside)
 
 
 @gluon.jit
@@ -146,15 +147,17 @@ def _step_of(
     tile = 0
     if MASKED or F.slopes or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
-        tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES)
+        tile = tile_of(
+            P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
+        )  # fmt: skip
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
-    p, steep = probabilities(s, shared, place, tile, head, F, PLAN, MASKED, SCORES)
+    p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, dout, dv, is_async=True)
-    exact = derivatives(steep, dp, at(shared.minus_delta, place).load(SCORES), F)
+    exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     if F.slopes:
-        dslope += slope_gradient(exact, shared, place, tile, SCORES)
+        dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
     ds = exact.to(TYPE)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
@@ -176,9 +179,11 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Puts half a tile of dq where the writer of this step finds it, in the order of `dq_order.finish_dq`."""
-    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
-    shared.dq.index(NUMBER).store(in_register_order(dq))
+    """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
+    PAIRS: gl.constexpr = PLAN.dq_places // 2
+    place = (step % PAIRS) * 2 + NUMBER
+    mbarrier.wait(at(shared.dq_empty, place), ((step // PAIRS) & 1) ^ 1)
+    shared.dq.index(place).store(in_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""What single warps of the one-pass backward do: one takes turns and fetches tiles, two add dq to memory."""
+"""What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -78,17 +78,17 @@ def fetch_tiles(
                 put_number(at(shared.tile, place), tile)
                 mbarrier.expect(full, PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1))
                 fetch(q_tiles, tokens_at, full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
-                fetch(lse_rows, numbers_at, full, at(shared.lse, place))
+                fetch(lse_rows, numbers_at, full, shared.rows.index(place))
                 if F.slopes:
                     group = batch if F.q_positions_batch else 0
-                    fetch(away_rows, [group, tile * PLAN.q_tile], full, at(shared.away, place))
+                    fetch(away_rows, [group, tile * PLAN.q_tile], full, shared.rows.index(2 * PLAN.stages + place))
                 place = done % PLAN.dout_stages
                 phase = ((done // PLAN.dout_stages) & 1) ^ 1
                 full = at(shared.dout_full, place)
                 mbarrier.wait(at(shared.dout_empty, place), phase)
                 mbarrier.expect(full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS)
                 fetch(dout_tiles, tokens_at, full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
-                fetch(delta_rows, numbers_at, full, at(shared.minus_delta, place))
+                fetch(delta_rows, numbers_at, full, shared.rows.index(PLAN.stages + place))
                 done += 1
         taken += 1
         turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
