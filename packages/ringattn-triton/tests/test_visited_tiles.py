@@ -43,7 +43,9 @@ def said(some: np.ndarray, full: np.ndarray, listed: bool, run: bool) -> tuple[l
         return [lo, hi, *best], []
     unmasked = [*range(*best)] if run else [int(x) for x in np.flatnonzero(full)]
     masked = [x for x in seen if x not in unmasked]
-    return [len(masked), len(seen), *(best if run else (0, 0))], masked if run else masked + unmasked
+    if run:
+        return [len(masked), sum(x < best[0] for x in masked), *best], masked
+    return [len(masked), len(seen), 0, 0], masked + unmasked
 
 
 def bitmap(groups: int, columns: int) -> Tiles:

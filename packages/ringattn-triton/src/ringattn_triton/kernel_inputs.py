@@ -105,6 +105,11 @@ class BlockConstants:
         return padded_dim(self.value_dim)
 
     @property
+    def without_masks(self) -> "BlockConstants":
+        """The same without dense masks and predicates, for a kernel that reads their bits in its own way."""
+        return dataclasses.replace(self, masks=False)
+
+    @property
     def largest_dim(self) -> int:
         return max(self.padded_head_dim, self.padded_value_dim)
 

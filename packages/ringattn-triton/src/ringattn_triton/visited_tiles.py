@@ -47,7 +47,8 @@ class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
     `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges. Where both
-    are, `bounds` is `(masked, all, full_lo, full_hi)`. Past its counts a list holds anything.
+    are, `bounds` is `(masked, before, full_lo, full_hi)`, and the first `before` tiles to mask lie before the run. Past
+    its counts a list holds anything.
     """
 
     bounds: Int32[Array, "g rows 4"]

@@ -16,28 +16,40 @@ from ..launch import launch
 from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
-ORDERED_BY_DEFAULT: Final = False
-"""Whether blocks whose bits must repeat get the ordered form. Two passes have been certified on a GPU, it has not."""
 _TOGETHER: Final = 512
 """How many turns the heads that go together have: few enough for their queries to stay in the cache."""
-_ALL_TOGETHER: Final = 2**30
-"""All heads go together where turns wait for each other: few turns of one head then run at a time."""
+_TOGETHER_IN_ORDER: Final = 16
+"""How many heads go together, at least, where turns wait for each other."""
+_STEPS: Final = 8
+"""How many query tiles a head has, at least, for each of its turns that run at a time. With fewer they wait too long: a
+simulation of the waits gives 1.3 of the steps at this bound and a causal mask, and two passes take 1.4 of the time."""
+_WIDE_STEPS: Final = 2
+"""The same for wide heads, of which two passes take 2.2 of the time."""
 _REGISTERS_AT_START: Final = 168
 
 
 def why_not(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block, or `None` where it does."""
-    if plan_of(constants) is None:
+    plan = plan_of(constants)
+    if plan is None:
         return "the one-pass backward kernel has no heads of these sizes"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
-    if constants.capped or constants.bias or constants.slopes or constants.dropout:
-        return "the one-pass backward kernel has no soft cap, bias, ALiBi and dropout"
-    if constants.masks:
-        return "the one-pass backward kernel has no dense masks and no masks by predicate"
-    if not (block.rule.fused_backward or ORDERED_BY_DEFAULT):
-        return "the caller wants the same bits at every run, for which two passes are the default"
-    return None if constants.plain else "the scale is not positive"
+    if constants.bias:
+        return "the one-pass backward kernel has no bias"
+    if constants.capped and constants.slopes:
+        return "the one-pass backward kernel has no soft cap with ALiBi"
+    if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
+        return "the one-pass backward kernel has no options for heads of more than 128"
+    if not block.rule.fused_backward and len(block.q) * constants.kv_heads < _least_heads(constants, plan):
+        return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
+    return None
+
+
+def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many heads must go together for no turn to wait too long for those of its own head."""
+    q_tiles = -(-constants.q_length // plan.q_tile)
+    return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
 
 
 def backward(
@@ -57,29 +69,31 @@ def backward(
     ordered = not block.rule.fused_backward
     plan = plan_of(constants)
     assert plan is not None
-    table = visited_tiles.table(
-        inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
-    )
-    masked = any((constants.below, constants.above, constants.segments, constants.padded))
+    turns = _TOGETHER
+    if ordered:
+        turns = max(_TOGETHER_IN_ORDER, _least_heads(constants, plan)) * -(-constants.kv_length // plan.kv_tile)
+    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=turns)
+    masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
-    more = [(0, 0), (0, 0), (0, q_tiles * plan.q_tile - length)]
-    # A row that sees nothing, or lies past the end, weighs nothing.
-    lse = jnp.pad(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E), more, constant_values=jnp.inf)
-    counters = jnp.zeros(1 + (plan.writers * batch * heads * q_tiles if ordered else 0), jnp.int32)
+    ranks = _ranks(inputs, block, plan) if ordered else None
+    # The two writers of a wide plan have counters of their own.
+    counters = jnp.zeros(1 + ((1 + plan.wide) * batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
     sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
-    ranks = _ranks(inputs, block, plan) if ordered else None
     arrays = [
-        *inputs.arrays, table.bounds, table.tiles, dout.astype(block.q.dtype), lse, jnp.pad(-delta, more), ranks,
-        counters, sums,
+        *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
+        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, sums,
     ]  # fmt: skip
-    dk, dv, _, sums = launch(
+    # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
+    slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
+    dk, dv, dslopes, _, sums = launch(
         backward_kernel,
         arrays,
         [
             *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
+            jax.ShapeDtypeStruct(slope_parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             jax.ShapeDtypeStruct(sums.shape, sums.dtype),
         ],
@@ -87,7 +101,7 @@ def backward(
         warps=4,
         stages=1,
         registers=_REGISTERS_AT_START,
-        aliases={len(arrays) - 2: 2, len(arrays) - 1: 3},
+        aliases={len(arrays) - 2: 3, len(arrays) - 1: 4},
         name="ringattn_hopper_backward",
         F=constants,
         T=table.shape,
@@ -112,10 +126,32 @@ def backward(
         Q_TILE=plan.q_tile,
         PIECES=pieces,
     )
-    return Gradients(dq, dk, dv)
+    if block.slopes is None:
+        return Gradients(dq, dk, dv)
+    by_batch = -dslopes.sum(2)
+    return Gradients(dq, dk, dv, None, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
+
+
+def _rows(
+    block: Block, lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], plan: BackwardPlan, length: int
+) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b rows"] | None]:
+    """`lse` in units of log2 and `-delta`, filled up to a `length` of whole tiles; and, for ALiBi, how far the position
+    of each query is from that of the first one in its tile."""
+    more = (0, length - block.q_length)
+    # A row that sees nothing, or lies past the end, weighs nothing.
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
+    lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
+    delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if block.slopes is None:
+        return lse, delta, None
+    positions = jnp.pad(block.q_positions, [(0, 0), more], mode="edge").reshape(-1, length // plan.q_tile, plan.q_tile)
+    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(-1, length)
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
-    """For each key tile and query tile that see each other, how many earlier key tiles see that query tile."""
-    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int32)
-    return jnp.cumsum(seen, 1, dtype=jnp.int32) - seen
+    """For each key tile and query tile, how many earlier key tiles see that query tile."""
+    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)
+    ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
+    # A product, whose sums of zeros and ones float32 holds exactly: XLA's running sums are some twenty kernels.
+    found = jnp.einsum("rs,gsc->grc", jnp.tril(ones, -1), seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return found.astype(jnp.int32)

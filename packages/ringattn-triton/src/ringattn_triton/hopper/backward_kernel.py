@@ -4,9 +4,9 @@
 """Attention's backward pass in one kernel for Hopper: dk and dv in registers, dq added up in memory.
 
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
-(`backward_products`). One more warp fetches the query tiles that see these keys, another adds dq to memory
-(`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and consumers share the work
-otherwise (`wide_products`, `wide_transfers`).
+(`backward_products`). One more warp fetches the query tiles that see these keys, two add dq to memory
+(`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and the consumers share the work
+in another way (`wide_products`, `wide_transfers`).
 """
 
 from triton.experimental import gluon
@@ -26,13 +26,17 @@ from .wide_transfers import add_wide_dq
 def backward(
     Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
     SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK, DV, COUNTERS, DQ,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
+    DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
-    end, `LSE` is +inf. `DQ` is float32 in the order of `dq_order`, without the scale; `DQ_BEFORE` has the same memory.
+    end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.
+    `RANKS` says in which order turns add to a tile of dq. `DSLOPES` has a number for each head, part of its steps, key
+    tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
+    The two arrays with `BEFORE` in their names have the same memory as the results.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
@@ -53,14 +57,18 @@ def backward(
     v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM)
     lse_rows = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     delta_rows = tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    away_rows = lse_rows
+    if F.slopes:
+        GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
+        away_rows = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq_tiles = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
+    memory = shared_memory(TYPE, F, PLAN)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
         SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
     )  # fmt: skip
     turns = T.rows * BATCH * F.kv_heads
-    memory = shared_memory(TYPE, DIM, VALUE_DIM, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
             [
@@ -69,8 +77,8 @@ def backward(
                 (
                     fetch_tiles,
                     (
-                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS,
-                        turns, F, T, PLAN,
+                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
+                        COUNTERS, turns, F, T, PLAN,
                     ),
                 ),
                 (add_wide_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
@@ -82,17 +90,18 @@ def backward(
     else:
         gl.warp_specialize(
             [
-                (compute_gradients, (0, memory, P, DK, DV, turns, F, T, PLAN)),
-                (compute_gradients, (1, memory, P, DK, DV, turns, F, T, PLAN)),
+                (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
+                (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
                 (
                     fetch_tiles,
                     (
-                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS,
-                        turns, F, T, PLAN,
+                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
+                        COUNTERS, turns, F, T, PLAN,
                     ),
                 ),
-                (add_dq, (memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
             ],
-            [4, 1, 1],
-            [PLAN.registers, 24, 24],
+            [4, 1, 1, 1],
+            [PLAN.registers, 24, 24, 24],
         )  # fmt: skip

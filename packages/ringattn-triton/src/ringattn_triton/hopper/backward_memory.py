@@ -31,10 +31,12 @@ class Shared(NamedTuple):
     """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it.
 
     Of a turn there are its number, and how many steps it has `before` those that see everything, how many of those
-    (`whole`), and how many `after` them; `k` and `v` are its keys and values. The rows' `lse` comes with `q`, their
-    `minus_delta` with `dout`. `tile` is the number of a query tile. `ds` is the derivative by the scores, keys as
-    rows. `dq` has places for pieces of a tile, 64 queries by 64 dimensions: of consumer `c` places `2 i + c`, or as in
-    `wide_products`, where one of them has the weights before (`weights_full`).
+    (`whole`), and how many `after` them; `k` and `v` are its keys and values. In `rows` place `i` is the lse of the
+    queries in place `i` of `q`, and place `STAGES + i` the -delta of those in place `i` of `dout`; both come with them.
+    For ALiBi place `2 STAGES + i` is how far the rows' positions are from the tile's first. `tile` is the number of a
+    query tile. `ds` is the derivative by the scores, keys as rows. `dq` has places for pieces of a tile, 64 queries by
+    64 dimensions: of consumer `c` places `2 i + c`, or as in `wide_products`, where one of them has the weights before
+    (`weights_full`).
     """
 
     turn: Any
@@ -48,12 +50,11 @@ class Shared(NamedTuple):
     kv_full: Any
     kv_empty: Any
     q: Any
-    lse: Any
+    rows: Any
     tile: Any
     q_full: Any
     q_empty: Any
     dout: Any
-    minus_delta: Any
     dout_full: Any
     dout_empty: Any
     ds: Any
@@ -78,8 +79,10 @@ def at(places, number):
 
 
 @gluon.jit
-def shared_memory(TYPE: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PLAN: gl.constexpr):
+def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The allocations, with barriers that are ready to be used."""
+    DIM: gl.constexpr = F.padded_head_dim
+    VALUE_DIM: gl.constexpr = F.padded_value_dim
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, DIM], TYPE)
     DOUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, VALUE_DIM], TYPE)
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
@@ -87,6 +90,7 @@ def shared_memory(TYPE: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.slopes else 0)
     ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
     q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
     k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)
@@ -98,7 +102,7 @@ def shared_memory(TYPE: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr
     memory = Memory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
-        rows=gl.allocate_shared_memory(gl.float32, [PLAN.stages + PLAN.dout_stages, 1, PLAN.q_tile], PLAIN),
+        rows=gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN),
         q=q,
         dout=dout,
         k=k,
@@ -107,18 +111,18 @@ def shared_memory(TYPE: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr
         dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
     )
     shared = shared_places(memory, PLAN)
-    begin(shared.turn_full, 2, 1)
-    begin(shared.turn_empty, 2, 2 + PLAN.writers)
-    begin(shared.kv_full, 1, 1)
-    begin(shared.kv_empty, 1, 2)
-    begin(shared.q_full, PLAN.stages, 1)
-    begin(shared.q_empty, PLAN.stages, 2)
-    begin(shared.dout_full, PLAN.dout_stages, 1)
-    begin(shared.dout_empty, PLAN.dout_stages, 2)
-    begin(shared.ds_full, PLAN.ds_places, 1 if PLAN.wide else 2)
-    begin(shared.dq_full, PLAN.dq_places, 1)
-    begin(shared.dq_empty, PLAN.dq_places, 1)
-    begin(shared.weights_full, 1, 1)
+    _begin(shared.turn_full, 2, 1)
+    _begin(shared.turn_empty, 2, 2 + PLAN.writers)
+    _begin(shared.kv_full, 1, 1)
+    _begin(shared.kv_empty, 1, 2)
+    _begin(shared.q_full, PLAN.stages, 1)
+    _begin(shared.q_empty, PLAN.stages, 2)
+    _begin(shared.dout_full, PLAN.dout_stages, 1)
+    _begin(shared.dout_empty, PLAN.dout_stages, 2)
+    _begin(shared.ds_full, PLAN.ds_places, 1 if PLAN.wide else 2)
+    _begin(shared.dq_full, PLAN.dq_signals, 1)
+    _begin(shared.dq_empty, PLAN.dq_places, 1)
+    _begin(shared.weights_full, 1, 1)
     return memory
 
 
@@ -138,7 +142,7 @@ def shared_places(memory, PLAN: gl.constexpr):
     DOUT_EMPTY: gl.constexpr = DOUT_FULL + PLAN.dout_stages
     DS_FULL: gl.constexpr = DOUT_EMPTY + PLAN.dout_stages
     DQ_FULL: gl.constexpr = DS_FULL + PLAN.ds_places
-    DQ_EMPTY: gl.constexpr = DQ_FULL + PLAN.dq_places
+    DQ_EMPTY: gl.constexpr = DQ_FULL + PLAN.dq_signals
     return Shared(
         turn=Places(numbers, 0),
         before=Places(numbers, 2),
@@ -151,12 +155,11 @@ def shared_places(memory, PLAN: gl.constexpr):
         kv_full=Places(barriers, 4),
         kv_empty=Places(barriers, 5),
         q=Places(memory.q, 0),
-        lse=Places(memory.rows, 0),
+        rows=memory.rows,
         tile=Places(numbers, 8),
         q_full=Places(barriers, 6),
         q_empty=Places(barriers, Q_EMPTY),
         dout=Places(memory.dout, 0 if PLAN.wide else PLAN.stages),
-        minus_delta=Places(memory.rows, PLAN.stages),
         dout_full=Places(barriers, DOUT_FULL),
         dout_empty=Places(barriers, DOUT_EMPTY),
         ds=memory.ds,
@@ -169,7 +172,7 @@ def shared_places(memory, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Each of so many barriers completes a phase after so many arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(at(barriers, number), count=ARRIVALS)

@@ -17,7 +17,6 @@ class BackwardPlan:
 
     q_tile: int
     wide: bool = False
-    writers: int = 1
     masked: bool = False
     ordered: bool = False
     kv_tile: int = 128
@@ -25,14 +24,22 @@ class BackwardPlan:
     dout_stages: int = 2
     ds_places: int = 2
     dq_places: int = 2
-    """For pieces of dq, 64 queries by 64 dimensions; in order of steps, and of the consumers in each."""
+    """For pieces of dq, 64 queries by 64 dimensions."""
+    writers: int = 2
+    """Warps that add dq to memory: an addition in order takes about as long as a step."""
     registers: int = 240
     """Registers of a consumer's thread, which it takes over from the other warps'."""
 
     @property
+    def dq_signals(self) -> int:
+        """How many barriers say that a piece of dq is there: one for each place, or two for each writer."""
+        return self.dq_places if self.wide else 2 * self.writers
+
+    @property
     def barriers(self) -> int:
         """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
-        return power_of_two(7 + 2 * self.stages + 2 * self.dout_stages + self.ds_places + 2 * self.dq_places)
+        of_dq = self.dq_signals + self.dq_places
+        return power_of_two(7 + 2 * self.stages + 2 * self.dout_stages + self.ds_places + of_dq)
 
     def pieces(self, dim: int) -> int:
         """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory."""
@@ -42,7 +49,7 @@ class BackwardPlan:
 PLANS: Final = {
     64: BackwardPlan(q_tile=128),
     128: BackwardPlan(q_tile=64),
-    256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, writers=2, dout_stages=1, ds_places=1, dq_places=3),
+    256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=1, ds_places=1, dq_places=3),
 }
 """By head size, filled up to a power of two. The accumulators of a step allow no larger tiles."""
 
@@ -53,5 +60,6 @@ def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     plan = PLANS.get(constants.padded_head_dim)
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
-    wanted = (128, 256) if plan.wide else (constants.padded_head_dim,)
-    return plan if constants.padded_value_dim in wanted else None
+    if plan.wide and constants.padded_value_dim == 128:
+        return dataclasses.replace(plan, dout_stages=2)  # for which such values leave room
+    return plan if constants.padded_value_dim == constants.padded_head_dim else None

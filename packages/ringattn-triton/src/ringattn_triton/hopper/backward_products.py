@@ -15,9 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.tile_loop import owned
-from ..kernels.tokens import of_columns, of_rows, visible
+from ..kernels.tokens import of_head
 from .backward_memory import at, got_number, next_turn, shared_places
+from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
 from .head_tiles import product_count, product_of_heads
+from .results import in_sixteens
 
 
 @builtin
@@ -33,43 +35,54 @@ def opaque_zero(_semantic=None):
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, DK, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
-):
+    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, all_turns,
+    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
     DIM: gl.constexpr = F.padded_head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
+    PARTS: gl.constexpr = 2 if PLAN.masked else 1
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < all_turns:
+        before = got_number(at(shared.before, taken % 2), 4)
         whole = got_number(at(shared.whole, taken % 2), 4)
+        after = got_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         mbarrier.wait(at(shared.kv_full, 0), taken & 1)
-        if PLAN.masked:
-            before = got_number(at(shared.before, taken % 2), 4)
-            after = got_number(at(shared.after, taken % 2), 4)
-            # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
-            for part in range(0, 2 * F.group):
+        for part in range(0, PARTS * F.group):
+            head = _head_of(P, turn, part // PARTS, F, T, PLAN)
+            dslope = slope_sums(F)
+            if PLAN.masked:
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
-                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, True, SCORES, SUMS)
-                done = end + gl.where(part % 2 == 0, whole, 0)
-                for step in range(end, done):
-                    dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
-        else:
-            first = done
-            done += F.group * whole
-            for step in range(first, done):
-                dk, dv = _step_of(dk, dv, shared, step, NUMBER, P, turn, F, T, PLAN, False, SCORES, SUMS)
+                    dk, dv, dslope = _step_of(
+                        dk, dv, dslope, shared, step, NUMBER, P, turn, head, F, T, PLAN, True, SCORES, SUMS
+                    )
+                done = end
+            end = done + (gl.where(part % 2 == 0, whole, 0) if PLAN.masked else whole)
+            for step in range(done, end):
+                dk, dv, dslope = _step_of(
+                    dk, dv, dslope, shared, step, NUMBER, P, turn, head, F, T, PLAN, False, SCORES, SUMS
+                )
+            done = end
+            if F.slopes:
+                row, batch, kv_head = owned(turn, T, F.kv_heads)
+                here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
+                gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
         row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         first = row * PLAN.kv_tile + NUMBER * 64
         write_gradient(dk * F.scale, DK, first, batch, kv_head, F, F.head_dim, SUMS)
+        if F.dropout:
+            dv = dv * F.keep_weight
         write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
@@ -78,19 +91,34 @@ def compute_gradients(
 @gluon.jit
 def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
     """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    dims = gl.arange(0, sums.shape[1], gl.SliceLayout(0, SUMS))[None, :]
+    PADDED: gl.constexpr = sums.shape[1]
+    # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
+    SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
+    WRITTEN: gl.constexpr = in_sixteens(PADDED) if SMALL else SUMS
+    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
+    dims = gl.arange(0, PADDED, gl.SliceLayout(0, WRITTEN))[None, :]
     token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
     inside = (rows < F.kv_length)[:, None]
-    if sums.shape[1] != DIM:
+    if PADDED != DIM:
         inside = inside & (dims < DIM)
-    gl.store(GRADIENT + (token + kv_head * DIM + dims), sums.to(GRADIENT.dtype.element_ty), mask=inside)
+    gl.store(GRADIENT + (token + kv_head * DIM + dims), written, mask=inside)
+
+
+@gluon.jit
+def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """The `Head` that a turn works on, or 0 where no option depends on the head."""
+    if F.slopes or F.dropout or F.masks:
+        _, batch, kv_head = owned(turn, T, F.kv_heads)
+        return of_head(P, batch, kv_head * F.group + member, F)
+    else:
+        return 0
 
 
 @gluon.jit
 def _step_of(
-    dk, dv, shared, step, NUMBER: gl.constexpr, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
-    MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
+    dk, dv, dslope, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
+    PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile against the keys, with keys as rows.
 
@@ -116,21 +144,21 @@ def _step_of(
     s = product_of_heads(k.slice(NUMBER * 64, 64, dim=0), q, zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)
     dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), dout, zero, F.value_dim)
-    if MASKED:
+    tile = 0
+    if MASKED or F.slopes or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
-        number = got_number(at(shared.tile, place), 4)
-        rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
-        queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
-        columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
+        tile = tile_of(
+            P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
+        )  # fmt: skip
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
-    p = gl.exp2(s * F.fold - at(shared.lse, place).load(SCORES))
-    if MASKED:  # rows past the end have lse +inf
-        p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
-    left = gl.convert_layout(p.to(TYPE), LEFT)
+    p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
+    left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, dout, dv, is_async=True)
-    ds = (p * (dp + at(shared.minus_delta, place).load(SCORES))).to(TYPE)
+    exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
+    if F.slopes:
+        dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
+    ds = exact.to(TYPE)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
@@ -146,7 +174,7 @@ def _step_of(
     _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
     mbarrier.arrive(at(shared.q_empty, place), count=1)
-    return dk, dv
+    return dk, dv, dslope
 
 
 @gluon.jit
@@ -157,7 +185,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     mbarrier.wait(at(shared.dq_empty, place), ((step // PAIRS) & 1) ^ 1)
     shared.dq.index(place).store(in_register_order(dq))
     fence_async_shared()
-    mbarrier.arrive(at(shared.dq_full, place), count=1)
+    mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
 
 
 @gluon.jit

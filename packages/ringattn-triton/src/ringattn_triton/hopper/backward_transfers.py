@@ -38,7 +38,7 @@ def wait_for_additions(PENDING, _semantic=None):
 
 @gluon.jit
 def fetch_tiles(
-    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, BOUNDS, TILES, COUNTERS, all_turns,
+    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES, COUNTERS, all_turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
@@ -76,16 +76,19 @@ def fetch_tiles(
                 full = at(shared.q_full, place)
                 mbarrier.wait(at(shared.q_empty, place), phase)
                 put_number(at(shared.tile, place), tile)
-                mbarrier.expect(full, PLAN.q_tile * DIM * 2 + NUMBERS)
+                mbarrier.expect(full, PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1))
                 fetch(q_tiles, tokens_at, full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
-                fetch(lse_rows, numbers_at, full, at(shared.lse, place))
+                fetch(lse_rows, numbers_at, full, shared.rows.index(place))
+                if F.slopes:
+                    group = batch if F.q_positions_batch else 0
+                    fetch(away_rows, [group, tile * PLAN.q_tile], full, shared.rows.index(2 * PLAN.stages + place))
                 place = done % PLAN.dout_stages
                 phase = ((done // PLAN.dout_stages) & 1) ^ 1
                 full = at(shared.dout_full, place)
                 mbarrier.wait(at(shared.dout_empty, place), phase)
                 mbarrier.expect(full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS)
                 fetch(dout_tiles, tokens_at, full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
-                fetch(delta_rows, numbers_at, full, at(shared.minus_delta, place))
+                fetch(delta_rows, numbers_at, full, shared.rows.index(PLAN.stages + place))
                 done += 1
         taken += 1
         turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
@@ -106,18 +109,20 @@ def _announce(shared, taken, turn, before, whole, after):
 
 @gluon.jit
 def add_dq(
-    memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
-):
+    NUMBER: gl.constexpr, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
+    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
-    Where the plan is `ordered`, a query tile has a counter of the turns that have added to it, and a turn waits until
-    that is its rank among those that visit the tile. Ranks follow the numbers of turns, and programs take turns in
-    that order, one after the other: so the lowest turn that is not done has begun and never waits, and there is no
-    deadlock, however many programs run at a time. A tile is counted when the next one is under way, so that nothing
-    waits for memory.
+    Writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that have added
+    to it. A turn waits until that is its rank among those that visit the tile, and counts itself when memory has what
+    it added: about as long as a step takes, so one writer alone would hold the consumers up.
+
+    No wait is for ever. Ranks follow the numbers of turns, and programs take turns in that order, one after the other,
+    when they run: so a turn waits only for turns that a running program has begun, the lowest turn that is not done
+    waits for none, and this holds however many programs run at a time.
     """
     Q_TILES: gl.constexpr = T.columns
-    PAIRS: gl.constexpr = PLAN.dq_places // 2
     shared = shared_places(memory, PLAN)
     done = 0
     taken = 0
@@ -132,41 +137,26 @@ def add_dq(
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = COUNTERS + 1 + first
-            tile = tile_at(steps, 0, T, PLAN)
-            last = 0  # not `tile`: Triton 3.6 would see no change in the loop's `last = tile`, and keep the first one
-            rank = 0
-            reached = 0
-            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
-                if count > 0:
+            start = (done + NUMBER) % PLAN.writers
+            ahead = tile_at(steps, start, T, PLAN)
+            for step in range(start, count, PLAN.writers):
+                tile = ahead
+                ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T, PLAN)
+                if PLAN.ordered:
                     rank = gl.load(ranks + tile)
-                    reached = gl.load(counters + tile, volatile=True)
-            for step in range(0, count):
-                following = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
-                if PLAN.ordered:
-                    while reached < rank:
-                        reached = gl.load(counters + tile, volatile=True)
-                place = (done % PAIRS) * 2
-                phase = (done // PAIRS) & 1
+                    while gl.load(counters + tile, volatile=True) < rank:
+                        pass
+                here = done + step
                 for half in gl.static_range(2):
-                    mbarrier.wait(at(shared.dq_full, place + half), phase)
-                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(place + half))
-                if PLAN.ordered:
-                    # These loads are on their way while the additions are.
-                    rank = gl.load(ranks + following)
-                    reached = gl.load(counters + following, volatile=True)
-                    if step > 0:
-                        wait_for_additions(2)
-                        gl.atomic_add(counters + last, 1, sem="release")
+                    mbarrier.wait(at(shared.dq_full, 2 * NUMBER + half), (here // PLAN.writers) & 1)
+                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    mbarrier.arrive(at(shared.dq_empty, place + half), count=1)
-                last = tile
-                tile = following
-                done += 1
-            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
-                if count > 0:
+                    mbarrier.arrive(at(shared.dq_empty, half), count=1)
+                if PLAN.ordered:
                     wait_for_additions(0)
-                    gl.atomic_add(counters + last, 1, sem="release")
+                    gl.atomic_add(counters + tile, 1, sem="release")
+            done += count
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)

@@ -82,17 +82,17 @@ def written(
 
 
 @gluon.constexpr_function
-def in_sixteens(dim):
-    """The layout of 64 rows of 128 or 256 numbers of two bytes in which each thread has 16 bytes of a row in one piece.
+def in_sixteens(DIM):
+    """The layout of 64 rows of `DIM` numbers of two bytes in which each thread has sixteen bytes of a row in one piece.
 
     It is that of a product after every four threads have exchanged numbers.
     """
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: 6 if dim == 128 else 7],
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]][: DIM.bit_length() - 2],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[CONSUMER_ROWS.value, dim],
+        shape=[CONSUMER_ROWS.value, DIM],
     )
 
 

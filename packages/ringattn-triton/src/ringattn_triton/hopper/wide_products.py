@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.tile_loop import owned
-from ..kernels.tokens import of_columns, of_rows, visible
 from .backward_memory import at, got_number, next_turn, shared_places
 from .backward_products import in_register_order, opaque_zero, write_gradient
+from .backward_scores import probabilities, tile_of
 from .head_tiles import product_of_heads
 
 _WEIGHTS = gl.constexpr(2)
@@ -108,19 +108,13 @@ def _step_of_dv(
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     s = product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
+    tile = 0
     if MASKED:
         row, batch, _ = owned(turn, T, F.kv_heads)
-        number = got_number(at(shared.tile, place), 4)
-        rows = number * Q_TILE + gl.arange(0, Q_TILE, gl.SliceLayout(0, SCORES))
-        queries = of_rows(P, batch, rows, 0, F, F.q_length % Q_TILE != 0, True)
-        columns = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-        keys = of_columns(P, batch, row * PLAN.kv_tile, columns, 0, F, PLAN.kv_tile, True)
-    lse = at(shared.lse, place).load(SCORES)
+        tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
     s = warpgroup_mma_wait(0, deps=[s])
+    p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
     mbarrier.arrive(at(shared.q_empty, place), count=1)
-    p = gl.exp2(s * F.fold - lse)
-    if MASKED:  # rows past the end have lse +inf
-        p = gl.where(visible(queries, keys, 0, F, False, F.kv_length % PLAN.kv_tile != 0, False), p, 0.0)
     # The last tile's p has been read, and the piece of dq that came after it is on its way to memory.
     mbarrier.wait(at(shared.dq_empty, _WEIGHTS), (step & 1) ^ 1)
     shared.dq.index(_WEIGHTS).store(in_register_order(p))
@@ -156,7 +150,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
     mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     dp = product_of_heads(at(shared.v, opaque_zero()), at(shared.dout, dout_place + opaque_zero()), zero, F.value_dim)
-    minus_delta = at(shared.minus_delta, dout_place).load(SCORES)
+    minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
     mbarrier.wait(at(shared.weights_full, 0), step & 1)
     p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])

@@ -41,13 +41,18 @@ def add_wide_dq(
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = COUNTERS + 1 + 2 * first + NUMBER
             ahead = tile_at(steps, 0, T, PLAN)
+            rank = 0
+            reached = 0
+            if PLAN.ordered:  # noqa: SIM102 (one condition is known when the kernel is compiled)
+                if count > 0:
+                    rank = gl.load(ranks + ahead)
+                    reached = gl.load(counters + 2 * ahead, volatile=True)
             for step in range(0, count):
                 tile = ahead
                 ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
                 if PLAN.ordered:
-                    rank = gl.load(ranks + tile)
-                    while gl.load(counters + 2 * tile, volatile=True) < rank:
-                        pass
+                    while reached < rank:
+                        reached = gl.load(counters + 2 * tile, volatile=True)
                 for piece in gl.static_range(COUNT):
                     # The first consumer has two places, the other uses one twice.
                     place = 2 * piece if NUMBER == 0 else 1
@@ -58,6 +63,9 @@ def add_wide_dq(
                     tma.store_wait(0)
                     mbarrier.arrive(at(shared.dq_empty, place), count=1)
                 if PLAN.ordered:
+                    # These loads are on their way while the additions are.
+                    rank = gl.load(ranks + ahead)
+                    reached = gl.load(counters + 2 * ahead, volatile=True)
                     wait_for_additions(0)
                     gl.atomic_add(counters + 2 * tile, 1, sem="release")
                 done += 1

@@ -58,11 +58,15 @@ def _in_fours(
 @triton.jit
 def _one_by_one(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr):
     """The weights where each entry draws for itself."""
-    i = unsigned(queries.index)
-    j = unsigned(keys.index)
-    first, second = philox(_counter(i), _counter(j), head.dropout_key, F)
+    return _weight(half_of(unsigned(queries.index), unsigned(keys.index), head.dropout_key, F), KEPT, F)
+
+
+@triton.jit
+def half_of(i, j, key, F: tl.constexpr):
+    """The 16 bits of entry `(i, j)`, for broadcastable indices."""
+    first, second = philox(_counter(i), _counter(j), key, F)
     word = tl.where((i & 8) == 0, first, second)
-    return _weight(tl.where((j & 8) == 0, word & 0xFFFF, word >> 16), KEPT, F)
+    return tl.where((j & 8) == 0, word & 0xFFFF, word >> 16)
 
 
 @triton.jit

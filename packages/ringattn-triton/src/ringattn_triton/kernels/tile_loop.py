@@ -12,7 +12,10 @@ import triton.language as tl
 
 
 class Visit(NamedTuple):
-    """One row of a table: `masked` steps to mask, and steps `[full_from, full_to)` that see everything."""
+    """One row of a table: `masked` steps to mask, and steps `[full_from, full_to)` that see everything.
+
+    The first `before` tiles to mask lie before those; where tiles form no run, all are taken to.
+    """
 
     masked: Any
     full_from: Any
@@ -50,7 +53,8 @@ def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
         full_from = tl.load(bounds + 2)
         full_to = tl.load(bounds + 3)
     if T.listed:
-        return Visit(first, full_from, full_to, 0, 0, 0, TILES + at.to(tl.int64) * T.columns)
+        before = second if T.run else first
+        return Visit(first, full_from, full_to, 0, before, 0, TILES + at.to(tl.int64) * T.columns)
     else:
         before = full_from - first
         return Visit(before + second - full_to, full_from, full_to, first, before, full_to, 0)

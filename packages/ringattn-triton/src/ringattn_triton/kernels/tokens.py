@@ -124,7 +124,7 @@ def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl
     """The `Queries` of a tile that begins at row `start`."""
     counter = 0
     if F.dropout:
-        counter = _counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
+        counter = first_counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
     return of_rows(P, batch, start + tl.arange(0, TILE), counter, F, F.q_length % TILE != 0, BY_KEYS)
 
 
@@ -178,7 +178,7 @@ def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.co
     """The `Keys` of a tile that begins at column `start`."""
     counter = 0
     if F.dropout:
-        counter = _counter(P.kv_counters, batch, start, F.kv_index_batch, F.kv_length, TILE)
+        counter = first_counter(P.kv_counters, batch, start, F.kv_index_batch, F.kv_length, TILE)
     return of_columns(P, batch, start, tl.arange(0, TILE), counter, F, TILE, BY_KEYS)
 
 
@@ -204,7 +204,7 @@ def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def _counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
+def first_counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
     """The dropout counter of a tile's first token."""
     at = start // TILE
     if BATCH != 0:

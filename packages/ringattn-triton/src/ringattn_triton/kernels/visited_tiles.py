@@ -55,12 +55,14 @@ def table(
         full_lo = full_hi - unmasked
     masked = every - unmasked
     tl.store(bounds, masked if LISTED else lo, mask=line < LINES)
-    tl.store(bounds + 1, every if LISTED else hi, mask=line < LINES)
+    if not (LISTED and RUN):
+        tl.store(bounds + 1, every if LISTED else hi, mask=line < LINES)
     tl.store(bounds + 2, full_lo, mask=line < LINES)
     tl.store(bounds + 3, full_hi, mask=line < LINES)
     if LISTED:
         listed = TILES + wide[:, None] * COLUMNS
         masked_before = tl.zeros([TOGETHER], tl.int32)
+        before_run = tl.zeros([TOGETHER], tl.int32)
         whole_before = masked
         for start in range(0, COLUMNS, CHUNK):
             number, some, whole = _of_chunk(rows, inside, start, COLUMNS, WHOLE, CHUNK)
@@ -70,12 +72,15 @@ def table(
             place = masked_before[:, None] + tl.cumsum(masked_here, 1) - 1
             masked_before += tl.sum(masked_here, 1)
             if RUN:
+                before_run += tl.sum(tl.where(number < full_lo[:, None], masked_here, 0), 1)
                 tl.store(listed + place, number, mask=masked_here != 0)
             else:
                 whole_here = whole.to(tl.int32)
                 whole_place = whole_before[:, None] + tl.cumsum(whole_here, 1) - 1
                 whole_before += tl.sum(whole_here, 1)
                 tl.store(listed + tl.where(whole, whole_place, place), number, mask=some)
+        if RUN:
+            tl.store(bounds + 1, before_run, mask=line < LINES)
 
 
 @triton.jit

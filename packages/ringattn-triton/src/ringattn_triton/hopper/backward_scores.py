@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+"""What masks, soft cap, ALiBi and dropout do to a tile of scores in the one-pass backward, keys as rows."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernels.dropout import half_of, philox
+from ..kernels.scores import LOG2_E, bent
+from ..kernels.tokens import first_counter, of_columns, of_rows, unsigned, visible
+from .backward_memory import at
+
+
+class Tile(NamedTuple):
+    """What a step reads of its tile beside the products: zeros where the options do not need it.
+
+    `away`: the keys' positions, float32, from that of the tile's first query on; for ALiBi, exact up to 2^24. `first`,
+    `second`: the two words of each draw of dropout. `bits`: of the mask, 16 keys in each number.
+    """
+
+    queries: Any
+    keys: Any
+    away: Any
+    first: Any
+    second: Any
+    bits: Any
+
+
+@gluon.jit
+def tile_of(
+    P, batch, q_tile, kv_tile, head, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
+    SCORES: gl.constexpr,
+):  # fmt: skip
+    """The `Tile` of a query tile and consumer `NUMBER`'s 64 keys of a key tile. Loaded while products run."""
+    queries = 0
+    keys = 0
+    away = 0
+    first = 0
+    second = 0
+    bits = 0
+    q_start = q_tile * PLAN.q_tile
+    kv_start = kv_tile * PLAN.kv_tile
+    if MASKED:
+        rows = q_start + gl.arange(0, PLAN.q_tile, gl.SliceLayout(0, SCORES))
+        queries = of_rows(P, batch, rows, 0, F, F.q_length % PLAN.q_tile != 0, True)
+        columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+        keys = of_columns(P, batch, kv_start, columns, 0, F, PLAN.kv_tile, True)
+    if F.slopes:
+        column = kv_start + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+        if F.kv_length % PLAN.kv_tile != 0:
+            column = gl.minimum(column, F.kv_length - 1)
+        found = gl.load(P.kv_positions + (batch * F.kv_positions_batch + column))
+        origin = gl.load(P.q_positions + (batch * F.q_positions_batch + q_start))
+        away = (found - origin).to(gl.float32)[:, None]
+    if F.dropout:
+        first, second = _draws(P, batch, q_start, kv_start + NUMBER * 64, head.dropout_key, NUMBER, F, PLAN)
+    if MASKED and F.masks:
+        bits = _mask_bits(head.mask_words, q_start, kv_start + NUMBER * 64, F, PLAN)
+    return Tile(queries, keys, away, first, second, bits)
+
+
+@gluon.jit
+def probabilities(
+    s, shared, place, tile, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
+):
+    """The probabilities, those that dropout drops with a minus sign; and what `derivatives` multiplies in their place.
+
+    That is the probabilities again, times the derivative of the soft cap.
+    """
+    FOLD: gl.constexpr = F.unbend * LOG2_E
+    lse = at(shared.lse, place).load(SCORES)
+    bend = bent(s, F)
+    if F.slopes:
+        p = gl.exp2(bend * FOLD - lse - (head.slope * LOG2_E) * _distance(shared, place, tile, SCORES))
+    else:
+        p = gl.exp2(bend * FOLD - lse)
+    if MASKED:  # rows past the end have lse +inf
+        UNMASKED: gl.constexpr = F.without_masks
+        RAGGED: gl.constexpr = F.kv_length % PLAN.kv_tile != 0
+        seen = visible(tile.queries, tile.keys, head, UNMASKED, False, RAGGED, False)
+        if F.masks:
+            seen = seen & _spread(tile.bits, PLAN.q_tile, SCORES)
+        p = gl.where(seen, p, 0.0)
+    if F.dropout:
+        p = gl.where(_kept(tile.first, tile.second, F, PLAN.q_tile, SCORES), p, -p)
+    steep = p
+    if F.capped:
+        steep = p * (1.0 - bend * bend)
+    return p, steep
+
+
+@gluon.jit
+def weights(p, F: gl.constexpr):
+    """The probabilities after dropout, without the factor that makes up for it."""
+    if F.dropout:
+        return gl.maximum(p, 0.0)
+    else:
+        return p
+
+
+@gluon.jit
+def derivatives(steep, dp, minus_delta, F: gl.constexpr):
+    """The derivatives by the scores, or by the products where there is a soft cap."""
+    if F.dropout:
+        return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
+    else:
+        return steep * (dp + minus_delta)
+
+
+@gluon.jit
+def slope_gradient(ds, shared, place, tile, SCORES: gl.constexpr):
+    """The derivative by ALiBi's slope but for its sign, summed over what a thread has: `[64, 4]`."""
+    product = ds * _distance(shared, place, tile, SCORES)
+    parts = gl.sum(gl.sum(gl.reshape(product, [product.shape[0], product.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(parts, of_slopes())
+
+
+@gluon.constexpr_function
+def of_bits(Q_TILE):
+    """The layout of the bits of a mask, 16 keys on the middle axis: each thread has those of its scores."""
+    columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 8, 0], *([0, 0, column] for column in columns)],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[1, 0, 0], [2, 0, 0]],
+        block_bases=[],
+        shape=[4, 16, Q_TILE],
+    )
+
+
+@gluon.jit
+def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
+    """The bits of a mask for 64 keys and a tile of queries: `[4, q_tile]`, 16 keys in each number."""
+    IN_BITS: gl.constexpr = gl.SliceLayout(1, of_bits(PLAN.q_tile))
+    rows = q_start + gl.arange(0, PLAN.q_tile, gl.SliceLayout(0, IN_BITS))
+    rows = gl.minimum(rows, F.q_length - 1)
+    if F.wide_scores:
+        rows = rows.to(gl.int64)
+    sixteenth = kv_start // 16 + gl.arange(0, 4, gl.SliceLayout(1, IN_BITS))
+    column = gl.minimum(sixteenth // 2, F.mask_query - 1)
+    word = gl.load(words + (rows[None, :] * F.mask_query + column[:, None]))
+    return word >> (sixteenth % 2 * 16).to(gl.uint32)[:, None]
+
+
+@gluon.jit
+def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
+    """Whether the mask shows each pair of a tile."""
+    IN_BITS: gl.constexpr = of_bits(Q_TILE)
+    key = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))).to(gl.uint32)
+    seen = (bits[:, None, :] >> key[None, :, None]) & 1
+    return gl.convert_layout(gl.reshape(seen, [64, Q_TILE]), SCORES) != 0
+
+
+@gluon.jit
+def _distance(shared, place, tile, SCORES: gl.constexpr):
+    """How far apart the positions of each pair are. The queries' are read each time, to be held in no registers."""
+    return gl.abs(at(shared.away, place).load(SCORES) - tile.away)
+
+
+@gluon.constexpr_function
+def of_slopes():
+    """The layout of the sums of `slope_gradient`."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+@gluon.jit
+def slope_sums(F: gl.constexpr):
+    """What the sums of `slope_gradient` begin with; 0 without ALiBi."""
+    if F.slopes:
+        return gl.zeros([64, 4], gl.float32, of_slopes())
+    else:
+        return 0
+
+
+@gluon.constexpr_function
+def of_draws(Q_TILE):
+    """The layout of the draws of 64 keys and a tile of queries: each thread has those of its scores."""
+    columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 2)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *([0, column] for column in columns)],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[32, Q_TILE // 2],
+    )
+
+
+@gluon.jit
+def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """Two words for each four entries of a tile, `[32, q_tile / 2]` each.
+
+    Four entries share a draw where the indices of both sides count on from multiples of 16. Whether they do is data (a
+    striped shard skips), so both ways are compiled; the other one puts the bits of four draws into the same two words.
+    """
+    IN_DRAWS: gl.constexpr = of_draws(PLAN.q_tile)
+    rows = gl.arange(0, 32, gl.SliceLayout(1, IN_DRAWS))
+    columns = gl.arange(0, PLAN.q_tile // 2, gl.SliceLayout(0, IN_DRAWS))
+    of_queries = first_counter(P.q_counters, batch, q_start, F.q_index_batch, F.q_length, PLAN.q_tile)
+    of_keys = first_counter(P.kv_counters, batch, kv_start, F.kv_index_batch, F.kv_length, PLAN.kv_tile)
+    if (of_queries >= 0) & (of_keys >= 0):
+        first, second = philox((of_queries + columns)[None, :], (of_keys + NUMBER * 32 + rows)[:, None], key, F)
+    else:
+        i = q_start + (columns >> 3) * 16 + (columns & 7)
+        j = kv_start + (rows >> 3) * 16 + (rows & 7)
+        first = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
+        second = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+    return first, second
+
+
+@gluon.jit
+def _own_draw(P, batch, row, column, key, F: gl.constexpr):
+    """The 16 bits of each entry of these queries and keys."""
+    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
+    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
+    return half_of(unsigned(i)[None, :], unsigned(j)[:, None], key, F)
+
+
+@gluon.jit
+def _kept(first, second, F: gl.constexpr, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
+    """Whether each entry of a tile of scores survives."""
+    # The halves are compared where they stand above: the upper one with the lower one's bits below it.
+    LEAST: gl.constexpr = F.threshold << 16
+    in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
+    in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
+    four = gl.reshape(gl.join(in_first, in_second), [4, 8, Q_TILE // 16, 8, 2, 2])
+    # The halves of a word are for keys 8 apart, the words for queries 8 apart.
+    whole = gl.reshape(gl.permute(four, (0, 4, 1, 2, 5, 3)), [64, Q_TILE])
+    return gl.convert_layout(whole, SCORES)
