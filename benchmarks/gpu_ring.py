@@ -23,7 +23,7 @@ def gathered(mesh: Mesh, backend: str) -> Attention:
     def local(query: jax.Array, key: jax.Array, value: jax.Array, where: jax.Array) -> jax.Array:
         key, value, all_where = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (key, value, where))
         return ring_attention(
-            query, key, value, causal=True, q_positions=where, kv_positions=all_where, backend=backend
+            query, key, value, causal=True, q_positions=where, kv_positions=all_where, backend=backend, axis_name=()
         )
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

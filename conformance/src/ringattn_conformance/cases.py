@@ -286,7 +286,7 @@ COMBINED: Final = (
     # The derivatives of the scores are beyond float16 until they are multiplied by the scale.
     Case("float16-derivatives", dtype="float16", head_dim=192, value_dim=192, window=(1, 0), scale=2.0**-10,
          cotangent_gain=8192.0, core=True),
-    Case("logits-1e4", gain=1e4, causal=True),
+    Case("logits-1e4", lse=True, gain=1e4, causal=True),
     Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head"),
     Case("everything", lse=True, causal=True, window=(29, None), segments=case_inputs.packed,
          positions=case_inputs.restarting, builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5,

@@ -22,7 +22,7 @@ def judged(backend: BackendReport, report: Report) -> Certificate:
         _counted(backend["deselected"], "was deselected", "were deselected"),
         _counted(backend["skipped"], "was skipped", "were skipped"),
         _counted(backend["not_run"], "did not run"),
-        *(f"declared, not tried: {one}" for one in backend.get("untried", ())),
+        "declared, not tried: " + ", ".join(untried) if (untried := backend.get("untried")) else None,
         *(f"{module} was not collected" for module in report["uncollected"]),
         *_eased(report["options"]),
     ]

@@ -44,7 +44,7 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "builder": (OFF, {"builder": case_inputs.OF_HEADS}, {"builder": case_inputs.ALGEBRA}),
     "dense mask": (OFF, {"dense_mask": "BNT"}),
     "soft cap": (OFF, {"soft_cap": 2.0}),
-    "scores": (OFF, {"scale": 0.3}, {"gain": 8192.0, "scale": 2.0**-16}, {"gain": 40.0}),
+    "scores": (OFF, {"scale": 0.3}, {"gain": 4096.0, "scale": 2.0**-10}, {"gain": 40.0}),
     "sinks": (OFF, {"sinks": "head"}, {"sinks": "each"}),
     "bias": (OFF, {"bias": "BNT"}, {"bias": "N"}),
     "slopes": (OFF, {"slopes": True}),
@@ -54,7 +54,7 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "two ways": (OFF, {"two_way": True}),
     "precision": (OFF, {"precision": "highest"}),
 }
-"""By factor, its levels; a gain of 8192 has products of float16 overflow if they are not summed in float32."""
+"""By factor, its levels; a gain of 4096 has products of float16 overflow if they are not summed in float32."""
 MASKS: Final = ("causal", "window", "chunk", "segments", "positions", "builder", "dense mask")
 TRIES: Final = 12
 SEED: Final = 28
@@ -63,6 +63,8 @@ FIRST_RINGS: Final = 3
 """The largest ring of the first cover: programs for larger rings compile slowly, and are left to the second."""
 FIRST_PARTNERS: Final = {"two ways": ("dtype", "layout", "heads"), "ring": ("dtype", "layout", "lengths")}
 """The factors with which the first cover pairs these factors, for the same reason."""
+LATER_LENGTHS: Final = 6
+"""How much longer sequences are after the first cover, so that a rank has several tiles and may skip some."""
 CHEAPEST_FIRST: Final = ("ring", "two ways")
 """Factors whose first level compiles fastest, and is taken where others would gain nothing."""
 MOST_MASKS: Final = 4
@@ -142,6 +144,9 @@ def _call(choice: Choice, name: str) -> tuple[Case, Placement]:
 def _mixture(choice: Choice, number: int, cover: int) -> Mixture:
     level = {factor: FACTORS[factor][one] for factor, one in choice.items()}
     case, placement = _call(choice, f"{number:02}-{level['dtype']['dtype']}-d{level['head size']['head_dim']}")
+    if cover:
+        longer = {name: LATER_LENGTHS * getattr(case, name) for name in ("q_length", "kv_length")}
+        case = dataclasses.replace(case, **longer)
     return Mixture(case, dataclasses.replace(placement, check_vma=number % 2 == 0), cover)
 
 

@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": ({"causal": True}, InputError, "causal: is no argument of decode_attention"),
     "misspelt": ({"window": 3}, InputError, "window: is no argument of decode_attention. Pass sliding_window"),
     "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),
-    "one axis twice": ({"head_axis_name": "sp"}, InputError, "head_axis_name: .* overlaps"),
+    "one axis twice": ({"head_axis_name": "sp"}, InputError, "share a mesh axis"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
 

@@ -277,12 +277,13 @@ class TestUnderATrace:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "sp"))
         x = jnp.concatenate([X, X])
-        options = {"backend": "mine", "axis_name": "sp", "causal": True, "layout": "zigzag"}
+        options = {"backend": "mine", "axis_name": "sp", "causal": True, "layout": "zigzag", "batch_axis_name": "data"}
         ring_attention(x, x, x, mesh=mesh, **options)
         spec = P("data", "sp")
         inside = jax.shard_map(
-            lambda x: ring_attention(x, x, x, **options), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+            lambda x: ring_attention(x, x, x, batch_axis_name="data", **options),
+            mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+        )  # fmt: skip
         jax.jit(inside)(x)
         (problem,) = mine.tunings
         assert (problem.batch, problem.q_length, problem.ranks, problem.call.layout) == (1, 4, 2, "zigzag")
@@ -295,6 +296,21 @@ class TestUnderATrace:
         (problem,) = mine.tunings
         assert dict(problem.options)["mask_builder"] == ("Prefix(length=4)", "Prefix(length=5)")
         assert problem.call.mask_builder.masks == (Prefix(4), Prefix(5))
+
+
+def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile(
+    mine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(problem: Any) -> None:
+        choice.tune(problem)
+
+    monkeypatch.setattr(cache, "read", read)
+    assert ran(mine) == TUNED
+
+
+def test_what_is_remembered_keeps_no_array_alive(mine: Any) -> None:
+    ring_attention(X, X, X, backend="mine")
+    assert {problem.call for _, problem in choice._known} == {None}
 
 
 class TestABackendWithout:

@@ -104,32 +104,30 @@ def test_rows_and_keys_that_see_nothing_have_gradients_of_zero() -> None:
     assert np.asarray(got.dq[:, 101:]).any() and np.isfinite(got.dq).all()
 
 
-@pytest.mark.parametrize("last_first", [False, True])
-def test_a_rank_counts_the_key_tiles_before_it_that_see_a_query_tile(last_first: bool) -> None:
+def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     block = make_block(1, 384, 512, dim=128, dtype=HALF, causal=True)
     inputs = one_pass.kernel_inputs.of_block(block, fast=True)
-    plan = dataclasses.replace(backward_plan.PLANS[128], last_first=last_first)
-    ranks = np.asarray(one_pass._ranks(inputs, block, plan)[0])
+    ranks = one_pass._ranks(inputs, block, backward_plan.PLANS[128])
     rows, columns = np.indices((4, 6))
     seen = columns * 64 + 63 >= rows * 128
-    in_order = slice(None, None, -1 if last_first else 1)
-    want = seen[in_order].cumsum(0)[in_order] - 1
-    np.testing.assert_array_equal(np.where(seen, ranks, 0), np.where(seen, want, 0))
+    np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "kernel"),
+    ("heads", "length", "dim", "kernel"),
     [
-        (16, 8192, "ringattn_hopper_backward"),
-        (2, 8192, "ringattn_backward_keys"),
-        (140, 64, "ringattn_hopper_backward"),
+        (16, 8192, 128, "ringattn_hopper_backward"),
+        (4, 8192, 128, "ringattn_backward_keys"),
+        (4, 8192, 256, "ringattn_hopper_backward"),
+        (2, 8192, 256, "ringattn_backward_keys"),
+        (140, 64, 128, "ringattn_hopper_backward"),
     ],
 )
 def test_by_default_one_pass_adds_in_order_unless_turns_of_few_heads_would_queue(
-    heads: int, length: int, kernel: str
+    heads: int, length: int, dim: int, kernel: str
 ) -> None:
-    block = make_block(1, 1, 1, dim=128, dtype=HALF, heads=heads, kv_heads=heads)
-    long = jax.ShapeDtypeStruct((1, length, heads, 128), HALF)
+    block = make_block(1, 1, 1, dim=dim, dtype=HALF, heads=heads, kv_heads=heads)
+    long = jax.ShapeDtypeStruct((1, length, heads, dim), HALF)
     index = jax.ShapeDtypeStruct((1, length), jnp.int32)
     fields = dict.fromkeys(("q_positions", "kv_positions", "q_index", "kv_index"), index)
     assert kernel in launched(dataclasses.replace(block, q=long, kv=(long, long), **fields))
@@ -152,6 +150,7 @@ def launched(block: Block) -> list[str]:
         {"dim": 48},
         {"value_dim": 64},
         {"bias": bias(1, 2, 200, 200)},
+        {"dim": 256, "soft_cap": 3.0},
         {"soft_cap": 3.0, "slopes": np.array([[0.5, 0.1]], np.float32)},
         {"bwd_params": BwdParams(num_stages=2)},
     ],

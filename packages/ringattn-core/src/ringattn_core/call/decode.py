@@ -85,7 +85,7 @@ def decode_attention(
             "Pass another backend",
         )
     if mesh is not None:
-        return _sharded(registration, call, of_context(mesh))
+        return _sharded(registration, call, of_context(mesh, call.query))
     _splits(call, 1)
     refuse_replicated(call, {"key_cache": call.key, "value_cache": call.value})
     refuse_sharded(call, {"query": call.query, "lengths": lengths})

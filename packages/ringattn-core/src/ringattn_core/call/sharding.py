@@ -12,7 +12,6 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
 from ..backends.discovery import Registration
 from ..backends.selection import select
@@ -42,7 +41,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and cuts what was padded."""
     length = call.query.shape[1]
-    mesh = of_context(mesh)
+    mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
     registration = select(backend, needs(call), platform_of(mesh, ()))
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
@@ -129,7 +128,7 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
 
     def forward(placed: dict[str, jax.Array]) -> Any:
         def of_shard(local: dict[str, jax.Array]) -> Any:
-            varied = {name: x for name, x in local.items() if ARRAYS[name].dtype is Float}
+            varied = {name: x for name, x in local.items() if arrays.differentiable(ARRAYS[name])}
             out, pull = jax.vjp(lambda varied: of_rank(local | varied), varied)
             return out, jax.tree.map(lambda x: x[None], align(pull, frozenset(free)))
 
@@ -140,7 +139,7 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
             (found,) = jax.tree.map(lambda x: x[0], pull)(dout)
             return found
 
-        floating = {name: spec for name, spec in in_specs.items() if ARRAYS[name].dtype is Float}
+        floating = {name: spec for name, spec in in_specs.items() if arrays.differentiable(ARRAYS[name])}
         found = shard(of_shard, in_specs=(P(free), out_specs), out_specs=floating)(pull, dout)
         return ({name: found.get(name) for name in in_specs},)
 
@@ -194,11 +193,10 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         call = dataclasses.replace(call, **ids)
     extra = {"T": queries, "S": keys, "S_global": keys, "t": queries}
     grown = {}
-    for name, array in ARRAYS.items():
-        x = getattr(call, name)
-        if x is not None and x.ndim:  # the seed has no axes, and jnp.pad refuses it
-            named = zip(arrays.letters(array, x.ndim), x.shape, strict=True)
-            whole = call.query.shape[1] != 1
-            widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
+    for name, x in _given(call).items():
+        named = zip(arrays.letters(ARRAYS[name], x.ndim), x.shape, strict=True)
+        whole = call.query.shape[1] != 1
+        widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]
+        if any(width for _, width in widths):
             grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
     return dataclasses.replace(call, **grown)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which mesh a call runs on, and how to build one whose rings connect neighbouring devices."""
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,15 +55,16 @@ def surrounding(names: Sequence[str], arrays: Sequence[Any]) -> Mesh | AbstractM
     return context if set(names) & (set(context.axis_names) - axes.manual()) else None
 
 
-def of_context(mesh: Any) -> Any:
-    """The mesh in the form in which `shard_map` takes it here: that of the context inside a `shard_map`.
+def of_context(mesh: Any, x: Any) -> Any:
+    """The mesh in the form in which `shard_map` takes it for the array `x`.
 
-    An abstract mesh outside `jax.jit` becomes the mesh with devices that `jax.set_mesh` set.
+    Inside a `shard_map` that is the mesh of the context. An abstract mesh without `jax.jit` becomes the mesh with
+    devices that `jax.set_mesh` set.
     """
     if axes.manual():
         return jax.sharding.get_abstract_mesh()
-    if isinstance(mesh, AbstractMesh):
-        with contextlib.suppress(ValueError):  # raised under `jax.jit`, which knows the devices
-            found = jax.sharding.get_mesh()
-            return mesh if found.empty else found
-    return mesh
+    if not isinstance(mesh, AbstractMesh) or isinstance(x, jax.core.Tracer):
+        return mesh
+    if jax.sharding.get_mesh().empty:
+        raise MeshError("the mesh is abstract, and has no devices. Call inside `jax.set_mesh`, or pass another mesh")
+    return jax.sharding.get_mesh()

@@ -97,10 +97,15 @@ def tune(problem: Problem, registration: Registration | None = None, keep: bool 
     registration = get(problem.backend) if registration is None else registration
     outcome = tuner.fastest(registration, problem, default(registration, problem))
     if keep:
-        _known[registration, problem] = outcome.config
+        _known[_key(registration, problem)] = outcome.config
         if not registration.in_process:
             cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
     return outcome
+
+
+def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:
+    """The key to remember a problem by, without its call, whose arrays would stay alive."""
+    return registration, dataclasses.replace(problem, call=None)
 
 
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
@@ -109,7 +114,8 @@ def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig
         from . import cache
 
         entry = None if registration.in_process else cache.read(problem)
-        _known[registration, problem] = None if entry is None else entry.config
+        # Another thread may have tuned the problem meanwhile.
+        _known.setdefault(_key(registration, problem), None if entry is None else entry.config)
     return _known[registration, problem]
 
 
@@ -120,6 +126,6 @@ def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionCon
             try:
                 tune(problem, registration)
             except TuningError as error:
-                _known[registration, problem] = default(registration, problem)
+                _known[_key(registration, problem)] = default(registration, problem)
                 _logger.warning("%s. Its default is used", error)
         return _known[registration, problem]

@@ -47,7 +47,7 @@ class Problem:
     chunk: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     call: Call | None = dataclasses.field(default=None, compare=False, repr=False)
-    """The call of one shard, with shapes in the place of arrays, from which a trial is made."""
+    """The call of one shard, from whose shapes a trial is made."""
 
     @property
     def told(self) -> dict[str, Any]:
@@ -87,8 +87,9 @@ def tunable(registration: Registration) -> bool:
 
 UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse")
 """The options of a call that no kernel sees."""
-NOT_AN_OPTION: Final = {"query", "key", "value", "causal", "sliding_window", "chunk_size"} | {
-    "softmax_scale", "dropout_seed", "fwd_params", "bwd_params"
+LEFT_OUT: Final = {
+    "query", "key", "value", "causal", "sliding_window", "chunk_size",
+    *UNSEEN, "softmax_scale", "dropout_seed", "fwd_params", "bwd_params",
 }  # fmt: skip
 """The arguments of a call that are fields of a problem, or cannot change which parameters are fastest."""
 
@@ -97,9 +98,7 @@ def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None
     """The problem of a call on one shard. Only the shapes and dtypes of arrays are read."""
     given = (mesh, (call.query, call.key, call.value))
     batch, q_length, heads, head_dim = call.query.shape
-    call = dataclasses.replace(call, **dict.fromkeys(UNSEEN))
-    call = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call)
-    used = {name: x for name, x in vars(call).items() if name not in NOT_AN_OPTION and not _off(x)}
+    used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not _off(x)}
     return Problem(
         backend=registration.name,
         batch=batch,
@@ -142,7 +141,7 @@ def _described(option: Any) -> Any:
     """An option as plain data. Of a number, such as a cap or a probability, only its presence counts."""
     if isinstance(option, Built):
         return tuple(_ADDRESS.sub("", repr(mask)) for mask in option.masks)
-    if isinstance(option, jax.ShapeDtypeStruct):
+    if hasattr(option, "dtype"):
         return f"{option.dtype.name}{list(option.shape)}"
     return True if isinstance(option, float) else option
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
-from ..contract.call import Call
+from ..contract.call import IN_BLOCK, Call
 from ..contract.checks import backward, forward
 from ..contract.packing import pack
 from ..contract.protocol import Block, BlockKernel, Partial
@@ -22,7 +22,7 @@ from ..ring.backward import Rows
 from ..ring.blocks import block
 from ..ring.directions import Direction, Location, parts, split
 from ..ring.forward import Residuals
-from .problem import Problem
+from .problem import UNSEEN, Problem
 
 HOPS: Final = 4
 """The most hops of a trial. The first has the rank's own keys; the later ones hardly differ from each other."""
@@ -92,7 +92,7 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
 
 
 def _inputs(problem: Problem) -> Call:
-    """The call with arrays in the place of shapes; the ids and positions of keys are those of all ranks."""
+    """The call with arrays of these shapes; the ids and positions of keys are those of all ranks."""
     call = problem.call
     if call is None:
         raise TuningError(
@@ -100,13 +100,14 @@ def _inputs(problem: Problem) -> Call:
             "its problem was not made from a call",
             "Tune a problem that core made, or run ringattn tune",
         )
-    shapes = {name: x for name, x in vars(call).items() if isinstance(x, jax.ShapeDtypeStruct)}
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    made = {name: _array(name, x, problem, key) for (name, x), key in zip(shapes.items(), keys, strict=True)}
+    call = dataclasses.replace(call, **dict.fromkeys(UNSEEN))
+    given = {name: x for name in IN_BLOCK if (x := getattr(call, name)) is not None}
+    keys = jax.random.split(jax.random.key(0), len(given))
+    made = {name: _array(name, x, problem, key) for (name, x), key in zip(given.items(), keys, strict=True)}
     return dataclasses.replace(call, **made)
 
 
-def _array(name: str, x: jax.ShapeDtypeStruct, problem: Problem, key: jax.Array) -> jax.Array:
+def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     """Random numbers; a dense mask that hides nothing; the positions of the layout; the ids of packed documents."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)

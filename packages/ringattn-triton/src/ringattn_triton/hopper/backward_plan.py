@@ -13,14 +13,12 @@ class BackwardPlan:
 
     `wide`: one consumer has dv and the other dk of all keys (`wide_products`), instead of both of half of the keys.
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
-    `last_first`: as `turn_order.last_keys_first`.
     """
 
     q_tile: int
     wide: bool = False
     masked: bool = False
     ordered: bool = False
-    last_first: bool = False
     kv_tile: int = 128
     stages: int = 2
     dout_stages: int = 2
@@ -62,5 +60,6 @@ def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     plan = PLANS.get(constants.padded_head_dim)
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
-    wanted = (128, 256) if plan.wide else (constants.padded_head_dim,)
-    return plan if constants.padded_value_dim in wanted else None
+    if plan.wide and constants.padded_value_dim == 128:
+        return dataclasses.replace(plan, dout_stages=2)  # for which such values leave room
+    return plan if constants.padded_value_dim == constants.padded_head_dim else None
