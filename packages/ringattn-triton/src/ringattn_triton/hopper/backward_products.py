@@ -180,10 +180,8 @@ def _step_of(
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
-    PAIRS: gl.constexpr = PLAN.dq_places // 2
-    place = (step % PAIRS) * 2 + NUMBER
-    mbarrier.wait(at(shared.dq_empty, place), ((step // PAIRS) & 1) ^ 1)
-    shared.dq.index(place).store(in_register_order(dq))
+    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
+    shared.dq.index(NUMBER).store(in_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
 
