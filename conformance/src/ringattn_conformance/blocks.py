@@ -98,7 +98,7 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     }  # fmt: skip
     split_along = _KEYS | {"kv": kv.ndim - 3}
 
-    def part(name: str, shard: int) -> jnp.ndarray | None:
+    def part(name: str, shard: int) -> Any:
         x = given[name]
         x = np.split(x, shards, split_along[name])[shard] if x is not None and name in split_along else x
         return None if x is None else jnp.asarray(x)

@@ -192,8 +192,8 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         return Answer(out, lse, largest)
 
     dout = np.asarray(dout, np.float64)
-    dlse = np.zeros_like(lse) if dlse is None else np.asarray(dlse, np.float64)
-    q_ids, _ = segments(problem)
+    dlse = np.zeros(lse.shape) if dlse is None else np.asarray(dlse, np.float64)
+    q_ids = segments(problem)[0]
     if q_ids is not None:  # cotangents of padding count as zeros
         dout, dlse = (q_ids >= 0)[:, :, None, None] * dout, (q_ids >= 0)[:, None] * dlse
     delta = np.einsum("btnh,btnh->bnt", dout, out) - dlse

@@ -98,9 +98,7 @@ def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, 
         "not_run": collection.not_run(name, run.tests),
         "rings": _rings(tests),
         "features": {
-            feature.name: _feature(feature.name, descriptor.features.get(feature), tests)
-            | {"tried": coverage.tried(feature.name, passes)}
-            for feature in Feature
+            feature.name: _feature(feature.name, descriptor.features.get(feature), tests, passes) for feature in Feature
         },
         "untried": coverage.untried(declared, passes),
         "uncovered": coverage.uncovered(declared, passes),
@@ -121,7 +119,7 @@ def _rings(tests: list[Ran]) -> dict[str, dict[str, int]]:
     return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
 
 
-def _feature(feature: str, support: Any, tests: list[Ran]) -> FeatureReport:
+def _feature(feature: str, support: Any, tests: list[Ran], passes: Any) -> FeatureReport:
     needing = [ran for ran in tests if feature in ran.notes.get("needed", ())]
     errors = [
         cast(Nearest, {"dtype": dtype, "result": result, "test": ran.name.test, **found})
@@ -134,6 +132,7 @@ def _feature(feature: str, support: Any, tests: list[Ran]) -> FeatureReport:
         "outcomes": _counted(needing),
         "refusals": sum(feature in ran.notes.get("refused", ()) for ran in tests),
         "worst": max(errors, key=notes.share, default=None),
+        "tried": coverage.tried(feature, passes),
     }
 
 

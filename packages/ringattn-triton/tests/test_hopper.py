@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 import ringattn_xla.block
 from compile_reports import launches
-from given_blocks import OPTIONS, SEEDS, TOLERANCE, bias, forbidding, make_block, mask_in_tiles, near, with_option
+from given_blocks import (
+    OPTIONS,
+    SEEDS,
+    SLOPES,
+    TOLERANCE,
+    bias,
+    forbidding,
+    make_block,
+    mask_in_tiles,
+    near,
+    with_option,
+)
 from ringattn_core import ring_attention
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
@@ -25,7 +36,8 @@ NAN = float("nan")
 TARGET = Target("cuda", 90)
 DIMS = (64, 128)
 HALF = jnp.bfloat16
-NOT_TAKEN = ("bias", "slopes", "dropout", "all at once", "negative scale", "scale of zero")
+DROPPED: dict[str, Any] = {"dropout": 0.3, "seed": SEEDS}
+NOT_TAKEN = ("bias", "all at once")
 TAKEN = [option for option in OPTIONS if not option.startswith(NOT_TAKEN)]
 CASES = [(option, 128) for option in TAKEN] + [(option, 64) for option in TAKEN[::2] if "soft cap" not in option]
 
@@ -142,8 +154,39 @@ def test_capped_scores_at_both_ends_and_the_largest_values_are_right(cap: float,
     assert float(got.lse.min()) < 0.9 * (1 - cap) and float(got.lse.max()) > 0.9 * cap
 
 
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(
-    ("dim", "added"), [(64, {}), (128, {}), (128, {"soft_cap": 40.0}), (128, {"bias": half_bias(2, 4, 330, 384)})]
+    ("first", "kv_index"),
+    [(4000, np.arange(150) + 32), (4008, np.arange(150)), (4000, np.arange(150) + 8), (0, np.arange(150) * 4 + 1)],
+)
+def test_entries_share_a_draw_only_where_the_indices_of_both_sides_count_on(
+    first: int, kv_index: np.ndarray, dim: int
+) -> None:
+    block = half("dropout", dim, kv_index=kv_index[None].astype(np.int32))
+    check(dataclasses.replace(block, q_index=block.q_index + first), "dropout")
+
+
+@pytest.mark.parametrize("added", [DROPPED, {"slopes": SLOPES}], ids=["dropout", "slopes"])
+def test_dropout_and_slopes_go_with_a_soft_cap(added: dict[str, Any]) -> None:
+    check(half("soft cap", 128, **added), "with a soft cap")
+
+
+def test_slopes_are_exact_far_from_position_zero() -> None:
+    block = half("slopes", 128)
+    far = {name: getattr(block, name) + 2**29 for name in ("q_positions", "kv_positions")}
+    near("out", computed(dataclasses.replace(block, **far)).out, check(block, "slopes").out, 0)
+
+
+@pytest.mark.parametrize(
+    ("dim", "added"),
+    [
+        (64, {}),
+        (128, {}),
+        (128, {"soft_cap": 40.0}),
+        (128, {"bias": half_bias(2, 4, 330, 384)}),
+        (128, DROPPED),
+        (64, {"slopes": SLOPES}),
+    ],
 )
 def test_the_keys_may_come_in_parts(dim: int, added: dict[str, Any]) -> None:
     block = half("causal", dim, 330, 384, **added)
@@ -264,11 +307,9 @@ def test_scores_of_thousands_overflow_nowhere() -> None:
         ("a bias of keys", {"bias": half_bias(1, 2, 1, 200)}),
         ("a bias under a soft cap", {"soft_cap": 3.0, "bias": half_bias(1, 2, 200, 200)}),
         ("a bias with heads of 64", {"dim": 64, "bias": half_bias(1, 2, 200, 200)}),
-        ("a bias and slopes", {"bias": half_bias(1, 2, 200, 200), "slopes": np.array([[0.5, 0.1]], np.float32)}),
-        ("slopes", {"slopes": np.array([[0.5, 0.1]], np.float32)}),
-        ("dropout", {"dropout": 0.1, "seed": SEEDS[:1]}),
-        ("a negative scale", {"scale": -1.0}),
         ("a schedule that is asked for", {"fwd_params": FwdParams(num_stages=2)}),
+        ("a bias and slopes", {"bias": half_bias(1, 2, 200, 200), "slopes": SLOPES[:, :2]}),
+        ("a bias and dropout", {"bias": half_bias(1, 2, 200, 200), "dropout": 0.1, "seed": SEEDS[:1]}),
         ("a soft cap with heads of 64", {"dim": 64, "q_length": 4096, "soft_cap": 3.0}),
     ],
 )
@@ -287,10 +328,13 @@ def test_other_devices_have_the_portable_kernels(target: Target) -> None:
 
 @pytest.mark.parametrize(("version", "name"), [("3.5.1", ""), ("3.9.0+git", "hopper_"), ("3.10.0", ""), ("4.0.0", "")])
 def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
-    version: str, name: str, monkeypatch: pytest.MonkeyPatch
+    version: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(family.triton, "__version__", version)
-    assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
+    family._told.cache_clear()
+    for _ in range(2):
+        assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
+    assert [version in record.getMessage() for record in caplog.records] == [True] * (name == "")
 
 
 @pytest.mark.parametrize(

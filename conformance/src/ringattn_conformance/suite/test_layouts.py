@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call on global arrays through `mesh=` gives the numbers of one device, in every layout and for uneven lengths."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> No
     def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         x = {n: to_layout(a, layout, ring, moved[n]) if n in moved else a for n, a in operands.items()}
         named = {KEYWORDS[name]: array for name, array in (x | inputs.fixed).items()}
-        options = named | static_options(case)
+        options: dict[str, Any] = {**named, **static_options(case)}
         found = ring_attention(**options, mesh=mesh, axis_name="sp", layout=layout, backend=backend)
         out, *lse = found if isinstance(found, tuple) else (found,)
         return from_layout(out, layout, ring), *(from_layout(x, layout, ring, 2) for x in lse)

@@ -35,17 +35,17 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
     if dq is not None:
         dq = padded(jnp.swapaxes(dq, 1, 2), given.sizes.q_length, 2)
     of_keys = steps(given.block, given.sizes.q_tile, given.sizes.kv_tile, by_keys=True, every_own=True)
-    wants_dbias = block.bias is not None and not block.bias_fixed
+    bias = None if block.bias_fixed else block.bias
     fused = _fits_in_one_pass(given, of_keys)
-    inputs = {} if fused and not wants_dbias else given.operands(by_keys=False)
+    inputs = {} if fused and bias is None else given.operands(by_keys=False)
     found = _fused(given, of_keys, dq) if fused else {**_keys(given, of_keys), **_queries(given, inputs, dq)}
     dk, dv = (jnp.swapaxes(found[name][:, :, :kv_length], 1, 2) for name in ("dk", "dv"))
     dbias = dslopes = None
     if block.slopes is not None:
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
-    if wants_dbias:
-        dbias = _bias(given, inputs)[:, :, : block.bias.shape[2], :kv_length]
+    if bias is not None:
+        dbias = _bias(given, inputs)[:, :, : bias.shape[2], :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
 
 

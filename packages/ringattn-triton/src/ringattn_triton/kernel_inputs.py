@@ -139,14 +139,19 @@ class KernelInputs(NamedTuple):
         changed = dataclasses.replace(constants, bias_query=1, bias_key=constants.q_length)
         return self.replaced(bias=jnp.swapaxes(bias, 2, 3))._replace(constants=changed)
 
-    def in_tiles(self, q_tile: int, kv_tile: int) -> list[jax.Array | None]:
-        """The arrays for a kernel with tiles of these sizes."""
+    def in_tiles(self, q_tile: int, kv_tile: int, of_all_keys: bool = False) -> list[jax.Array | None]:
+        """The arrays for a kernel with tiles of these sizes.
+
+        `of_all_keys`: tiles of queries have a dropout counter only where all tiles of keys have one.
+        """
         if not self.constants.dropout:
             return list(self.arrays)
         counters = {
             "q_counters": _first_counters(self.named("q_index"), q_tile),
             "kv_counters": _first_counters(self.named("kv_index"), kv_tile),
         }
+        if of_all_keys:
+            counters["q_counters"] = jnp.where((counters["kv_counters"] >= 0).all(), counters["q_counters"], -1)
         return list(self.replaced(**counters).arrays)
 
 

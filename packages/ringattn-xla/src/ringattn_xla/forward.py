@@ -52,7 +52,7 @@ def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
     """
     largest, total = before["softmax"]
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)
-    s, _ = scores(rows(tile.q, tile), k, tile, by_keys=False)
+    s = scores(rows(tile.q, tile), k, tile, by_keys=False)[0]
     now = jnp.maximum(largest, s.max(-1))
     finite = jnp.where(jnp.isneginf(now), 0.0, now)
     shrink = jnp.exp(largest - finite)

@@ -34,11 +34,11 @@ class Cut(NamedTuple):
 
 
 BLOCK_AXES: Final = {
-    field.name: "".join(axis[0].upper() for axis in array.dim_str.split())
+    field.name: "".join(axis[0].upper() for axis in letters.split())
     for field in dataclasses.fields(Block)
     if field.name not in ("kv", "shift")
     for array in (field.type, *get_args(field.type))
-    if hasattr(array, "dim_str")
+    if (letters := getattr(array, "dim_str", None))
 }
 """A letter for each axis of each array of a block, but for `kv`, whose form varies, and `shift`, which is in rows."""
 

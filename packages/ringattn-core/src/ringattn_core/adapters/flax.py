@@ -80,7 +80,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
             chosen |= {"dropout_prob": dropout_rate, "dropout_seed": seed("dropout_rng", dropout_rng, dropout_rate)}
         added = None if bias is None else _with_one_batch_axis("bias", bias, batch)
         allowed = None if mask is None else _with_one_batch_axis("mask", mask, batch).astype(bool)
-        chosen = with_masks(chosen, (*q.shape[:2], k.shape[1]), added, allowed)
+        chosen = with_masks(chosen, (q.shape[0], q.shape[1], k.shape[1]), added, allowed)
         with adapter_names(RENAMED):
             out = ring_attention(q, k, v, **chosen)
         # The softmax is float32 in any case. With this flag Flax also returns a float32 output.

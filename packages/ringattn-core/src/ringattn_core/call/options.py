@@ -78,7 +78,7 @@ OPTIONS: Final = (
     Option("precision", checks.precision, feature=Feature.PRECISION),
     Option("return_lse", checks.flag, feature=Feature.RETURN_LSE),
 )
-ARRAYS: Final = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
+ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None
 }
 """The type of every array of a call, with its axis letters, by name."""

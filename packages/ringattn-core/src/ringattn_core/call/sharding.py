@@ -12,7 +12,6 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
 from ..backends.discovery import Registration
 from ..backends.selection import select
@@ -129,7 +128,7 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
 
     def forward(placed: dict[str, jax.Array]) -> Any:
         def of_shard(local: dict[str, jax.Array]) -> Any:
-            varied = {name: x for name, x in local.items() if ARRAYS[name].dtype is Float}
+            varied = {name: x for name, x in local.items() if arrays.differentiable(ARRAYS[name])}
             out, pull = jax.vjp(lambda varied: of_rank(local | varied), varied)
             return out, jax.tree.map(lambda x: x[None], align(pull, frozenset(free)))
 
@@ -140,7 +139,7 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
             (found,) = jax.tree.map(lambda x: x[0], pull)(dout)
             return found
 
-        floating = {name: spec for name, spec in in_specs.items() if ARRAYS[name].dtype is Float}
+        floating = {name: spec for name, spec in in_specs.items() if arrays.differentiable(ARRAYS[name])}
         found = shard(of_shard, in_specs=(P(free), out_specs), out_specs=floating)(pull, dout)
         return ({name: found.get(name) for name in in_specs},)
 

@@ -48,7 +48,7 @@ class AbstractCall:
         batch, tokens, heads, dim = arguments.query
         keys, key_heads, *value_dim = arguments.kv or (tokens, heads)
         sizes = {"B": batch, "T": tokens, "N": heads, "H": dim, "S": keys, "K": key_heads}
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "query": arguments.query,
             "key": (batch, keys, key_heads, dim),
             "value": (batch, keys, key_heads, *(value_dim or (dim,))),
@@ -65,7 +65,7 @@ class AbstractCall:
                 shapes[name] = shape_of(name, value, sizes)
             else:
                 options[name] = value
-        dtypes = dict.fromkeys(("query", "key", "value", "bias"), arguments.dtype)
+        dtypes: dict[str, str] = dict.fromkeys(("query", "key", "value", "bias"), arguments.dtype)
         return cls(
             ring=arguments.ring,
             floating={x: jax.ShapeDtypeStruct(shape, dtypes.get(x, "float32")) for x, shape in shapes.items()},

@@ -80,7 +80,9 @@ class Part(NamedTuple):
 
 def keep_columns(rows: Any, columns: Any) -> None:
     """Turns the rows of numbers of an own tile into columns, once for all tiles that visit it; `None`: no numbers."""
-    for row in range(0 if columns is None else columns.shape[0]):
+    if columns is None:
+        return
+    for row in range(columns.shape[0]):
         columns[row] = to_column(rows[row : row + 1, :])
 
 

@@ -15,12 +15,16 @@ from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
 from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
-from .turn_order import last_keys_first, queue_too_long
 
 _TOGETHER: Final = 512
 """How many turns the heads that go together have: few enough for their queries to stay in the cache."""
-_ALL_TOGETHER: Final = 2**30
-"""All heads go together where turns wait for each other: few turns of one head then run at a time."""
+_TOGETHER_IN_ORDER: Final = 16
+"""How many heads go together, at least, where turns wait for each other."""
+_STEPS: Final = 8
+"""How many query tiles a head has, at least, for each of its turns that run at a time. With fewer they wait too long: a
+simulation of the waits gives 1.3 of the steps at this bound and a causal mask, and two passes take 1.4 of the time."""
+_WIDE_STEPS: Final = 2
+"""The same for wide heads, of which two passes take 2.2 of the time."""
 _REGISTERS_AT_START: Final = 168
 
 
@@ -37,9 +41,15 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no soft cap with ALiBi"
     if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
         return "the one-pass backward kernel has no options for heads of more than 128"
-    if not block.rule.fused_backward and queue_too_long(constants, len(block.q), plan):
+    if not block.rule.fused_backward and len(block.q) * constants.kv_heads < _least_heads(constants, plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
     return None
+
+
+def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many heads must go together for no turn to wait too long for those of its own head."""
+    q_tiles = -(-constants.q_length // plan.q_tile)
+    return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
 
 
 def backward(
@@ -59,14 +69,16 @@ def backward(
     ordered = not block.rule.fused_backward
     plan = plan_of(constants)
     assert plan is not None
-    table = visited_tiles.table(
-        inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=_ALL_TOGETHER if ordered else _TOGETHER
-    )
+    turns = _TOGETHER
+    if ordered:
+        turns = max(_TOGETHER_IN_ORDER, _least_heads(constants, plan)) * -(-constants.kv_length // plan.kv_tile)
+    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=turns)
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    plan = dataclasses.replace(plan, masked=masked, ordered=ordered, last_first=ordered and last_keys_first(constants))
+    plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     ranks = _ranks(inputs, block, plan) if ordered else None
+    # The two writers of a wide plan have counters of their own.
     counters = jnp.zeros(1 + ((1 + plan.wide) * batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
     sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
@@ -109,7 +121,7 @@ def backward(
         HEADS=heads,
         DIM=dim,
         Q_TILES=q_tiles,
-        SCALE=constants.scale,
+        SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put it into ds
         FRESH=dq is None,
         Q_TILE=plan.q_tile,
         PIECES=pieces,
@@ -137,10 +149,9 @@ def _rows(
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
-    """For each key tile and query tile, how many key tiles before it, in the order of turns, see that query tile."""
+    """For each key tile and query tile, how many earlier key tiles see that query tile."""
     seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)
     ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
-    before = jnp.triu(ones, 1) if plan.last_first else jnp.tril(ones, -1)
     # A product, whose sums of zeros and ones float32 holds exactly: XLA's running sums are some twenty kernels.
-    found = jnp.einsum("rs,gsc->grc", before, seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    found = jnp.einsum("rs,gsc->grc", jnp.tril(ones, -1), seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     return found.astype(jnp.int32)

@@ -13,14 +13,12 @@ class BackwardPlan:
 
     `wide`: one consumer has dv and the other dk of all keys (`wide_products`), instead of both of half of the keys.
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
-    `last_first`: as `turn_order.last_keys_first`.
     """
 
     q_tile: int
     wide: bool = False
     masked: bool = False
     ordered: bool = False
-    last_first: bool = False
     kv_tile: int = 128
     stages: int = 2
     dout_stages: int = 2

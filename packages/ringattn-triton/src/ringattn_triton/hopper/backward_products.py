@@ -14,10 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..kernels.scores import narrowed, scaled
+from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_head
 from .backward_memory import at, got_number, next_turn, shared_places
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
-from .backward_turns import owner
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 
@@ -72,15 +73,15 @@ def compute_gradients(
                 )
             done = end
             if F.slopes:
-                row, batch, kv_head = owner(turn, F, T, PLAN)
+                row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         # The turn is read once more, so that no registers hold any of it through the loops.
-        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
+        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         first = row * PLAN.kv_tile + NUMBER * 64
-        write_gradient(dk * F.scale, DK, first, batch, kv_head, F, F.head_dim, SUMS)
+        write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
         if F.dropout:
             dv = dv * F.keep_weight
         write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
@@ -109,7 +110,7 @@ def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: 
 def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The `Head` that a turn works on, or 0 where no option depends on the head."""
     if F.slopes or F.dropout or F.masks:
-        _, batch, kv_head = owner(turn, F, T, PLAN)
+        _, batch, kv_head = owned(turn, T, F.kv_heads)
         return of_head(P, batch, kv_head * F.group + member, F)
     else:
         return 0
@@ -146,7 +147,7 @@ def _step_of(
     dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), dout, zero, F.value_dim)
     tile = 0
     if MASKED or F.slopes or F.dropout:
-        row, batch, _ = owner(turn, F, T, PLAN)
+        row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(
             P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
         )  # fmt: skip
@@ -158,7 +159,7 @@ def _step_of(
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     if F.slopes:
         dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
-    ds = exact.to(TYPE)
+    ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
@@ -180,10 +181,8 @@ def _step_of(
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
-    PAIRS: gl.constexpr = PLAN.dq_places // 2
-    place = (step % PAIRS) * 2 + NUMBER
-    mbarrier.wait(at(shared.dq_empty, place), ((step // PAIRS) & 1) ^ 1)
-    shared.dq.index(place).store(in_register_order(dq))
+    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
+    shared.dq.index(NUMBER).store(in_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
 

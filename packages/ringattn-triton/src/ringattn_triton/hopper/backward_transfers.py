@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..kernels.tile_loop import owned
 from .backward_memory import at, next_turn, put_number, shared_places
-from .backward_turns import owner, steps_of, tile_at
+from .backward_turns import steps_of, tile_at
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
@@ -53,7 +54,7 @@ def fetch_tiles(
     done = 0
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, F, T, PLAN)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
         full = at(shared.kv_full, 0)
         tokens_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
@@ -122,14 +123,13 @@ def add_dq(
     when they run: so a turn waits only for turns that a running program has begun, the lowest turn that is not done
     waits for none, and this holds however many programs run at a time.
     """
-    PAIRS: gl.constexpr = PLAN.dq_places // 2
     Q_TILES: gl.constexpr = T.columns
     shared = shared_places(memory, PLAN)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, F, T, PLAN)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         count = steps.before + steps.whole + steps.after
@@ -148,13 +148,12 @@ def add_dq(
                     while gl.load(counters + tile, volatile=True) < rank:
                         pass
                 here = done + step
-                place = (here % PAIRS) * 2
                 for half in gl.static_range(2):
                     mbarrier.wait(at(shared.dq_full, 2 * NUMBER + half), (here // PLAN.writers) & 1)
-                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(place + half))
+                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    mbarrier.arrive(at(shared.dq_empty, place + half), count=1)
+                    mbarrier.arrive(at(shared.dq_empty, half), count=1)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")

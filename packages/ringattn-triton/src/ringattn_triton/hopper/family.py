@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family of kernels for Hopper: which blocks it takes, and its forward pass; `backward` has the other."""
 
+import functools
+import logging
 import math
 from typing import Final
 
@@ -19,6 +21,7 @@ from ..launch.target import Target
 from ..portable.family import results
 from . import backward, schedules
 
+_logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
 """Before which version these kernels have been compiled: Gluon may change with each."""
 _TOGETHER: Final = 512
@@ -49,7 +52,13 @@ class HopperFamily:
         table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, programs=_TOGETHER)
         before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
         turns_taken = jnp.zeros(1, jnp.int32)
-        arrays = [*inputs.arrays, table.bounds, table.tiles, *before, turns_taken]
+        arrays = [
+            *inputs.in_tiles(schedule.q_tile, schedule.kv_tile, of_all_keys=True),
+            table.bounds,
+            table.tiles,
+            *before,
+            turns_taken,
+        ]
         last = len(arrays) - 1
         batch, _, heads, _ = block.q.shape
         masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
@@ -69,13 +78,14 @@ class HopperFamily:
             CONSUMERS=schedule.consumers,
             KV_TILE=schedule.kv_tile,
             STAGES=schedule.stages,
-            ORDERED=schedule.ordered,
+            # Documents are faster without an order, by 2.6% (benchmarks/NOTES.md).
+            ORDERED=schedule.ordered and not constants.segments,
             # A bias has the place of the next turn's queries.
             Q_PLACES=1 if constants.bias else schedule.q_places,
             MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
-            BOUNDED=constants.capped and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
+            BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
             REGISTERS=schedule.registers,
         )
         return Partial(out, lse, shift if constants.bias else None)
@@ -98,10 +108,17 @@ def _why_not_here(block: Block, target: Target) -> str | None:
         return "the Hopper kernels are for compute capability 9.0"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TRITON_FLOOR <= version < _TRITON_CEILING:
-        return f"the Hopper kernels have not been tried with Triton {triton.__version__}"
+        return _told(f"the Hopper kernels have not been tried with Triton {triton.__version__}")
     if block.q.dtype.itemsize != 2:
         return "the Hopper kernels are for half precision"
     return None
+
+
+@functools.cache
+def _told(reason: str) -> str:
+    """The reason, of which the log has one line: on a Hopper these kernels are expected to run."""
+    _logger.warning("%s; slower kernels run instead", reason)
+    return reason
 
 
 def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
@@ -113,10 +130,10 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
         return "the block is shorter than a tile"
-    if constants.slopes or constants.dropout:
-        return "the forward kernel has no ALiBi and no dropout: the portable one was as fast"
-    if not constants.plain and not (constants.bias and _bias_by_tma(block, constants)):
-        return "the scale is not positive, or the bias cannot be fetched in tiles"
+    if constants.bias and not _bias_by_tma(block, constants):
+        return "the bias cannot be fetched in tiles"
+    if constants.bias and (constants.slopes or constants.dropout):
+        return "a bias leaves no registers for ALiBi or dropout"
     return "each tile has too little to do" if _too_little(constants) else None
 
 

@@ -13,12 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..kernels.scores import bent, in_log2
-from ..kernels.tokens import Inputs, of_columns, of_head, of_rows, visible
+from ..kernels.tokens import Inputs, of_columns, of_head, of_rows
+from .dropout import counter_of_queries, draws
 from .head_tiles import product_of_heads, tiles_of_heads
+from .order import pass_order, wait_for_order
 from .pipeline import Shared, begin, got, next_turn, of_turn, produce
 from .results import continued_rows, outputs, written
 from .schedules import CONSUMER_ROWS
+from .softmax import as_operand, distances, in_parts, packed, scored, sums_of_parts, weighed
 
 
 @gluon.jit
@@ -79,7 +81,6 @@ def forward(
         gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
     )
     begin(shared.q_full, Q_PLACES, 1)
     begin(shared.q_empty, Q_PLACES, CONSUMERS)
@@ -89,7 +90,6 @@ def forward(
     begin(shared.v_empty, STAGES, CONSUMERS)
     begin(shared.turns_full, 2, 1)
     begin(shared.turns_empty, 2, CONSUMERS)
-    begin(shared.order, CONSUMERS, 1)
     P = Inputs(
         Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
         SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
@@ -141,12 +141,13 @@ def _consume(
     RAGGED: gl.constexpr = F.q_length % (CONSUMERS * CONSUMER_ROWS) != 0
     nought = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, SCORES)
     taken = 0
-    ordered = 0
     done = 0
     acc = gl.zeros([CONSUMER_ROWS, VALUE_DIM], gl.float32, SUMS)
     top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
-    total = top
-    weights = _packed(nought, shared.k.dtype)
+    total = sums_of_parts(nought)
+    weights = packed(nought, shared.k.dtype)
+    if ORDERED and NUMBER == CONSUMERS - 1:
+        pass_order(NUMBER, CONSUMERS)
     turn = next_turn(shared, done)
     while turn < all_turns:
         own, batch, head_number = of_turn(turn, F, T)
@@ -159,21 +160,37 @@ def _consume(
         mbarrier.wait(shared.q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1)
         mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
         k = shared.k.index(taken % STAGES)
+        if ORDERED:
+            wait_for_order(NUMBER)
         s = product_of_heads(queries_here, k, nought, F.head_dim)
         before = (taken + STAGES - 1) % STAGES
         if done > 0:
             mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
-        acc = warpgroup_mma(_as_operand(weights, shared.v.dtype, SUMS), shared.v.index(before), acc, is_async=True)
+        acc = warpgroup_mma(as_operand(weights, shared.v.dtype, SUMS), shared.v.index(before), acc, is_async=True)
+        if ORDERED:
+            pass_order(NUMBER, CONSUMERS)
         head = of_head(P, batch, head_number, F)
-        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
+        counter = 0
+        origin = 0
+        if F.dropout:
+            counter = counter_of_queries(P, batch, own, NUMBER, F, CONSUMERS)
+        if F.slopes:
+            origin = gl.load(P.q_positions + (batch * F.q_positions_batch + gl.minimum(start, F.q_length - 1)))
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), counter, F, RAGGED, False)
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+        away = distances(queries, keys, origin, F)
+        if F.dropout and counter < 0:
+            drawn = _drawn(shared, taken, P, batch, start, counter, head, True, F, KV_TILE, STAGES)
+        else:
+            drawn = _drawn(shared, taken, P, batch, start, counter, head, False, F, KV_TILE, STAGES)
         old_top, old_total = top, total
-        top, total = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
-        kept = total
+        top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
+        total = in_parts(kept)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-        p, total, top, shrink = _softmax(s, total, top, queries, keys, bias, head, F, MASKED, S)
+        s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)
+        p, total = weighed(s, base, shrink, total, drawn, F, S, SCORES)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if done > 0:
             mbarrier.arrive(shared.v_empty.index(before), count=1)
@@ -184,27 +201,23 @@ def _consume(
             acc = gl.load(BEFORE[0] + out_at, mask=within, other=0.0)
             # `kept` is 1, unless scores are bounded or the partial result has a shift.
             factor = kept if BOUNDED else shrink * kept if S[8] else shrink
+            if F.dropout:
+                factor = factor * (1.0 / F.keep_weight)
             acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = warpgroup_mma_wait(0, deps=[acc])
-        weights = _packed(p, queries_here.dtype)
+        weights = packed(p, queries_here.dtype)
         taken += 1
-        first = 1
-        if MASKED:
-            for _ in range(1, masked):
-                acc, weights, total, top = _continued(
-                    acc, weights, total, top, shared, queries_here, nought, taken, 0, NUMBER,
-                    queries, head, P, batch, F, True, S, SCORES, SUMS, False,
-                )  # fmt: skip
-                taken += 1
-            first = gl.where(masked > 0, 0, 1)
-        for _ in range(first, whole):
-            acc, weights, total, top = _continued(
-                acc, weights, total, top, shared, queries_here, nought, taken, ordered, NUMBER,
-                queries, head, P, batch, F, False, S, SCORES, SUMS, ORDERED,
+        if F.dropout and counter < 0:
+            acc, weights, total, top, taken = _other_steps(
+                acc, weights, total, top, shared, queries_here, nought, taken, masked, whole, NUMBER, queries, head,
+                start, origin, P, batch, True, F, S, SCORES, SUMS,
             )  # fmt: skip
-            taken += 1
-            ordered += 1
+        else:
+            acc, weights, total, top, taken = _other_steps(
+                acc, weights, total, top, shared, queries_here, nought, taken, masked, whole, NUMBER, queries, head,
+                start, origin, P, batch, False, F, S, SCORES, SUMS,
+            )  # fmt: skip
         mbarrier.arrive(shared.q_empty.index(done % Q_PLACES), count=1)
         done += 1
         turn = next_turn(shared, done)
@@ -212,63 +225,73 @@ def _consume(
         last = taken - 1
         mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
         acc = warpgroup_mma(
-            _as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True
+            as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True
         )
         acc = warpgroup_mma_wait(0, deps=[acc])
         written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
 
 
 @gluon.jit
+def _other_steps(
+    acc, weights, total, top, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr, queries, head,
+    start, origin, P, batch, APART: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    SUMS: gl.constexpr,
+):  # fmt: skip
+    """All steps of a turn after its first one; `APART`: each entry draws for itself."""
+    MASKED: gl.constexpr = S[4]
+    first = 1
+    if MASKED:
+        for _ in range(1, masked):
+            acc, weights, total, top = _continued(
+                acc, weights, total, top, shared, queries_here, nought, taken, NUMBER,
+                queries, head, start, origin, P, batch, APART, F, True, S, SCORES, SUMS,
+            )  # fmt: skip
+            taken += 1
+        first = gl.where(masked > 0, 0, 1)
+    for _ in range(first, whole):
+        acc, weights, total, top = _continued(
+            acc, weights, total, top, shared, queries_here, nought, taken, NUMBER,
+            queries, head, start, origin, P, batch, APART, F, False, S, SCORES, SUMS,
+        )  # fmt: skip
+        taken += 1
+    return acc, weights, total, top, taken
+
+
+@gluon.jit
 def _continued(
-    acc, weights, total, top, shared, queries_here, nought, taken, ordered, NUMBER: gl.constexpr,
-    queries, head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
-    SUMS: gl.constexpr, ORDERED: gl.constexpr,
+    acc, weights, total, top, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, head, start,
+    origin, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
+    SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
+    ORDERED: gl.constexpr = S[3]
     BOUNDED: gl.constexpr = S[7]
     last = taken - 1
     mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
     if ORDERED:
-        mbarrier.wait(shared.order.index(NUMBER), (ordered + (1 if NUMBER == 0 else 0)) & 1)
+        wait_for_order(NUMBER)
     k = shared.k.index(taken % STAGES)
     s = product_of_heads(queries_here, k, nought, F.head_dim)
     mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = warpgroup_mma(_as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True)
+    acc = warpgroup_mma(as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True)
     if ORDERED:
-        mbarrier.arrive(shared.order.index((NUMBER + 1) % CONSUMERS), count=1)
+        pass_order(NUMBER, CONSUMERS)
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
     bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+    away = distances(queries, keys, origin, F)
+    drawn = _drawn(shared, taken, P, batch, start, queries.counter, head, APART, F, KV_TILE, STAGES)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
-    p, total, top, shrink = _softmax(s, total, top, queries, keys, bias, head, F, MASKED, S)
+    s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)
+    p, total = weighed(s, base, shrink, total, drawn, F, S, SCORES)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
     if not BOUNDED:
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return acc, _packed(p, queries_here.dtype), total, top
-
-
-@gluon.jit
-def _packed(p, TYPE: gl.constexpr):
-    """Weights in half precision, two neighbours of a row in one word: `[64, KV_TILE / 2]`.
-
-    Carried from step to step as single numbers, they cost the assembler an instruction each to unpack and pack again.
-    """
-    first, second = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(ROUND, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _as_operand(weights, TYPE: gl.constexpr, SUMS: gl.constexpr):
-    """Packed weights in the layout of a product's left operand."""
-    first = weights.to(gl.int16).to(TYPE, bitcast=True)
-    second = (weights >> 16).to(gl.int16).to(TYPE, bitcast=True)
-    p = gl.reshape(gl.join(first, second), [weights.shape[0], weights.shape[1] * 2])
-    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2))
+    return acc, packed(p, queries_here.dtype), total, top
 
 
 @gluon.jit
@@ -276,8 +299,8 @@ def _keys(
     shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The `Keys` of a tile to mask, or 0."""
-    if MASKED:
+    """The `Keys` of a tile to mask or with ALiBi, or 0."""
+    if MASKED or F.slopes:
         start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
         columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
         return of_columns(P, batch, start, columns, 0, F, KV_TILE, False)
@@ -295,29 +318,13 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr,
 
 
 @gluon.jit
-def _softmax(s, total, top, queries, keys, bias, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
-    """The weights of a tile, the updated sums and maxima, and the factor for the sums so far.
-
-    Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor is 1.
-    """
-    KV_TILE: gl.constexpr = S[1]
-    BOUNDED: gl.constexpr = S[7]
-    RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
-    FOLD: gl.constexpr = 1.0 if F.bias else F.fold
-    if F.capped:
-        s = bent(s, F)
-    if F.bias:
-        s = s * F.unbend + bias.to(gl.float32)
-    if MASKED:
-        s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
-    if BOUNDED:
-        p = gl.exp2(s * F.fold - top[:, None])
-        return p, total + gl.sum(p, 1), top, top
+def _drawn(
+    shared, taken, P, batch, start, counter, head, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """The draws of dropout for a tile, or zeros."""
+    if F.dropout:
+        tile = got(shared.tiles.index(taken % STAGES))
+        return draws(P, batch, start, tile, counter, head.dropout_key, APART, F, KV_TILE)
     else:
-        now = gl.maximum(top, gl.max(s, 1) * FOLD)
-        base = now
-        if MASKED or F.bias:
-            base = gl.where(now == -float("inf"), 0.0, now)
-        p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
-        shrink = gl.exp2(in_log2(top - base, F))
-        return p, total * shrink + gl.sum(p, 1), now, shrink
+        return 0, 0

@@ -21,7 +21,7 @@ class Shared(NamedTuple):
 
     Each place has two barriers: the producer or its fetches arrive at `full`, and all consumers at `empty`. `tiles`
     holds the number of each tile of keys, with which the `bias` comes. A turn has its number, and how many tiles it
-    masks and sees whole. `order` lets one consumer multiply at a time.
+    masks and sees whole.
     """
 
     q: Any
@@ -40,7 +40,6 @@ class Shared(NamedTuple):
     whole: Any
     turns_full: Any
     turns_empty: Any
-    order: Any
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..kernels.scores import LOG2_E, SHIFT_BELOW
 from .pipeline import got, of_turn
 from .schedules import CONSUMER_ROWS
+from .softmax import sum_of_parts
 
 
 @gluon.jit
@@ -54,6 +55,7 @@ def written(
     The turn's number is read from shared memory again, so that no register holds it meanwhile.
     """
     OUT, LSE, SHIFT = AFTER
+    total = sum_of_parts(total, OF_ROWS)
     place = number % 2
     turn = got(shared.turns.index(place))
     mbarrier.arrive(shared.turns_empty.index(place), count=1)
@@ -63,7 +65,7 @@ def written(
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     nothing = total == 0.0
     divisor = gl.where(nothing, 1.0, total)
-    inverse = gl.where(nothing, 0.0, 1.0 / divisor)
+    inverse = gl.where(nothing, 0.0, F.keep_weight / divisor)
     if F.bias:
         shift = gl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
         gl.store(SHIFT + lse_at, shift, mask=rows < F.q_length)

@@ -16,7 +16,7 @@ CONSUMER_ROWS: Final = tl.constexpr(64)
 
 @dataclasses.dataclass(frozen=True)
 class HopperSchedule:
-    """How a forward kernel runs; `ordered` lets one consumer multiply at a time."""
+    """How a forward kernel runs; `ordered` lets one consumer at a time begin its products, but with segments."""
 
     consumers: int
     kv_tile: int
@@ -36,7 +36,7 @@ class HopperSchedule:
 
 _FORWARD: Final = {
     (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 160),
-    (128, 128, False): HopperSchedule(2, 128, 2, False, 168, 240),
+    (128, 128, False): HopperSchedule(2, 128, 2, True, 168, 240),
     (128, 128, True): HopperSchedule(3, 64, 3, True, 128, 160),
     (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, 1),
     (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, 1),
@@ -44,8 +44,17 @@ _FORWARD: Final = {
 """By the sizes of keys and values, filled up to powers of two, and whether there is a soft cap."""
 
 
+_WITH_MORE: Final = {
+    (64, 64, False): HopperSchedule(2, 128, 2, False, 168, 240),
+    (128, 128, True): HopperSchedule(2, 64, 3, False, 168, 240),
+}
+"""The same where dropout or ALiBi need registers: those that two consumers have would be too few for three."""
+
+
 def forward(constants: BlockConstants) -> HopperSchedule | None:
     """The schedule of the forward kernel, or `None` where there is no kernel for such heads."""
     if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
         return None
-    return _FORWARD.get((constants.padded_head_dim, constants.padded_value_dim, constants.capped))
+    sizes = constants.padded_head_dim, constants.padded_value_dim, constants.capped
+    usual = _FORWARD.get(sizes)
+    return _WITH_MORE.get(sizes, usual) if constants.dropout or constants.slopes else usual

@@ -17,10 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..kernels.scores import narrowed, scaled
+from ..kernels.tile_loop import owned
 from .backward_memory import at, got_number, next_turn, shared_places
 from .backward_products import in_register_order, opaque_zero, write_gradient
 from .backward_scores import probabilities, tile_of
-from .backward_turns import owner
 from .head_tiles import product_of_heads
 
 _WEIGHTS = gl.constexpr(2)
@@ -57,7 +58,7 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
+        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         write_gradient(dv, DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
@@ -84,9 +85,9 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         for step in range(first, done):
             dk = _step_of_dk(dk, shared, step, F, PLAN, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = owner(got_number(at(shared.turn, taken % 2), 4), F, T, PLAN)
+        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        write_gradient(dk * F.scale, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
+        write_gradient(scaled(dk, shared.ds, F), DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -110,7 +111,7 @@ def _step_of_dv(
     s = product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
     tile = 0
     if MASKED:
-        row, batch, _ = owner(turn, F, T, PLAN)
+        row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
@@ -155,7 +156,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
     p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
-    ds = (p * (dp + minus_delta)).to(TYPE)
+    ds = narrowed(p * (dp + minus_delta), shared.ds, F)
     ds_place = step % PLAN.ds_places
     shared.ds.index(ds_place).store(ds)
     fence_async_shared()

@@ -7,9 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..kernels.tile_loop import owned
 from .backward_memory import at, next_turn, shared_places
 from .backward_transfers import async_atomic_add, wait_for_additions
-from .backward_turns import owner, steps_of, tile_at
+from .backward_turns import steps_of, tile_at
 
 
 @gluon.jit
@@ -30,7 +31,7 @@ def add_wide_dq(
     taken = 0
     turn = next_turn(shared, taken, 1)
     while turn < all_turns:
-        row, batch, kv_head = owner(turn, F, T, PLAN)
+        row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         count = steps.before + steps.whole + steps.after

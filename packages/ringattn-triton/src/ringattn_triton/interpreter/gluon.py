@@ -353,6 +353,10 @@ def opaque_zero() -> int:
     return 0
 
 
+def hardware_barrier(*_: Any) -> None:
+    """Puts groups of warps in an order that changes no result."""
+
+
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
     used = bool(constant(use_acc))
     for place in (a, b):

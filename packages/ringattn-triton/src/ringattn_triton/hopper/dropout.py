@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+"""Which probabilities of a tile on Hopper dropout keeps; the draws are made before the scores are there.
+
+Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share a draw, and a thread has all four of them in its
+part of a product. A draw is two words: one for queries 8 apart, whose halves are for keys 8 apart. They share it where
+the indices of both sides count on from multiples of 16. Whether they do is data (a striped shard skips), so consumers
+have their steps in both ways and choose for a whole turn.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernels.dropout import half_of, philox
+from ..kernels.tokens import first_counter, unsigned
+from .schedules import CONSUMER_ROWS
+
+
+@gluon.constexpr_function
+def of_draws(KV_TILE):
+    """The layout of the draws of a tile: each thread has those of its scores."""
+    columns = [1 << bit for bit in range(3, KV_TILE.bit_length() - 2)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], *([0, column] for column in columns)],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[CONSUMER_ROWS.value // 2, KV_TILE // 2],
+    )
+
+
+@gluon.jit
+def counter_of_queries(P, batch, own, NUMBER: gl.constexpr, F: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The counter of the first of a consumer's 64 queries, or -1 where each entry draws for itself."""
+    TILE: gl.constexpr = CONSUMERS * CONSUMER_ROWS
+    counter = first_counter(P.q_counters, batch, own * TILE, F.q_index_batch, F.q_length, TILE)
+    return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
+
+
+@gluon.jit
+def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr):
+    """Two words for each four entries of a tile, `[32, KV_TILE / 2]` each.
+
+    Where entries draw `APART`, each for itself, the bits of four draws are put into the same two words.
+    """
+    IN_DRAWS: gl.constexpr = of_draws(KV_TILE)
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, IN_DRAWS))
+    columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, IN_DRAWS))
+    if APART:
+        i = row + (rows >> 3) * 16 + (rows & 7)
+        j = tile * KV_TILE + (columns >> 3) * 16 + (columns & 7)
+        first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, IN_DRAWS)
+        second = first
+        for number in range(4):
+            bits = _own_draw(P, batch, i + number // 2 * 8, j + number % 2 * 8, key, F) << (number % 2 * 16)
+            first = first | gl.where(number < 2, bits, 0)
+            second = second | gl.where(number < 2, 0, bits)
+        return first, second
+    else:
+        of_keys = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
+        return philox((counter + rows)[:, None], (of_keys + columns)[None, :], key, F)
+
+
+@gluon.jit
+def _own_draw(P, batch, row, column, key, F: gl.constexpr):
+    """The 16 bits of each entry of these rows and columns."""
+    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
+    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
+    return half_of(unsigned(i)[:, None], unsigned(j)[None, :], key, F)
+
+
+@gluon.jit
+def kept(first, second, F: gl.constexpr, KV_TILE: gl.constexpr, SCORES: gl.constexpr):
+    """Whether each entry of a tile of scores survives."""
+    # The halves are compared where they stand above: the upper one with the lower one's bits below it.
+    LEAST: gl.constexpr = F.threshold << 16
+    in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
+    in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
+    four = gl.reshape(gl.join(in_first, in_second), [CONSUMER_ROWS // 16, 8, KV_TILE // 16, 8, 2, 2])
+    whole = gl.reshape(gl.permute(four, (0, 5, 1, 2, 4, 3)), [CONSUMER_ROWS, KV_TILE])
+    return gl.convert_layout(whole, SCORES)
