@@ -39,8 +39,8 @@ def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def bounds_of(BOUNDS, batch, row, T: tl.constexpr):
-    """The row of a table for this batch row and tile, as it is in memory: `visit_of` makes a `Visit` of it."""
+def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
+    """The tiles that the program of this batch row and tile visits."""
     at = row
     if T.grouped:
         at = batch * T.rows + row
@@ -52,25 +52,12 @@ def bounds_of(BOUNDS, batch, row, T: tl.constexpr):
     if T.run:
         full_from = tl.load(bounds + 2)
         full_to = tl.load(bounds + 3)
-    return at, first, second, full_from, full_to
-
-
-@triton.jit
-def visit_of(bounds, TILES, T: tl.constexpr):
-    """The tiles that a program visits."""
-    at, first, second, full_from, full_to = bounds
     if T.listed:
         before = second if T.run else first
         return Visit(first, full_from, full_to, 0, before, 0, TILES + at.to(tl.int64) * T.columns)
     else:
         before = full_from - first
         return Visit(before + second - full_to, full_from, full_to, first, before, full_to, 0)
-
-
-@triton.jit
-def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
-    """The tiles that the program of this batch row and tile visits."""
-    return visit_of(bounds_of(BOUNDS, batch, row, T), TILES, T)
 
 
 @triton.jit
