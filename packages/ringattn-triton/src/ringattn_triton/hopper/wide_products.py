@@ -142,7 +142,6 @@ def _step_of_dv(
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.constexpr):
     """One query tile: `dp = v dout^T - delta`; `ds = p dp`; `dq = ds^T k` in part; `dk += ds q`."""
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.ds.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
