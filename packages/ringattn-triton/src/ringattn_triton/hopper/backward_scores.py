@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import half_of, philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, unsigned, visible
+from .dropout import of_draws
 
 
 class Tile(NamedTuple):
@@ -178,19 +179,6 @@ def slope_sums(F: gl.constexpr):
         return gl.zeros([64, 4], gl.float32, of_slopes())
     else:
         return 0
-
-
-@gluon.constexpr_function
-def of_draws(Q_TILE):
-    """The layout of the draws of 64 keys and a tile of queries: each thread has those of its scores."""
-    columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 2)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, column] for column in columns)],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[32, Q_TILE // 2],
-    )
 
 
 @gluon.jit
