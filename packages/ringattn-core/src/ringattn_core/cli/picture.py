@@ -108,7 +108,7 @@ def figure(found: CallAnalysis) -> Any:
 
 
 def _every(count: int) -> int:
-    """The distance of labels: every rank or hop up to 32, and 16 to 32 labels of more."""
+    """The step between labels of `count` ranks or hops: 1 up to 32, then so that there are 16 to 32 labels."""
     return 1 if count <= 32 else count // 16
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 class Visit(NamedTuple):
     """One row of a table: `masked` steps to mask, and steps `[full_from, full_to)` that see everything.
 
-    The first `before` tiles to mask lie before those; where tiles form no run, all are taken to.
+    `before` of the tiles to mask come before the others. If the visible tiles are not contiguous, `before` is `masked`.
     """
 
     masked: Any
@@ -40,7 +40,7 @@ def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def bounds_of(BOUNDS, batch, row, T: tl.constexpr):
-    """The row of a table for this batch row and tile, as it is in memory: `visit_of` makes a `Visit` of it."""
+    """Loads the row of a table for this batch row and tile. `visit_of` makes a `Visit` of it."""
     at = row
     if T.grouped:
         at = batch * T.rows + row
@@ -57,7 +57,7 @@ def bounds_of(BOUNDS, batch, row, T: tl.constexpr):
 
 @triton.jit
 def visit_of(bounds, TILES, T: tl.constexpr):
-    """The tiles that a program visits."""
+    """The `Visit` from the numbers that `bounds_of` loaded."""
     at, first, second, full_from, full_to = bounds
     if T.listed:
         before = second if T.run else first
