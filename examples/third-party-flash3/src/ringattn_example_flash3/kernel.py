@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention-3, called through the foreign functions that the wheel `dew-flash-attn-cu13` has, as a block kernel."""
+"""FlashAttention-3, through the foreign functions of the wheel `dew-flash-attn-cu13`, as a block kernel."""
 
 import ctypes
 import functools
@@ -50,7 +50,12 @@ def floats(*shape):
 def forward(q, k, v, *, scale, causal):
     size, (q, k, v) = q.shape[-1], map(padded, (q, k, v))
     batch, length, heads, _ = q.shape
-    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), floats(batch, heads, length), floats(1, 1, 1, 1), floats(1, 1, 1))
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        floats(batch, heads, length),
+        floats(1, 1, 1, 1),
+        floats(1, 1, 1),
+    )
     out, lse, *_ = call("dew_flash3_mha_fwd", results, q, k, v, scale=scale, causal=causal)
     return out[..., :size], lse
 
