@@ -38,7 +38,11 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: fl
     group = q.shape[2] // k.shape[2]
     keys, values = (jnp.repeat(x, group, 2).astype(jnp.float32) for x in (k, v))
     p, _ = probabilities(q, k, lse, scale, causal)
-    queries, given, delta = q.astype(jnp.float32), dout.astype(jnp.float32), (dout * out).astype(jnp.float32).sum(-1)
+    queries, given, delta = (
+        q.astype(jnp.float32),
+        dout.astype(jnp.float32),
+        (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1),
+    )
     ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - jnp.swapaxes(delta, 1, 2)[..., None]) * scale
     dk, dv = jnp.einsum("bnts,btnh->bsnh", ds, queries), jnp.einsum("bnts,btnh->bsnh", p, given)
     dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))

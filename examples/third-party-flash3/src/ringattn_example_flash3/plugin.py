@@ -11,6 +11,7 @@ BACKEND = Backend(
     api=1,
     platforms=("cuda",),
     features=dict.fromkeys(CAN, Support.FULL),
+    half_partials=True,
     kernel="ringattn_example_flash3.kernel:KERNEL",
     probe="ringattn_example_flash3.kernel:why_not",
     priority=-1000,  # chosen by name, or where no other backend can run the call
