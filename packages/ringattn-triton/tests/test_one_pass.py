@@ -66,6 +66,15 @@ def test_whole_tiles_and_equal_heads_in_float16_are_right(dim: int) -> None:
     computed(make_block(1, 256, 256, dim=dim, dtype=jnp.float16, causal=True))
 
 
+@pytest.mark.parametrize("dim", [128, 256])
+def test_derivatives_that_only_their_scale_brings_into_float16_are_right(dim: int) -> None:
+    block = make_block(1, 128, 128, dim=dim, dtype=jnp.float16, causal=True)
+    rule = dataclasses.replace(block.rule, scale=2.0**-12)
+    k, v = block.kv
+    got = computed(dataclasses.replace(block, kv=(k, v * 12288), rule=rule))
+    assert all(np.isfinite(x).all() for x in (got.dq, got.dk))
+
+
 @pytest.mark.parametrize(("q_length", "kv_length"), [(200, 256), (256, 200), (40, 40)])
 def test_full_attention_may_be_ragged_on_either_side(q_length: int, kv_length: int) -> None:
     computed(make_block(1, q_length, kv_length, dim=64, dtype=HALF))

@@ -121,7 +121,7 @@ def backward(
         HEADS=heads,
         DIM=dim,
         Q_TILES=q_tiles,
-        SCALE=constants.scale,
+        SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put it into ds
         FRESH=dq is None,
         Q_TILE=plan.q_tile,
         PIECES=pieces,

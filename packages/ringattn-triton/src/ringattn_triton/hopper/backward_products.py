@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_head
 from .backward_memory import at, got_number, next_turn, shared_places
@@ -80,7 +81,7 @@ def compute_gradients(
         row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
         first = row * PLAN.kv_tile + NUMBER * 64
-        write_gradient(dk * F.scale, DK, first, batch, kv_head, F, F.head_dim, SUMS)
+        write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
         if F.dropout:
             dv = dv * F.keep_weight
         write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
@@ -158,7 +159,7 @@ def _step_of(
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     if F.slopes:
         dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
-    ds = exact.to(TYPE)
+    ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
@@ -180,10 +181,8 @@ def _step_of(
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
-    PAIRS: gl.constexpr = PLAN.dq_places // 2
-    place = (step % PAIRS) * 2 + NUMBER
-    mbarrier.wait(at(shared.dq_empty, place), ((step // PAIRS) & 1) ^ 1)
-    shared.dq.index(place).store(in_register_order(dq))
+    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
+    shared.dq.index(NUMBER).store(in_register_order(dq))
     fence_async_shared()
     mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import half_of, philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, unsigned, visible
-from .backward_memory import at
+from .dropout import of_draws
 
 
 class Tile(NamedTuple):
@@ -64,17 +64,17 @@ def tile_of(
 
 @gluon.jit
 def probabilities(
-    s, shared, place, tile, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
+    s, rows, place, tile, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
 ):
     """The probabilities, those that dropout drops with a minus sign; and what `derivatives` multiplies in their place.
 
     That is the probabilities again, times the derivative of the soft cap.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
-    lse = at(shared.lse, place).load(SCORES)
+    lse = rows.index(place).load(SCORES)
     bend = bent(s, F)
     if F.slopes:
-        p = gl.exp2(bend * FOLD - lse - (head.slope * LOG2_E) * _distance(shared, place, tile, SCORES))
+        p = gl.exp2(bend * FOLD - lse - (head.slope * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
     else:
         p = gl.exp2(bend * FOLD - lse)
     if MASKED:  # rows past the end have lse +inf
@@ -111,9 +111,9 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 
 @gluon.jit
-def slope_gradient(ds, shared, place, tile, SCORES: gl.constexpr):
+def slope_gradient(ds, rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
     """The derivative by ALiBi's slope but for its sign, summed over what a thread has: `[64, 4]`."""
-    product = ds * _distance(shared, place, tile, SCORES)
+    product = ds * _distance(rows, place, tile, PLAN, SCORES)
     parts = gl.sum(gl.sum(gl.reshape(product, [product.shape[0], product.shape[1] // 8, 4, 2]), 3), 1)
     return gl.convert_layout(parts, of_slopes())
 
@@ -155,9 +155,9 @@ def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _distance(shared, place, tile, SCORES: gl.constexpr):
+def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
     """How far apart the positions of each pair are. The queries' are read each time, to be held in no registers."""
-    return gl.abs(at(shared.away, place).load(SCORES) - tile.away)
+    return gl.abs(rows.index(2 * PLAN.stages + place).load(SCORES) - tile.away)
 
 
 @gluon.constexpr_function
@@ -179,19 +179,6 @@ def slope_sums(F: gl.constexpr):
         return gl.zeros([64, 4], gl.float32, of_slopes())
     else:
         return 0
-
-
-@gluon.constexpr_function
-def of_draws(Q_TILE):
-    """The layout of the draws of 64 keys and a tile of queries: each thread has those of its scores."""
-    columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 2)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], *([0, column] for column in columns)],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[32, Q_TILE // 2],
-    )
 
 
 @gluon.jit

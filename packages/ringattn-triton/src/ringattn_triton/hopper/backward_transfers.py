@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
 """What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
 
 from triton._C.libtriton import ir

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..kernels.tile_loop import bounds_of, full_tile, masked_tile, owned, visit_of
+from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .schedules import CONSUMER_ROWS
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -57,8 +57,7 @@ def produce(
     """Takes turns from a common counter and fetches their tiles, as places become empty.
 
     The first turn comes from the counter too: a program that starts late has then not kept a long turn back. The
-    number of the next turn is taken at the beginning of a turn, what the table says of it is loaded after the tiles to
-    mask, and the number of a tile one tile ahead.
+    number of the next turn is taken at the beginning of a turn, and that of a tile one tile ahead.
     """
     CONSUMERS: gl.constexpr = S[0]
     FRESH: gl.constexpr = S[5]
@@ -68,11 +67,10 @@ def produce(
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     fetched = 0
-    bounds = _bounds_of(BOUNDS, turn, all_turns, F, T)
     while turn < all_turns:
         following = gl.atomic_add(TAKEN, 1, sem="relaxed")
         row, batch, head = of_turn(turn, F, T)
-        visited = visit_of(bounds, TILES, T)
+        visited = visit(BOUNDS, TILES, batch, row, T)
         ahead = masked_tile(visited, 0, T)
         masked = visited.masked
         whole = visited.full_to - visited.full_from
@@ -104,7 +102,6 @@ def produce(
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
             fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
-        bounds = _bounds_of(BOUNDS, following, all_turns, F, T)
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
@@ -112,13 +109,6 @@ def produce(
             fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
         turn = following
     _announce(shared, done, turn, 0, 0)
-
-
-@gluon.jit
-def _bounds_of(BOUNDS, turn, all_turns, F: gl.constexpr, T: gl.constexpr):
-    """Where the table says what a turn visits; of any turn, past the last one."""
-    row, batch, _ = of_turn(gl.minimum(turn, all_turns - 1), F, T)
-    return bounds_of(BOUNDS, batch, row, T)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ CONSUMER_ROWS: Final = tl.constexpr(64)
 
 @dataclasses.dataclass(frozen=True)
 class HopperSchedule:
-    """How a forward kernel runs; `ordered` lets one consumer multiply at a time."""
+    """How a forward kernel runs; `ordered` lets one consumer at a time begin its products, but with segments."""
 
     consumers: int
     kv_tile: int
@@ -36,7 +36,7 @@ class HopperSchedule:
 
 _FORWARD: Final = {
     (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 160),
-    (128, 128, False): HopperSchedule(2, 128, 2, False, 168, 240),
+    (128, 128, False): HopperSchedule(2, 128, 2, True, 168, 240),
     (128, 128, True): HopperSchedule(3, 64, 3, True, 128, 160),
     (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, 1),
     (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, 1),

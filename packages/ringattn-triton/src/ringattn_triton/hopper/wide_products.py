@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
 from .backward_memory import at, got_number, next_turn, shared_places
 from .backward_products import in_register_order, opaque_zero, write_gradient
@@ -86,7 +87,7 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        write_gradient(dk * F.scale, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
+        write_gradient(scaled(dk, shared.ds, F), DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -141,7 +142,6 @@ def _step_of_dv(
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.constexpr):
     """One query tile: `dp = v dout^T - delta`; `ds = p dp`; `dq = ds^T k` in part; `dk += ds q`."""
     Q_TILE: gl.constexpr = PLAN.q_tile
-    TYPE: gl.constexpr = shared.ds.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
@@ -155,7 +155,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
     p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
-    ds = (p * (dp + minus_delta)).to(TYPE)
+    ds = narrowed(p * (dp + minus_delta), shared.ds, F)
     ds_place = step % PLAN.ds_places
     shared.ds.index(ds_place).store(ds)
     fence_async_shared()

@@ -14,7 +14,7 @@ import triton.language as tl
 class Visit(NamedTuple):
     """One row of a table: `masked` steps to mask, and steps `[full_from, full_to)` that see everything.
 
-    `before` of the tiles to mask come before the others. If the visible tiles are not contiguous, `before` is `masked`.
+    The first `before` tiles to mask lie before those; where tiles form no run, all are taken to.
     """
 
     masked: Any
@@ -39,8 +39,8 @@ def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def bounds_of(BOUNDS, batch, row, T: tl.constexpr):
-    """Loads the row of a table for this batch row and tile. `visit_of` makes a `Visit` of it."""
+def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
+    """The tiles that the program of this batch row and tile visits."""
     at = row
     if T.grouped:
         at = batch * T.rows + row
@@ -52,25 +52,12 @@ def bounds_of(BOUNDS, batch, row, T: tl.constexpr):
     if T.run:
         full_from = tl.load(bounds + 2)
         full_to = tl.load(bounds + 3)
-    return at, first, second, full_from, full_to
-
-
-@triton.jit
-def visit_of(bounds, TILES, T: tl.constexpr):
-    """The `Visit` from the numbers that `bounds_of` loaded."""
-    at, first, second, full_from, full_to = bounds
     if T.listed:
         before = second if T.run else first
         return Visit(first, full_from, full_to, 0, before, 0, TILES + at.to(tl.int64) * T.columns)
     else:
         before = full_from - first
         return Visit(before + second - full_to, full_from, full_to, first, before, full_to, 0)
-
-
-@triton.jit
-def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
-    """The tiles that the program of this batch row and tile visits."""
-    return visit_of(bounds_of(BOUNDS, batch, row, T), TILES, T)
 
 
 @triton.jit
