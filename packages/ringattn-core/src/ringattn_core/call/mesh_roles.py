@@ -117,15 +117,15 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 def refuse_indivisible_axes(call: Call, mesh: Any, roles: Roles) -> None:
     """Raises if the mesh axes do not divide the batch or the number of query heads."""
-    for number, names, what in (
-        (call.query.shape[0], roles.batch, "batch"),
-        (call.query.shape[2], roles.heads, "heads"),
+    for number, names, what, argument in (
+        (call.query.shape[0], roles.batch, "batch", "batch_axis_name"),
+        (call.query.shape[2], roles.heads, "heads", "head_axis_name"),
     ):
         parts = ranks_of(mesh, names)
         if number % parts:
             raise MeshError(
                 f"query has {what} {number}, which the {parts} ranks of mesh axes {names} do not divide. "
-                f"Pass in_specs that leave that axis whole, or another mesh"
+                f"Pass {argument}=() or in_specs that leave that axis whole, or another mesh"
             )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block kernel made of two functions: a fused attention that returns its log-sum-exp, and its backward pass."""
+"""Makes a block kernel of two functions: a fused attention that returns its log-sum-exp, and its backward pass."""
 
 import dataclasses
 import functools
@@ -17,8 +17,10 @@ from .static_masks import Piece, pieces
 from .varying import align, axes_of
 
 BEYOND_ALL_SCORES: Final = 1e30
-"""The `lse` of a query whose gradients are dropped: its probabilities are then 0. Finite, for kernels that have a
-meaning of their own for infinity."""
+"""The `lse` that a query with no gradients gets, so that its probabilities `exp(s - lse)` are 0.
+
+It is finite, because some kernels give an infinite `lse` a meaning of their own.
+"""
 
 
 class FlashForward(Protocol):
@@ -39,9 +41,10 @@ class FlashForward(Protocol):
 
 
 class FlashBackward(Protocol):
-    """`dq, dk, dv` in any dtype, from `out` and `lse` as given: `p = exp(s - lse)`, `ds = p * (dp - Σ dout * out)`.
+    """Returns `dq, dk, dv` in any dtype, by `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
 
-    They are those over all keys of the ring, of which `k` and `v` are a part: nothing may be computed again from `k`.
+    `out` and `lse` are over all keys of the ring, but `k` and `v` are only some of them. So the function must use `out`
+    and `lse` as given, and must not compute them again.
     """
 
     def __call__(
@@ -59,11 +62,11 @@ class FlashBackward(Protocol):
 
 
 def from_flash(forward: FlashForward, backward: FlashBackward) -> BlockKernel:
-    """A block kernel that calls `forward` and `backward`, with a mask that is causal or none, on parts of a block.
+    """Makes a block kernel that calls `forward` and `backward` on parts of a block, with a causal mask or with none.
 
-    Equal functions make equal kernels. Its backend may declare GRADIENTS, dtypes, CAUSAL, GROUPED_HEADS, SINKS,
-    UNEQUAL_VALUE_DIM, ZIGZAG, STRIPED and TWO_WAY. RETURN_LSE it may not: a backward pass that computes
-    `delta = Σ dout * out` itself has no place for the cotangent of `lse`.
+    Equal functions make equal kernels. A backend with such a kernel may declare GRADIENTS, dtypes, CAUSAL,
+    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG, STRIPED and TWO_WAY. It must not declare RETURN_LSE: `backward`
+    computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
     """
     return _FlashKernel(forward, backward)
 
@@ -86,8 +89,8 @@ class _FlashKernel:
         out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
         out, lse = align((out, lse), axes_of(q, k, v))
         out = out if block.final else out.astype(jnp.float32)
-        if piece.unseeing is not None:
-            out, lse = jnp.where(_of_rows(piece), 0, out), jnp.where(piece.unseeing[:, None], -jnp.inf, lse)
+        if piece.sees_nothing is not None:
+            out, lse = jnp.where(_of_rows(piece), 0, out), jnp.where(piece.sees_nothing[:, None], -jnp.inf, lse)
         return Partial(piece.queries.put(out, 1, 0.0), piece.queries.put(lse, 2, -jnp.inf))
 
     def backward(
@@ -99,20 +102,20 @@ class _FlashKernel:
         return Gradients(sums[0] if dq is None else dq + sums[0], sums[1], sums[2])
 
     def _gradients(self, block: Block, piece: Piece, dout: jax.Array, lse: jax.Array) -> list[jax.Array]:
-        """What one call adds to `dq`, `dk` and `dv` of the block, in float32."""
+        """The contribution of one call to `dq`, `dk` and `dv` of the block, in float32."""
         assert block.out is not None
         q, k, v = _operands(block, piece)
         out, dout, lse = piece.queries.take(block.out, 1), piece.queries.take(dout, 1), piece.queries.take(lse, 2)
-        if piece.unseeing is not None:
+        if piece.sees_nothing is not None:
             dout = jnp.where(_of_rows(piece), 0, dout)
-            lse = jnp.where(piece.unseeing[:, None], BEYOND_ALL_SCORES, lse)
+            lse = jnp.where(piece.sees_nothing[:, None], BEYOND_ALL_SCORES, lse)
         found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.scale, causal=piece.causal)
         found = align(found, axes_of(q, k, v, dout))
         parts = (piece.queries, piece.keys, piece.keys)
         return [part.put(x.astype(jnp.float32), 1, 0.0) for part, x in zip(parts, found, strict=True)]
 
     def _check(self, block: Block, method: str) -> None:
-        """Raises for a call with an option that the two functions know nothing of."""
+        """Raises if the call has an option that the two functions do not take."""
         rule, arrays = block.rule, (block.q_segments, block.bias, block.mask, block.slopes, block.seed)
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
         unequal = rule.causal and block.q_length != block.kv_length
@@ -130,6 +133,6 @@ def _operands(block: Block, piece: Piece) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 def _of_rows(piece: Piece) -> jax.Array:
-    """`piece.unseeing` with the axes of an output."""
-    assert piece.unseeing is not None
-    return piece.unseeing[:, :, None, None]
+    """`piece.sees_nothing` with the axes of an output."""
+    assert piece.sees_nothing is not None
+    return piece.sees_nothing[:, :, None, None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Into which calls with a static mask, causal or none, a block is cut, and how their results return to the block."""
+"""Cuts a block into calls with a static mask, causal or none, and puts their results back in the block."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from .protocol import Block
 class Part:
     """Some tokens of a block, in the order in which a call reads them.
 
-    `take(x, axis)` gives them of an array of the block. `put(x, axis, fill)` gives a result of the call the length of
-    the block again: `fill` is the value of the tokens that are not in the call.
+    `take(x, axis)` selects these tokens from an array of the block. `put(x, axis, fill)` is the inverse for a result of
+    the call: it has the length of the block, and `fill` for the tokens that are not in the call.
     """
 
     take: Callable[[jax.Array, int], jax.Array]
@@ -26,21 +26,21 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One call: which queries and keys it has, and whether query `i` sees only the keys up to `i` or all."""
+    """One call: its queries, its keys, and whether query `i` sees only the keys up to `i` (`causal`) or all of them."""
 
     causal: bool
     queries: Part
     keys: Part
-    unseeing: Bool[Array, "b t"] | None = None
-    """The queries of the call that see none of its keys in the block. Their results are dropped."""
+    sees_nothing: Bool[Array, "b t"] | None = None
+    """The queries that see none of the keys of the call, although it computes them. Their results are dropped."""
 
 
 def pieces(block: Block) -> list[Piece]:
-    """The calls of a block whose mask is causal or none. Each query and key that see each other are in one of them.
+    """Cuts a block, whose mask is causal or none, into calls. Every visible pair of query and key is in one of them.
 
-    The positions of a shard grow in every layout: a rank's own keys are one causal call. For other keys the mask
-    depends on which rank is the earlier one. That is known at run time only, so it selects rows and never a branch: XLA
-    would wait for all sends before a `lax.cond`.
+    Positions grow within a shard in every layout, so a rank's own keys need one causal call. For the keys of another
+    rank, the mask depends on which rank comes earlier, which is known only at run time. The calls are the same in both
+    cases, and run on different rows: XLA would wait for all sends before a `lax.cond`.
     """
     if not block.rule.causal:
         return [Piece(False, _WHOLE, _WHOLE)]
@@ -50,12 +50,12 @@ def pieces(block: Block) -> list[Piece]:
     if block.keys_from == "contiguous":
         return [Piece(False, _WHOLE, _WHOLE, ~earlier[:, None])]
     if block.keys_from == "zigzag":
-        # The second chunk of queries sees the first chunk of keys. Beside that, the first sees the first where the keys
-        # are of an earlier rank, or the second the second.
+        # The second chunk of queries always sees the first chunk of keys. If the keys are of an earlier rank, the first
+        # chunk of queries also sees the first chunk of keys; else the second also sees the second.
         first, chosen = jnp.array([True]), _chunk(earlier)
         return [Piece(False, _chunk(~first), _chunk(first)), Piece(False, chosen, chosen)]
-    # Striped: query `i` sees the keys of an earlier rank up to `i`, of a later rank up to `i - 1`. With its first row
-    # moved to the end the latter is causal too.
+    # Striped: query `i` sees the keys of an earlier rank up to `i`, and those of a later rank up to `i - 1`. The second
+    # case is causal too once the first query, which sees nothing, is moved to the end.
     last = jnp.arange(block.q_length) == block.q_length - 1
     return [Piece(True, _rotated(~earlier), _WHOLE, ~earlier[:, None] & last)]
 
@@ -64,7 +64,7 @@ _WHOLE = Part(lambda x, axis: x, lambda x, axis, fill: x)
 
 
 def _chunk(first: Bool[Array, " b"]) -> Part:
-    """The first of two chunks where `first`, else the second."""
+    """The first of two chunks in the batch rows where `first` is true, else the second."""
 
     def take(x: jax.Array, axis: int) -> jax.Array:
         return _where(first, *jnp.split(x, 2, axis))

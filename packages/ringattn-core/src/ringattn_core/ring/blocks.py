@@ -78,12 +78,12 @@ def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
 
 
 def static_masks(kernel: BlockKernel) -> bool:
-    """Whether the kernel asks for what is static about the mask of a block, and for the output in `backward`."""
+    """Whether the kernel asks for `Block.keys_from`, and in `backward` for `Block.out`."""
     return getattr(kernel, "static_masks", False)
 
 
 def _keys_from(layout: str, offset: Any) -> str:
-    """`Block.keys_from`. The offset of a rank's own keys is never traced."""
+    """The value of `Block.keys_from`. The offset of a rank's own keys is always the integer 0, never traced."""
     return "own" if isinstance(offset, int) and offset == 0 else layout
 
 
