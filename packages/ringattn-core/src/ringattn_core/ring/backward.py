@@ -71,7 +71,10 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
 
 def _cotangents(call: Call, found: dict[str, Any]) -> Call:
-    """The call with gradients, under their names in a block, in the place of its arrays; `None` without one."""
+    """The call with each array replaced by its gradient from `found`, or by `None` if it has none.
+
+    The keys of `found` are the names of the arrays in a block.
+    """
 
     def of(name: str) -> Any:
         x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
@@ -101,7 +104,7 @@ class _Pass:
     bias_fixed: bool
 
     def all_hops(self, dout: jax.Array) -> tuple[KeyGradients, Sums]:
-        """The gradients of this rank's keys, and the sums over all hops: this rank's own keys are the last.
+        """The gradients of this rank's keys, and the sums over all hops. The last hop has this rank's own keys.
 
         The first send is tied to the raw cotangent; tying it to a derived array would make XLA compute that first.
         With separate sends, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
