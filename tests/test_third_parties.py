@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of third-party backends are short, inert and correct, and refuse what they do not declare."""
 
+import dataclasses
 import importlib
 import os
 import subprocess
@@ -15,34 +16,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import ring_attention
+from ringattn_core import Backend, ring_attention
 from ringattn_core.backends.discovery import registered
-from ringattn_core.errors import UnsupportedFeatureError
+from ringattn_core.errors import BackendUnavailableError, UnsupportedFeatureError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BLOCK, RING = EXAMPLES / "third-party-backend", EXAMPLES / "third-party-ring"
-KERNELS = {BLOCK: "ringattn_example.block", RING: "ringattn_example_ring.gather"}
+FLASH3 = EXAMPLES / "third-party-flash3"
+KERNELS = {
+    BLOCK: "ringattn_example.block",
+    RING: "ringattn_example_ring.gather",
+    FLASH3: "ringattn_example_flash3.kernel",
+}
+LINES = {BLOCK: 60, RING: 60, FLASH3: 80}
 DOCUMENTS = np.arange(2 * 24, dtype=np.int32).reshape(2, 24) // 9
 
-both = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
+each = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(BLOCK / "src")
     monkeypatch.syspath_prepend(RING / "src")
-    block, ring = (importlib.import_module(f"{name.split('.')[0]}.plugin").BACKEND for name in KERNELS.values())
-    with registered(block), registered(ring):
+    with registered(descriptor(BLOCK)), registered(descriptor(RING)):
         yield
 
 
-@both
-def test_it_has_fewer_than_60_lines(folder: Path):
+def descriptor(folder: Path) -> Backend:
+    return importlib.import_module(f"{KERNELS[folder].split('.')[0]}.plugin").BACKEND
+
+
+@each
+def test_it_has_fewer_lines_than_it_says(folder: Path):
     lines = [line for path in (folder / "src").rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
-    assert 20 < len(lines) < 60
+    assert 20 < len(lines) < LINES[folder]
 
 
-@both
+@each
 def test_its_descriptor_imports_no_kernel(folder: Path):
     kernel = KERNELS[folder]
     code = f"import sys, {kernel.split('.')[0]}.plugin; sys.exit({kernel!r} in sys.modules)"
@@ -97,3 +107,74 @@ def test_what_it_does_not_declare_raises(install: None, backend: str, feature: s
     x = jnp.ones((1, 8, 2, 4))
     with pytest.raises(UnsupportedFeatureError, match=f"'{backend}' does not support {feature}"):
         ring_attention(x, x, x, *arrays, logits_soft_cap=soft_cap, backend=backend)
+
+
+def flash3(target: str, results: Any) -> Any:
+    """Computes what a foreign function of FlashAttention-3 computes, and checks the shapes that it is called with."""
+
+    def forward(q: Any, k: Any, v: Any, scale: Any, causal: bool) -> Any:
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
+        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf) if causal else scores
+        return scores, v
+
+    def fwd(q: Any, k: Any, v: Any, *, softmax_scale: Any, is_causal: bool, **window: Any) -> Any:
+        scores, v = forward(q, k, v, softmax_scale, is_causal)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v.astype(jnp.float32)).astype(q.dtype)
+        return out, jax.nn.logsumexp(scores, -1)
+
+    def bwd(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, softmax_scale: Any, is_causal: bool, **window: Any
+    ) -> Any:
+        p, pullback = jax.vjp(lambda *x: forward(*x, softmax_scale, is_causal), q, k, v)
+        scores, values = p
+        p, dout = jnp.exp(scores - lse[..., None]), dout.astype(jnp.float32)
+        delta = jnp.einsum("btnh,btnh->bnt", dout, out.astype(jnp.float32))
+        ds = p * (jnp.einsum("btnh,bsnh->bnts", dout, values.astype(jnp.float32)) - delta[..., None])
+        return pullback((ds, jnp.einsum("bnts,btnh->bsnh", p, dout).astype(v.dtype)))
+
+    def call(*arrays: Any, **attributes: Any) -> Any:
+        assert attributes["window_size_left"] == attributes["window_size_right"] == -1
+        assert all(x.shape[-1] % 8 == 0 for x in arrays if x.ndim == 4)
+        found = {"dew_flash3_mha_fwd": fwd, "dew_flash3_mha_bwd": bwd}[target](*arrays, **attributes)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in results[: len(found)]]
+        return (*found, *results[len(found) :])
+
+    return call
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_ring_of_flashattention_3_agrees_with_one_of_the_xla_backend(layout: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(FLASH3 / "src")
+    kernel = importlib.import_module(KERNELS[FLASH3])
+    monkeypatch.setattr(kernel, "register", lambda: None)
+    monkeypatch.setattr(jax.ffi, "ffi_call", flash3)
+    draw = np.random.default_rng(0)
+    operands = [jnp.asarray(draw.standard_normal((4, 2, 6, heads, 12)), jnp.float16) for heads in (4, 2, 2)]
+    sinks = draw.standard_normal(4, np.float32)
+
+    def gradients(backend: str) -> Any:
+        def loss(query: Any, key: Any, value: Any, sinks: Any) -> jax.Array:
+            out = ring_attention(query, key, value, sinks, causal=True, axis_name="sp", layout=layout, backend=backend)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        def total(*arrays: Any) -> jax.Array:
+            return jax.vmap(loss, (0, 0, 0, None), axis_name="sp")(*arrays).sum()
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))(*operands, sinks)
+
+    here = dataclasses.replace(descriptor(FLASH3), platforms=("cpu",), probe=None)
+    with registered(here):
+        mine, theirs = (jax.tree.leaves(gradients(name)) for name in ("example-flash3", "xla"))
+    for got, want in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=5e-3, atol=5e-3)
+
+
+def test_flashattention_3_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.syspath_prepend(FLASH3 / "src")
+    x = jnp.ones((1, 8, 2, 8), jnp.float16)
+    here = dataclasses.replace(descriptor(FLASH3), platforms=("cpu",))
+    with registered(here), pytest.raises(BackendUnavailableError, match="pip install dew-flash-attn-cu13"):
+        ring_attention(x, x, x, backend="example-flash3")

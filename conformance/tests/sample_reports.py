@@ -12,6 +12,7 @@ BACKEND: BackendReport = {
     "version": "1.2.3",
     "requires": {"jax": "0.10.2"},
     "api": 1,
+    "half_partials": False,
     "kind": "block kernel",
     "certificate": {"given": True, "tier": "core", "spoiled_by": []},
     "outcomes": {"passed": 188},

@@ -20,6 +20,11 @@ def test_failures_that_are_expected_are_part_of_it():
     assert summary.verdict(found["backends"]["acme"]) == "CERTIFIED for the core tier, with 2 expected failures"
 
 
+def test_it_says_that_partial_results_are_in_half_precision():
+    found = report(half_partials=True)["backends"]["acme"]
+    assert summary.verdict(found) == "CERTIFIED for the core tier, with partial results in half precision"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -57,8 +57,8 @@ def test_a_backend_is_described_with_what_it_requires():
 
 
 def test_notes_are_taken_once_and_of_two_errors_the_worse_stays():
-    notes.taken()
+    notes.take()
     for error in (1e-6, 4e-6, 2e-6):
         notes.error("float32", "out", error, 2e-5)
-    assert notes.taken()["worst"] == {"float32": {"out": {"error": 4e-6, "tolerance": 2e-5}}}
-    assert notes.taken()["worst"] == {}
+    assert notes.take()["worst"] == {"float32": {"out": {"error": 4e-6, "tolerance": 2e-5}}}
+    assert notes.take()["worst"] == {}

@@ -71,3 +71,15 @@ def test_a_failure_names_the_case_and_every_fault():
     assert "dk: got dtype float16, want float32" in message or "dk: worst at" in message
     with pytest.raises(AssertionError, match=r"out: got shape \(1,\), want"):
         tolerances.check({"out": np.zeros(1)}, answer, case, inputs)
+
+
+def test_half_partials_double_the_tolerances_of_half_precision_only():
+    def both():
+        return [tolerances.allowed("out", dtype, np.array([1.0]), 1.0) for dtype in ("float32", "bfloat16")]
+
+    exact, rounded = both()
+    tolerance_factor.of_backend(True)
+    try:
+        assert both() == [exact, 2 * rounded]
+    finally:
+        tolerance_factor.of_backend(False)

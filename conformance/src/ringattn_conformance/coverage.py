@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which declared features were compared with the oracle, in which dtypes, and which two never in one test."""
+"""Which declared features were compared with the oracle, in which dtypes, and which pairs no test compared."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ DTYPES: Final = ("FLOAT32", "FLOAT16", "BFLOAT16")
 LAYOUTS: Final = ("CONTIGUOUS", "ZIGZAG", "STRIPED")
 _RINGS: Final = tuple(f"ring of {ranks}" for ranks in RINGS)
 _ONE_OF: Final = (DTYPES, LAYOUTS, _RINGS)
-"""Of each of these a call has one."""
+"""A call has exactly one item of each of these groups."""
 _IMPOSSIBLE: Final = frozenset(
     frozenset(pair)
     for one, others in {
@@ -36,13 +36,13 @@ def compared(tests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[frozenset[s
 
 
 def tried(feature: str, passes: Iterable[frozenset[str]]) -> dict[str, int]:
-    """By dtype, how many passing tests compared numbers of calls that need the feature."""
+    """For each dtype, how many tests passed and compared numbers of a call that needs the feature."""
     counts = Counter(dtype for found in passes if feature in found for dtype in DTYPES if dtype in found)
     return {dtype: counts[dtype] for dtype in DTYPES if counts[dtype]}
 
 
 def untried(declared: Collection[str], passes: Collection[frozenset[str]]) -> list[str]:
-    """The declared features that no such test needed in one of the declared dtypes."""
+    """The declared features that no passing test needed in one of the declared dtypes, as sentences."""
     found = []
     for feature in declared:
         counts = tried(feature, passes)
@@ -54,7 +54,7 @@ def untried(declared: Collection[str], passes: Collection[frozenset[str]]) -> li
 
 
 def uncovered(declared: Iterable[str], passes: Collection[frozenset[str]]) -> list[str]:
-    """The pairs of declared features, layouts and rings that the contract allows and no such test had together."""
+    """The pairs of declared features, layouts and rings that the contract allows, but no passing test had together."""
     items = [*declared, LAYOUTS[0], *_RINGS]
     met = {frozenset(pair) for found in passes for pair in itertools.combinations(sorted(found), 2)}
     impossible = _IMPOSSIBLE | {frozenset(pair) for group in _ONE_OF for pair in itertools.combinations(group, 2)}

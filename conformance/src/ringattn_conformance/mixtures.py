@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated calls that use many options at once: together they try every pair of options that a backend declares.
 
-A mixture has one level of every factor below. Two levels that the contract allows together occur in one mixture of the
-first cover, as do any three masks. Further covers draw other mixtures, so that more triples of options meet.
+A factor is an option or a property of a call, and its levels are the values that are tried. A mixture has one level of
+every factor. A cover is a set of mixtures in which any two levels that the contract allows together, and any three
+masks, occur together at least once; the first cover leaves out pairs that compile slowly. Later covers draw other
+mixtures, so that more triples of options occur.
 """
 
 import dataclasses
@@ -54,27 +56,28 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "two ways": (OFF, {"two_way": True}),
     "precision": (OFF, {"precision": "highest"}),
 }
-"""By factor, its levels; a gain of 4096 has products of float16 overflow if they are not summed in float32."""
+"""The levels of each factor. With a gain of 4096, products of float16 overflow unless they are summed in float32."""
 MASKS: Final = ("causal", "window", "chunk", "segments", "positions", "builder", "dense mask")
 TRIES: Final = 12
 SEED: Final = 28
-"""One of those whose first cover has each option matter beside each other option, in each dtype and head size."""
+"""A seed with this property of the first cover: beside each other option, in each dtype and with each head size, there
+is a mixture whose output is wrong if a kernel ignores the option (`tests/test_mixtures.py`)."""
 FIRST_RINGS: Final = 3
-"""The largest ring of the first cover: programs for larger rings compile slowly, and are left to the second."""
+"""The largest ring of the first cover. Programs for larger rings compile slowly; the second cover has them."""
 FIRST_PARTNERS: Final = {"two ways": ("dtype", "layout", "heads"), "ring": ("dtype", "layout", "lengths")}
-"""The factors with which the first cover pairs these factors, for the same reason."""
+"""The only factors with which the first cover pairs these factors, for the same reason."""
 LATER_LENGTHS: Final = 6
-"""How much longer sequences are after the first cover, so that a rank has several tiles and may skip some."""
+"""By what factor sequences of later covers are longer, so that a rank has several tiles and may skip some."""
 CHEAPEST_FIRST: Final = ("ring", "two ways")
-"""Factors whose first level compiles fastest, and is taken where others would gain nothing."""
+"""Factors whose first level compiles fastest: it is chosen if other levels would meet no more targets."""
 MOST_MASKS: Final = 4
 """With more masks at once most queries would see no key."""
 _OF_PLACEMENT: Final = frozenset({"ring", "layout", "two_way"})
 _ENOUGH_APART: Final = frozenset({"head size", "ring"})
-"""Two factors whose pairs need not all be tried: a kernel does not know the ring."""
+"""Two factors whose pairs need not all be tried, because a kernel does not depend on the ring."""
 
 Choice = dict[str, int]
-"""By factor, the number of the level."""
+"""The number of the chosen level of each factor."""
 Target = frozenset[tuple[str, int]]
 
 
@@ -112,7 +115,7 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
 
 
 def _declared(factor: str, features: frozenset[Feature], largest: int) -> list[int]:
-    """The levels of a factor that need declared features only."""
+    """The numbers of the levels of a factor that need declared features only."""
 
     def needs(number: int) -> frozenset[Feature]:
         case, placement = _call({factor: number}, "")

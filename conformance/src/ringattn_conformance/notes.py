@@ -46,8 +46,8 @@ def share(found: Any) -> float:
     return found["error"] / found["tolerance"] if found["tolerance"] else found["error"]
 
 
-def taken() -> dict[str, Any]:
-    """The records since the last call, as plain data; clears them."""
+def take() -> dict[str, Any]:
+    """Returns the records since the last call as plain data, and clears them."""
     found = {
         "needed": sorted(_NOTES.needed),
         "refused": sorted(_NOTES.refused),

@@ -76,9 +76,9 @@ class Recorder:
         name = name_of(item)
         if name is not None and call.when == "setup":
             item.user_properties.append((NAME, (name.backend, name.test, name.parameters)))
-            notes.taken()
+            notes.take()
         if name is not None and call.when == "call":
-            item.user_properties.append((NOTES, notes.taken()))
+            item.user_properties.append((NOTES, notes.take()))
         done = yield
         if done.failed and name is not None and name.backend:
             done.sections.append(("run this alone", self.alone(item, name.backend)))

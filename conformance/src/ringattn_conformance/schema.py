@@ -57,7 +57,7 @@ class BackendReport(TypedDict):
     """One backend: what it is, what was tried and left out, by test id, and what came of it.
 
     `untried` are declared features that no passing test compared with the oracle in a declared dtype, `uncovered` the
-    pairs of features, layouts and rings that no such test had together.
+    pairs of features, layouts and rings that no such test had together. `half_partials` is the descriptor's.
     """
 
     distribution: str
@@ -77,6 +77,7 @@ class BackendReport(TypedDict):
     rings: dict[str, dict[str, int]]
     features: dict[str, FeatureReport]
     worst: dict[str, dict[str, Error]]
+    half_partials: NotRequired[bool]
     untried: NotRequired[list[str]]
     uncovered: NotRequired[list[str]]
 

@@ -58,7 +58,8 @@ def verdict(backend: BackendReport) -> str:
     """The last line: whether the certificate is given, and why not."""
     certificate, expected = backend["certificate"], len(backend["expected_failures"])
     if certificate["given"]:
-        but = f", with {expected} expected failure{'s' * (expected > 1)}" if expected else ""
+        half = ", with partial results in half precision" if backend.get("half_partials") else ""
+        but = half + (f", with {expected} expected failure{'s' * (expected > 1)}" if expected else "")
         return f"CERTIFIED for the {certificate['tier']} tier{but}"
     return f"NOT CERTIFIED for the {certificate['tier']} tier: {'; '.join(certificate['spoiled_by'])}"
 

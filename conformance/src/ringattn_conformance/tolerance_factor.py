@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factor by which this run multiplies every tolerance: 1 unless the command line sets it."""
+"""What multiplies tolerances: a factor of the command line, and whether the backend under test has half partials."""
 
 import math
 
 _factor = 1.0
+_half_partials = False
 
 
 def use(factor: float) -> None:
@@ -14,6 +15,16 @@ def use(factor: float) -> None:
 
 def used() -> float:
     return _factor
+
+
+def of_backend(half_partials: bool) -> None:
+    """Says, for every later comparison of this process, whether the backend under test has `half_partials`."""
+    global _half_partials
+    _half_partials = half_partials
+
+
+def half_partials() -> bool:
+    return _half_partials
 
 
 def parsed(text: str) -> float:

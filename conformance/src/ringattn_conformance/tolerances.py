@@ -14,6 +14,8 @@ FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Largest absolute error of the output and of the lse."""
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, relative to its largest element or 0.1."""
+HALF_PARTIALS: Final = 2.0
+"""What `Backend.half_partials` multiplies the tolerances of half precision by: such results are rounded twice."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
 
@@ -21,6 +23,8 @@ SAFE_SCORE: Final = 32.0
 def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float) -> float:
     """The largest absolute error that the specification allows, times the factor of this run."""
     growth = tolerance_factor.used() * max(1.0, largest / SAFE_SCORE)
+    if tolerance_factor.half_partials() and dtype != "float32":
+        growth *= HALF_PARTIALS
     if not quantity.startswith("d"):
         return FORWARD[dtype] * growth
     size = np.max(np.abs(want), where=np.isfinite(want), initial=0.0)

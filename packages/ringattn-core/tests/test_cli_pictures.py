@@ -97,7 +97,8 @@ def words_of(found: CallAnalysis, path: Path) -> set[str]:
 
 def test_the_words_of_an_svg_are_text(found: CallAnalysis, tmp_path: Path) -> None:
     words = words_of(found, tmp_path / "ring.svg")
-    shown = ("rank 3", "hop 3", "keys of rank r", "keys of rank r - 3", *map(str, found.of_ranks), "tiles computed")
+    counts = map(str, found.tiles_of_ranks)
+    shown = ("rank 3", "hop 3", "keys of rank r", "keys of rank r - 3", *counts, "tiles computed")
     assert {*shown, report.title(found), report.balance(found), report.totals(found)} <= words
 
 
@@ -171,7 +172,7 @@ def test_two_directions_are_rows_of_one_hop_and_count_half(capsys, tmp_path: Pat
     for number in range(1, 4):
         assert [f"{number}", f"r - {number}"] in rows and [f"{number}", f"r + {number}"] in rows
     assert "each row is half of the heads" in said
-    assert found.of_ranks == one_way.of_ranks and found.slowest == one_way.slowest
+    assert found.tiles_of_ranks == one_way.tiles_of_ranks and found.tiles_of_slowest == one_way.tiles_of_slowest
     assert re.search(r"^forward +3 +K,V +r \+ 1 .*\nforward +3 +K,V +r - 1 ", said, re.MULTILINE)
     assert {"keys of rank r - 1", "keys of rank r + 1"} <= words_of(found, tmp_path / "ring.svg")
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much XLA optimises the programs of the suite: most run once, and compiling them takes the most time."""
+"""How much XLA optimises the programs of the suite (most run once), and which tolerances the backend under test has."""
 
 from collections.abc import Iterator
 from typing import Final
 
 import jax
 import pytest
+from ringattn_core.backends import discovery
 
-from ringattn_conformance import tiers
+from ringattn_conformance import tiers, tolerance_factor
 
 OPTIMISED: Final = ("test_collectives", "test_determinism", "test_numerics")
 """Modules that test the program as users compile it."""
@@ -23,3 +24,13 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", quick or before)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(autouse=True)
+def tolerances_of_the_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Partial results in half precision have tolerances of their own."""
+    parameters = getattr(request.node, "callspec", None)
+    name = parameters and parameters.params.get("ringattn_backend")
+    tolerance_factor.of_backend(bool(name) and discovery.get(name).descriptor().half_partials)
+    yield
+    tolerance_factor.of_backend(False)

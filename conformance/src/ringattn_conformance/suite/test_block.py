@@ -36,9 +36,10 @@ CHOSEN = tuple(case for case in (*ALONE[2::2], *COMBINED, *HALF[::2], *LONG) if 
 
 
 def _kernel(backend: str) -> BlockKernel | None:
-    """The backend's block kernel; `None` for a backend that has a ring function instead."""
+    """The backend's block kernel; `None` for a ring function, and for a kernel that needs the blocks of a ring."""
     registration = discovery.get(backend)
-    return registration.implementation() if registration.descriptor().kernel else None
+    kernel = registration.implementation() if registration.descriptor().kernel else None
+    return None if getattr(kernel, "static_masks", False) else kernel
 
 
 def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dlse: Any) -> tuple[Any, Any, list[Any]]:

@@ -44,7 +44,10 @@ def _sent(placed: Placed) -> Counter[tuple[int, int]]:
 
 
 def _carried(result: str, start: bool) -> list[int]:
-    """The bytes of each array that one instruction sends; the start of an asynchronous one names every array twice."""
+    """The bytes of each array that an instruction with this result type sends.
+
+    The result of the start of an asynchronous instruction lists every array twice: as its input and as its output.
+    """
     sizes = [_bytes(dtype, dims) for dtype, dims in SHAPE.findall(result)]
     return sizes[: len(sizes) // 2] if start else sizes
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerances
+from ringattn_conformance import oracle, tiers, tolerance_factor, tolerances
 from ringattn_conformance.case_inputs import packed
 from ringattn_conformance.cases import NAMED, Case, Inputs
 from ringattn_conformance.outcomes import declared, owed, supports
@@ -54,11 +54,13 @@ def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_ba
         if right:
             answer = answer_of(ROUNDED, 1)
             one, eight = (_rms(results[ring], answer) for ring in (1, 8))
+            # Two roundings of equal size, independent of each other.
+            most = RMS_GROWTH * (2**0.5 if tolerance_factor.half_partials() else 1.0)
             faults = [
                 f"{name}: RMS error {eight[name]:.3g} on 8 devices, {one[name]:.3g} on one: "
-                f"{eight[name] / one[name]:.3f} times, at most {RMS_GROWTH} allowed"
+                f"{eight[name] / one[name]:.3f} times, at most {most:.2g} allowed"
                 for name in one
-                if eight[name] > RMS_GROWTH * one[name]
+                if eight[name] > most * one[name]
             ]
             tolerances.fail_if(faults, "bfloat16 ring")
 

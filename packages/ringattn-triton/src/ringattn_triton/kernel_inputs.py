@@ -279,9 +279,10 @@ def _stride(x: jax.Array | None, axis: int) -> int:
 
 
 def _precision(asked: str | None, narrow: bool, fast: bool) -> str:
-    """The `input_precision` of `tl.dot`; products of half precision are exact in any case.
+    """The `input_precision` of `tl.dot` for the precision that the caller `asked` for. `narrow`: inputs of 16 bits.
 
-    Three TF32 products are as exact as float32 sums, and run on tensor cores.
+    Products of 16-bit numbers are exact in any case. If `fast`, exact products of float32 numbers are three TF32
+    products each (`tf32x3`), which are as exact as float32 sums and run on tensor cores.
     """
     if narrow:
         return "ieee"

@@ -15,7 +15,9 @@ PAIRS_AT_ONCE: Final = 2**28
 
 
 def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The words of all masks of a block, and the number of each head's mask (`None`: its own, or the only one).
+    """The words of all masks of a block, and the number of each head's mask.
+
+    The numbers are `None` if every head has a mask of its own, or all heads have the same.
 
     A dense mask beside masks of the rule is ANDed into them, head by head.
     """
@@ -28,7 +30,7 @@ def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"]
 
 
 def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The words of each mask of the rule, and the number of each head's mask (`None`: there is one)."""
+    """The words of each mask of the rule, and the number of each head's mask, `None` if there is only one mask."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index)
     kv = Coordinates(*(_by_word(x, "edge") for x in (block.kv_positions, block.kv_index)))
@@ -41,10 +43,10 @@ def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] 
 
 
 def _of_mask(mask: Mask, q: Coordinates, kv: Coordinates) -> UInt32[Array, "b T W"]:
-    """The words of one mask, keys given by word; some rows at a time where XLA might not fuse the mask.
+    """The words of one mask, for keys that are grouped by word. If XLA might not fuse the mask, some rows at a time.
 
-    Bit by bit: XLA then computes once whatever all keys of a word share, and sums nothing across threads, which took
-    three times as long on an H200.
+    The words are made bit by bit. XLA then computes once what all keys of a word share. A sum of the bits across
+    threads took three times as long on an H200.
     """
 
     def of_rows(q: Coordinates) -> Any:

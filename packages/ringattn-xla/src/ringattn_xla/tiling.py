@@ -25,7 +25,7 @@ _SCORES_ELSEWHERE: Final = 2**22
 
 
 class Cut(NamedTuple):
-    """Some of each axis of a block: batch rows, key heads, queries and keys. As sizes or as starts."""
+    """The part of a block that a step works on: either its sizes or its starts along these axes. `heads`: key heads."""
 
     batch: Any
     heads: Any
@@ -75,7 +75,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def pad(block: Block, size: Cut) -> Block:
-    """The block grown to whole tiles."""
+    """The block, padded to whole tiles."""
     return block.padded_to(-(-block.q_length // size.q) * size.q, -(-block.kv_length // size.kv) * size.kv)
 
 
@@ -115,7 +115,10 @@ def over_visible_tiles(
 
 
 def _divided(number: Any, by: Any) -> tuple[Any, Any]:
-    """Quotient and remainder of what is never negative: Python's signs cost a page of instructions."""
+    """Quotient and remainder of numbers that are never negative.
+
+    `//` and `%` also handle negative numbers, which takes XLA many more instructions.
+    """
     return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 

@@ -60,14 +60,15 @@ def decode_attention(
     cfg: Any = None,
     **options: Unpack[DecodeOptions],
 ) -> Any:
-    """Causal attention of the last tokens of each row to a cache. No key travels: ranks merge their partial results.
+    """Causal attention of a few new tokens to a cache of keys and values that is sharded over a ring.
 
-    Row `b` has `lengths[b]` tokens in the cache, and the queries are the last of them: write the keys and values of the
-    new tokens first. What the cache holds beyond is not seen, but must be finite. A query before position 0 sees no
-    key, and its output is 0.
+    No keys are sent: each rank attends to its own shard, and the ranks merge their partial results. Row `b` of the
+    cache holds `lengths[b]` tokens, and the queries are the last of them, so write the keys and values of the new
+    tokens to the cache first. Entries of the cache after these are masked out, but must be finite. A query with a
+    negative position sees no key, and its output is 0.
 
     With `mesh`, arrays are global and the cache is split over `axis_name`. Inside your own `jax.shard_map`, the cache
-    is this rank's shard, and the other arrays, like the result, are the same on all ranks of the ring.
+    is this rank's shard; all other arrays and the result are the same on all ranks of the ring.
     """
     refuse_unknown(options, DecodeOptions.__annotations__, "decode_attention")
     config = config_of(cfg)
@@ -86,7 +87,7 @@ def decode_attention(
         )
     if mesh is not None:
         return _sharded(registration, call, of_context(mesh, call.query))
-    _splits(call, 1)
+    _refuse_uneven_cache(call, 1)
     refuse_replicated(call, {"key_cache": call.key, "value_cache": call.value})
     refuse_sharded(call, {"query": call.query, "lengths": lengths})
     return _answer(registration, call)
@@ -95,7 +96,7 @@ def decode_attention(
 def _validated(
     query: Any, key_cache: Any, value_cache: Any, lengths: Any, mesh: Any, given: dict[str, Any]
 ) -> tuple[Call, jax.Array]:
-    """The call in canonical form, without positions; and the lengths, an integer for each row."""
+    """Checks the arguments. Returns the call in canonical form, without positions, and the length of each row."""
     given_arrays = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     operands = {name: arrays.as_array(name, x) for name, x in given_arrays.items()}
     check_operands(operands)
@@ -103,12 +104,14 @@ def _validated(
     names = ("axis_name", "batch_axis_name", "head_axis_name")
     ring, batch, heads = (axes.names(given.get(name), name) for name in names)
     refuse_shared_axes(ring, batch, heads)
-    ranks, copies = (1, 1) if mesh is not None else (axes.size("axis_name", ring), axes.size("head_axis_name", heads))
+    ranks, head_ranks = 1, 1
+    if mesh is None:
+        ranks, head_ranks = axes.size("axis_name", ring), axes.size("head_axis_name", heads)
     total = k.shape[1] * ranks
     sizes = Sizes(
         of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": total},
         lengths=(q.shape[1], total),
-        heads=(q.shape[2] * copies, k.shape[2] * copies),
+        heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
         head_axes=() if mesh is not None else heads,
     )
     values = DEFAULTS | given | {"causal": True}
@@ -120,8 +123,8 @@ def _validated(
     return call, jnp.broadcast_to(known, q.shape[:1])
 
 
-def _splits(call: Call, ranks: int) -> None:
-    """Raises unless the layout splits the cache evenly between the ranks: padding it would copy it."""
+def _refuse_uneven_cache(call: Call, ranks: int) -> None:
+    """Raises unless the layout splits the cache evenly between the ranks. (Padding would copy the whole cache.)"""
     room, parts = call.key.shape[1], ranks * pieces(call.layout)
     if room % parts:
         raise InputError(
@@ -132,13 +135,13 @@ def _splits(call: Call, ranks: int) -> None:
 
 
 def _answer(registration: Registration, call: Call) -> Any:
-    """The result of one shard."""
+    """The result of the call on one rank, whose arrays are local."""
     out, lse = decode(registration.implementation(), with_parameters(registration, call))
     return (out, lse) if call.return_lse else out
 
 
 def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
-    """The result of global arrays; only the cache is split over the ring."""
+    """The result of the call on global arrays. Only the cache is split over the ring."""
     check_mesh(call, mesh)
     roles = named_roles(call, mesh)
     refuse_indivisible_axes(call, mesh, roles)
@@ -148,7 +151,7 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
             f"key_cache has heads {call.key.shape[2]}, which the {parts} ranks of mesh axes {roles.heads} do not "
             f"divide. Pass head_axis_name=() to leave heads whole, or another mesh"
         )
-    _splits(call, ranks_of(mesh, roles.sequence))
+    _refuse_uneven_cache(call, ranks_of(mesh, roles.sequence))
     whole = Roles(roles.batch, (), roles.heads)
     given = {name: x for name in ARRAYS if (x := getattr(call, name)) is not None}
     specs = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which axes of a mesh carry the batch, the sequence and the heads of a call on global arrays."""
+"""Which axes of a mesh split the batch, the sequence and the heads of a call on global arrays."""
 
 import math
 import warnings
@@ -19,11 +19,14 @@ HEAD_AXES: Final = ("tp", "model", "tensor")
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
-    """The roles that the call, its specs or the names of the axes give; raises for roles that do not fit the call."""
+    """Which mesh axes split which axis of the arrays, from the call, its specs or the names of the mesh axes.
+
+    Raises if the specs contradict the call, or if the sizes of the arrays do not fit the mesh.
+    """
     check_mesh(call, mesh)
     roles = named_roles(call, mesh) if in_specs is None else _of_specs(call, in_specs, call.axis_name or (), mesh)
     refuse_indivisible_axes(call, mesh, roles)
-    if call.layout != "contiguous":  # `sharded` pads that
+    if call.layout != "contiguous":  # `sharding.prepared` pads contiguous sequences
         for argument, x in (("query", call.query), ("key", call.key)):
             refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
     wanted = roles.spec(arrays.Output)
@@ -34,12 +37,12 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
 
 
 def check_mesh(call: Call, mesh: Any) -> None:
-    """Raises unless `mesh` is a mesh that has all axes which the call names, outside a `shard_map` over them."""
+    """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
     for argument in ("axis_name", "batch_axis_name", "head_axis_name"):
         named = getattr(call, argument) or ()
-        _known(argument, named, mesh)
+        _refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():
             raise MeshError(
                 f"mesh= is for global arrays, but {argument}={named!r} belongs to a surrounding shard_map. "
@@ -53,20 +56,23 @@ def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
-    """The roles that the call gives. If it names no axes for batch or heads, the names of the mesh axes decide."""
+    """The roles that the call names. Where it names no axes for batch or heads, `BATCH_AXES` and `HEAD_AXES` do.
+
+    Warns of mesh axes that split nothing.
+    """
     sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
-    said = None not in (call.axis_name, batch, heads)
+    all_named = None not in (call.axis_name, batch, heads)
     free = [name for name in mesh.axis_names if name not in sequence and name not in axes.manual()]
     batch = tuple(n for n in free if n in BATCH_AXES and n not in (heads or ())) if batch is None else batch
     heads = tuple(n for n in free if n in HEAD_AXES and n not in batch) if heads is None else heads
     idle = [name for name in free if name not in (*batch, *heads)]
     if call.axis_name is None and idle:
         raise MeshError(
-            f"axis_name is missing. Say which axis of the mesh carries the sequence: one of "
+            f"axis_name is missing. Say which axis of the mesh splits the sequence: one of "
             f"{', '.join(map(repr, idle))}; () means none"
         )
     idle = [name for name in idle if mesh.shape[name] > 1]
-    if idle and not said:
+    if idle and not all_named:
         unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call, name) is None]
         warnings.warn(
             f"nothing is split over the mesh axes {', '.join(map(repr, idle))}, whose ranks repeat each other's work. "
@@ -76,7 +82,7 @@ def named_roles(call: Call, mesh: Any) -> Roles:
     return Roles(batch, sequence, heads)
 
 
-def _known(argument: str, names: tuple[str, ...], mesh: Any) -> None:
+def _refuse_unknown_axes(argument: str, names: tuple[str, ...], mesh: Any) -> None:
     for name in names:
         if name not in mesh.axis_names:
             listed = ", ".join(map(repr, mesh.axis_names))
@@ -86,7 +92,7 @@ def _known(argument: str, names: tuple[str, ...], mesh: Any) -> None:
 
 
 def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -> Roles:
-    """The roles of the mesh axes in the specs of query, key and value; all other specs follow from the roles."""
+    """The roles that the specs of query, key and value give. The specs of all other arrays follow from the roles."""
     given = tuple(in_specs) if isinstance(in_specs, (tuple, list)) and not isinstance(in_specs, P) else ()
     if len(given) != 3 or any(not isinstance(spec, P) for spec in given):
         raise MeshError(
@@ -95,7 +101,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
         )
     for number, spec in enumerate(given):
         for names in _entries(f"in_specs[{number}]", spec):
-            _known(f"in_specs[{number}]", names, mesh)
+            _refuse_unknown_axes(f"in_specs[{number}]", names, mesh)
     batch, tokens, heads, rest = _entries("in_specs[0]", given[0])
     if rest or tokens != sequence or any(_entries("", spec) != (batch, tokens, heads, rest) for spec in given[1:]):
         raise MeshError(
@@ -110,16 +116,16 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 
 def refuse_indivisible_axes(call: Call, mesh: Any, roles: Roles) -> None:
-    """Raises for a batch or query heads that the mesh axes do not divide."""
-    for number, names, what in (
-        (call.query.shape[0], roles.batch, "batch"),
-        (call.query.shape[2], roles.heads, "heads"),
+    """Raises if the mesh axes do not divide the batch or the number of query heads."""
+    for number, names, what, argument in (
+        (call.query.shape[0], roles.batch, "batch", "batch_axis_name"),
+        (call.query.shape[2], roles.heads, "heads", "head_axis_name"),
     ):
         parts = ranks_of(mesh, names)
         if number % parts:
             raise MeshError(
                 f"query has {what} {number}, which the {parts} ranks of mesh axes {names} do not divide. "
-                f"Pass in_specs that leave that axis whole, or another mesh"
+                f"Pass {argument}=() or in_specs that leave that axis whole, or another mesh"
             )
 
 

@@ -10,6 +10,7 @@ from ..config import RingAttentionConfig as RingAttentionConfig
 from ..contract.backend import Backend as Backend
 from ..contract.features import Feature as Feature
 from ..contract.features import Support as Support
+from ..contract.from_flash import from_flash as from_flash
 from ..contract.merge import merge as merge
 from ..contract.merge import merging as merging
 from ..contract.protocol import Block as Block

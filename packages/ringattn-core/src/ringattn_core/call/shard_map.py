@@ -47,7 +47,7 @@ def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
 
 
 def _tracked(call: Call) -> frozenset[str]:
-    """The axes of the ring for which JAX tracks which arrays vary over them."""
+    """The axes of the ring over which JAX tracks whether an array varies. Axes of size 1 do not count."""
     ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
     return axes.tracked() & ring if ring else frozenset()
 
@@ -78,10 +78,10 @@ def refuse_unnamed_axes(call: Call, around: bool = False) -> None:
 
 
 def own_key_heads(query: jax.Array, x: jax.Array, head_axes: tuple[str, ...]) -> jax.Array:
-    """The heads of a key or value that this rank's query heads read, where every rank holds all key heads.
+    """Selects the key heads that this rank's query heads read, if every rank holds all of them; else returns `x`.
 
-    Under `check_vma=True` JAX knows that key heads are whole; else they are if they cannot be a shard. One head in the
-    result serves as many query heads as share it on this rank.
+    Under `check_vma=True` JAX says whether every rank holds all key heads. Otherwise this assumes so only if their
+    number does not divide the number of this rank's query heads. Every head of the result serves equally many of those.
     """
     ranks, heads, given = axes.size("head_axis_name", head_axes), query.shape[2], x.shape[2]
     over = axes.tracked() & set(head_axes)

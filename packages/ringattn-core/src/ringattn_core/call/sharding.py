@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a call on global arrays: pads uneven lengths, repeats key heads for many ranks, and shards over a mesh."""
+"""Runs a call on global arrays: pads uneven lengths, repeats key heads if there are fewer than ranks, and shards."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 
 @reverse_mode_only()
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
-    """The result of a call on global arrays: prepares it, runs every shard, and cuts what was padded."""
+    """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
     length = call.query.shape[1]
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
@@ -48,13 +48,16 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
     out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
-        out = _typed(out, mesh, whole.spec(arrays.Output))[:, :length]
-        lse = [_typed(x, mesh, whole.spec(arrays.LogSumExp))[..., :length] for x in lse]
+        out = _over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]
+        lse = [_over_explicit(x, mesh, whole.spec(arrays.LogSumExp))[..., :length] for x in lse]
     return (out, *lse) if lse else out
 
 
 def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None) -> tuple[Call, Roles]:
-    """The call, padded to lengths that the ring divides, with its axis names set; and the roles of the mesh axes."""
+    """Pads the call to lengths that the ring divides, repeats key heads, and sets the axis names.
+
+    Returns the call and the roles of the mesh axes.
+    """
     roles = roles_of(call, mesh, in_specs, out_specs)
     if axes.manual():
         refuse_unnamed_axes(call, around=True)
@@ -64,9 +67,9 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     if call.two_way:
         halves_go_both_ways(call.key.shape[2] * copies // parts)
     if more != (0, 0) or copies > 1:
-        # An axis whose size will change must not be split, or explicit axes would refuse.
+        # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
-        given = {name: _typed(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in _given(call).items()}
+        given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in _given(call).items()}
         call = _padded(dataclasses.replace(call, **given), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
     named = {"axis_name": roles.sequence or None, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
@@ -76,9 +79,9 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
 def over_shards(
     work: Work, registration: Registration, call: Call, mesh: Any, split: dict[str, P], outputs: tuple[P, P]
 ) -> tuple[jax.Array, ...]:
-    """What `work` gives on each shard of global arrays: the output, and the log-sum-exp if the call returns it.
+    """Runs `work` on each shard of global arrays. Returns the output, and the log-sum-exp if the call asks for it.
 
-    `split` and `outputs` are the specs of the arrays and of the results.
+    `split` has the specs of the arrays by name, and `outputs` those of the two results.
     """
     placed = {name: _placed(x, mesh, split[name]) for name, x in _given(call).items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
@@ -121,7 +124,7 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
     """`of_rank` in a `shard_map` within another one that has `check_vma=True`.
 
     JAX 0.11 cannot differentiate that: it splits residuals over the axes of the outer `shard_map` too. So the forward
-    and the backward pass are a `shard_map` each, and this passes the residuals on.
+    pass and the backward pass are two `shard_map`s, joined by a `custom_vjp` that hands the residuals on.
     """
     free = tuple(name for name in mesh.axis_names if name not in axes.manual())
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(free), check_vma=True)
@@ -149,14 +152,14 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """The array, split over the mesh as the spec says."""
+    """Shards the array over the mesh as the spec says. An abstract mesh without explicit axes leaves it as it is."""
     if AxisType.Explicit not in mesh.axis_types:
         return _put(x, mesh, spec) if isinstance(mesh, Mesh) else x
-    return _typed(x, mesh, spec)
+    return _over_explicit(x, mesh, spec)
 
 
-def _typed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    """The array, split over the explicit axes of the mesh as the spec says; other axes are the compiler's choice."""
+def _over_explicit(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    """Shards the array over the explicit axes of the mesh as the spec says. XLA decides about the other axes."""
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
@@ -168,7 +171,7 @@ def _typed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to the batch."""
+    """`device_put` with the spec. Under `vmap`, JAX's own rule would apply the spec of one example to a batch."""
     put = jax.custom_batching.custom_vmap(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))
     put.def_vmap(lambda size, batched, x: (_put(x, mesh, P(None, *spec)), True))
     return put(x)
@@ -178,7 +181,7 @@ _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec
 
 
 def _repeated(x: jax.Array, copies: int) -> jax.Array:
-    """Every key head `copies` times, so that each rank has its own. Their gradients are summed."""
+    """Repeats every key head `copies` times, so that each rank has one of its own. JAX sums their gradients."""
     shape = (*x.shape[:2], x.shape[2], copies, x.shape[3])
     return jnp.broadcast_to(x[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3])
 

@@ -75,17 +75,17 @@ class CallAnalysis:
 
     @functools.cached_property
     def work(self) -> np.ndarray:
-        """`tiles` by the number of the hop. A tile with half of the heads counts half."""
+        """The number of tiles by the number of the hop, `[hops, ranks]`. A tile of half of the heads counts half."""
         halves = self.tiles / np.array([[hop.ways] for hop in self.hops])
         return np.add.reduceat(halves, np.unique([hop.number for hop in self.hops], return_index=True)[1])
 
     @property
-    def of_ranks(self) -> list[int]:
-        """The number of tiles that each rank computes, rounded up."""
+    def tiles_of_ranks(self) -> list[int]:
+        """How many tiles each rank computes over all hops: its sum of `work`, rounded up."""
         return np.ceil(self.work.sum(0)).astype(int).tolist()
 
     @property
-    def slowest(self) -> int:
+    def tiles_of_slowest(self) -> int:
         """The tiles of the busiest rank of each hop, summed: the time of a ring whose ranks run in lockstep."""
         return int(np.ceil(self.work.max(1).sum()))
 

@@ -89,13 +89,13 @@ def figure(found: CallAnalysis) -> Any:
     tiles.set_title("" if side > 1 else "hop", fontsize="medium", color=MUTED, loc="left")
     named = range(0, found.ranks, _every(found.ranks))
     tiles.set_yticks(named, [f"rank {number}" for number in named])
-    bars.hlines(range(found.ranks), 0, found.of_ranks, COLOURS[WHOLE], linewidth=72 * side / 5)
+    bars.hlines(range(found.ranks), 0, found.tiles_of_ranks, COLOURS[WHOLE], linewidth=72 * side / 5)
     for number in named:
-        count = found.of_ranks[number]
+        count = found.tiles_of_ranks[number]
         bars.annotate(f"{count}", (count, number), (3, 0), textcoords="offset points", va="center", color=MUTED)
     bars.set_title("tiles computed", fontsize="medium", color=MUTED, loc="left")
     bars.set_xticks([])
-    bars.set_xlim(0, 1.5 * max(1, *found.of_ranks))
+    bars.set_xlim(0, 1.5 * max(1, *found.tiles_of_ranks))
     for axes in (tiles, bars):
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
@@ -108,7 +108,7 @@ def figure(found: CallAnalysis) -> Any:
 
 
 def _every(count: int) -> int:
-    """The distance of labels: every rank or hop up to 32, and 16 to 32 labels of more."""
+    """The step between labels of `count` ranks or hops: 1 up to 32, then so that there are 16 to 32 labels."""
     return 1 if count <= 32 else count // 16
 
 

@@ -31,7 +31,7 @@ def as_json(found: CallAnalysis, full: bool = False) -> dict[str, Any]:
     plain = {name: value for name, value in vars(found).items() if name not in ("call", "hops", "states", "work")}
     shapes = {name: x.shape for name, x in found.call.floating.items()}
     call = shapes | {"ring": found.ranks, "dtype": _dtype(found), "layout": _layout(found)} | found.call.said
-    totals = {"tiles_of_ranks": found.of_ranks, "tiles_of_slowest": found.slowest}
+    totals = {"tiles_of_ranks": found.tiles_of_ranks, "tiles_of_slowest": found.tiles_of_slowest}
     return {"call": call, **plain, "tiles": tiles(found, full), **totals}
 
 
@@ -94,7 +94,7 @@ def tiles(found: CallAnalysis, full: bool = False) -> Rows:
     runs = [[one] for one in rows] if full else [list(run) for _, run in groupby(rows, lambda x: list(x.values())[2:])]
     for first, *_, last in (run for run in runs if len(run) > 1):
         first |= {name: f"{first[name]} to {last[name]}" for name in ("hop", "keys of")}
-    return [*(run[0] for run in runs), row("sum", "", found.of_ranks, found.slowest)]
+    return [*(run[0] for run in runs), row("sum", "", found.tiles_of_ranks, found.tiles_of_slowest)]
 
 
 def _of_tiles(found: CallAnalysis) -> Iterator[str]:
@@ -110,11 +110,11 @@ def _of_tiles(found: CallAnalysis) -> Iterator[str]:
 
 def balance(found: CallAnalysis) -> str:
     """A sentence: how many tiles are computed, and how evenly the ranks share them."""
-    work, total = sum(found.of_ranks), found.states[:, 0].size * found.ranks
+    work, total = sum(found.tiles_of_ranks), found.states[:, 0].size * found.ranks
     computed = f"{100 * work / total:.0f}% of all {total} tiles are computed."
     if found.ranks == 1 or not work:
         return computed
-    busy = f"{100 * work / (found.slowest * found.ranks):.0f}%"
+    busy = f"{100 * work / (found.tiles_of_slowest * found.ranks):.0f}%"
     return f"{computed} Each hop waits for its busiest rank: counted in tiles, ranks are busy {busy} of the time."
 
 

@@ -20,6 +20,8 @@ class Backend:
     sentence, or `None`. `api` is the backend API that the backend was written for, as a literal number. `reasons` may
     say why a feature is not supported; messages put "planned:" or "impossible:" before it. `variables` are the
     environment variables `RINGATTN_...` that the backend reads; core warns of one that nothing installed declares.
+    `half_partials` says that the kernel rounds the results of each block to half precision where the inputs have it:
+    the conformance suite then allows larger errors there, and its certificate says so.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Backend:
     probe: str | None = None
     reasons: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
     variables: tuple[str, ...] = ()
+    half_partials: bool = False
 
     def __post_init__(self) -> None:
         if (self.kernel is None) == (self.ring is None):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels run as one operation of a JAX program: compiled on their own platform, interpreted on a CPU.
+"""Makes the launch of a kernel a JAX primitive: compiled on its own platform, interpreted on a CPU.
 
-For backends whose kernels JAX does not know. The choice is made when a program is lowered, so one traced program serves
-both.
+This is for backends whose kernels JAX does not know. JAX chooses between the two when it lowers a program, so that one
+traced program serves both platforms.
 """
 
 import dataclasses
@@ -22,11 +22,12 @@ def launch_primitive(
     outputs: Callable[..., Sequence[Any]],
     lowerings: Mapping[str, Callable[..., Sequence[jax.Array]]],
 ) -> Primitive:
-    """A primitive with several results, the same under `jit` and without.
+    """Makes a primitive that returns a list of results. Without `jax.jit`, it runs under a `jax.jit` of its own.
 
     `outputs(*operands, **parameters)` gives arrays or structs with the shapes and dtypes of the results.
-    `lowerings[platform](*operands, **parameters)` computes the results there. It sees no mesh: its arrays vary over no
-    mesh axis, and neither do the results of `bind`, which the caller aligns with its operands (`varying.align`).
+    `lowerings[platform](*operands, **parameters)` computes the results on that platform. In the types that JAX tracks,
+    its arrays vary over no mesh axis, and neither do the results of `bind`: the caller aligns these with its operands
+    (`varying.align`).
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -60,9 +61,9 @@ def _over_no_mesh(arrays: Sequence[Any]) -> list[jax.core.ShapedArray]:
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Runs a backend's kernels on a CPU if the environment has one of `values` in `variable`.
+    """Whether a backend's kernels may be interpreted on a CPU: if environment variable `variable` is one of `values`.
 
-    `compiler` and `accelerator` say in errors what compiles the kernels otherwise, and for what.
+    Errors name `compiler`, which compiles the kernels otherwise, and the `accelerator` for which it compiles.
     """
 
     variable: str
@@ -72,13 +73,12 @@ class Interpreter:
 
     @property
     def allowed(self) -> bool:
-        """Whether the environment asks for it. Programs that are lowered for an accelerator are compiled all the
-        same."""
+        """Whether the environment allows it. Programs for an accelerator are compiled in any case."""
         return os.environ.get(self.variable, "") in self.values
 
     @property
     def advice(self) -> str:
-        """How to turn it on, to follow "or" in an error."""
+        """How to allow it: the end of an error message, after "or"."""
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
 
     def check(self, kernel: str) -> None:

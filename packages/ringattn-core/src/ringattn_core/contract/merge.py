@@ -25,9 +25,10 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1) -> Partial:
-    """`merge` of all ranks along mesh axes, and of `chunks` of the keys, which follow one another in the batch.
+    """Merges the partial results of all ranks along mesh axes, and those of `chunks` of the keys on each rank.
 
-    The partial results have no `shift`: that needs a bias.
+    The results of the chunks of one row are consecutive rows of the batch. They must have no `shift`, which only a
+    call with a bias has.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
     largest = lse.max(1)

@@ -31,9 +31,9 @@ def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, ordered after `token` on CPU only: there a send blocks, and work beside it would only take memory.
+    """`x`, on CPU ordered after `token`: there a send blocks, so that work beside it saves no time and takes memory.
 
-    Arrays that are computed from a tied number take no memory before, either.
+    If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """
     return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
 

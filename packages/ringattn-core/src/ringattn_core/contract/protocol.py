@@ -54,6 +54,10 @@ class Block:
     """The bias is not differentiated: `dbias` may be `None`."""
     shift: Float32[Array, "B N T"] | None = None
     """For `backward` only: the `shift` of each row, if `forward` returned one. The log-sum-exp is `shift + lse`."""
+    keys_from: str | None = dataclasses.field(default=None, metadata={"static": True})
+    """For kernels with `static_masks` only: "own" if the keys are those of this rank, else the layout."""
+    out: Float[Array, "B T N Hv"] | None = None
+    """For `backward` of kernels with `static_masks` only: the output over all keys and sinks, as the caller got it."""
 
     @property
     def k(self) -> Float[Array, "B S K H"]:
@@ -168,10 +172,11 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` orders
+    The object is hashable: JAX compiles once for each. Three attributes are optional. `tie(x, token) -> x` orders
     `x` after `token`: nothing that reads the result starts before `token` is computed. The default is `ordering.tie`.
     `separate_sends = True` says that the platform keeps several permutes in flight: keys and the gradients behind them
-    then travel as two arrays.
+    then travel as two arrays. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does;
+    the blocks of a rank's own keys then compile apart from the others.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

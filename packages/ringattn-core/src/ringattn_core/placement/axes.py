@@ -45,7 +45,10 @@ def _size_of(argument: str, name: str) -> int:
 
 
 def bound(axis: tuple[str, ...]) -> bool:
-    """Whether all names are bound here. In a backward pass the axis name of a `vmap` is not, yet collectives work."""
+    """Whether all names are bound here.
+
+    In a backward pass the axis name of a `vmap` is not bound, although collectives over it work.
+    """
     try:
         for name in axis:
             jax.lax.axis_size(name)

@@ -67,12 +67,15 @@ def _loop(sizes: Sequence[int]) -> list[Cell]:
     last = max(axis for axis, size in enumerate(sizes) if size > 1)
     rows, across = _path([*sizes[:last], *sizes[last + 1 :]]), range(sizes[last])
     if len(rows) % 2:
-        return [(*rows[j][:last], i, *rows[j][last:]) for i, j in _closed(len(across), len(rows))]
-    return [(*rows[i][:last], j, *rows[i][last:]) for i, j in _closed(len(rows), len(across))]
+        return [(*rows[j][:last], i, *rows[j][last:]) for i, j in _closed_path(len(across), len(rows))]
+    return [(*rows[i][:last], j, *rows[i][last:]) for i, j in _closed_path(len(rows), len(across))]
 
 
-def _closed(even: int, other: int) -> list[tuple[int, int]]:
-    """A closed path in a grid of two axes: down the first column, and back up through the other columns in a zigzag."""
+def _closed_path(even: int, other: int) -> list[tuple[int, int]]:
+    """A closed path in a grid of `even` by `other` cells, where `even` is an even number.
+
+    It goes down the first column, and in a zigzag through the other columns back up.
+    """
     down = [(i, 0) for i in range(even)]
     sides = itertools.cycle((range(1, other), range(other - 1, 0, -1)))
     return down + [(i, j) for i, side in zip(reversed(range(even)), sides, strict=False) for j in side]

@@ -32,9 +32,9 @@ def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
 def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> Any:
     layout = canonical(layout)
     x = x if isinstance(x, np.ndarray) else as_array("x", x)
-    if not _whole(ring_size) or ring_size < 1:
+    if not _is_integer(ring_size) or ring_size < 1:
         raise InputError("ring_size", f"got {ring_size!r}", "Pass the number of ranks, 1 or more")
-    if not _whole(axis) or not -x.ndim <= axis < x.ndim:
+    if not _is_integer(axis) or not -x.ndim <= axis < x.ndim:
         raise InputError("axis", f"got {axis!r} for an array of {x.ndim} axes", "Pass the axis of the sequence")
     if layout == "contiguous":
         return x
@@ -46,13 +46,13 @@ def _reorder(x: Any, layout: str, ring_size: Any, axis: Any, inverse: bool) -> A
     return _of_shards(x, layout, ring_size, axis % x.ndim, inverse, index)
 
 
-def _whole(x: Any) -> bool:
+def _is_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, index: np.ndarray) -> jax.Array:
-    """The tokens in the order of `index`. Exchanges them between the devices of the ring if the axis is split so."""
-    mesh, spec = _split(x)
+    """The tokens in the order of `index`. If the axis is split over the ring, its devices exchange them."""
+    mesh, spec = _sharding_of(x)
     over = axes.names(spec[axis])
     length = x.shape[axis] // ranks
     if not over or np.prod([mesh.shape[name] for name in over]) != ranks or (layout == "striped" and length % ranks):
@@ -66,15 +66,15 @@ def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), axis_names=free))(x)
 
 
-def _split(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the spec by which an array is split, as far as JAX knows it now; `jax.jit` hides automatic axes."""
+def _sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
+    """The mesh and the spec of an array. Under `jax.jit` the spec has explicit axes only: JAX does not tell others."""
     known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
     spec = tuple(known.spec) if isinstance(known, NamedSharding) else ()
     return getattr(known, "mesh", None), (*spec, *[None] * (x.ndim - len(spec)))
 
 
 def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: tuple[Any, ...]) -> jax.Array:
-    """The tokens in the order of `index`, split as before. They are gathered first if a mesh axis splits them."""
+    """The tokens in the order of `index`, sharded as before. Tokens that explicit axes split are all-gathered first."""
     tokens = (*[slice(None)] * axis, index)
     if mesh is None or mesh.empty:
         return x[tokens]
@@ -87,7 +87,8 @@ def _taken(x: jax.Array, index: np.ndarray, axis: int, mesh: Any, spec: tuple[An
 def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
     """Each rank sends its two halves. In natural order rank r has the halves 2r and 2r+1, in zigzag r and 2R-1-r.
 
-    The even halves are one permutation of the ranks and the odd ones another; odd ranks hold the odd half first.
+    One permute sends the half with the even number of every rank, another the half with the odd number. In zigzag
+    order, an odd rank holds the half with the odd number first.
     """
     halves = jnp.split(x, 2, axis)
     odd_first = axes.coordinate(over) % 2 == 1
@@ -105,7 +106,7 @@ def _zigzag(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse:
 
 
 def _striped(x: jax.Array, over: tuple[str, ...], ranks: int, axis: int, inverse: bool) -> jax.Array:
-    """Token i of a rank belongs to rank i % R, for R divides the length of a shard."""
+    """Each rank sends token i of its natural shard to rank i % R. That is right because R divides the shard length."""
     shape = (*x.shape[:axis], *((x.shape[axis], 1) if inverse else (-1, ranks)), *x.shape[axis + 1 :])
     split, joined = (axis, axis + 1) if inverse else (axis + 1, axis)
     return jax.lax.all_to_all(x.reshape(shape), over, split, joined, tiled=True).reshape(x.shape)

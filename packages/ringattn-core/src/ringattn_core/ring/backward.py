@@ -15,7 +15,7 @@ from ..contract.varying import align, axes_of
 from ..placement.layout import put_columns
 from ..placement.padding import cleaned
 from . import batching, hops, parcels
-from .blocks import BY_COLUMN, Ring, block, in_block_form, source
+from .blocks import BY_COLUMN, Ring, block, in_block_form, source, static_masks
 from .directions import CALL_NAMES, Direction, Sum, halved, joined, joined_sums, parts, split
 from .forward import Residuals, sinks_of
 from .sends import Wires, after, after_hop, permuted, wire
@@ -35,30 +35,32 @@ class Rows(NamedTuple):
     lse: jax.Array
     delta: jax.Array
     shift: jax.Array | None
+    out: jax.Array | None
 
     @classmethod
-    def of(cls, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
+    def of(cls, ring: Ring, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
         """The arrays, from the residuals and the cotangents of the results; cotangents of padding are set to zero."""
         ids = kept.call.q_segment_ids
         dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
         # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
         products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
-        return cls(dout, kept.lse, jnp.swapaxes(products.sum(-1), 1, 2) - dlse, kept.shift)
+        delta = jnp.swapaxes(products.sum(-1), 1, 2) - dlse
+        return cls(dout, kept.lse, delta, kept.shift, kept.out if static_masks(ring.kernel) else None)
 
     def parts(self, count: int) -> list["Rows"]:
         """Splits the arrays along their heads into `count` equal shares."""
-        arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 1), strict=True)]
+        arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 1, 2), strict=True)]
         return [Rows(*share) for share in zip(*arrays, strict=True)]
 
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
     """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
-    call, rows = kept.call, Rows.of(kept, dout, dlse)
+    call, rows = kept.call, Rows.of(ring, kept, dout, dlse)
     directions, kernel = split(ring.plan.signs, call, kept.location), batching.backward(ring.kernel)
     if ring.plan.ranks == 1:
         # The kernel may return final gradients in the dtypes of the inputs.
         alone = block(ring, directions[0], (call.key, call.value), 0)
-        alone = dataclasses.replace(alone, final=True, bias_fixed=bias_fixed, shift=rows.shift)
+        alone = dataclasses.replace(alone, final=True, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out)
         made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
         found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
     else:
@@ -69,7 +71,10 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
 
 def _cotangents(call: Call, found: dict[str, Any]) -> Call:
-    """The call with gradients, under their names in a block, in the place of its arrays; `None` without one."""
+    """The call with each array replaced by its gradient from `found`, or by `None` if it has none.
+
+    The keys of `found` are the names of the arrays in a block.
+    """
 
     def of(name: str) -> Any:
         x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
@@ -99,7 +104,7 @@ class _Pass:
     bias_fixed: bool
 
     def all_hops(self, dout: jax.Array) -> tuple[KeyGradients, Sums]:
-        """The gradients of this rank's keys, and the sums over all hops: this rank's own keys are the last.
+        """The gradients of this rank's keys, and the sums over all hops. The last hop has this rank's own keys.
 
         The first send is tied to the raw cotangent; tying it to a derived array would make XLA compute that first.
         With separate sends, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
@@ -193,7 +198,7 @@ class _Pass:
         """Runs the kernel on one block. Returns its dk,dv, packed, and the sums with its other gradients added."""
         kv = parcels.from_wire(x, direction.call.key.dtype)
         visited = block(self.ring, after_hop(direction, sums["q"]), kv, offset)
-        visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift)
+        visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums["q"])
         return packing.pack(found.dk, found.dv), self._added(sums, found, source(self.ring, direction, offset))
 

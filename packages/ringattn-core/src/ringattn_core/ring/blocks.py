@@ -72,8 +72,19 @@ def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
         batch_index=location.batch_index,
         head_index=location.head_index,
         rule=call.rule,
+        keys_from=_keys_from(call.layout, offset) if static_masks(ring.kernel) else None,
         **found,
     )
+
+
+def static_masks(kernel: BlockKernel) -> bool:
+    """Whether the kernel asks for `Block.keys_from`, and in `backward` for `Block.out`."""
+    return getattr(kernel, "static_masks", False)
+
+
+def _keys_from(layout: str, offset: Any) -> str:
+    """The value of `Block.keys_from`. The offset of a rank's own keys is always the integer 0, never traced."""
+    return "own" if isinstance(offset, int) and offset == 0 else layout
 
 
 def in_block_form(name: str, x: jax.Array | None) -> Any:

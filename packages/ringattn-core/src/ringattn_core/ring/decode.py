@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a few queries to a cache of keys that is sharded over the ring: results are merged, no key travels."""
+"""Attention of a few queries to a cache that is sharded over the ring. Ranks merge their results, and send no keys."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ MOST_CHUNKS: Final = 256
 
 
 def decode(kernel: BlockKernel, call: Call) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]:
-    """`(out, lse)` of queries that all ranks of the ring have, each rank with its own shard of the keys."""
+    """`(out, lse)` of queries that all ranks share, against the keys of all ranks, of which each rank has a shard."""
     call = _not_differentiable(call)
     with jax.debug_infs(False):  # -inf is a valid score and a valid lse
         return _attend(kernel, call)
@@ -38,9 +38,9 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     ring, call, location = prepared(kernel, call)
     here = Direction(1, *align((call, location), axes_of(call, location)))
     own = block(ring, here, (here.call.key, here.call.value), 0)
-    # Arrays with a value for each query head do not fit heads that have become rows.
-    of_heads = BLOCK_HEADS.keys() - {"q", "head_index"}
-    group = own.group if all(getattr(own, name) is None for name in of_heads) else 1
+    # Query heads can become rows only if no other array of the block has a value for each query head.
+    per_head = BLOCK_HEADS.keys() - {"q", "head_index"}
+    group = own.group if all(getattr(own, name) is None for name in per_head) else 1
     count = _chunks(own)
     partial = batching.forward(kernel)(_chunked(_with_groups_as_rows(own, group), count), None)
     partial = _with_groups_as_heads(merged_over(partial, ring.axis, count), group)
@@ -49,7 +49,7 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
 
 
 def _chunks(block: Block) -> int:
-    """Into how many chunks the cache is cut, so that a kernel has work for all processors of a device."""
+    """The number of chunks that this rank's cache is cut into, so that a kernel occupies the whole device."""
     most = min(block.kv_length // SHORTEST_CHUNK, MOST_CHUNKS // (block.q.shape[0] * block.kv_heads))
     return next(count for count in range(max(most, 1), 0, -1) if block.kv_length % count == 0)
 
@@ -67,7 +67,7 @@ def _chunked(block: Block, count: int) -> Block:
 
 
 def _with_groups_as_rows(block: Block, group: int) -> Block:
-    """The block with the query heads of a key head as rows of one head, so that a kernel reads each key once."""
+    """The block with the `group` query heads of each key head as rows of one head: kernels then read each key once."""
     batch, length, heads, size = block.q.shape
     q = block.q.reshape(batch, length, heads // group, group, size).swapaxes(2, 3)
     rows = block.map_queries(lambda x, axis: jnp.repeat(x, group, axis))

@@ -14,9 +14,11 @@ from ..contract.protocol import Block
 from ..placement.arrays import axes_with
 
 CALL_HEADS: Final = axes_with(Call, "N", "n", "K")
-"""For each array of a call that has heads, the number of its head axis."""
+"""The number of the head axis of each array of a call that has one."""
 BLOCK_HEADS: Final = axes_with(Block, "N", "n")
+"""The number of the axis of query heads of each array of a block that has one."""
 CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
+"""The name in a call of each array of a block."""
 Sum = dict[str, jax.Array]
 """Gradients summed over the hops so far, under the names of the arrays in a `Block`."""
 
@@ -39,8 +41,8 @@ class Location:
 class Direction:
     """One direction round the ring, and the arrays of the heads whose keys travel that way.
 
-    `sign` is 1 for onward, -1 for the other way. A key head stays with all query heads that read it. The ids and
-    positions of keys in `call` are those of all ranks.
+    `sign` is 1 if keys go from rank r to rank r + 1, and -1 if they go to rank r - 1. A key head and all query heads
+    that read it have the same direction. The ids and positions of keys in `call` are those of all ranks.
     """
 
     sign: int
@@ -77,7 +79,7 @@ def joined(found: Sequence[jax.Array], axis: int) -> jax.Array:
 
 
 def joined_sums(sums: Sequence[Sum], call: Call) -> Sum:
-    """Joins the sums of the parts of the call's heads. Those of an array that all heads share are added."""
+    """Joins the sums of all directions along the heads. Sums for an array that all heads share are added."""
 
     def whole(name: str, found: list[jax.Array]) -> jax.Array:
         x = getattr(call, CALL_NAMES[name])
@@ -88,7 +90,7 @@ def joined_sums(sums: Sequence[Sum], call: Call) -> Sum:
 
 
 def halved(sums: Sum) -> list[Sum]:
-    """The inverse of `joined_sums` for two halves of the heads: shared arrays go to the first, zeros to the second."""
+    """The inverse of `joined_sums` for two directions. Of a sum that all heads share, the second half is zeros."""
 
     def two(x: jax.Array, axis: int) -> Sequence[jax.Array]:
         return (x, jnp.zeros_like(x)) if x.shape[axis] == 1 else parts(x, axis, 2)

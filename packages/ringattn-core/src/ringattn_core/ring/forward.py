@@ -98,7 +98,7 @@ def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
 
 
 def _without_padding(call: Call) -> Call:
-    """The call with zeros in the padding; its ids of keys are those of this rank's own keys."""
+    """The call with zeros in the padding. Its key ids must be this rank's own, before the all-gather."""
     key, value = (cleaned(x, call.kv_segment_ids) for x in (call.key, call.value))
     return dataclasses.replace(call, query=cleaned(call.query, call.q_segment_ids), key=key, value=value)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of the ring `jax.checkpoint` keeps, so that the backward pass does not run the ring again."""
+"""The policy by which `jax.checkpoint` keeps the results of the ring, so that the backward pass does not rerun it."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -8,15 +8,15 @@ import jax
 
 OUT_NAME: Final = "ringattn_out"
 LSE_NAME: Final = "ringattn_lse"
-"""The names, as `jax.ad_checkpoint.checkpoint_name` gives them, of the two results that the backward pass reads."""
+"""The names that `checkpoint_name` gives to the two results of the ring that the backward pass reads."""
 
 
 def remat_policy(*, offload: bool = False) -> Callable[..., Any]:
     """A policy for `jax.checkpoint` that keeps the output and the log-sum-exp of every ring, and nothing else.
 
-    A layer under `jax.checkpoint(layer, policy=remat_policy())` computes its projections again in the backward pass,
-    but neither runs a kernel of the forward pass nor sends keys for it. With `offload`, both are kept in the memory of
-    the host (`pinned_host`). To keep more, join it with `jax.checkpoint_policies.save_from_both_policies`.
+    The backward pass of `jax.checkpoint(layer, policy=remat_policy())` computes the projections of the layer again, but
+    it neither runs the forward kernels again nor sends keys for them. With `offload`, both arrays are kept in memory of
+    the host (`pinned_host`). To keep more, join two policies by `jax.checkpoint_policies.save_from_both_policies`.
     """
     names = [OUT_NAME, LSE_NAME]
     if not offload:

@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 def keep_columns(rows: Any, columns: Any) -> None:
-    """Turns the rows of numbers of an own tile into columns, once for all tiles that visit it; `None`: no numbers."""
+    """Writes the `rows` of an own tile to `columns`, if any, once for all tiles that visit it."""
     if columns is None:
         return
     for row in range(columns.shape[0]):

@@ -36,7 +36,7 @@ class Team:
         self.fetched: set[Barrier] = set()
 
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """One partition, or a program until it has any, in this thread."""
+        """Runs one partition in this thread, or a program before it has started partitions."""
         current.team, current.products, current.unfenced = self, collections.deque(), []
         current.additions = collections.deque()
         function(*arguments, **constants)
@@ -120,7 +120,7 @@ class Barrier:
             current.team.look_again()
 
     def has_completed(self, parity: int) -> bool:
-        """Whether the last phase had this parity; before the first it was 1. Fetches arrive where that needs them."""
+        """Whether the last completed phase has this parity (at first 1). Pending fetches arrive until it has."""
         self._need_begun()
         if parity not in (0, 1):
             raise _error(f"waits for a phase of parity {parity}; parities are 0 and 1", ValueError)
@@ -151,7 +151,7 @@ class Shared:
         return Shared(self.data[number], self.dtype)
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
-        """A part along an axis; it begins and ends where a compiled kernel knows it to."""
+        """A part along an axis. `start` and `length` must be known when a kernel is compiled."""
         first, axis = plain(start), plain(dim)
         last = first + plain(length)
         if not 0 <= first < last <= self.data.shape[axis]:
@@ -234,7 +234,7 @@ class Descriptor:
         return Tensor(self.base.buffer.load(self.base.data + offsets, inside, 0), self.dtype)
 
     def _places(self, at: Sequence[Any]) -> tuple[np.ndarray, Any]:
-        """Which elements of a tile there are, and where."""
+        """Which elements of a tile are inside the matrix, and their offsets."""
         starts = [_integer(start) for start in at]
         ranges = np.meshgrid(
             *(start + np.arange(size) for start, size in zip(starts, self.block, strict=True)), indexing="ij"
@@ -243,7 +243,7 @@ class Descriptor:
         return inside, sum(r * step for r, step in zip(ranges, self.strides, strict=True))
 
     def add(self, at: Sequence[Any], source: Shared) -> None:
-        """Adds a tile; what lies past the end is left out."""
+        """Adds a tile to memory, without its elements past the end."""
         inside, offsets = self._places(at)
         self.base.buffer.add(self.base.data + np.where(inside, offsets, 0), source.data, inside)
 
@@ -253,7 +253,7 @@ def _integer(value: Any) -> int:
 
 
 def run_program(function: Any, pointers: Sequence[Any], constants: Mapping[str, Any]) -> None:
-    """One program; until it has partitions it is alone, and where it has none it remains so."""
+    """Runs one program, alone in its team. The partitions that it starts have a team of their own."""
     team = Team(1)
     team.run(function, pointers, constants)
     team.finish()
@@ -335,13 +335,13 @@ async_copy_global_to_shared = async_load
 
 
 def async_atomic_add(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
-    """Begins to add a tile to memory; its place is read as late as a device may read it."""
+    """Begins to add a tile to memory. The tile is read from shared memory as late as a device may read it."""
     at = [_integer(start) for start in coord]
     current.additions.append(lambda: tensor_desc.add(at, src))
 
 
 def store_wait(pendings: Any) -> None:
-    """Until no more than so many tiles are still to be read from shared memory."""
+    """Waits until at most `pendings` tiles have yet to be read from shared memory."""
     while len(current.additions) > plain(pendings):
         current.additions.popleft()()
 
@@ -354,7 +354,7 @@ def opaque_zero() -> int:
 
 
 def hardware_barrier(*_: Any) -> None:
-    """Puts groups of warps in an order that changes no result."""
+    """Does nothing: on a device it orders groups of warps, which changes no result."""
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
@@ -377,7 +377,7 @@ def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_asy
 
 
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
-    """The values of `deps`, when no more than so many products are still under way."""
+    """Waits until at most `num_outstanding` products are in flight. Returns the values of `deps`."""
     while len(current.products) > plain(num_outstanding):
         current.products.popleft().finish()
     values = [dep.taken() if isinstance(dep, Product) else dep for dep in deps]

@@ -8,7 +8,7 @@ import numpy as np
 from triton import language as tl
 
 from .types import rounded, to_tf32
-from .values import Tensor, arithmetic, cast, constant, met, plain, tensor
+from .values import Tensor, arithmetic, cast, constant, in_common_type, plain, tensor
 
 
 def _wide(x: Any) -> Tensor:
@@ -36,7 +36,7 @@ def abs(x: Any) -> Tensor:
 
 
 def where(condition: Any, x: Any, y: Any) -> Tensor:
-    a, b, dtype = met(x, y)
+    a, b, dtype = in_common_type(x, y)
     return Tensor(np.where(cast(tensor(condition), tl.int1).data, a, b)[()], dtype)
 
 

@@ -29,7 +29,7 @@ OF_ARRAY: Final[dict[str, Any]] = {
 
 
 def held(dtype: Any) -> Any:
-    """The NumPy type that holds values of this type."""
+    """The NumPy type in which the interpreter holds values of a Triton type: float32 for bfloat16 and float16."""
     try:
         return HELD[dtype.name]
     except KeyError:

@@ -166,7 +166,7 @@ def bitcasted(x: Tensor, dtype: Any) -> Tensor:
     return Tensor(data.view(held(dtype)), dtype)
 
 
-def met(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
+def in_common_type(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
     """Both operands converted to their common type, and that type."""
     if isinstance(a, Tensor):
         if isinstance(b, Tensor):
@@ -178,7 +178,7 @@ def met(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, Any]:
         dtype = common_type(of_number(a), b.dtype, a_number=True, division=division)
         return number(a, dtype), cast(b, dtype).data, dtype
     a, b = tensor(a), tensor(b)
-    return met(a, b, division)
+    return in_common_type(a, b, division)
 
 
 def arithmetic(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
@@ -188,14 +188,14 @@ def arithmetic(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
     elif isinstance(a, Pointer) or isinstance(b, Pointer):
         raise TypeError(f"pointers have no {function.__name__}")
     else:
-        x, y, dtype = met(a, b)
+        x, y, dtype = in_common_type(a, b)
     if dtype.is_int1():
         return Tensor((function(x.astype(np.int8), y.astype(np.int8)) & 1).astype(np.bool_), dtype)
     return Tensor(rounded(function(x, y), dtype), dtype)
 
 
 def compared(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
-    x, y, _ = met(a, b)
+    x, y, _ = in_common_type(a, b)
     return Tensor(function(x, y), tl.int1)
 
 
@@ -207,13 +207,13 @@ def divided(a: Any, b: Any) -> Tensor:
         a = cast(a, b.dtype)
     elif b.dtype.is_int():
         b = cast(b, a.dtype)
-    x, y, dtype = met(a, b, division=True)
+    x, y, dtype = in_common_type(a, b, division=True)
     return Tensor(np.divide(x, y), dtype)
 
 
 def quotient(a: Any, b: Any) -> Tensor:
     """The quotient of integers, rounded towards zero as processors do."""
-    x, y, dtype = met(a, b, division=True)
+    x, y, dtype = in_common_type(a, b, division=True)
     _need(dtype.is_int(), "//", dtype)
     floor = np.floor_divide(x, y)
     if dtype.is_int_unsigned():
@@ -223,7 +223,7 @@ def quotient(a: Any, b: Any) -> Tensor:
 
 def remainder(a: Any, b: Any) -> Tensor:
     """The remainder of `quotient`; it has the sign of the dividend."""
-    x, y, dtype = met(a, b, division=True)
+    x, y, dtype = in_common_type(a, b, division=True)
     return Tensor(rounded(np.fmod(x, y), dtype), dtype)
 
 

@@ -155,7 +155,10 @@ def derivatives(
 
 @triton.jit
 def narrowed(dproduct, like, F: tl.constexpr):
-    """The derivative by the products in the dtype of `like`. For float16, which ends at 65504, the scale is in it."""
+    """Converts `dproduct`, the gradient of the products, to the dtype of `like`.
+
+    For float16 the result has the scale: without it, a gradient may exceed 65504, the largest number of float16.
+    """
     if like.dtype == tl.float16:
         dproduct = dproduct * F.scale
     return dproduct.to(like.dtype)
@@ -163,7 +166,7 @@ def narrowed(dproduct, like, F: tl.constexpr):
 
 @triton.jit
 def scaled(total, like, F: tl.constexpr):
-    """A sum over `narrowed` derivatives, with the scale."""
+    """Applies the scale to a sum over `narrowed` gradients, unless `narrowed` has applied it."""
     if like.dtype != tl.float16:
         total = total * F.scale
     return total

@@ -265,7 +265,7 @@ def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def wide_rows(queries, F: tl.constexpr):
-    """The rows as indices into an array of queries times keys."""
+    """The numbers of the queries, in int64 if an array of queries times keys has offsets beyond int32."""
     if F.wide_scores:
         return queries.row.to(tl.int64)
     else:

@@ -97,7 +97,7 @@ def _of_queries(
     seen = visited_tiles.seen(inputs, block, *tiles).some.astype(jnp.int8)
     dq, dbias, dslopes = before, None, []
     for start in range(0, count[0], strips.rows):
-        first = bias_gradient.first(start, dbias)
+        first = bias_gradient.first_tile(start, dbias)
         dq, by_row, ds = of_strip(first, dq)
         dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
         dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, tiles)

@@ -22,7 +22,7 @@ from .bias_sums_kernel import bias_sums
 FILLING: Final = 264
 """How many programs a strip should have: two for each multiprocessor of the largest Hopper, and no third."""
 MOST: Final = 16
-"""Strips: to launch many costs more than the memory of fewer."""
+"""The most strips: further launches would cost more time than the memory they save is worth."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,10 @@ def strips(block: Block, rows: int, columns: int) -> Strips:
     return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
 
 
-def first(tile: int, token: jax.Array | None) -> Int32[Array, " 1"]:
-    """The number of a strip's first tile. It waits for the token, so that one strip at a time is in memory."""
-    number = jnp.full((1,), tile, jnp.int32)
-    return number if token is None else ordering.tie(number, token)
+def first_tile(number: int, token: jax.Array | None) -> Int32[Array, " 1"]:
+    """The number of a strip's first tile as an array. It is tied to `token`: only one strip at a time is in memory."""
+    tile = jnp.full((1,), number, jnp.int32)
+    return tile if token is None else ordering.tie(tile, token)
 
 
 def summed(

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a block kernel of two functions: a fused attention that returns its log-sum-exp, and its backward pass."""
+
+import dataclasses
+import functools
+from typing import Final, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from ..errors import KernelError
+from .merge import merge, merging
+from .protocol import Block, BlockKernel, Gradients, Partial
+from .rule import Rule
+from .static_masks import Piece, pieces
+from .varying import align, axes_of
+
+BEYOND_ALL_SCORES: Final = 1e30
+"""The `lse` that a query with no gradients gets, so that its probabilities `exp(s - lse)` are 0.
+
+It is finite, because some kernels give an infinite `lse` a meaning of their own.
+"""
+
+
+class FlashForward(Protocol):
+    """Attention of some queries to some keys: query `i` sees the keys up to `i` if `causal`, else all.
+
+    Returns the normalised output, in any dtype, and the natural log-sum-exp of the scores.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]: ...
+
+
+class FlashBackward(Protocol):
+    """Returns `dq, dk, dv` in any dtype, by `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
+
+    `out` and `lse` are over all keys of the ring, but `k` and `v` are only some of them. So the function must use `out`
+    and `lse` as given, and must not compute them again.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K Hv"],
+        out: Float[Array, "B T N Hv"],
+        lse: Float32[Array, "B N T"],
+        dout: Float[Array, "B T N Hv"],
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]: ...
+
+
+def from_flash(forward: FlashForward, backward: FlashBackward) -> BlockKernel:
+    """Makes a block kernel that calls `forward` and `backward` on parts of a block, with a causal mask or with none.
+
+    Equal functions make equal kernels. A backend with such a kernel may declare GRADIENTS, dtypes, CAUSAL,
+    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG, STRIPED and TWO_WAY. It must not declare RETURN_LSE: `backward`
+    computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
+    """
+    return _FlashKernel(forward, backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FlashKernel:
+    flash_forward: FlashForward
+    flash_backward: FlashBackward
+    static_masks = True
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        self._check(block, "forward")
+        return merging(self._of_block)(block, partial)
+
+    def _of_block(self, block: Block) -> Partial:
+        return functools.reduce(merge, (self._of_piece(block, piece) for piece in pieces(block)))
+
+    def _of_piece(self, block: Block, piece: Piece) -> Partial:
+        q, k, v = _operands(block, piece)
+        out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
+        out, lse = align((out, lse), axes_of(q, k, v))
+        out = out if block.final else out.astype(jnp.float32)
+        if piece.sees_nothing is not None:
+            out, lse = jnp.where(_of_rows(piece), 0, out), jnp.where(piece.sees_nothing[:, None], -jnp.inf, lse)
+        return Partial(piece.queries.put(out, 1, 0.0), piece.queries.put(lse, 2, -jnp.inf))
+
+    def backward(
+        self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
+    ) -> Gradients:
+        self._check(block, "backward")
+        found = [self._gradients(block, piece, dout, lse) for piece in pieces(block)]
+        sums = [functools.reduce(jnp.add, each) for each in zip(*found, strict=True)]
+        return Gradients(sums[0] if dq is None else dq + sums[0], sums[1], sums[2])
+
+    def _gradients(self, block: Block, piece: Piece, dout: jax.Array, lse: jax.Array) -> list[jax.Array]:
+        """The contribution of one call to `dq`, `dk` and `dv` of the block, in float32."""
+        assert block.out is not None
+        q, k, v = _operands(block, piece)
+        out, dout, lse = piece.queries.take(block.out, 1), piece.queries.take(dout, 1), piece.queries.take(lse, 2)
+        if piece.sees_nothing is not None:
+            dout = jnp.where(_of_rows(piece), 0, dout)
+            lse = jnp.where(piece.sees_nothing[:, None], BEYOND_ALL_SCORES, lse)
+        found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.scale, causal=piece.causal)
+        found = align(found, axes_of(q, k, v, dout))
+        parts = (piece.queries, piece.keys, piece.keys)
+        return [part.put(x.astype(jnp.float32), 1, 0.0) for part, x in zip(parts, found, strict=True)]
+
+    def _check(self, block: Block, method: str) -> None:
+        """Raises if the call has an option that the two functions do not take."""
+        rule, arrays = block.rule, (block.q_segments, block.bias, block.mask, block.slopes, block.seed)
+        known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
+        unequal = rule.causal and block.q_length != block.kv_length
+        if rule != Rule(rule.scale, rule.causal, **known) or unequal or any(x is not None for x in arrays):
+            raise KernelError(
+                self,
+                method,
+                "got a call that needs a feature which no kernel of from_flash has",
+                "Declare only features that the documentation of from_flash lists",
+            )
+
+
+def _operands(block: Block, piece: Piece) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return piece.queries.take(block.q, 1), piece.keys.take(block.k, 1), piece.keys.take(block.v, 1)
+
+
+def _of_rows(piece: Piece) -> jax.Array:
+    """`piece.sees_nothing` with the axes of an output."""
+    assert piece.sees_nothing is not None
+    return piece.sees_nothing[:, :, None, None]

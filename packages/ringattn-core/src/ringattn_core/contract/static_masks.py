@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts a block into calls with a static mask, causal or none, and puts their results back in the block."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from .protocol import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some tokens of a block, in the order in which a call reads them.
+
+    `take(x, axis)` selects these tokens from an array of the block. `put(x, axis, fill)` is the inverse for a result of
+    the call: it has the length of the block, and `fill` for the tokens that are not in the call.
+    """
+
+    take: Callable[[jax.Array, int], jax.Array]
+    put: Callable[[jax.Array, int, float], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One call: its queries, its keys, and whether query `i` sees only the keys up to `i` (`causal`) or all of them."""
+
+    causal: bool
+    queries: Part
+    keys: Part
+    sees_nothing: Bool[Array, "b t"] | None = None
+    """The queries that see none of the keys of the call, although it computes them. Their results are dropped."""
+
+
+def pieces(block: Block) -> list[Piece]:
+    """Cuts a block, whose mask is causal or none, into calls. Every visible pair of query and key is in one of them.
+
+    Positions grow within a shard in every layout, so a rank's own keys need one causal call. For the keys of another
+    rank, the mask depends on which rank comes earlier, which is known only at run time. The calls are the same in both
+    cases, and run on different rows: XLA would wait for all sends before a `lax.cond`.
+    """
+    if not block.rule.causal:
+        return [Piece(False, _WHOLE, _WHOLE)]
+    earlier = block.kv_index[:, 0] < block.q_index[:, 0]
+    if block.keys_from == "own":
+        return [Piece(True, _WHOLE, _WHOLE)]
+    if block.keys_from == "contiguous":
+        return [Piece(False, _WHOLE, _WHOLE, ~earlier[:, None])]
+    if block.keys_from == "zigzag":
+        # The second chunk of queries always sees the first chunk of keys. If the keys are of an earlier rank, the first
+        # chunk of queries also sees the first chunk of keys; else the second also sees the second.
+        first, chosen = jnp.array([True]), _chunk(earlier)
+        return [Piece(False, _chunk(~first), _chunk(first)), Piece(False, chosen, chosen)]
+    # Striped: query `i` sees the keys of an earlier rank up to `i`, and those of a later rank up to `i - 1`. The second
+    # case is causal too once the first query, which sees nothing, is moved to the end.
+    last = jnp.arange(block.q_length) == block.q_length - 1
+    return [Piece(True, _rotated(~earlier), _WHOLE, ~earlier[:, None] & last)]
+
+
+_WHOLE = Part(lambda x, axis: x, lambda x, axis, fill: x)
+
+
+def _chunk(first: Bool[Array, " b"]) -> Part:
+    """The first of two chunks in the batch rows where `first` is true, else the second."""
+
+    def take(x: jax.Array, axis: int) -> jax.Array:
+        return _where(first, *jnp.split(x, 2, axis))
+
+    def put(x: jax.Array, axis: int, fill: float) -> jax.Array:
+        rest = jnp.full_like(x, fill)
+        return jnp.concatenate([_where(first, x, rest), _where(first, rest, x)], axis)
+
+    return Part(take, put)
+
+
+def _rotated(where: Bool[Array, " b"]) -> Part:
+    """All tokens, with the first moved to the end in the batch rows of `where`."""
+    return Part(
+        lambda x, axis: _where(where, jnp.roll(x, -1, axis), x),
+        lambda x, axis, fill: _where(where, jnp.roll(x, 1, axis), x),
+    )
+
+
+def _where(rows: Bool[Array, " b"], x: Any, y: Any) -> jax.Array:
+    """`x` in the batch rows of `rows`, else `y`. The batch is the first axis."""
+    return jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), x, y)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two functions of fused attention make a kernel whose rings agree with the xla backend in every layout."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from ringattn_core import Backend, Feature, Support, decode_attention, from_flash, ring_attention
+from ringattn_core.backends.discovery import registered
+from ringattn_core.errors import KernelError, UnsupportedFeatureError
+from ringattn_core.ring import hops
+
+CALLS: list[tuple[Any, ...]] = []
+"""The calls of the two functions in the programs traced so far: queries, keys, causal."""
+
+
+def probabilities(q: Any, k: Any, lse: Any, scale: float, causal: bool) -> Any:
+    """The probabilities of each query head, and the log-sum-exp. A kernel may take an infinite `lse` to mean no key."""
+    group = q.shape[2] // k.shape[2]
+    CALLS.append((q.shape[1], k.shape[1], causal))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, group, 2), preferred_element_type=jnp.float32) * scale
+    if causal:
+        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool), scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, -1) if lse is None else lse
+    return jnp.exp(scores - jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]), lse
+
+
+def forward(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> Any:
+    p, lse = probabilities(q, k, None, scale, causal)
+    return jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), jnp.repeat(v, q.shape[2] // k.shape[2], 2)), lse
+
+
+def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: float, causal: bool) -> Any:
+    group = q.shape[2] // k.shape[2]
+    keys, values = (jnp.repeat(x, group, 2).astype(jnp.float32) for x in (k, v))
+    p, _ = probabilities(q, k, lse, scale, causal)
+    queries, given, delta = (
+        q.astype(jnp.float32),
+        dout.astype(jnp.float32),
+        (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1),
+    )
+    ds = p * (jnp.einsum("btnh,bsnh->bnts", given, values) - jnp.swapaxes(delta, 1, 2)[..., None]) * scale
+    dk, dv = jnp.einsum("bnts,btnh->bsnh", ds, queries), jnp.einsum("bnts,btnh->bsnh", p, given)
+    dk, dv = (x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3) for x in (dk, dv))
+    return jnp.einsum("bnts,bsnh->btnh", ds, keys).astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
+
+
+FEATURES = (
+    *(Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.SINKS),
+    *(Feature.UNEQUAL_VALUE_DIM, Feature.ZIGZAG, Feature.STRIPED, Feature.TWO_WAY),
+)
+FLASH = Backend("flash", 1, ("cpu",), dict.fromkeys(FEATURES, Support.FULL), kernel="nowhere:KERNEL")
+KERNEL = from_flash(forward, backward)
+
+
+@pytest.fixture(autouse=True)
+def flash() -> Iterator[None]:
+    CALLS.clear()
+    with registered(FLASH, KERNEL):
+        yield
+
+
+def arrays(length: int, dtype: Any = np.float32, scale: float = 1.0) -> list[jax.Array]:
+    draw, shapes = np.random.default_rng(length), ((2, length, 4, 8), (2, length, 2, 8), (2, length, 2, 6))
+    return [jnp.asarray(draw.standard_normal(shape) * scale, dtype) for shape in shapes]
+
+
+def differentiated(backend: str, ranks: int, **options: Any) -> Any:
+    mesh = jax.make_mesh((ranks,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        out = ring_attention(q, k, v, sinks, mesh=mesh, axis_name="sp", backend=backend, **options)
+        return jnp.sum(jnp.sin(3 * out.astype(jnp.float32))), out
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
+
+
+def agrees(ranks: int, operands: list[jax.Array], tolerance: float = 2e-5, **options: Any) -> None:
+    sinks = jnp.linspace(-1, 2, 4)
+    got, want = (differentiated(name, ranks, **options)(*operands, sinks) for name in ("flash", "xla"))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1, np.abs(other).max()))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize(("ranks", "causal"), [(1, True), (2, True), (3, True), (4, True), (8, True), (2, False)])
+def test_a_ring_gives_the_outputs_and_gradients_of_the_xla_backend(ranks: int, layout: str, causal: bool):
+    agrees(ranks, arrays(48), causal=causal, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_keys_may_travel_both_ways(layout: str):
+    agrees(4, arrays(32), causal=True, layout=layout, two_way=True)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_scores_far_above_those_that_a_query_sees_do_not_reach_gradients(layout: str):
+    """Keys after a query have scores hundreds above its log-sum-exp: their probabilities would be infinite."""
+    q, k, v = arrays(16)
+    rising = jnp.linspace(0, 40, 16)[None, :, None, None]
+    agrees(4, [jnp.abs(q) + 1, jnp.abs(k) * 0.1 + rising, v], tolerance=2e-3, causal=True, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_results_in_half_precision_are_summed_in_float32(layout: str):
+    agrees(4, arrays(64, jnp.bfloat16), tolerance=2e-2, causal=True, layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_ranks_of_a_vmapped_ring_each_have_their_own_mask(layout: str):
+    operands, sinks = [x.reshape(4, 2, 6, *x.shape[2:]) for x in arrays(24)], jnp.zeros(4)
+
+    def gradients(backend: str) -> Any:
+        def loss(*x: Any) -> Any:
+            out = ring_attention(*x, causal=True, axis_name="sp", layout=layout, backend=backend)
+            return jnp.sum(jnp.sin(out))
+
+        total = lambda *x: jax.vmap(loss, (0, 0, 0, None), axis_name="sp")(*x).sum()  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1, 2, 3)))(*operands, sinks)
+
+    for one, other in zip(gradients("flash"), gradients("xla"), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "calls"),
+    [
+        ("contiguous", {(16, 16, True), (16, 16, False)}),
+        ("zigzag", {(16, 16, True), (8, 8, False)}),
+        ("striped", {(16, 16, True)}),
+    ],
+)
+def test_the_functions_get_only_causal_and_full_calls(layout: str, calls: set[Any]):
+    differentiated("flash", 4, causal=True, layout=layout).lower(*arrays(64), jnp.zeros(4))
+    assert set(CALLS) == calls
+
+
+def branches(jaxpr: Any) -> list[Any]:
+    """The branches on values that are known at run time only; the choice of a platform is none."""
+    found = [equation for equation in jaxpr.eqns if equation.primitive.name == "cond"]
+    mine = [each for each in found if each.params.get("branches_platforms") is None]
+    return mine + [e for equation in jaxpr.eqns for inner in jaxprs_in_params(equation.params) for e in branches(inner)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch):
+    """XLA would run the sends synchronously."""
+    monkeypatch.setattr(hops, "UNROLLED", 2)  # also those of a scan
+    program = differentiated("flash", 4, causal=True, layout=layout)
+    assert branches(jax.make_jaxpr(program)(*arrays(64), jnp.zeros(4)).jaxpr) == []
+
+
+def test_a_branch_would_be_found():
+    jaxpr = jax.make_jaxpr(jax.jit(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)))(1.0).jaxpr
+    assert len(branches(jaxpr)) == 1
+
+
+def test_equal_functions_make_equal_kernels():
+    assert from_flash(forward, backward) == KERNEL and hash(from_flash(forward, backward)) == hash(KERNEL)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(sliding_window=3), dict(logits_soft_cap=5.0), dict(q_segment_ids=np.zeros((2, 16), np.int32))]
+)
+def test_an_option_that_the_functions_do_not_know_raises_even_if_the_backend_declares_it(options: dict[str, Any]):
+    everything = Backend("all", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+    with (
+        registered(everything, KERNEL),
+        pytest.raises(KernelError, match="a feature which no kernel of from_flash has"),
+    ):
+        ring_attention(*arrays(16), backend="all", causal=True, **options)
+
+
+def test_decoding_is_refused():
+    with pytest.raises(UnsupportedFeatureError, match="POSITIONS"):
+        decode_attention(*arrays(16), 16, backend="flash")
