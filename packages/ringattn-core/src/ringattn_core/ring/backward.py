@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..contract import ordering, packing
 from ..contract.call import IN_BLOCK, Call
-from ..contract.protocol import Gradients
+from ..contract.protocol import BlockKernel, Gradients
 from ..contract.varying import align, axes_of
 from ..placement.layout import put_columns
 from ..placement.padding import cleaned
@@ -38,14 +38,14 @@ class Rows(NamedTuple):
     out: jax.Array | None
 
     @classmethod
-    def of(cls, ring: Ring, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
+    def of(cls, kernel: BlockKernel, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
         """The arrays, from the residuals and the cotangents of the results; cotangents of padding are set to zero."""
         ids = kept.call.q_segment_ids
         dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
         # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
         products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
         delta = jnp.swapaxes(products.sum(-1), 1, 2) - dlse
-        return cls(dout, kept.lse, delta, kept.shift, kept.out if static_masks(ring.kernel) else None)
+        return cls(dout, kept.lse, delta, kept.shift, kept.out if static_masks(kernel) else None)
 
     def parts(self, count: int) -> list["Rows"]:
         """Splits the arrays along their heads into `count` equal shares."""
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
     """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
-    call, rows = kept.call, Rows.of(ring, kept, dout, dlse)
+    call, rows = kept.call, Rows.of(ring.kernel, kept, dout, dlse)
     directions, kernel = split(ring.plan.signs, call, kept.location), batching.backward(ring.kernel)
     if ring.plan.ranks == 1:
         # The kernel may return final gradients in the dtypes of the inputs.

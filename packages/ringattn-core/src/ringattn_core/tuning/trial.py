@@ -58,7 +58,7 @@ class Trial:
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """The backward pass over all hops with these parameters; `whole` is the result of `forward`."""
-        rows = _rows(self.direction.call, self.direction.location, whole, self.dout)
+        rows = _rows(self.kernel, self.direction.call, self.direction.location, whole, self.dout)
         blocks = [dataclasses.replace(_with(each, bwd_params=params), shift=rows.shift) for each in self.blocks]
 
         def run() -> Any:
@@ -130,10 +130,10 @@ def _forward_hop(kernel: BlockKernel, visited: Block, partial: Partial | None) -
     return forward(kernel, visited, partial)
 
 
-@jax.jit
-def _rows(call: Call, location: Location, whole: Partial, dout: jax.Array) -> Rows:
+@functools.partial(jax.jit, static_argnums=0)
+def _rows(kernel: BlockKernel, call: Call, location: Location, whole: Partial, dout: jax.Array) -> Rows:
     kept = Residuals(call, location, whole.out, whole.lse, whole.shift)
-    return Rows.of(kept, dout, jnp.zeros_like(whole.lse))
+    return Rows.of(kernel, kept, dout, jnp.zeros_like(whole.lse))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
