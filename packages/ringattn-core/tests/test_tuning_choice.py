@@ -281,7 +281,7 @@ class TestUnderATrace:
         ring_attention(x, x, x, mesh=mesh, **options)
         spec = P("data", "sp")
         inside = jax.shard_map(
-            lambda x: ring_attention(x, x, x, batch_axis_name="data", **options),
+            lambda x: ring_attention(x, x, x, **options),
             mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
         )  # fmt: skip
         jax.jit(inside)(x)
