@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fused_backward=True` (dq is added in any order) changes on one GPU: the gradients, and the time of both passes."""
+"""What `fused_backward=True`, which adds dq in any order, changes on one GPU: gradients, and the time of a step."""
 
 import argparse
 import dataclasses
