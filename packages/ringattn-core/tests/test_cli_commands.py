@@ -170,7 +170,7 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
     [
         (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
         (["--ring", "1000000"], "--ring: got 1000000. Pass the number of ranks, from 1 to 4096"),
-        (["--mask-builder", "os:getcwd"], "mask_builder: cannot be called with five arguments"),
+        (["--mask-builder", "os:getcwd"], "mask_builder: raised TypeError when called with (64, 64, 4"),
         (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
         (
             ["--query", f"1,{2**20},4,8", "--tile", "4,4"],
