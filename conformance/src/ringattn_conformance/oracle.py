@@ -38,9 +38,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Outputs and gradients, in the shapes of the inputs.
-
-    `largest` is the largest score that a row sees, before or after the soft cap.
+    """Outputs and gradients, in the shapes of the inputs; `largest` is the largest score that a row sees.
 
     `delta` may come from the output as rounded to its dtype. `slack` says by how much that moves the gradients that are
     sums over all queries, where the effects of all rows add up.
@@ -163,7 +161,6 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     k_heads, v_heads = k[:, :, of_head], v[:, :, of_head]
     scale = 1.0 / np.sqrt(head_dim) if problem.scale is None else problem.scale
     s = scale * np.einsum("btnh,bsnh->bnts", q, k_heads)
-    products = np.abs(s)  # float32 rounds in proportion to these, also where a soft cap bends them to little
     slope_of_cap = None
     if problem.soft_cap is not None:
         bent = np.tanh(s / problem.soft_cap)
@@ -174,7 +171,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         s = s + np.where(np.isneginf(bias), 0.0, bias)
     if problem.slopes is not None:
         s = s - np.asarray(problem.slopes, np.float64)[None, :, None, None] * distances(problem)
-    largest = float(np.max(np.maximum(np.abs(s), products), where=seen, initial=0.0))
+    largest = float(np.max(np.abs(s), where=seen, initial=0.0))
     s = np.where(seen, s, -np.inf)
 
     highest = s.max(-1, initial=-np.inf)
