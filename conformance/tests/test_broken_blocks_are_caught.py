@@ -27,8 +27,8 @@ def core() -> list[tuple[Case, Placement]]:
 
 
 def calls_of(broken: Break) -> list[tuple[Case, Placement]]:
-    """The three calls on the smallest rings that the fault touches."""
-    return [call for call in core() if broken.touches(call[0])][:3]
+    """The six calls on the smallest rings that the fault touches."""
+    return [call for call in core() if broken.touches(call[0])][:6]
 
 
 def caught(kernel: Dense, case: Case, placement: Placement) -> bool:
