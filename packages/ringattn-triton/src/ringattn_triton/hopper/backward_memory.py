@@ -12,6 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..kernels.tile_loop import owned
+
 
 class Memory(NamedTuple):
     """The allocations. `shared_places` names what is in them. `dout` may be `q`, and `v` may be `k`."""
@@ -188,6 +190,17 @@ def put_number(place, number):
 def got_number(place, WARPS: gl.constexpr):
     """The number in a place, for all threads of a partition of so many warps."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
+    """Tile of keys, batch row and key head of the turn that a consumer ends; its numbers may be overwritten then.
+
+    They are read once more here, so that no registers hold them through the loops.
+    """
+    owner = owned(got_number(at(shared.turn, taken % 2), 4), T, KV_HEADS)
+    mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+    return owner
 
 
 @gluon.jit

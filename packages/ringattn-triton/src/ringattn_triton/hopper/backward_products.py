@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_head
-from .backward_memory import at, got_number, next_turn, shared_places
+from .backward_memory import at, finished_turn, got_number, next_turn, shared_places
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
@@ -77,9 +77,7 @@ def compute_gradients(
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        # The turn is read once more, so that no registers hold any of it through the loops.
-        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
-        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         first = row * PLAN.kv_tile + NUMBER * 64
         write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
         if F.dropout:

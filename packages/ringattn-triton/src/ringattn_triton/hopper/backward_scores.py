@@ -12,6 +12,7 @@ from ..kernels.dropout import half_of, philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, unsigned, visible
 from .dropout import of_draws
+from .softmax import parts_of_rows, sums_of_parts
 
 
 class Tile(NamedTuple):
@@ -113,9 +114,7 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 @gluon.jit
 def slope_gradient(ds, rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
     """The derivative by ALiBi's slope but for its sign, summed over what a thread has: `[64, 4]`."""
-    product = ds * _distance(rows, place, tile, PLAN, SCORES)
-    parts = gl.sum(gl.sum(gl.reshape(product, [product.shape[0], product.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(parts, of_slopes())
+    return sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
 
 
 @gluon.constexpr_function
@@ -160,23 +159,11 @@ def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
     return gl.abs(rows.index(2 * PLAN.stages + place).load(SCORES) - tile.away)
 
 
-@gluon.constexpr_function
-def of_slopes():
-    """The layout of the sums of `slope_gradient`."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 4],
-    )
-
-
 @gluon.jit
 def slope_sums(F: gl.constexpr):
     """What the sums of `slope_gradient` begin with; 0 without ALiBi."""
     if F.slopes:
-        return gl.zeros([64, 4], gl.float32, of_slopes())
+        return gl.zeros([64, 4], gl.float32, parts_of_rows())
     else:
         return 0
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
-from .backward_memory import at, got_number, next_turn, shared_places
+from .backward_memory import at, finished_turn, got_number, next_turn, shared_places
 from .backward_products import in_register_order, opaque_zero, write_gradient
 from .backward_scores import probabilities, tile_of
 from .head_tiles import product_of_heads
@@ -58,8 +58,7 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
-        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         write_gradient(dv, DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
@@ -85,8 +84,7 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         for step in range(first, done):
             dk = _step_of_dk(dk, shared, step, F, PLAN, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = owned(got_number(at(shared.turn, taken % 2), 4), T, F.kv_heads)
-        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         write_gradient(scaled(dk, shared.ds, F), DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
