@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _steps(step: Callable[..., jax.Array], *arrays: jax.Array) -> Callable[[], jax.Array]:
-    """A compiled program of `STEPS` steps, each of which depends on the one before."""
+    """Compiles a program of `STEPS` steps. Each step reads the result of the step before."""
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, STEPS, lambda _, query: step(query, key, value), query)

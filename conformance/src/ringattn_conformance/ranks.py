@@ -240,6 +240,6 @@ def _blocks_of(size: int) -> RingAttentionConfig:
 
 
 def _axis_of_tokens(name: str, shape: tuple[int, ...]) -> int | None:
-    """The axis that the ring splits; `None` if there is none, or if it is broadcast."""
+    """The axis that the ring splits; `None` if the ring splits no axis of this array."""
     names = ROLES.spec(KINDS[name], shape)
     return names.index(RING) if RING in names else None

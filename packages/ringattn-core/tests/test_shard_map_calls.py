@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls in the caller's own shard_map: mesh axes that nobody names are refused, and names are used."""
+"""Calls in the caller's own shard_map: a mesh axis must be named, and the names have their effect."""
 
 from typing import Any
 

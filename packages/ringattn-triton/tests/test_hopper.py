@@ -335,7 +335,7 @@ def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
     version: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(family.triton, "__version__", version)
-    family._told.cache_clear()
+    family._logged_once.cache_clear()
     for _ in range(2):
         assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
     assert [version in record.getMessage() for record in caplog.records] == [True] * (name == "")

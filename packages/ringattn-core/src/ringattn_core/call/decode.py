@@ -108,12 +108,7 @@ def _validated(
     if mesh is None:
         ranks, head_ranks = axes.size("axis_name", ring), axes.size("head_axis_name", heads)
     total = k.shape[1] * ranks
-    sizes = Sizes(
-        of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": total},
-        lengths=(q.shape[1], total),
-        heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
-        head_axes=() if mesh is not None else heads,
-    )
+    sizes = Sizes.of_operands(q, k, (q.shape[1], total), head_ranks, heads if mesh is None else ())
     values = DEFAULTS | given | {"causal": True}
     call = Call(query=q, key=k, value=v, **{x.name: x.canonical(values[x.name], sizes) for x in OPTIONS})
     remedy = f"Pass lengths from 0 to {total}, the number of tokens that the cache has room for"
@@ -157,7 +152,6 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
     specs = {
         name: (roles if name in ("key", "value") else whole).spec(ARRAYS[name], x.shape) for name, x in given.items()
     }
-    named = {"axis_name": roles.sequence or None, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
-    out, *lse = over_shards(_answer, registration, dataclasses.replace(call, **named), mesh, specs, outputs)
+    out, *lse = over_shards(_answer, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
     return (out, *lse) if lse else out

@@ -72,8 +72,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in _given(call).items()}
         call = _padded(dataclasses.replace(call, **given), *more)
         call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
-    named = {"axis_name": roles.sequence or None, "batch_axis_name": roles.batch, "head_axis_name": roles.heads}
-    return dataclasses.replace(call, **named), roles
+    return dataclasses.replace(call, **roles.names), roles
 
 
 def over_shards(

@@ -42,12 +42,8 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         for name, x in (("query", q), ("key", k)):
             layouts.refuse_indivisible(name, x.shape[1] * ranks, layouts.canonical(given["layout"]), ranks)
     assert ranks is not None
-    sizes = Sizes(
-        of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": k.shape[1] * ranks},
-        lengths=(q.shape[1] * ranks, k.shape[1] * ranks),
-        heads=(q.shape[2] * copies, k.shape[2] * copies),
-        head_axes=heads if inside else (),
-    )
+    lengths = q.shape[1] * ranks, k.shape[1] * ranks
+    sizes = Sizes.of_operands(q, k, lengths, copies, heads if inside else ())
     found = {option.name: option.canonical(given[option.name], sizes) for option in OPTIONS}
     for names in _PAIRS:
         _pair(found, names, q, k)

@@ -97,6 +97,11 @@ class Roles:
     sequence: tuple[str, ...]
     heads: tuple[str, ...]
 
+    @property
+    def names(self) -> dict[str, tuple[str, ...] | None]:
+        """The roles as arguments of a call."""
+        return {"axis_name": self.sequence or None, "batch_axis_name": self.batch, "head_axis_name": self.heads}
+
     def of(self, letter: str) -> tuple[str, ...]:
         """The mesh axes over which an axis with this letter is split."""
         carried = {"B": self.batch, "T": self.sequence, "S": self.sequence, "N": self.heads, "K": self.heads}

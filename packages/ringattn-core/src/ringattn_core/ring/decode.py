@@ -27,7 +27,7 @@ MOST_CHUNKS: Final = 256
 
 
 def decode(kernel: BlockKernel, call: Call) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]:
-    """`(out, lse)` of queries that all ranks share, against the keys of all ranks, of which each rank has a shard."""
+    """`(out, lse)` of the queries against all keys. Every rank has all queries and a shard of the keys."""
     call = _not_differentiable(call)
     with jax.debug_infs(False):  # -inf is a valid score and a valid lse
         return _attend(kernel, call)

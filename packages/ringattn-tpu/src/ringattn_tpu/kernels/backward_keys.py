@@ -14,7 +14,7 @@ from .scores import Part, keep_columns, matmul
 
 
 def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Writes `dk` and `dv`. Every tile of keys has a step: where nobody sees it, an idle one that writes zeros."""
+    """Writes `dk` and `dv`. A tile of keys that no query sees has one idle step, which writes zeros."""
     dk, dv, columns = scratch["dk"], scratch["dv"], scratch.get("columns")
 
     @pl.when(step.has(FIRST) & (step.at.member == 0))

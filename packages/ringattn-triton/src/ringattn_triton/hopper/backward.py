@@ -17,14 +17,14 @@ from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
 _TOGETHER: Final = 512
-"""How many turns the heads that go together have: few enough for their queries to stay in the cache."""
+"""The number of turns that run through their heads side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
-"""How many heads go together, at least, where turns wait for each other."""
+"""The least number of heads whose turns run side by side where turns wait for each other."""
 _STEPS: Final = 8
-"""How many query tiles a head has, at least, for each of its turns that run at a time. With fewer they wait too long: a
-simulation of the waits gives 1.3 of the steps at this bound and a causal mask, and two passes take 1.4 of the time."""
+"""The least number of query tiles for each turn of a head that runs at a time. With fewer, turns wait too long. At this
+bound, under a causal mask, a simulation of the waits gives 1.3 times the steps; two passes take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
-"""The same for wide heads, of which two passes take 2.2 of the time."""
+"""The same for heads of more than 128, where two passes take 2.2 times as long."""
 _REGISTERS_AT_START: Final = 168
 
 
@@ -47,7 +47,7 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
 
 
 def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many heads must go together for no turn to wait too long for those of its own head."""
+    """The least number of heads whose turns must run side by side: with fewer, turns of one head wait for others."""
     q_tiles = -(-constants.q_length // plan.q_tile)
     return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
 
@@ -59,7 +59,7 @@ def backward(
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"] | None,
 ) -> Gradients:
-    """The gradients of a block that the kernel takes; their bits repeat unless the rule allows `fused_backward`."""
+    """The gradients of a block that the kernel takes. They are deterministic unless `rule.fused_backward` is set."""
     from .backward_kernel import backward as backward_kernel
     from .dq_order import finish_dq
 

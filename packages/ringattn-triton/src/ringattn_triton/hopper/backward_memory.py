@@ -16,7 +16,7 @@ from ..kernels.tile_loop import owned
 
 
 class Memory(NamedTuple):
-    """The allocations. `shared_places` names what is in them. `dout` may be `q`, and `v` may be `k`."""
+    """The allocations. `shared_places` names what is in them. `dout` may share that of `q`, and `v` that of `k`."""
 
     barriers: Any
     numbers: Any
@@ -205,6 +205,6 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
-    """The number of the program's turn after so many `taken`; not less than their count where none is left."""
+    """The number of the next turn, after `taken` turns; at least the number of all turns if none is left."""
     mbarrier.wait(at(shared.turn_full, taken % 2), (taken // 2) & 1)
     return got_number(at(shared.turn, taken % 2), WARPS)

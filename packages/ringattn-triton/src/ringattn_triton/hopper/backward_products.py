@@ -25,7 +25,7 @@ from .results import in_sixteens
 
 @builtin
 def opaque_zero(_semantic=None):
-    """Zero, of which the compiler does not know that it is the same in every step.
+    """Zero, which the compiler must take for another number in every step.
 
     It would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
     """
@@ -123,7 +123,7 @@ def _step_of(
 
     Scores `s = k q^T`; `p = exp(s - lse)`; `dp = v dout^T - delta`; `ds = p dp`; `dv += p dout`; `dk += ds q`;
     and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
-    dk, so that dk covers dq's way out of the registers.
+    dk: while the tensor cores compute dk, the threads store dq.
     """
     DIM: gl.constexpr = F.padded_head_dim
     Q_TILE: gl.constexpr = PLAN.q_tile
@@ -178,7 +178,7 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Puts half a tile of dq where the warp that adds it to memory finds it, in the order of `dq_order.finish_dq`."""
+    """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it."""
     mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
     shared.dq.index(NUMBER).store(in_register_order(dq))
     fence_async_shared()
@@ -187,6 +187,6 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def in_register_order(x):
-    """The results of a product, 64 by 64, as `[16, 256]` in which each thread has pieces of 16 bytes."""
+    """Reorders a 64 by 64 product to `[16, 256]`, so that each thread stores 16 bytes in one piece."""
     # Rows: 4 warps, 2 registers, 8 threads; columns: 8 registers, 4 threads, 2 registers.
     return gl.reshape(gl.permute(gl.reshape(x, (4, 2, 8, 8, 4, 2)), (3, 0, 2, 4, 1, 5)), (16, 256))

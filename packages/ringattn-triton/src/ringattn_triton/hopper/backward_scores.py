@@ -67,9 +67,9 @@ def tile_of(
 def probabilities(
     s, rows, place, tile, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
 ):
-    """The probabilities, those that dropout drops with a minus sign; and what `derivatives` multiplies in their place.
+    """Two results: the probabilities, and the probabilities times the derivative of the soft cap (`steep`).
 
-    That is the probabilities again, times the derivative of the soft cap.
+    An entry that dropout drops has a minus sign in both. `derivatives` takes `steep`.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
     lse = rows.index(place).load(SCORES)
@@ -201,7 +201,7 @@ def _own_draw(P, batch, row, column, key, F: gl.constexpr):
 @gluon.jit
 def _kept(first, second, F: gl.constexpr, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
     """Whether each entry of a tile of scores survives."""
-    # The halves are compared where they stand above: the upper one with the lower one's bits below it.
+    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)

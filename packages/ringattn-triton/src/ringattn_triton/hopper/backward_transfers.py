@@ -98,7 +98,7 @@ def fetch_tiles(
 
 @gluon.jit
 def _announce(shared, taken, turn, before, whole, after):
-    """Tells the others of a turn, when they no longer need the last but one."""
+    """Writes the numbers of a turn for the other warps, once they no longer read those of two turns ago."""
     place = taken % 2
     mbarrier.wait(at(shared.turn_empty, place), ((taken // 2) & 1) ^ 1)
     put_number(at(shared.turn, place), turn)
@@ -116,8 +116,8 @@ def add_dq(
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
     Writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that have added
-    to it. A turn waits until that is its rank among those that visit the tile, and counts itself when memory has what
-    it added: about as long as a step takes, so one writer alone would hold the consumers up.
+    to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the counter
+    when its addition has reached memory. That takes about as long as a step: one writer alone would hold consumers up.
 
     No wait is for ever. Ranks follow the numbers of turns, and programs take turns in that order, one after the other,
     when they run: so a turn waits only for turns that a running program has begun, the lowest turn that is not done

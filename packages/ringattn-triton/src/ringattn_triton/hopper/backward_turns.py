@@ -11,7 +11,10 @@ from ..kernels.tile_loop import full_tile, masked_tile, visit
 
 
 class Steps(NamedTuple):
-    """The query tiles that a turn visits for each head: `before` to mask, then `whole` ones, then `after` to mask."""
+    """The query tiles that a turn visits for each head of a group.
+
+    The first `before` tiles need a mask, the next `whole` tiles need none, and the last `after` tiles need one again.
+    """
 
     visited: Any
     before: Any
@@ -26,7 +29,8 @@ def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
     Turns begin with the first keys, which under a causal mask most queries see. Turns of one head that run at a time
     then come to the tiles that they share one after the other, in the order in which they may add to them. They stay
     within a step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be
-    5.5 TB/s for all programs. Orders in which they never wait are 1.6 times as slow for that (`benchmarks/NOTES.md`).
+    5.5 TB/s for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does
+    not serve them, and the kernel takes 1.6 times as long (`benchmarks/NOTES.md`).
     """
     visited = visit(BOUNDS, TILES, batch, row, T)
     whole = visited.full_to - visited.full_from

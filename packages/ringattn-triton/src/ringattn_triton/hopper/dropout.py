@@ -73,7 +73,7 @@ def _own_draw(P, batch, row, column, key, F: gl.constexpr):
 @gluon.jit
 def kept(first, second, F: gl.constexpr, KV_TILE: gl.constexpr, SCORES: gl.constexpr):
     """Whether each entry of a tile of scores survives."""
-    # The halves are compared where they stand above: the upper one with the lower one's bits below it.
+    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)

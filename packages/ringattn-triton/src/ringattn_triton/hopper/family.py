@@ -108,15 +108,15 @@ def _why_not_here(block: Block, target: Target) -> str | None:
         return "the Hopper kernels are for compute capability 9.0"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TRITON_FLOOR <= version < _TRITON_CEILING:
-        return _told(f"the Hopper kernels have not been tried with Triton {triton.__version__}")
+        return _logged_once(f"the Hopper kernels have not been tried with Triton {triton.__version__}")
     if block.q.dtype.itemsize != 2:
         return "the Hopper kernels are for half precision"
     return None
 
 
 @functools.cache
-def _told(reason: str) -> str:
-    """The reason, of which the log has one line: on a Hopper these kernels are expected to run."""
+def _logged_once(reason: str) -> str:
+    """Returns the reason, and logs it once: on a Hopper GPU users expect these kernels to run."""
     _logger.warning("%s; slower kernels run instead", reason)
     return reason
 

@@ -14,7 +14,7 @@ from .schedules import CONSUMER_ROWS
 
 @gluon.jit
 def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
-    """The scores of a tile, what to take from them, the updated row maxima, and the factor for the sums so far.
+    """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
     Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor, 1, is not used.
     """
@@ -78,7 +78,7 @@ def sums_of_parts(p):
 
 @gluon.jit
 def in_parts(total):
-    """Sums of rows as parts: the first thread has all."""
+    """Whole sums of rows in the form of `sums_of_parts`: the first of the four threads has the sum, the others zero."""
     first = gl.arange(0, 4, gl.SliceLayout(0, parts_of_rows()))[None, :] == 0
     return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, parts_of_rows()))[:, None], 0.0)
 
