@@ -66,7 +66,7 @@ def serial(devices: Sequence[Any], length: int, heads: int, dim: int = 128) -> P
 
     def attend(q: jax.Array, kv: jax.Array) -> jax.Array:
         kv = jax.lax.ppermute(kv, "sp", [(rank, (rank + 1) % mesh.size) for rank in range(mesh.size)])
-        return ringattn_tpu.ring_attention(q, kv, kv)
+        return ringattn_tpu.ring_attention(q, kv, kv, axis_name=())
 
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
     shape = (1, length * mesh.size, heads, dim)
