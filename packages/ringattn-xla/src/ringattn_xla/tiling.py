@@ -119,6 +119,7 @@ def _divided(number: Any, by: Any) -> tuple[Any, Any]:
 
     `//` and `%` also handle negative numbers, which takes XLA many more instructions.
     """
+    by = jnp.asarray(by, number.dtype)  # with numbers of 64 bits enabled, Python's integers have 64
     return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 
