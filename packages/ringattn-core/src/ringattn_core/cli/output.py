@@ -9,7 +9,7 @@ from typing import Any, Final
 Rows = Sequence[Mapping[str, Any]]
 """A table, in JSON and as text. Its rows have the same keys, the titles of the columns; a boolean column marks rows."""
 
-INSTALL: Final = 'Install it with: pip install "ringattn-core[cli]"'
+INSTALL: Final = 'In a clone of the repository, run pip install "./packages/ringattn-core[cli]"'
 PAGE: Final = 100
 """The line width of output to a file or a pipe."""
 _NUMBER: Final = re.compile(r"-?\d.*|-?")
