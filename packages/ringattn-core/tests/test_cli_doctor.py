@@ -106,7 +106,7 @@ def test_a_backend_that_does_not_work_is_a_fault_with_its_remedy(name: str, alon
     status, out = said(capsys)
     assert status == int(alone or broken)
     assert ("works, and is the default" in out) == (not alone), "the other backend works"
-    assert [backend.broken for backend in doctor.diagnose().backends][0] == broken
+    assert next(backend.broken for backend in doctor.diagnose().backends if backend.name == "bad") == broken
     fault = next(fault for fault in doctor.diagnose().faults if fact in fault)
     assert remedy in fault and "\n" not in fault
     line = " ".join(out[out.index("backends\n") : out.index("faults\n")].split())

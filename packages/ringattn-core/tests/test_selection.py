@@ -297,7 +297,7 @@ class TestTheBest:
 
     @pytest.mark.usefixtures("install")
     def test_where_none_is_installed_the_command_that_adds_one_is_told(self) -> None:
-        with pytest.raises(BackendNotFoundError, match="pip install ./packages/ringattn-xla"):
+        with pytest.raises(BackendNotFoundError, match=r"pip install \./packages/ringattn-xla"):
             chosen(None)
 
 

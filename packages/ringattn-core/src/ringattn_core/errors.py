@@ -5,7 +5,6 @@ import difflib
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-
 OWN = ("xla", "triton", "tpu")
 """ringattn's own backends. The distribution of each is `ringattn-` and its name."""
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls a kernel, and checks, when the program is traced, that it returns what the block protocol asks for.
 
-Inside `shard_map(check_vma=True)` a kernel gets arrays that all vary over the same mesh axes, and its results are marked
-as varying over these. A kernel need not do that itself, even where JAX does not track its results: an FFI call, or a
-constant.
+Inside `shard_map(check_vma=True)` a kernel gets arrays that all vary over the same mesh axes, and its results are
+marked as varying over these. A kernel need not do that itself, even where JAX does not track its results: an FFI call,
+or a constant.
 """
 
 import dataclasses
