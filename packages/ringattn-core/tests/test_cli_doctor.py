@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of `ringattn doctor`: it names every fault with what to do, and exits with 1 where nothing works
-or something installed is broken."""
+"""Promises of `ringattn doctor`: it names each fault and its remedy, and exits with 1 if something is broken."""
 
 import json
 import platform

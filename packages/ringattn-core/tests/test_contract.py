@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Gradients, Partial, Support, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import KernelError
@@ -206,3 +207,43 @@ def test_one_trace_may_differentiate_the_bias_of_one_call_and_not_of_another(
     assert float(jnp.abs(want[1]).max()) > 1
     for x, y in zip(got, want, strict=False):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+
+
+class Constant:
+    """A kernel that returns arrays of NumPy, which vary over no mesh axis, and records over which its inputs do."""
+
+    def __init__(self) -> None:
+        self.axes: list[set[frozenset[str]]] = []
+
+    def forward(self, block: Any, partial: Partial | None) -> Partial:
+        self.record(block, partial)
+        batch, length, heads, _ = block.q.shape
+        return Partial(np.zeros((*block.q.shape[:3], block.value_dim), "f"), np.zeros((batch, heads, length), "f"))
+
+    def backward(self, block: Any, *arrays: Any) -> Gradients:
+        self.record(block, arrays)
+        shapes = (block.q.shape, block.k.shape, block.v.shape, block.bias.shape)
+        return Gradients(*(np.zeros(shape, "f") for shape in shapes))
+
+    def record(self, *arrays: Any) -> None:
+        self.axes.append({jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)})
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_kernel_need_not_know_of_mesh_axes(ring: int):
+    mesh = jax.make_mesh((ring,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ring])
+    x, bias = jnp.ones((1, 8, 2, 8)), jnp.ones((1, 2, 1, 8))
+
+    def gradients(x: Any, bias: Any) -> Any:
+        def loss(x: Any, bias: Any) -> Any:
+            return ring_attention(x, x, x, None, bias, axis_name="ring", backend="odd").sum()
+
+        return jax.grad(loss, (0, 1))(x, bias)
+
+    split = P(None, "ring")
+    checked = jax.shard_map(gradients, mesh=mesh, in_specs=(split, P()), out_specs=(split, P()), check_vma=True)
+    kernel = Constant()
+    with discovery.registered(EVERYTHING, kernel):
+        dx, dbias = jax.jit(checked)(x, bias)
+    assert dx.shape == x.shape and dbias.shape == bias.shape and not dx.any() and not dbias.any()
+    assert kernel.axes and all(axes == {frozenset({"ring"})} for axes in kernel.axes), kernel.axes

@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "JAX or": (lambda: DEVICE | Causal(), "mask: got ArrayImpl", ARRAY),
     "a truth value": (lambda: True & Causal(), "mask: got bool", ARRAY),
     "arity": (lambda: built(lambda q, kv: Causal()), "takes 2 positional arguments but 5 were given", "(q_len, kv_len"),
-    "raises": (lambda: built(fails), "mask_builder: raised KeyError when called with (4, 4, 2, 0, 2)", "-> mask"),
+    "raises": (lambda: built(fails), "mask_builder: called with (4, 4, 2, 0, 2) it raised KeyError", "-> mask"),
     "own error": (lambda: built(lambda *_: Local(-1)), "Local(left=...): got -1", "at least 0"),
     "traced": (
         lambda: jax.jit(lambda x: built(lambda *_: x) and x)(HOST),

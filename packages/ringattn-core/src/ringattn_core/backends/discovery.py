@@ -202,12 +202,13 @@ def _readable_entry_points() -> list[Any]:
     """The entry points of all distributions whose metadata can be read; of two with one name, the first on the path."""
     found: dict[Any, list[Any]] = {}
     for distribution in importlib.metadata.distributions():
+        name = None
         try:
             name = distribution.metadata["Name"]
             if name not in found:
                 found[name] = [entry for entry in distribution.entry_points if entry.group == GROUP]
         except Exception as error:
-            _logger.warning("entry points of a distribution cannot be read: %s", in_one_line(error))
+            _logger.warning("the entry points of %s cannot be read: %s", name or "a distribution", in_one_line(error))
     return [entry for entries in found.values() for entry in entries]
 
 

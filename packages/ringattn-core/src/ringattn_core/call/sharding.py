@@ -17,6 +17,7 @@ from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..contract.call import Call
 from ..contract.varying import align
+from ..errors import RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.mesh import of_context
@@ -40,10 +41,16 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 @reverse_mode_only()
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
-    length = call.query.shape[1]
+    length, given = call.query.shape[1], call
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
-    registration = select(backend, needs(call), platform_of(mesh, ()))
+    try:
+        registration = select(backend, needs(call), platform_of(mesh, ()))
+    except RingAttnError as error:
+        if given.q_segment_ids is None and call.q_segment_ids is not None and "SEGMENT_IDS" in str(error):
+            lengths = " and ".join(str(x) for x in dict.fromkeys((length, given.key.shape[1])))
+            error.add_note(f"Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not {lengths}.")
+        raise
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
     out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:

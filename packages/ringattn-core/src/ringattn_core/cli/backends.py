@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import logging
 from collections.abc import Callable
 
 from ..backends import discovery
@@ -82,8 +81,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Checks versions, devices, the environment and every backend, and says how to repair each fault. Initialises JAX.
     Exits with 1 where no backend works, or where an installed one is broken.
     """
-    # `diagnose` reports what the library would log, so the log stays silent.
-    logging.getLogger("ringattn").addHandler(logging.NullHandler())
     found = diagnose()
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))

@@ -103,7 +103,7 @@ def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], t
         try:
             found = tuple(int(part) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, it needs whole numbers {wanted}") from None
+            raise argparse.ArgumentTypeError(f"got {text!r}, it needs {wanted} in whole numbers") from None
         if min(found) < 0 or max(found) > POSITION[1]:
             wrong = min(found) if min(found) < 0 else max(found)
             raise argparse.ArgumentTypeError(f"got {wrong}, it needs lengths from 0 to {POSITION[1]}")
@@ -112,6 +112,14 @@ def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], t
         return found
 
     return parse
+
+
+def backends(text: str) -> str | tuple[str, ...]:
+    """The name of a backend, or several separated by commas."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"got {text!r}, it needs NAME or NAME,NAME")
+    return names[0] if len(names) == 1 else names
 
 
 def _window(text: str) -> tuple[int | None, int | None]:

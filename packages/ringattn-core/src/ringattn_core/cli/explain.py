@@ -29,7 +29,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     call_arguments.add(parser)
     chosen = parser.add_argument_group("backend")
-    chosen.add_argument("--backend", metavar="NAME[,NAME]", help="a backend, or several to try in order")
+    chosen.add_argument(
+        "--backend", type=call_arguments.backends, metavar="NAME[,NAME]", help="a backend, or several to try in order"
+    )
     chosen.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
     )
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = analyse(
         call,
         arguments.platform or platform_of(None, ()),
-        tuple(arguments.backend.split(",")) if arguments.backend and "," in arguments.backend else arguments.backend,
+        arguments.backend,
         arguments.tile,
         arguments.compile,
     )
