@@ -40,6 +40,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "negative left": (lambda: Local(-1), "Local(left=...): got -1", "at least 0"),
     "negative right": (lambda: Local(1, -2), "Local(right=...): got -2", "at least 0"),
     "a number": (lambda: Predicate(3), "Predicate: got 3", "It needs a function"),  # pyright: ignore[reportArgumentType]
+    "an argument less": (
+        lambda: Predicate(lambda i: i > 0),
+        "Predicate: got a function of (i)",
+        "(q_positions, kv_pos",
+    ),  # pyright: ignore
+    "nothing returned": (lambda: traced(lambda i, j: None), "returned NoneType", "It needs booleans"),
+    "text returned": (lambda: traced(lambda i, j: "all"), "returned str", "It needs booleans"),
     "NumPy and": (lambda: HOST & Causal(), "mask: got ndarray", ARRAY),
     "NumPy or": (lambda: HOST | Causal(), "mask: got ndarray", ARRAY),
     "JAX and": (lambda: DEVICE & Causal(), "mask: got ArrayImpl", ARRAY),

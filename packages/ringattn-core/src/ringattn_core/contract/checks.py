@@ -21,15 +21,13 @@ Expected = tuple[tuple[int, ...], Any]
 
 def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Partial:
     """`kernel.forward`; raises unless the result is a `Partial` of the right shapes and dtypes."""
-    axes = axes_of(block, partial)
-    block, partial = align((block, partial), axes)
     result = kernel.forward(block, partial)
     batch, length, heads = block.q.shape[:3]
     rows = ((batch, heads, length), jnp.dtype(jnp.float32))
     wanted: dict[str, Expected] = {"out": ((batch, length, heads, block.value_dim), block.q.dtype), "lse": rows}
     if block.bias is not None and isinstance(result, Partial) and result.shift is not None:
         wanted["shift"] = rows
-    return align(_checked(kernel, "forward", result, Partial, wanted, block.final), axes)
+    return align(_checked(kernel, "forward", result, Partial, wanted, block.final), axes_of(block, partial))
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
@@ -38,13 +36,12 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     Gradients of a final block come in the dtypes of its inputs, whichever the kernel returned: `vmap` must not change a
     dtype, and its rule may run the kernel on a block that is not final.
     """
-    axes = axes_of(block, arrays)
-    block, arrays = align((block, arrays), axes)
     result = kernel.backward(block, *arrays)
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
     unasked = {"dbias"} if block.bias_fixed else set()
     wanted = {name: _like(x) for name, x in inputs.items() if x is not None and name not in unasked}
-    return in_input_dtypes(block, align(_checked(kernel, "backward", result, Gradients, wanted, block.final), axes))
+    checked = _checked(kernel, "backward", result, Gradients, wanted, block.final)
+    return in_input_dtypes(block, align(checked, axes_of(block, arrays)))
 
 
 def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
