@@ -274,6 +274,15 @@ def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(inst
     assert (status, err) == (1, "") and "none: no ring-attention backend can run this call on 'cpu': absent:" in out
 
 
+def test_a_padded_length_is_told_from_segment_ids_that_were_given(capsys) -> None:
+    for arguments, padding in (
+        ((), "each rank holds 16 queries and 16 keys\n"),
+        (("--query", "1,61,4,8"), ", with padding (which needs SEGMENT_IDS)\n"),
+        (("--query", "1,61,4,8", "--documents", "9"), ", with padding\n"),
+    ):
+        assert padding in said(capsys, *CALL, *arguments)[1]
+
+
 def test_help_says_what_each_command_does(capsys) -> None:
     for name in ("list", "info", "doctor", "explain"):
         with pytest.raises(SystemExit) as left:

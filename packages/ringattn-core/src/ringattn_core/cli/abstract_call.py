@@ -116,7 +116,8 @@ def _packed(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str,
     if arguments.kv is not None and arguments.kv[0] != tokens:
         fact = f"packs queries and keys alike, and there are {tokens} queries and {arguments.kv[0]} keys"
         raise InputError("--documents", fact, "Pass as many keys as queries")
-    refuse_indivisible("query", tokens, canonical(arguments.layout), arguments.ring)
+    if arguments.layout != "contiguous":
+        refuse_indivisible("query", tokens, canonical(arguments.layout), arguments.ring)
     packed = MaskInfo.from_documents(arguments.documents, tokens, arguments.restart_positions)
     ids, positions = (
         None if x is None else to_layout(np.asarray(x), arguments.layout, arguments.ring)

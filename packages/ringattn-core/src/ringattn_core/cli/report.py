@@ -58,7 +58,8 @@ def described(found: CallAnalysis) -> str:
     said = [f"{name.replace('_', ' ')} {_plain(value)}".rstrip() for name, value in found.call.said.items()]
     whole = tuple(found.call.floating[name].shape[1] for name in ("query", "key"))
     padded = (queries * found.ranks, keys * found.ranks) != whole
-    holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
+    needs = " (which needs SEGMENT_IDS)" if "SEGMENT_IDS" in found.needs and "documents" not in found.call.said else ""
+    holds = f"each rank holds {queries} queries and {keys} keys" + (f", with padding{needs}" if padded else "")
     return f"{', '.join(said) or 'no mask'}; {holds}"
 
 
