@@ -40,7 +40,9 @@ def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> t
     axis = call.axis_name or ()
     rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
     lengths = call.query.shape[1], call.key.shape[1]
-    made = plan(call.rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
+    # The plan must be known before the program runs. With an offset, which may be traced, it leaves out no hop.
+    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
+    made = plan(rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
     of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
     call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(
