@@ -38,14 +38,14 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 
 
 @reverse_mode_only()
-def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
     length = call.query.shape[1]
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
     registration = select(backend, needs(call), platform_of(mesh, ()))
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
-    out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
+    out, *lse = over_shards(work, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
         out = _over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]

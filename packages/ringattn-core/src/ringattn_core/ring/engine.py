@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,6 +71,26 @@ def attend(ring: Ring, call: Call, location: Location) -> Result:
     return forward(ring, call, location)[0]
 
 
+def without_derivative(told: str) -> Callable[[Any], Any]:
+    """The identity, except that differentiating it raises `DerivativeError` with this message."""
+
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return x
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise DerivativeError(told)
+
+    return same
+
+
+first_derivative_only = without_derivative(
+    "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
+    "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
+)
+
+
 def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
     """The forward rule. JAX passes each input together with whether it is differentiated.
 
@@ -96,17 +117,3 @@ def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: 
 
 
 attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
-
-
-@jax.custom_jvp
-def first_derivative_only(x: Any) -> Any:
-    """The identity. Differentiating it raises `DerivativeError`: the backward pass has no derivative rule."""
-    return x
-
-
-@first_derivative_only.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise DerivativeError(
-        "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
-        "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
-    )
