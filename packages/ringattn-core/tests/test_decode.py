@@ -288,7 +288,7 @@ def test_a_backend_that_drives_its_own_ring_is_refused() -> None:
 def test_the_example_decodes_what_one_pass_over_the_sequence_gives() -> None:
     example = Path(__file__).parents[3] / "examples/decode.py"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, str(example), "--room", "128", "--steps", "3"]
+    command = [sys.executable, str(example), "--room", "128", "--chunk", "32", "--steps", "3"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(" as in one pass") == 3
