@@ -64,7 +64,6 @@ def agrees(got: Any, wanted: oracle.Answer) -> None:
         (1, "contiguous", AxisType.Auto),
         (2, "zigzag", AxisType.Auto),
         (3, "striped", AxisType.Explicit),
-        (4, "contiguous", AxisType.Explicit),
         (4, "zigzag", AxisType.Explicit),
         (8, "striped", AxisType.Auto),
     ],
@@ -96,10 +95,11 @@ def test_it_works_in_a_shard_map_of_ones_own(ranks: int, layout: str, checked: b
     agrees(differentiated(attend, ranks, layout, 11), expected(11, **MANY))
 
 
-@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"sliding_window": 5}], ids=str)
+@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"sliding_window": 2}], ids=str)
 def test_chunks_and_two_sided_windows_count_from_the_offset(options: dict[str, Any]) -> None:
-    got = ring_attention(QUERY, KEY, VALUE, query_offset=17, mesh=mesh_of(4), axis_name="sp", **options)
-    np.testing.assert_allclose(got, expected(17, **options).out, atol=2e-5)
+    """Without an offset, the window would leave out hops that these queries need."""
+    got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(8), axis_name="sp", **options)
+    np.testing.assert_allclose(got, expected(24, **options).out, atol=2e-5)
 
 
 def test_the_last_queries_give_the_last_rows_of_the_whole_call_also_where_lengths_are_padded() -> None:
