@@ -4,17 +4,16 @@
 import inspect
 from typing import Any
 
-import jax
 from typing_extensions import Unpack
 
 from ..backends.selection import select
 from ..config import RingAttentionConfig
 from ..errors import InputError, MeshError
 from ..masks.info import MaskInfo
-from ..placement import arrays, axes
-from ..placement.mesh import surrounding
+from ..placement import arrays
 from ..placement.platforms import platform_of
 from .dispatch import answer
+from .mesh_roles import mesh_of
 from .options import DEFAULTS, Options, needs, refuse_unknown
 from .sharding import sharded
 from .validation import validated
@@ -45,9 +44,7 @@ def ring_attention(
     config, backend = config_of(given.pop("cfg", None)), given.pop("backend", None)
     mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
     given = _with_mask_info(given, given.pop("mask_info", None))
-    if mesh is None:
-        named = [name for argument in _OF_MESH for name in axes.names(given.get(argument), argument)]
-        mesh = surrounding(named, [x for x in (query, key, value) if isinstance(x, jax.Array)])
+    mesh = mesh_of(mesh, given, (query, key, value))
     call = validated(
         query,
         key,
@@ -67,7 +64,6 @@ def ring_attention(
     return answer(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
-_OF_MESH = ("axis_name", "batch_axis_name", "head_axis_name")
 _NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]
 _OPTIONS = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=kind)

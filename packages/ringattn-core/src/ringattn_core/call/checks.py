@@ -80,6 +80,16 @@ def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
     return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes, POSITION)
 
 
+def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+    """An integer, or one for each batch row, with which no query has a position of 2^30 or beyond."""
+    if x is None:
+        return None
+    least, most, _ = POSITION
+    most -= max(sizes.lengths[0] - 1, 0)
+    remedy = f"Pass offsets from {least} to {most}: query i has the position query_offset + i, which must be below 2^30"
+    return array(argument, x, arrays.QueryOffset, sizes, (least, most, remedy))
+
+
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     """Converts sinks to `[N, n]`, a row for each head of this rank.
 

@@ -68,6 +68,7 @@ OPTIONS: Final = (
     Option("attention_mask", array=arrays.DenseMask, feature=Feature.ATTENTION_MASK),
     Option("q_positions", checks.positions(arrays.QueryPositions), arrays.QueryPositions, Feature.POSITIONS),
     Option("kv_positions", checks.positions(arrays.KeyPositions), arrays.KeyPositions),
+    Option("query_offset", checks.query_offset, arrays.QueryOffset, Feature.POSITIONS),
     Option("alibi_slopes", array=arrays.Slopes, feature=Feature.ALIBI),
     Option("dropout_prob", checks.probability, feature=Feature.DROPOUT),
     Option("dropout_seed", checks.seed, arrays.Seed),
@@ -99,12 +100,13 @@ def needs(call: Call) -> frozenset[Feature]:
 
 
 class TokenOptions(TypedDict, total=False):
-    """Options that are arrays with an axis of tokens or heads, and for which other libraries have no name."""
+    """Options that are arrays of tokens, batch rows or heads, and for which other libraries have no name."""
 
     q_segment_ids: arrays.QueryIds | None
     kv_segment_ids: arrays.KeyIds | None
     q_positions: arrays.QueryPositions | None
     kv_positions: arrays.KeyPositions | None
+    query_offset: int | arrays.QueryOffset | None
     alibi_slopes: arrays.Slopes | None
 
 

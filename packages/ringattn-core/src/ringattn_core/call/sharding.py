@@ -39,7 +39,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 
 
 @reverse_mode_only()
-def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
     length, given = call.query.shape[1], call
     mesh = of_context(mesh, call.query)
@@ -52,7 +52,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) 
             error.add_note(f"Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not {lengths}.")
         raise
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
-    out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
+    out, *lse = over_shards(work, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
         out = _over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]

@@ -42,6 +42,7 @@ class Call:
     attention_mask: arrays.DenseMask | None
     q_positions: arrays.QueryPositions | None
     kv_positions: arrays.KeyPositions | None
+    query_offset: arrays.QueryOffset | None
     alibi_slopes: arrays.Slopes | None
     dropout_prob: float
     dropout_seed: arrays.Seed | None
@@ -69,7 +70,7 @@ class Call:
             dropout=self.dropout_prob,
             masks=built.masks,
             mask_of_head=built.of_head,
-            increasing=self.q_positions is None,
+            increasing=self.q_positions is None and self.kv_positions is None,
             precision=self.precision,
             fused_backward=self.fused_backward,
             fwd_params=self.fwd_params,
@@ -88,9 +89,11 @@ IN_BLOCK: Final = {
     "attention_mask": "mask",
     "q_positions": "q_positions",
     "kv_positions": "kv_positions",
+    "query_offset": "query_offset",
     "alibi_slopes": "slopes",
     "dropout_seed": "seed",
 }
-"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`. (No block has sinks.)"""
+"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`. (No block has sinks or
+an offset: it adds to the positions of queries.)"""
 _STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in IN_BLOCK]
 jax.tree_util.register_dataclass(Call, data_fields=list(IN_BLOCK), meta_fields=_STATIC)

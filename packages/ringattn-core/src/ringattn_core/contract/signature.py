@@ -42,6 +42,7 @@ class RingAttention(Protocol):
         kv_positions: arrays.KeyPositions | None = None,
         q_position_ids: arrays.QueryPositions | None = None,
         kv_position_ids: arrays.KeyPositions | None = None,
+        query_offset: int | arrays.QueryOffset | None = None,
         alibi_slopes: arrays.Slopes | None = None,
         dropout_prob: float = 0.0,
         dropout_seed: int | arrays.Seed | None = None,

@@ -62,7 +62,9 @@ def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
         return jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, x.ndim - 1) if name in OF_KEYS else x
 
     found = {name: in_block_form(name, of_hop(name)) for name in HELD}
-    found |= {name: x for name, x in (("q_positions", q_index), ("kv_positions", kv_index)) if found[name] is None}
+    first = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
+    by_layout = {"q_positions": q_index + first, "kv_positions": kv_index}
+    found |= {name: x for name, x in by_layout.items() if found[name] is None}
     if found["seed"] is not None:
         found["seed"] = jnp.broadcast_to(found["seed"], (batch,))
     return Block(

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +41,9 @@ def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> t
     axis = call.axis_name or ()
     rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
     lengths = call.query.shape[1], call.key.shape[1]
-    made = plan(call.rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
+    # The plan must be known before the program runs. With an offset, which may be traced, it leaves out no hop.
+    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
+    made = plan(rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
     of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
     call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(
@@ -66,6 +69,26 @@ def _attend(ring: Ring, call: Call, location: Location) -> Result:
 def attend(ring: Ring, call: Call, location: Location) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks."""
     return forward(ring, call, location)[0]
+
+
+def without_derivative(told: str) -> Callable[[Any], Any]:
+    """The identity, except that differentiating it raises `DerivativeError` with this message."""
+
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return x
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise DerivativeError(told)
+
+    return same
+
+
+first_derivative_only = without_derivative(
+    "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
+    "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
+)
 
 
 def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
@@ -94,17 +117,3 @@ def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: 
 
 
 attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
-
-
-@jax.custom_jvp
-def first_derivative_only(x: Any) -> Any:
-    """The identity. Differentiating it raises `DerivativeError`: the backward pass has no derivative rule."""
-    return x
-
-
-@first_derivative_only.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise DerivativeError(
-        "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
-        "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
-    )

@@ -112,9 +112,10 @@ def plan(
 ) -> Plan:
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
-    No hop is left out for segment ids (known only at run time), for masks without bounds by position, or if the caller
-    passes positions. `two_way` has no effect where hops are left out, because a shard that is near in one direction is
-    far in the other; nor on two ranks, where both directions are the same.
+    No hop is left out for segment ids (known only at run time), for masks without bounds by position, or unless
+    `rule.increasing`, which the engine clears also where queries have an offset. `two_way` has no effect where hops are
+    left out, because a shard that is near in one direction is far in the other; nor on two ranks, where both directions
+    are the same.
     """
     made = _offsets(rule, layout, ranks, q_length, kv_length)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
