@@ -14,6 +14,7 @@ CORE = ROOT / "packages/ringattn-core/src/ringattn_core"
 ROOMS = (
     ("cli", "adapters"),
     ("call",),
+    ("strategies",),
     ("tuning",),
     ("ring",),
     ("backends",),
