@@ -44,10 +44,10 @@ class Residuals:
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)`, and the residuals for the backward pass."""
-    call = gathered(ring, _without_padding(call))
+    call = gathered(ring, _without_padding(call), location.rank)
     kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:
-        alone = block(ring, directions[0], whole_keys(ring, call), 0)
+        alone = block(ring, directions[0], whole_keys(ring, call, location), 0)
         partial = kernel(dataclasses.replace(alone, final=call.softmax_aux is None), None)
     else:
         partial = _joined(_Pass(ring, directions, kernel).all_hops())

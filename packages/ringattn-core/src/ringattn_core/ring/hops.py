@@ -109,6 +109,7 @@ def plan(
     kv_length: int,
     two_way: bool = False,
     joint: bool = True,
+    stripe: int = 1,
 ) -> Plan:
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
@@ -116,7 +117,7 @@ def plan(
     passes positions. `two_way` has no effect where hops are left out, because a shard that is near in one direction is
     far in the other; nor on two ranks, where both directions are the same.
     """
-    made = _offsets(rule, layout, ranks, q_length, kv_length)
+    made = _offsets(rule, layout, ranks, q_length, kv_length, stripe)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
 
 
@@ -136,7 +137,7 @@ def repeated(hop: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tu
     return carry
 
 
-def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> tuple[int, ...]:
+def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int) -> tuple[int, ...]:
     every = tuple(range(ranks))
     if not rule.increasing or ranks == 1:
         return every
@@ -145,22 +146,24 @@ def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int)
         masks.append(any_of(rule.masks))
     if not masks:
         return every
-    meets = _meetings(masks, layout, ranks, q_length, kv_length)
+    meets = _meetings(masks, layout, ranks, q_length, kv_length, stripe)
     rank = np.arange(ranks)
     return (0, *(offset for offset in every[1:] if meets[rank, (rank - offset) % ranks].any()))
 
 
-def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int) -> np.ndarray:
+def _meetings(
+    masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int, stripe: int
+) -> np.ndarray:
     """Whether any query of rank `i` may see any key of rank `j`, `[ranks, ranks]`, from bounds of their positions."""
-    q, q_parts = _shards(layout, ranks, q_length)
-    kv, kv_parts = _shards(layout, ranks, kv_length)
+    q, q_parts = _shards(layout, ranks, q_length, stripe)
+    kv, kv_parts = _shards(layout, ranks, kv_length, stripe)
     some = all_of(np.asarray(mask.tiles(q, kv)[0]) for mask in masks)
     tiles = np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts))
     return np.asarray(tiles.reshape(ranks, q_parts, ranks, kv_parts).any((1, 3)))
 
 
-def _shards(layout: str, ranks: int, length: int) -> tuple[Coordinates, int]:
+def _shards(layout: str, ranks: int, length: int, stripe: int) -> tuple[Coordinates, int]:
     """Every rank's tokens, cut into tiles with tight position bounds; and the number of tiles of a rank."""
     parts = 2 if layout == "zigzag" else 1
-    index = order(layout, ranks, ranks * length).reshape(1, ranks * parts, length // parts)
+    index = order(layout, ranks, ranks * length, stripe).reshape(1, ranks * parts, length // parts)
     return Coordinates(index, index), parts
