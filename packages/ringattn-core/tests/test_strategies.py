@@ -30,9 +30,9 @@ OF_HEADS = Case("of-heads", heads=6, kv_heads=3, bias="N", dense_mask="T", dropo
 
 
 def on_axes(placed: Placed, outer: int, **options: Any) -> Any:
-    """The function of global arrays on a mesh with two axes for the sequence."""
-    one_axis, both = placed.placement.mesh, (OUTER, INNER)
-    mesh = Mesh(one_axis.devices.reshape(1, outer, -1, 1), (DATA, *both, HEADS))
+    """The function of global arrays on a mesh with two axes for the sequence. The mesh has the inner one first."""
+    devices, both = placed.placement.mesh.devices, (OUTER, INNER)
+    mesh = Mesh(devices.reshape(1, -1, outer, 1), (DATA, INNER, OUTER, HEADS))
 
     def over_both(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*(both if entry == RING else entry for entry in spec))

@@ -108,9 +108,7 @@ def columns(x: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1) -
     return jnp.concatenate([first, second], -1)
 
 
-def put_columns(
-    whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1
-) -> jax.Array:
+def put_columns(whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1) -> jax.Array:
     """`whole` with `columns(whole, ...)` replaced by `part`."""
     length = part.shape[-1]
     if layout == "contiguous":

@@ -17,10 +17,10 @@ from ..contract.protocol import Block, Partial
 from ..placement.padding import cleaned
 from . import batching, hops, parcels
 from .blocks import Ring, block, gathered
-from .whole_keys import whole_keys
 from .directions import Direction, Location, joined, split
 from .remat import LSE_NAME, OUT_NAME
 from .sends import Wires, after, after_hop, permuted, wire
+from .whole_keys import whole_keys
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
 Partials = tuple[Partial, ...]

@@ -151,9 +151,7 @@ def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int,
     return (0, *(offset for offset in every[1:] if meets[rank, (rank - offset) % ranks].any()))
 
 
-def _meetings(
-    masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int, stripe: int
-) -> np.ndarray:
+def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int, stripe: int) -> np.ndarray:
     """Whether any query of rank `i` may see any key of rank `j`, `[ranks, ranks]`, from bounds of their positions."""
     q, q_parts = _shards(layout, ranks, q_length, stripe)
     kv, kv_parts = _shards(layout, ranks, kv_length, stripe)

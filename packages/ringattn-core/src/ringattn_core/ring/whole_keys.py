@@ -20,9 +20,7 @@ from .sends import after
 Pair = tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
 
 
-def whole_keys(
-    ring: Ring, call: Call, location: Location, tokens: Sequence[jax.Array] = ()
-) -> Pair | packing.Packed:
+def whole_keys(ring: Ring, call: Call, location: Location, tokens: Sequence[jax.Array] = ()) -> Pair | packing.Packed:
     """Keys and values of all ranks in natural order, by one all-gather, which starts after all `tokens` are computed.
 
     The backward pass gathers them again: keeping them from the forward pass would cost the memory of all shards.
