@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Support, from_flash, per_shard, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import InputError, UnsupportedFeatureError
+from ringattn_core.tuning import choice
+from ringattn_core.tuning.problem import of_call
 
 OTHERS = ("all_gather", "ulysses")
 COLLECTIVE = re.compile(r" (all-gather|reduce-scatter|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
@@ -181,3 +183,19 @@ def test_kernels_with_static_masks_refuse_blocks_that_need_another_mask(options:
 def test_gathered_keys_need_a_backend_that_takes_more_keys_than_queries():
     with flash(), pytest.raises(UnsupportedFeatureError, match="'flash' does not support CROSS_LENGTHS"):
         attend(strategy="all_gather", backend="flash")
+
+
+def test_kernels_are_tuned_for_the_heads_and_tokens_that_ulysses_gives_them(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, ...]] = []
+
+    def spy(registration: Any, call: Any, ranks: int, mesh: Any = None) -> Any:
+        problem = of_call(registration, call, ranks, mesh)
+        seen.append((problem.q_length, problem.kv_length, problem.heads, problem.kv_heads, ranks))
+        return problem
+
+    monkeypatch.setattr(choice, "of_call", spy)
+    monkeypatch.setattr(choice, "tunable", lambda registration: True)
+    attend(strategy="ulysses")
+    attend(strategy="ulysses", over=("a", "b"))
+    # Before the exchange, shards have 4 and 2 tokens of 8 query heads and 2 key heads, on 4 and 8 ranks.
+    assert set(seen) == {(16, 16, 2, 1, 1), (4, 4, 4, 1, 4)}
