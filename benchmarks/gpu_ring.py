@@ -77,9 +77,7 @@ def main() -> None:
         }
         over_mesh: dict[str, Any] = dict(layout="zigzag", mesh=mesh, axis_name="sp")
         attentions = {
-            **{
-                name: ours(backend=arguments.backend, causal=True, strategy=name, **over_mesh) for name in STRATEGIES
-            },
+            **{name: ours(backend=arguments.backend, causal=True, strategy=name, **over_mesh) for name in STRATEGIES},
             "gather": gathered(mesh, arguments.backend),
             "alone": ours(backend=arguments.backend, causal=True),
         }

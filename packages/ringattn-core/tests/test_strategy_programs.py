@@ -88,6 +88,20 @@ def test_the_backward_pass_keeps_no_array_that_was_gathered():
     assert kept("all_gather") == kept("ring")
 
 
+def test_gradients_of_gathered_keys_are_summed_in_float32():
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=2), axis_name="sp", strategy="all_gather")
+    x = [a.astype(jnp.bfloat16) for a in arrays()]
+    program = jax.make_jaxpr(jax.grad(lambda *x: ring_attention(*x, **options).sum(), (0, 1, 2)))(*x)
+    assert re.findall(r":(\w+)\[[\d,]+\](?:\S*) = reduce_scatter", str(program)) == ["f32"]
+
+
+def test_a_rank_may_have_a_single_query():
+    """Then an array with a row for each query has one row on a rank, as if all queries shared it."""
+    x, bias = arrays(4), jax.random.normal(jax.random.key(3), (1, 8, 4, 4))
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=4), axis_name="sp", strategy="ulysses")
+    same(ring_attention(*x, bias=bias, **options), ring_attention(*x, bias=bias))
+
+
 MESHES = [
     (AxisType.Auto, {"dp": 2, "sp": 2, "tp": 2}, "sp", 13, False),
     (AxisType.Explicit, {"dp": 2, "sp": 2, "tp": 2}, "sp", 13, False),
