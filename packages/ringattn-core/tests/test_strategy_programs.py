@@ -138,6 +138,15 @@ def test_the_function_of_a_backend_takes_a_strategy_too():
     same(over(*x), attend(*x))
 
 
+def test_on_one_rank_all_strategies_are_one_program():
+    def program(strategy: str) -> str:
+        options: dict[str, Any] = dict(mesh=mesh_of(sp=1), axis_name="sp", strategy=strategy)
+        text = str(jax.make_jaxpr(lambda *x: ring_attention(*x, **options))(*arrays()))
+        return re.sub("0x[0-9a-f]+", "", text)  # functions among the parameters print with their addresses
+
+    assert program("all_gather") == program("ulysses") == program("ring")
+
+
 def attend(heads: tuple[int, int] = (8, 2), over: Any = "sp", **options: Any) -> Any:
     mesh = mesh_of(**({"sp": 4} if over == "sp" else {"a": 4, "b": 2}))
     return jax.eval_shape(lambda *x: ring_attention(*x, mesh=mesh, axis_name=over, **options), *arrays(16, heads))
