@@ -14,8 +14,8 @@ CORE = ROOT / "packages/ringattn-core/src/ringattn_core"
 ROOMS = (
     ("cli", "adapters"),
     ("call",),
-    ("tuning",),
     ("strategies",),
+    ("tuning",),
     ("ring",),
     ("backends",),
     ("contract",),

@@ -20,6 +20,7 @@ from ..contract.signature import PARAMETERS
 from ..errors import InputError
 from ..masks.info import MaskInfo
 from ..placement import arrays, axes, layout
+from ..strategies import Strategy
 from . import checks
 from .checks import Sizes
 
@@ -77,6 +78,7 @@ OPTIONS: Final = (
     Option("two_way", checks.two_way, feature=Feature.TWO_WAY),
     Option("precision", checks.precision, feature=Feature.PRECISION),
     Option("return_lse", checks.flag, feature=Feature.RETURN_LSE),
+    Option("strategy", checks.strategy),
 )
 ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None
@@ -119,6 +121,7 @@ class RingSettings(TypedDict, total=False):
     out_specs: Any
     layout: str
     two_way: bool
+    strategy: Strategy
     mask_builder: Callable[[int, int, int, int, int], Any] | None
     chunk_size: int | None
     logits_soft_cap: float | None

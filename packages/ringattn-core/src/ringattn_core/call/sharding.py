@@ -18,7 +18,7 @@ from ..backends.selection import select
 from ..contract.call import Call
 from ..contract.varying import align
 from ..placement import arrays, axes
-from ..placement.arrays import Roles
+from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
 from ..tuning.choice import with_parameters_over_mesh
@@ -71,7 +71,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in _given(call).items()}
         call = _padded(dataclasses.replace(call, **given), *more)
-        call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
+        call = dataclasses.replace(call, key=repeated_heads(call.key, copies), value=repeated_heads(call.value, copies))
     return dataclasses.replace(call, **roles.names), roles
 
 
@@ -177,12 +177,6 @@ def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 
 _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec, _, dx: (dx,))
-
-
-def _repeated(x: jax.Array, copies: int) -> jax.Array:
-    """Repeats every key head `copies` times, so that each rank has one of its own. JAX sums their gradients."""
-    shape = (*x.shape[:2], x.shape[2], copies, x.shape[3])
-    return jnp.broadcast_to(x[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3])
 
 
 def _padded(call: Call, queries: int, keys: int) -> Call:

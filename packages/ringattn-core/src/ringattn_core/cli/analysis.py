@@ -94,7 +94,10 @@ class CallAnalysis:
         itemsize = self.call.floating["query"].dtype.itemsize
         inputs = sum(row["bytes"] for row in self.memory if row["pass"] == "call" and "output" not in row["arrays"])
         q_length, kv_length = self.lengths
-        work = Work(batch, q_length, kv_length, heads, kv_heads, head_dim, value_dim, itemsize, pairs, self.plan)
+        layout = self.call.options["layout"]
+        work = Work(
+            batch, q_length, kv_length, heads, kv_heads, head_dim, value_dim, itemsize, pairs, self.plan, layout
+        )
         return dataclasses.replace(work, others=inputs - itemsize * (work.queries + work.keys))
 
     @property

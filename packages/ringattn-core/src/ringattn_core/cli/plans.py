@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..errors import InputError
 from ..placement import platforms
-from ..strategies import choose, devices
+from ..strategies import STRATEGIES, choose, devices
 from ..strategies.cost import Cost, Step, total
 from ..strategies.devices import DEVICES, LINKS, TYPICAL, Device
 from .analysis import CallAnalysis
@@ -30,15 +30,16 @@ class Reckoning:
 
 def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plans", "what each plan costs, by a model of constants: nothing is measured")
-    known = (*choose.STRATEGIES, "auto")
+    known = (*STRATEGIES, "auto")
     group.add_argument("--strategy", default="ring", choices=known, help="the plan of the call; the ring by default")
     group.add_argument(
         "--device", choices=DEVICES, metavar="NAME", help=f"the kind of device: {', '.join(DEVICES)}; need not be here"
     )
     group.add_argument("--link", choices=LINKS, help="what connects the ranks; by default what the device usually has")
     group.add_argument(
-        "--inner", type=int, metavar="U", help="ranks that exchange heads for tokens, with a ring over the rest"
-    )
+        "--inner", type=int, metavar="U",
+        help="ranks of the last of two axes of the ring: they exchange heads for tokens, with a ring over the first",
+    )  # fmt: skip
 
 
 def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
@@ -63,8 +64,7 @@ def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
 def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | None) -> Reckoning:
     if inner is not None and (inner < 1 or found.ranks % inner):
         raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
-    groups = () if inner is None else tuple(sorted({inner, found.ranks}))
-    plans = choose.reckoned(found.for_plans, device, groups, found.choice if found.own_ring else None)
+    plans = choose.reckoned(found.for_plans, device, inner, found.choice if found.own_ring else None)
     return Reckoning(device, plans, choose.by_name(plans, strategy), choose.cheapest(plans))
 
 
@@ -134,8 +134,13 @@ def steps(found: Reckoning) -> Rows:
         for phase in ("forward", "backward")
         for step in getattr(plan, phase)
     ]
-    runs = [list(run) for _, run in groupby(rows, lambda x: [str(x[name]) for name in x if name != "step"])]
+    runs = [list(run) for _, run in groupby(rows, _alike)]
     return [run[0] | {"step": _span(run[0]["step"], run[-1]["step"])} for run in runs]
+
+
+def _alike(row: dict[str, Any]) -> list[str]:
+    """What rows that are shown as one have in common: all as it is printed, but for the number of the hop."""
+    return [str(value).split()[0] if name == "step" else str(value) for name, value in row.items()]
 
 
 def _span(first: str, last: str) -> str:

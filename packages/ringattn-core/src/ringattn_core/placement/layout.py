@@ -66,6 +66,33 @@ def order(layout: str, ranks: int, length: int) -> np.ndarray:
     return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
 
 
+def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
+    """The shards of `shards` neighbouring ranks, which `x` holds one after another, as one shard in increasing order.
+
+    Of contiguous and zigzag shards this is a shard of a sequence with fewer ranks, in the same layout. Of all ranks, it
+    is the whole sequence in natural order.
+    """
+    if layout == "contiguous" or shards == 1:
+        return x
+    before, after, length = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // shards
+    if layout == "striped":
+        return jnp.swapaxes(x.reshape(*before, shards, length, *after), axis, axis + 1).reshape(x.shape)
+    first, second = jnp.split(x.reshape(*before, shards, length, *after), 2, axis + 1)
+    halves = (half.reshape(*before, -1, *after) for half in (first, jnp.flip(second, axis)))
+    return jnp.concatenate(list(halves), axis)
+
+
+def to_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
+    """The inverse of `of_neighbours`."""
+    if layout == "contiguous" or shards == 1:
+        return x
+    before, after, length = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // shards
+    if layout == "striped":
+        return jnp.swapaxes(x.reshape(*before, length, shards, *after), axis, axis + 1).reshape(x.shape)
+    first, second = (half.reshape(*before, shards, -1, *after) for half in jnp.split(x, 2, axis))
+    return jnp.concatenate([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
+
+
 def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:
     """The entries of `rank`'s tokens, in its order, from a last axis over the whole sequence in natural order."""
     length = x.shape[-1] // ranks

@@ -22,16 +22,21 @@ from .hops import plan
 from .parcels import joint
 
 
-def run(kernel: BlockKernel, call: Call) -> Result:
-    """`(out, lse)` of one shard, by the ring engine over `kernel`."""
-    ring, call, location = prepared(kernel, call)
+def run(kernel: BlockKernel, call: Call, gathers: bool = False) -> Result:
+    """`(out, lse)` of one shard, by the ring engine over `kernel`.
+
+    If it `gathers`, a rank computes with the keys of all ranks at once, and there is no ring.
+    """
+    ring, call, location = prepared(kernel, call, gathers=gathers)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
         # Replicated inputs are aligned, so that JAX sums their gradients.
         return _attend(ring, *align((call, location), axes_of(call, location)))
 
 
-def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> tuple[Ring, Call, Location]:
+def prepared(
+    kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False
+) -> tuple[Ring, Call, Location]:
     """What the engine reads: the plan, the call with its values per head in float32, and the location of this rank.
 
     `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
@@ -40,7 +45,7 @@ def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> t
     axis = call.axis_name or ()
     rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
     lengths = call.query.shape[1], call.key.shape[1]
-    made = plan(call.rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
+    made = plan(call.rule, call.layout, 1 if gathers else ranks, *lengths, call.two_way, joint(kernel))
     of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
     call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(
@@ -48,7 +53,7 @@ def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> t
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
     )
-    return Ring(kernel, made, axis), call, location
+    return Ring(kernel, made, axis, ranks), call, location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:

@@ -17,6 +17,7 @@ from ..contract.protocol import Block, Partial
 from ..placement.padding import cleaned
 from . import batching, hops, parcels
 from .blocks import Ring, block, gathered
+from .whole_keys import whole_keys
 from .directions import Direction, Location, joined, split
 from .remat import LSE_NAME, OUT_NAME
 from .sends import Wires, after, after_hop, permuted, wire
@@ -46,7 +47,7 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     call = gathered(ring, _without_padding(call))
     kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:
-        alone = block(ring, directions[0], (call.key, call.value), 0)
+        alone = block(ring, directions[0], whole_keys(ring, call), 0)
         partial = kernel(dataclasses.replace(alone, final=call.softmax_aux is None), None)
     else:
         partial = _joined(_Pass(ring, directions, kernel).all_hops())

@@ -1,2 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan runs a call: the ring, an all-gather of the keys, or heads exchanged for tokens (Ulysses)."""
+"""The strategies: which of the ranks holds which keys when, and which heads it computes."""
+
+from typing import Final, Literal, get_args
+
+Strategy = Literal["ring", "all_gather", "ulysses"]
+STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)

@@ -3,26 +3,23 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
 
 from ..errors import InputError
-from . import cost
+from . import STRATEGIES, cost
 from .cost import Cost
 from .devices import Device
 from .work import Work
 
-STRATEGIES: Final = ("ring", "all_gather", "ulysses")
 
-
-def reckoned(work: Work, device: Device, groups: Sequence[int] = (), own_ring: str | None = None) -> tuple[Cost, ...]:
+def reckoned(work: Work, device: Device, inner: int | None = None, own_ring: str | None = None) -> tuple[Cost, ...]:
     """The cost of every plan of a call, those that it cannot use among them.
 
-    `groups` are the sizes of the groups of consecutive ranks that could exchange heads for tokens, by default one of
-    all ranks. `own_ring` is the name of a backend that drives its own ring.
+    `inner` is the number of ranks of the last axis of the ring, by default all of them: these would exchange heads for
+    tokens. `own_ring` is the name of a backend that drives its own ring.
     """
     plans = [cost.ring(work, device)]
     if work.ranks > 1:
-        others = [cost.all_gather(work, device), *(cost.ulysses(work, device, n) for n in groups or (work.ranks,))]
+        others = [cost.all_gather(work, device), cost.ulysses(work, device, inner or work.ranks)]
         own = None if own_ring is None else f"backend {own_ring!r} drives its own ring"
         plans += [dataclasses.replace(plan, refusal=own or plan.refusal) for plan in others]
     return tuple(_fitting(plan, device) for plan in plans)

@@ -141,8 +141,8 @@ def refused(work: Work, inner: int) -> str | None:
         return f"{work.ranks} ranks do not divide into groups of {inner}"
     if work.heads % inner:
         return f"{work.heads} query heads do not divide by {inner} ranks"
-    if work.kv_heads % inner and inner % work.kv_heads:
-        return f"{work.kv_heads} key heads neither divide by {inner} ranks, nor {inner} by {work.kv_heads}"
+    if inner < work.ranks and work.layout == "striped":
+        return "layout='striped' deals neighbouring tokens to different groups"
     return None
 
 
@@ -171,21 +171,22 @@ class _Kernels:
 
 
 def _forward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
-    """The hops of a ring: during each but the last, the keys of the next one arrive."""
+    """The hops of a ring: during each but the last, the keys of the next one arrive. On one rank, one kernel."""
     kernels, sends = _Kernels(work, device), work.plan.forward
-    ways = len(work.plan.signs)
-    steps = []
-    for number, pairs in enumerate(work.of_hops):
-        sent = sends[ways * number : ways * (number + 1)]
-        steps.append(_step(f"hop {number}", kernels.forward(pairs, work.ranks > 1), sent, work, link))
-    return tuple(steps)
+    ways, own = len(work.plan.signs), work.of_hops[0]
+    if work.ranks == 1:
+        return (Step("kernel", kernels.forward(own, partial=False)),)
+    return tuple(
+        _step(f"hop {number}", kernels.forward(pairs), sends[ways * number : ways * (number + 1)], work, link)
+        for number, pairs in enumerate(work.of_hops)
+    )
 
 
 def _backward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
     """The hops with other ranks' keys, then that with the own ones, during which dk,dv of the last visitor go home."""
     kernels, plan, (own, *visitors) = _Kernels(work, device), work.plan, work.of_hops
     if not visitors:
-        return (Step("hop 0", kernels.backward(own)),)
+        return (Step("kernel", kernels.backward(own)),)
     halves, ways = plan.halves(work.kv_heads), len(plan.signs)
     own_seconds = kernels.backward(own) / (1 + halves)
     rest, steps = list(plan.backward), []
@@ -194,16 +195,19 @@ def _backward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
         sent = [rest.pop(0) for _ in range(ways * count)]
         steps.append(_step(name, seconds, sent, work, link))
 
-    step("half of hop 0" if halves else "first keys", own_seconds if halves else 0.0, 1)
+    step("half of own keys" if halves else "first keys", own_seconds if halves else 0.0, 1)
     moves = zip((*plan.shifts[1:], None), (None, *plan.shifts[1:]), visitors, strict=True)
     for number, (onward, behind, pairs) in enumerate(moves, 1):
         step(f"hop {number}", kernels.backward(pairs), len(plan.parcel(onward, behind)))
-    step("rest of hop 0" if halves else "hop 0", own_seconds, 1)
+    step("rest of own keys" if halves else "own keys", own_seconds, 1)
     return tuple(steps)
 
 
 def _step(name: str, computes: float, sent: Sequence[Send], work: Work, link: Link) -> Step:
-    """A step with messages that leave together. In a torus each passes the ranks between, and directions share no link."""
+    """A step with messages that leave together.
+
+    In a torus a message passes the ranks between, and the two directions have links of their own.
+    """
     counts = [send.bytes(work.keys, work.itemsize) for send in sent]
     if not link.torus:
         return Step(name, computes, sum(counts), link.send(sum(counts)))

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Final
 
 import numpy as np
@@ -33,6 +34,7 @@ class Work:
     itemsize: int
     pairs: np.ndarray = dataclasses.field(repr=False, compare=False)
     plan: Plan
+    layout: str
     others: int = 0
 
     @property
@@ -80,8 +82,8 @@ class Work:
     def over_heads(self, inner: int) -> "Work":
         """The work of the outer ring, where groups of `inner` consecutive ranks have exchanged heads for tokens.
 
-        A rank then has the tokens of its group and a part of the heads. If there are fewer key heads than ranks in a
-        group, every rank has one of them.
+        A rank then has the tokens of its group and a part of the heads. Key heads that do not divide by the ranks are
+        repeated until they do.
         """
         outer = self.ranks // inner
         pairs = self.pairs.reshape(outer, inner, outer, inner).sum((1, 3))
@@ -92,7 +94,7 @@ class Work:
             q_length=self.q_length * inner,
             kv_length=self.kv_length * inner,
             heads=self.heads // inner,
-            kv_heads=max(1, self.kv_heads // inner),
+            kv_heads=math.lcm(self.kv_heads, inner) // inner,
             pairs=pairs,
             plan=dataclasses.replace(self.plan, ranks=outer, offsets=(0, *seen), two_way=False),
         )
