@@ -2,18 +2,24 @@
 """Promises of the cost model: its sums are those of the analysis, faster links cost no time, and "auto" is allowed."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from ringattn_core import ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.cli import analysis
 from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.main import parsed
 from ringattn_core.cli.memory import TOGETHER
+from ringattn_core.contract.backend import Backend
+from ringattn_core.contract.features import Feature, Support
 from ringattn_core.contract.rule import Rule
-from ringattn_core.errors import InputError
 from ringattn_core.ring import hops
 from ringattn_core.strategies import choose, cost, devices
 from ringattn_core.strategies.cost import Step
@@ -145,14 +151,16 @@ def test_auto_is_the_cheapest_plan_that_the_call_allows() -> None:
 
 
 def test_auto_changes_with_heads_backend_and_memory() -> None:
-    def auto(ranks: int = 4, length: int = 1024, heads: int = 8, own: str | None = None, **device: Any) -> str:
-        made = work(ranks, length, heads, heads)
-        return choose.by_name(choose.reckoned(made, dataclasses.replace(H200, **device), None, own), "auto").strategy
+    def auto(ranks: int = 4, length: int = 1024, heads: int = 8, barred: Any = (), **device: Any) -> str:
+        plans = choose.reckoned(
+            work(ranks, length, heads, heads), dataclasses.replace(H200, **device), None, dict.fromkeys(barred, "no")
+        )
+        return choose.by_name(plans, "auto").strategy
 
     assert auto(length=32768) == "ulysses"
     assert auto(length=32768, heads=7) == "ring"
     assert auto(64, 64, heads=7) == "all_gather", "short shards over a network: 63 sends wait longer than one gather"
-    assert auto(own="of_somebody") == "ring"
+    assert auto(length=32768, barred=["ulysses", "all_gather"]) == "ring"
     needs = {plan.strategy: plan.memory for plan in choose.reckoned(work(64, 64, 7, 7), H200)}
     assert auto(64, 64, heads=7, memory=needs["all_gather"] - 1) == "ring"
     assert auto(64, 64, heads=7, memory=1) == "ring", "where none fits, the least memory"
@@ -164,10 +172,6 @@ def test_refusals_are_sentences_with_their_numbers() -> None:
     assert cost.refused(work(4, layout="striped"), 4) is None
     assert "groups of 3" in (cost.refused(work(4), 3) or "")
     assert cost.refused(work(8, heads=16, kv_heads=2), 8) is None
-    own = choose.reckoned(work(), H200, None, "fused")
-    assert [plan.refusal for plan in own] == [None, *["backend 'fused' drives its own ring"] * 2]
-    with pytest.raises(InputError, match=r"strategy.*'rign'.*'ring'"):
-        choose.by_name(own, "rign")
 
 
 def test_groups_exchange_heads_over_the_near_link() -> None:
@@ -196,3 +200,40 @@ def test_a_head_size_has_the_rate_of_the_next_larger_kernel() -> None:
     assert H200.rate(2, 80) == H200.rates[96]
     assert H200.rate(2, 512) == H200.rates[256]
     assert H200.rate(4, 64) == H200.float32
+
+
+def strategy_of(device: devices.Device | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
+    """What strategy="auto" stands for in a call on a ring of 4, as its compiled program tells."""
+    monkeypatch.setattr(choose, "of_kind", lambda _: device)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
+    x = jax.ShapeDtypeStruct((1, options.pop("tokens", 64), options.pop("heads", 4), 8), jnp.float32)
+    attend = functools.partial(
+        ring_attention, mesh=mesh, axis_name="sp", strategy="auto", backend="xla", **{"causal": True, **options}
+    )
+    jax.clear_caches()  # the device that is reckoned with is no part of JAX's keys
+    text = jax.jit(attend).lower(x, x, x).as_text()
+    found = {
+        "ring": "collective_permute", "all_gather": "stablehlo.all_gather", "ulysses": "stablehlo.all_to_all",
+    }  # fmt: skip
+    (name,) = [name for name, operation in found.items() if operation in text]
+    return name
+
+
+def test_the_call_runs_the_strategy_that_auto_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = dataclasses.replace(H200, launch=0.0, float32=(1e6, 1e6))
+    few_messages = H200.linked_by(devices.Link("far", bandwidth=1e15, latency=1.0))
+    few_bytes = H200.linked_by(devices.Link("narrow", bandwidth=1e3, latency=0.0))
+    hidden = slow.linked_by(devices.Link("quick", bandwidth=1e8, latency=1e-4))
+    assert strategy_of(few_messages, monkeypatch) == "all_gather"
+    assert strategy_of(few_bytes, monkeypatch) == "ulysses"
+    assert strategy_of(hidden, monkeypatch, heads=3) == "ring"
+    assert strategy_of(None, monkeypatch) == "ring", "a device without constants"
+
+
+def test_auto_leaves_a_backend_that_drives_its_own_ring_alone() -> None:
+    own = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:RING")
+    with discovery.registered(own, lambda query, **options: query):
+        x = jnp.ones((1, 8, 2, 4))
+        assert ring_attention(x, x, x, backend="own", strategy="auto").shape == x.shape
+        registration = discovery.get("own")
+        assert set(choose.refused_by(registration, causal=True)) == {"all_gather", "ulysses"}

@@ -15,6 +15,7 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
+from ..strategies.choose import refused_by
 from ..strategies.work import Work
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
@@ -44,8 +45,9 @@ class CallAnalysis:
     `choice` is the backend that would run the call; without one, `refusal` gives the reason. `own_ring` means that this
     backend drives its own ring; the hops are then those of core's engine. `lengths` are the numbers of queries and
     keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
-    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `states`
-    are `SKIPPED`, `MASKED` or `WHOLE`, `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
+    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `unable`
+    are the strategies that the backend cannot run, with the reason. `states` are `SKIPPED`, `MASKED` or `WHOLE`,
+    `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
     """
 
     call: AbstractCall
@@ -64,6 +66,7 @@ class CallAnalysis:
     memory: Rows
     compiled: dict[str, Any] | None
     plan: Plan
+    unable: dict[str, str]
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -150,6 +153,7 @@ def analyse(
         memory=held(local),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         plan=plan,
+        unable=refused_by(chosen, call.options.get("causal", False)),
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
     )
 

@@ -21,7 +21,7 @@ _EXAMPLES: Final = """examples:
   ringattn explain --query 1,131072,32,128 --kv 131072,8 --ring 8 --causal --layout zigzag
   ringattn explain --query 1,32768,8,64 --ring 8 --causal --window 4096,0 --svg ring.svg
   ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200 --compile
-  ringattn explain --query 1,1048576,32,128 --kv 1048576,8 --ring 64 --causal --layout zigzag --device h200 --inner 8
+  ringattn explain --query 1,1048576,32,128 --ring 64 --inner 8 --causal --device h200
 """
 
 

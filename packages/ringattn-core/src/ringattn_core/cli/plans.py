@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..errors import InputError
 from ..placement import platforms
-from ..strategies import STRATEGIES, choose, devices
+from ..strategies import choose, devices
 from ..strategies.cost import Cost, Step, total
 from ..strategies.devices import DEVICES, LINKS, TYPICAL, Device
 from .analysis import CallAnalysis
@@ -30,8 +30,6 @@ class Reckoning:
 
 def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plans", "what each plan costs, by a model of constants: nothing is measured")
-    known = (*STRATEGIES, "auto")
-    group.add_argument("--strategy", default="ring", choices=known, help="the plan of the call; the ring by default")
     group.add_argument(
         "--device", choices=DEVICES, metavar="NAME", help=f"the kind of device: {', '.join(DEVICES)}; need not be here"
     )
@@ -64,7 +62,7 @@ def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
 def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | None) -> Reckoning:
     if inner is not None and (inner < 1 or found.ranks % inner):
         raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
-    plans = choose.reckoned(found.for_plans, device, inner, found.choice if found.own_ring else None)
+    plans = choose.reckoned(found.for_plans, device, inner, found.unable)
     return Reckoning(device, plans, choose.by_name(plans, strategy), choose.cheapest(plans))
 
 

@@ -2,26 +2,91 @@
 """Which plan runs a call: the cheapest that the call allows, by the cost model."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
-from ..errors import InputError
+import jax
+
+from ..backends.discovery import Registration
+from ..contract.call import Call
+from ..placement import axes
+from ..placement.platforms import device_of
+from ..ring import hops
+from ..ring.blocks import static_masks
+from ..ring.parcels import joint
 from . import STRATEGIES, cost
 from .cost import Cost
-from .devices import Device
-from .work import Work
+from .devices import Device, of_kind
+from .work import Work, visible_pairs
+
+_NONE: Final[Mapping[str, str]] = {}
 
 
-def reckoned(work: Work, device: Device, inner: int | None = None, own_ring: str | None = None) -> tuple[Cost, ...]:
+def settled(registration: Registration, call: Call) -> Call:
+    """The call of one shard with the strategy that "auto" stands for; the ring on a device without constants.
+
+    Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks and positions of the
+    caller's are not known while a call is traced, and are reckoned as if they hid nothing.
+    """
+    if call.strategy != "auto":
+        return call
+    device = of_kind(device_of(None, (call.query, call.key, call.value)).device_kind)
+    if device is None or not call.axis_name:
+        return dataclasses.replace(call, strategy="ring")
+    inner = axes.size("axis_name", call.axis_name[-1:])
+    plans = reckoned(_work(registration, call), device, inner, refused_by(registration, call.causal))
+    return dataclasses.replace(call, strategy=cheapest(plans).strategy)
+
+
+def refused_by(registration: Registration | None, causal: bool) -> dict[str, str]:
+    """The strategies that a backend cannot run, each with the reason."""
+    if registration is None:
+        return {}
+    if registration.descriptor().kernel is None:
+        own = f"backend {registration.name!r} drives its own ring"
+        return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
+    if causal and static_masks(registration.implementation()):
+        return {"all_gather": f"the kernel of backend {registration.name!r} has only static masks"}
+    return {}
+
+
+def _work(registration: Registration, call: Call) -> Work:
+    ranks, kernel = axes.size("axis_name", call.axis_name or ()), registration.descriptor().kernel
+    batch, q_length, heads, head_dim = call.query.shape
+    lengths = q_length, call.key.shape[1]
+    joined = kernel is None or joint(registration.implementation())
+    bare = dataclasses.replace(call.rule, scale=1.0)  # so that calls which differ in the scale share what is counted
+    plan = hops.plan(bare, call.layout, ranks, *lengths, call.two_way, joined)
+    inputs = [x for x in jax.tree.leaves(call) if hasattr(x, "dtype")]
+    work = Work(
+        batch=batch,
+        q_length=q_length,
+        kv_length=lengths[1],
+        heads=heads,
+        kv_heads=call.key.shape[2],
+        head_dim=head_dim,
+        value_dim=call.value.shape[3],
+        itemsize=call.query.dtype.itemsize,
+        pairs=visible_pairs(bare, call.layout, ranks, *lengths),
+        plan=plan,
+        layout=call.layout,
+    )
+    others = sum(x.size * x.dtype.itemsize for x in inputs) - work.itemsize * (work.queries + work.keys)
+    return dataclasses.replace(work, others=others)
+
+
+def reckoned(
+    work: Work, device: Device, inner: int | None = None, refusals: Mapping[str, str] = _NONE
+) -> tuple[Cost, ...]:
     """The cost of every plan of a call, those that it cannot use among them.
 
     `inner` is the number of ranks of the last axis of the ring, by default all of them: these would exchange heads for
-    tokens. `own_ring` is the name of a backend that drives its own ring.
+    tokens. `refusals` are the strategies that the backend cannot run, with the reason.
     """
     plans = [cost.ring(work, device)]
     if work.ranks > 1:
         others = [cost.all_gather(work, device), cost.ulysses(work, device, inner or work.ranks)]
-        own = None if own_ring is None else f"backend {own_ring!r} drives its own ring"
-        plans += [dataclasses.replace(plan, refusal=own or plan.refusal) for plan in others]
+        plans += [dataclasses.replace(plan, refusal=refusals.get(plan.strategy, plan.refusal)) for plan in others]
     return tuple(_fitting(plan, device) for plan in plans)
 
 
@@ -37,12 +102,9 @@ def cheapest(plans: Sequence[Cost]) -> Cost:
 
 
 def by_name(plans: Sequence[Cost], name: str) -> Cost:
-    """The first plan of this name; for "auto" the cheapest. Raises for an unknown name."""
+    """The plan of this name, the cheapest for "auto". On one device all names mean the same."""
     if name == "auto":
         return cheapest(plans)
-    if name not in STRATEGIES:
-        known = ", ".join(repr(x) for x in (*STRATEGIES, "auto"))
-        raise InputError("strategy", f"got {name!r}", f"Known strategies: {known}")
     return next((plan for plan in plans if plan.strategy == name), plans[0])
 
 
