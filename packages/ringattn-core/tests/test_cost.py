@@ -34,9 +34,9 @@ def work(
 ) -> Work:
     layout = rule.pop("layout", "zigzag")
     made = Rule(1.0, **{"causal": True, **rule})
-    plan = hops.plan(made, layout, ranks, length, length, rule.get("two_way", False))
+    plan = hops.plan(made, layout, ranks, length, length)
     pairs = visible_pairs(made, layout, ranks, length, length)
-    return Work(1, length, length, heads, kv_heads, 128, 128, 2, pairs, plan, layout)
+    return Work(1, length, length, heads, kv_heads, 128, 128, 2, pairs, plan)
 
 
 def analysed(words: str, backend: str = "xla") -> analysis.CallAnalysis:
@@ -168,8 +168,9 @@ def test_auto_changes_with_heads_backend_and_memory() -> None:
 
 def test_refusals_are_sentences_with_their_numbers() -> None:
     assert cost.refused(work(4, heads=6, kv_heads=6), 4) == "6 query heads do not divide by 4 ranks"
-    assert "striped" in (cost.refused(work(4, layout="striped"), 2) or "")
-    assert cost.refused(work(4, layout="striped"), 4) is None
+    odd = dataclasses.replace(work(4, heads=4, kv_heads=2), two_way=True)
+    assert "even number of key heads" in (cost.refused(odd, 2) or "")
+    assert cost.refused(odd, 4) is None and cost.refused(dataclasses.replace(odd, two_way=False), 2) is None
     assert "groups of 3" in (cost.refused(work(4), 3) or "")
     assert cost.refused(work(8, heads=16, kv_heads=2), 8) is None
 

@@ -209,7 +209,7 @@ def two_way(argument: str, x: Any, sizes: Sizes) -> bool:
 
 
 def strategy(argument: str, x: Any, _: Sizes) -> str:
-    if x not in STRATEGIES:
+    if not isinstance(x, str) or x not in STRATEGIES:
         known = ", ".join(map(repr, STRATEGIES))
         raise InputError(argument, f"got {x!r}{did_you_mean(x, STRATEGIES)}", f"Known strategies: {known}")
     return x

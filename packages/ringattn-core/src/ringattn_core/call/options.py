@@ -90,10 +90,11 @@ _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 def needs(call: Call) -> frozenset[Feature]:
     """The features that a backend must support to run this call, without `GRADIENTS`."""
     heads, dim = call.query.shape[2:]
+    gathers = call.strategy == "all_gather"  # blocks then have the keys of all ranks, and the queries of one
     of_operands = {
         Feature.GROUPED_HEADS: call.key.shape[2] != heads,
         Feature.UNEQUAL_VALUE_DIM: call.value.shape[3] != dim,
-        Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1],
+        Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1] or gathers,
     }
     found = {Feature[call.query.dtype.name.upper()], *(feature for feature, asked in of_operands.items() if asked)}
     found |= {option.feature for option in OPTIONS if option.feature is not None and option.asked(call)}

@@ -60,13 +60,13 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     directions, kernel = split(ring.plan.signs, call, kept.location), batching.backward(ring.kernel)
     if ring.plan.ranks == 1:
         # If no rank adds to them, the kernel may return final gradients in the dtypes of the inputs.
-        alone = block(ring, directions[0], whole_keys(ring, call, [dout]), 0)
+        alone = block(ring, directions[0], whole_keys(ring, call, kept.location, [dout]), 0)
         alone = dataclasses.replace(
             alone, final=not ring.gathers, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out
         )
         made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
         found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
-        found["k"], found["v"] = own_gradients(ring, call, made.dk, made.dv)
+        found["k"], found["v"] = own_gradients(ring, call, kept.location, made.dk, made.dv)
     else:
         kv, sums = _Pass(ring, directions, rows.parts(len(directions)), kernel, bias_fixed).all_hops(dout)
         found = joined_sums(sums, call)
@@ -219,13 +219,15 @@ class _Pass:
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
         """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
-        layout, ranks = self.directions[0].call.layout, self.ring.plan.ranks
+        layout, ring = self.directions[0].call.layout, self.ring
 
         def added(name: str, total: jax.Array) -> Any:
             new = getattr(found, f"d{name}")
             if name == "q":  # the kernel has continued it
                 return new
-            return put_columns(total, new, layout, ranks, origin) if name in BY_COLUMN else total + new
+            if name not in BY_COLUMN:
+                return total + new
+            return put_columns(total, new, layout, ring.plan.ranks, origin, ring.stripe)
 
         return {name: added(name, total) for name, total in sums.items()}
 

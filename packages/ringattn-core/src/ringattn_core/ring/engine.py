@@ -22,12 +22,13 @@ from .hops import plan
 from .parcels import joint
 
 
-def run(kernel: BlockKernel, call: Call, gathers: bool = False) -> Result:
+def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
     """`(out, lse)` of one shard, by the ring engine over `kernel`.
 
-    If it `gathers`, a rank computes with the keys of all ranks at once, and there is no ring.
+    If it `gathers`, a rank computes with the keys of all ranks at once, and there is no ring. `stripe` is how many
+    tokens in a row belong to one shard of the striped layout.
     """
-    ring, call, location = prepared(kernel, call, gathers=gathers)
+    ring, call, location = prepared(kernel, call, None, gathers, stripe)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
         # Replicated inputs are aligned, so that JAX sums their gradients.
@@ -35,17 +36,18 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False) -> Result:
 
 
 def prepared(
-    kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False
+    kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False, stripe: int = 1
 ) -> tuple[Ring, Call, Location]:
     """What the engine reads: the plan, the call with its values per head in float32, and the location of this rank.
 
     `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
-    passes no kernel.
+    passes no kernel. `gathers` and `stripe` are as in `run`.
     """
     axis = call.axis_name or ()
     rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
     lengths = call.query.shape[1], call.key.shape[1]
-    made = plan(call.rule, call.layout, 1 if gathers else ranks, *lengths, call.two_way, joint(kernel))
+    of_keys = 1 if gathers else ranks
+    made = plan(call.rule, call.layout, of_keys, *lengths, call.two_way, joint(kernel), stripe)
     of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
     call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(
@@ -53,7 +55,7 @@ def prepared(
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
     )
-    return Ring(kernel, made, axis, ranks), call, location
+    return Ring(kernel, made, axis, ranks, stripe), call, location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:

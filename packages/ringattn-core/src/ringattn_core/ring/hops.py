@@ -116,6 +116,7 @@ def plan(
     kv_length: int,
     two_way: bool = False,
     joint: bool = True,
+    stripe: int = 1,
 ) -> Plan:
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
@@ -123,7 +124,7 @@ def plan(
     passes positions. `two_way` has no effect where hops are left out, because a shard that is near in one direction is
     far in the other; nor on two ranks, where both directions are the same.
     """
-    made = _offsets(rule, layout, ranks, q_length, kv_length)
+    made = _offsets(rule, layout, ranks, q_length, kv_length, stripe)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
 
 
@@ -144,7 +145,7 @@ def repeated(hop: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tu
 
 
 def sight(
-    rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, parts: int = 1
+    rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int = 1, parts: int = 1
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Which tiles of each rank's queries see each rank's keys, by bounds of their positions.
 
@@ -154,8 +155,8 @@ def sight(
     masks = [*position_masks(rule)]
     if rule.masks and all(mask.bounded for mask in rule.masks):
         masks.append(any_of(rule.masks))
-    q, q_parts = _shards(layout, ranks, q_length, parts)
-    kv, kv_parts = _shards(layout, ranks, kv_length, parts)
+    q, q_parts = _shards(layout, ranks, q_length, stripe, parts)
+    kv, kv_parts = _shards(layout, ranks, kv_length, stripe, parts)
     shape, grid = (ranks, q_parts, ranks, kv_parts), (1, ranks * q_parts, ranks * kv_parts)
     found = [mask.tiles(q, kv) for mask in masks]
     some, full = (
@@ -165,15 +166,15 @@ def sight(
     return some, full, q_length * kv_length // (q_parts * kv_parts)
 
 
-def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> tuple[int, ...]:
+def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int) -> tuple[int, ...]:
     if not rule.increasing or ranks == 1:
         return tuple(range(ranks))
-    meets = sight(rule, layout, ranks, q_length, kv_length)[0].any((1, 3))
+    meets = sight(rule, layout, ranks, q_length, kv_length, stripe)[0].any((1, 3))
     rank = np.arange(ranks)
     return (0, *(offset for offset in range(1, ranks) if meets[rank, (rank - offset) % ranks].any()))
 
 
-def _shards(layout: str, ranks: int, length: int, least: int) -> tuple[Coordinates, int]:
+def _shards(layout: str, ranks: int, length: int, stripe: int, least: int) -> tuple[Coordinates, int]:
     """Every rank's tokens, cut into tiles with tight position bounds; and the number of tiles of a rank.
 
     There are at least as many tiles as the layout has pieces, and no more than `least` where these are enough.
@@ -181,5 +182,5 @@ def _shards(layout: str, ranks: int, length: int, least: int) -> tuple[Coordinat
     parts = pieces(layout)
     while 2 * parts <= least and length % (2 * parts) == 0:
         parts *= 2
-    index = order(layout, ranks, ranks * length).reshape(1, ranks * parts, length // parts)
+    index = order(layout, ranks, ranks * length, stripe).reshape(1, ranks * parts, length // parts)
     return Coordinates(index, index), parts

@@ -69,7 +69,7 @@ def _work(registration: Registration, call: Call) -> Work:
         itemsize=call.query.dtype.itemsize,
         pairs=visible_pairs(bare, call.layout, ranks, *lengths),
         plan=plan,
-        layout=call.layout,
+        two_way=call.two_way,
     )
     others = sum(x.size * x.dtype.itemsize for x in inputs) - work.itemsize * (work.queries + work.keys)
     return dataclasses.replace(work, others=others)

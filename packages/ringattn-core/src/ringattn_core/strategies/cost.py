@@ -6,6 +6,7 @@ busiest rank.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -141,8 +142,8 @@ def refused(work: Work, inner: int) -> str | None:
         return f"{work.ranks} ranks do not divide into groups of {inner}"
     if work.heads % inner:
         return f"{work.heads} query heads do not divide by {inner} ranks"
-    if inner < work.ranks and work.layout == "striped":
-        return "layout='striped' deals neighbouring tokens to different groups"
+    if inner < work.ranks and work.two_way and math.lcm(work.kv_heads, inner) // inner % 2:
+        return "two_way needs an even number of key heads on each rank"
     return None
 
 

@@ -16,20 +16,27 @@ from . import ulysses
 def run(registration: Registration, call: Call) -> Any:
     """The output of one shard, or `(out, lse)`. On one rank all strategies are the same."""
     kernel = registration.implementation()
-    ranks = axes.size("axis_name", call.axis_name or ())
-    if call.strategy == "ulysses" and ranks > 1:
+    strategy = call.strategy if axes.size("axis_name", call.axis_name or ()) > 1 else "ring"
+    _refuse_static_masks(registration, call, strategy)
+    if strategy == "ulysses":
         moved = with_parameters(registration, ulysses.by_heads(call))
-        return ulysses.by_tokens(call, engine.run(kernel, moved))
-    gathers = call.strategy == "all_gather" and ranks > 1
-    if gathers and call.causal and static_masks(kernel):
+        return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
+    out, lse = engine.run(kernel, with_parameters(registration, call), gathers=strategy == "all_gather")
+    return (out, lse) if call.return_lse else out
+
+
+def _refuse_static_masks(registration: Registration, call: Call, strategy: str) -> None:
+    """Raises if the kernel has only static masks, and a block of this strategy needs another one."""
+    if not call.causal or not static_masks(registration.implementation()):
+        return
+    ring = axes.size("axis_name", (call.axis_name or ())[:-1])
+    if strategy == "all_gather" or (strategy == "ulysses" and ring > 1 and call.layout == "striped"):
         raise InputError(
             "strategy",
-            f"'all_gather' with causal=True needs a mask that depends on the rank, and the kernel of backend "
-            f"{registration.name!r} has only static masks",
-            "Pass strategy='ring' or 'ulysses', or another backend",
+            f"{strategy!r} with causal=True and layout={call.layout!r} needs masks that the kernel of backend "
+            f"{registration.name!r} does not have",
+            "Pass strategy='ring', or another backend",
         )
-    out, lse = engine.run(kernel, with_parameters(registration, call), gathers)
-    return (out, lse) if call.return_lse else out
 
 
 def refuse_own_ring(name: str, call: Call) -> None:

@@ -44,6 +44,11 @@ def by_heads(call: Call) -> Call:
     )
 
 
+def stripe(call: Call) -> int:
+    """How many tokens in a row `by_heads` leaves on a rank in the striped layout: one of each rank of the last axis."""
+    return axes.size("axis_name", (call.axis_name or ())[-1:])
+
+
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     """The result for the tokens and heads of `call`, from that of `by_heads(call)`: the output, or `(out, lse)`."""
     inner = (call.axis_name or ())[-1]
@@ -106,13 +111,6 @@ def _refuse_misfit(call: Call, outer: tuple[str, ...], inner: str, ranks: int) -
             "Pass strategy='ring' or 'all_gather', or make the last axis of axis_name smaller",
         )
     of_ring = axes.size("axis_name", outer)
-    if of_ring > 1 and call.layout == "striped":
-        raise InputError(
-            "strategy",
-            f"'ulysses' over axis {inner!r} with a ring over {outer} needs neighbouring tokens on neighbouring ranks, "
-            f"and layout='striped' deals them out one by one",
-            "Pass layout='zigzag', which balances a causal mask too",
-        )
     keys = math.lcm(call.key.shape[2], ranks) // ranks
     if of_ring > 1 and call.two_way and keys % 2:
         raise InputError(

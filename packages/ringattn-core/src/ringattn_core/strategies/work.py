@@ -20,8 +20,8 @@ class Work:
     """The shapes of one rank's shard, the hops of its ring, and which ranks' keys its queries see.
 
     Batch and heads are those of one device outside the ring. `pairs[i, j]` is the number of (query, key) pairs of one
-    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `others` are the
-    bytes of the remaining inputs of the call, which every plan holds.
+    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `two_way` is the
+    option of the call. `others` are the bytes of the remaining inputs of the call, which every plan holds.
     """
 
     batch: int
@@ -34,7 +34,7 @@ class Work:
     itemsize: int
     pairs: np.ndarray = dataclasses.field(repr=False, compare=False)
     plan: Plan
-    layout: str
+    two_way: bool = False
     others: int = 0
 
     @property
@@ -88,7 +88,8 @@ class Work:
         outer = self.ranks // inner
         pairs = self.pairs.reshape(outer, inner, outer, inner).sum((1, 3))
         rank = np.arange(outer)
-        seen = [offset for offset in range(1, outer) if pairs[rank, (rank - offset) % outer].any()]
+        seen = (0, *(offset for offset in range(1, outer) if pairs[rank, (rank - offset) % outer].any()))
+        two_way = self.two_way and outer > 2 and len(seen) == outer
         return dataclasses.replace(
             self,
             q_length=self.q_length * inner,
@@ -96,7 +97,7 @@ class Work:
             heads=self.heads // inner,
             kv_heads=math.lcm(self.kv_heads, inner) // inner,
             pairs=pairs,
-            plan=dataclasses.replace(self.plan, ranks=outer, offsets=(0, *seen), two_way=False),
+            plan=dataclasses.replace(self.plan, ranks=outer, offsets=seen, two_way=two_way),
         )
 
 
@@ -107,5 +108,5 @@ def visible_pairs(rule: Rule, layout: str, ranks: int, q_length: int, kv_length:
     Segment ids and dense masks are not known while a call is traced, so nothing is left out for them.
     """
     parts = max(1, _TILES // ranks)
-    some, full, tile = sight(rule, layout, ranks, q_length, kv_length, parts)
+    some, full, tile = sight(rule, layout, ranks, q_length, kv_length, parts=parts)
     return (some + full.astype(np.float64)).sum((1, 3)) / 2 * tile
