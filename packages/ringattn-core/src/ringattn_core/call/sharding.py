@@ -21,7 +21,8 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
-from ..tuning.choice import with_parameters_over_mesh
+from ..strategies.run import computed
+from ..tuning.choice import with_parameters
 from .checks import halves_go_both_ways
 from .dispatch import answer, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
@@ -84,9 +85,26 @@ def over_shards(
     """
     placed = {name: _placed(x, mesh, split[name]) for name, x in _given(call).items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
-    options = with_parameters_over_mesh(mesh, registration, options, split, placed)
+    options = _with_parameters(registration, options, mesh, split, placed)
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
         return _run(work, registration, options, mesh, tuple(split.items()), outputs, placed)
+
+
+def _with_parameters(
+    registration: Registration, options: Call, mesh: Any, split: dict[str, P], placed: dict[str, jax.Array]
+) -> Call:
+    """`options` with kernel parameters for the arrays that a kernel gets on one rank.
+
+    They are chosen here and not on the rank, because `_run` compiles again only if its static arguments change.
+    """
+    shards = {}
+    for name, spec in split.items():
+        parts = [ranks_of(mesh, axes.names(entry)) for entry in spec]
+        shape = tuple(size // part for size, part in zip(placed[name].shape, parts, strict=True))
+        shards[name] = jax.ShapeDtypeStruct(shape, placed[name].dtype)
+    shard = computed(dataclasses.replace(options, **shards), mesh.shape)
+    found = with_parameters(registration, shard, ranks_of(mesh, shard.axis_name or ()), mesh)
+    return dataclasses.replace(options, fwd_params=found.fwd_params, bwd_params=found.bwd_params)
 
 
 def _given(call: Call) -> dict[str, jax.Array]:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the call of one shard by its strategy, on a backend with a block kernel."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
@@ -23,6 +27,14 @@ def run(registration: Registration, call: Call) -> Any:
         return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
     out, lse = engine.run(kernel, with_parameters(registration, call), gathers=strategy == "all_gather")
     return (out, lse) if call.return_lse else out
+
+
+def computed(call: Call, sizes: Mapping[str, int]) -> Call:
+    """The call that the ring engine gets for this call of one shard, as shapes. `sizes` are those of the mesh axes."""
+    ring = [(name, sizes[name]) for name in call.axis_name or ()]
+    if call.strategy != "ulysses" or math.prod(size for _, size in ring) == 1:
+        return call
+    return jax.make_jaxpr(ulysses.by_heads, axis_env=ring, return_shape=True)(call)[1]
 
 
 def _refuse_static_masks(registration: Registration, call: Call, strategy: str) -> None:
