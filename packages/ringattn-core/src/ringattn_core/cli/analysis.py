@@ -15,7 +15,6 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
-from ..strategies.choose import refused_by
 from ..strategies.work import Work
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
@@ -45,9 +44,8 @@ class CallAnalysis:
     `choice` is the backend that would run the call; without one, `refusal` gives the reason. `own_ring` means that this
     backend drives its own ring; the hops are then those of core's engine. `lengths` are the numbers of queries and
     keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
-    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `unable`
-    are the strategies that the backend cannot run, with the reason. `states` are `SKIPPED`, `MASKED` or `WHOLE`,
-    `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
+    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `states`
+    are `SKIPPED`, `MASKED` or `WHOLE`, `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
     """
 
     call: AbstractCall
@@ -66,7 +64,6 @@ class CallAnalysis:
     memory: Rows
     compiled: dict[str, Any] | None
     plan: Plan
-    unable: dict[str, str]
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -96,11 +93,8 @@ class CallAnalysis:
         )
         itemsize = self.call.floating["query"].dtype.itemsize
         inputs = sum(row["bytes"] for row in self.memory if row["pass"] == "call" and "output" not in row["arrays"])
-        q_length, kv_length = self.lengths
-        layout = self.call.options["layout"]
-        work = Work(
-            batch, q_length, kv_length, heads, kv_heads, head_dim, value_dim, itemsize, pairs, self.plan, layout
-        )
+        sizes = (batch, *self.lengths, heads, kv_heads, head_dim, value_dim, itemsize)
+        work = Work(*sizes, pairs, self.plan, self.call.options.get("two_way", False))
         return dataclasses.replace(work, others=inputs - itemsize * (work.queries + work.keys))
 
     @property
@@ -153,7 +147,6 @@ def analyse(
         memory=held(local),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         plan=plan,
-        unable=refused_by(chosen, call.options.get("causal", False)),
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, Final
 
+from ..backends import discovery
 from ..errors import InputError
 from ..placement import platforms
 from ..strategies import choose, devices
@@ -62,7 +63,10 @@ def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
 def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | None) -> Reckoning:
     if inner is not None and (inner < 1 or found.ranks % inner):
         raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
-    plans = choose.reckoned(found.for_plans, device, inner, found.unable)
+    chosen, options = None if found.choice is None else discovery.get(found.choice), found.call.options
+    mixed = inner is not None and inner < found.ranks
+    refusals = choose.refused_by(chosen, options.get("causal", False), options["layout"], mixed)
+    plans = choose.reckoned(found.for_plans, device, inner, refusals)
     return Reckoning(device, plans, choose.by_name(plans, strategy), choose.cheapest(plans))
 
 

@@ -2,13 +2,15 @@
 """Which plan runs a call: the cheapest that the call allows, by the cost model."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import jax
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
+from ..contract.features import Feature
 from ..placement import axes
 from ..placement.platforms import device_of
 from ..ring import hops
@@ -22,36 +24,48 @@ from .work import Work, visible_pairs
 _NONE: Final[Mapping[str, str]] = {}
 
 
-def settled(registration: Registration, call: Call) -> Call:
+def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
     """The call of one shard with the strategy that "auto" stands for; the ring on a device without constants.
 
-    Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks and positions of the
-    caller's are not known while a call is traced, and are reckoned as if they hid nothing.
+    The mesh is that of the shards; without it the call is traced on a shard. Only shapes and static options decide, so
+    all ranks decide alike. Segment ids, dense masks and positions of the caller's are not known while a call is traced,
+    and are reckoned as if they hid nothing.
     """
     if call.strategy != "auto":
         return call
-    device = of_kind(device_of(None, (call.query, call.key, call.value)).device_kind)
-    if device is None or not call.axis_name:
+    device = of_kind(device_of(mesh, (call.query, call.key, call.value)).device_kind)
+    ranks, inner = (
+        axes.size("axis_name", names) if mesh is None else math.prod(mesh.shape[name] for name in names)
+        for names in (call.axis_name or (), (call.axis_name or ())[-1:])
+    )
+    if device is None or ranks == 1:
         return dataclasses.replace(call, strategy="ring")
-    inner = axes.size("axis_name", call.axis_name[-1:])
-    plans = reckoned(_work(registration, call), device, inner, refused_by(registration, call.causal))
+    refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
+    plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
     return dataclasses.replace(call, strategy=cheapest(plans).strategy)
 
 
-def refused_by(registration: Registration | None, causal: bool) -> dict[str, str]:
-    """The strategies that a backend cannot run, each with the reason."""
+def refused_by(registration: Registration | None, causal: bool, layout: str, mixed: bool) -> dict[str, str]:
+    """The strategies that a backend cannot run, each with the reason.
+
+    `mixed` says that ranks which exchange heads for tokens are left with a ring between them.
+    """
     if registration is None:
         return {}
     if registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
+    found = {}
     if causal and static_masks(registration.implementation()):
-        return {"all_gather": f"the kernel of backend {registration.name!r} has only static masks"}
-    return {}
+        lacks = f"the kernel of backend {registration.name!r} does not have the masks"
+        found = {"all_gather": lacks} | ({"ulysses": lacks} if mixed and layout == "striped" else {})
+    if not registration.descriptor().supports(Feature.CROSS_LENGTHS):
+        found["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
+    return found
 
 
-def _work(registration: Registration, call: Call) -> Work:
-    ranks, kernel = axes.size("axis_name", call.axis_name or ()), registration.descriptor().kernel
+def _work(registration: Registration, call: Call, ranks: int) -> Work:
+    kernel = registration.descriptor().kernel
     batch, q_length, heads, head_dim = call.query.shape
     lengths = q_length, call.key.shape[1]
     joined = kernel is None or joint(registration.implementation())
