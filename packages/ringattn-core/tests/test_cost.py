@@ -237,3 +237,18 @@ def test_auto_leaves_a_backend_that_drives_its_own_ring_alone() -> None:
         assert ring_attention(x, x, x, backend="own", strategy="auto").shape == x.shape
         registration = discovery.get("own")
         assert set(choose.refused_by(registration, True, "zigzag", False)) == {"all_gather", "ulysses"}
+
+
+def test_what_a_kernel_lacks_bars_a_strategy() -> None:
+    features = dict.fromkeys(Feature, Support.FULL)
+    del features[Feature.CROSS_LENGTHS]
+
+    class StaticMasks(SeparateSends):
+        static_masks = True
+
+    with discovery.registered(Backend("static", 1, ("cpu",), features, kernel="nowhere:K"), StaticMasks()):
+        registration = discovery.get("static")
+        assert set(choose.refused_by(registration, True, "zigzag", True)) == {"all_gather"}
+        assert set(choose.refused_by(registration, True, "striped", True)) == {"all_gather", "ulysses"}
+        assert "as many keys as queries" in choose.refused_by(registration, False, "striped", True)["all_gather"]
+    assert choose.refused_by(discovery.get("xla"), True, "striped", True) == {}

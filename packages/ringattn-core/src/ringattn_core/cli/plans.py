@@ -13,6 +13,7 @@ from ..placement import platforms
 from ..strategies import choose, devices
 from ..strategies.cost import Cost, Step, total
 from ..strategies.devices import DEVICES, LINKS, TYPICAL, Device
+from ..strategies.measured import with_measured
 from .analysis import CallAnalysis
 from .output import Bytes, Rows, Seconds, Title
 
@@ -30,7 +31,7 @@ class Reckoning:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("plans", "what each plan costs, by a model of constants: nothing is measured")
+    group = parser.add_argument_group("plans", "what each plan costs, by a model")
     group.add_argument(
         "--device", choices=DEVICES, metavar="NAME", help=f"the kind of device: {', '.join(DEVICES)}; need not be here"
     )
@@ -65,6 +66,10 @@ def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | N
         raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
     chosen, options = None if found.choice is None else discovery.get(found.choice), found.call.options
     mixed = inner is not None and inner < found.ranks
+    kind = platforms.device_of(None, ()).device_kind
+    here = devices.of_kind(kind)
+    if here is not None and here.name == device.name:
+        device = with_measured(device, kind, found.choice)
     refusals = choose.refused_by(chosen, options.get("causal", False), options["layout"], mixed)
     plans = choose.reckoned(found.for_plans, device, inner, refusals)
     return Reckoning(device, plans, choose.by_name(plans, strategy), choose.cheapest(plans))

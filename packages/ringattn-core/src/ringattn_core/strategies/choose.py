@@ -19,6 +19,7 @@ from ..ring.parcels import joint
 from . import STRATEGIES, cost
 from .cost import Cost
 from .devices import Device, of_kind
+from .measured import with_measured
 from .work import Work, visible_pairs
 
 _NONE: Final[Mapping[str, str]] = {}
@@ -33,7 +34,8 @@ def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
     """
     if call.strategy != "auto":
         return call
-    device = of_kind(device_of(mesh, (call.query, call.key, call.value)).device_kind)
+    kind = device_of(mesh, (call.query, call.key, call.value)).device_kind
+    device = of_kind(kind)
     ranks, inner = (
         axes.size("axis_name", names) if mesh is None else math.prod(mesh.shape[name] for name in names)
         for names in (call.axis_name or (), (call.axis_name or ())[-1:])
@@ -41,6 +43,7 @@ def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
     if device is None or ranks == 1:
         return dataclasses.replace(call, strategy="ring")
     refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
+    device = with_measured(device, kind, registration.name)
     plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
     return dataclasses.replace(call, strategy=cheapest(plans).strategy)
 
