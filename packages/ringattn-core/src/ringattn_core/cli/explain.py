@@ -51,9 +51,9 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     call = AbstractCall.of(arguments)
-    platform, device = plans.device_of(arguments)
     if arguments.compile:
-        memory.provide_devices(arguments.ring)
+        memory.provide_devices(arguments.ring)  # before JAX is asked for the devices here
+    platform, device = plans.device_of(arguments)
     found = analyse(
         call,
         platform,
