@@ -17,6 +17,7 @@ from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
+from ..strategies.choose import settled
 from ..strategies.run import refuse_own_ring, run
 from ..tuning.choice import with_parameters
 from .options import needs
@@ -41,6 +42,7 @@ def reverse_mode_only() -> Iterator[None]:
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
+    call = settled(registration, call)
     if backend.kernel is None:
         refuse_own_ring(registration.name, call)
         result = _by_ring_kernel(implementation, with_parameters(registration, call))

@@ -21,6 +21,7 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
+from ..strategies.choose import settled
 from ..strategies.run import computed
 from ..tuning.choice import with_parameters
 from .checks import halves_go_both_ways
@@ -93,7 +94,7 @@ def over_shards(
 def _with_parameters(
     registration: Registration, options: Call, mesh: Any, split: dict[str, P], placed: dict[str, jax.Array]
 ) -> Call:
-    """`options` with kernel parameters for the arrays that a kernel gets on one rank.
+    """`options` with the strategy that "auto" stands for, and kernel parameters for what a kernel gets on one rank.
 
     They are chosen here and not on the rank, because `_run` compiles again only if its static arguments change.
     """
@@ -102,9 +103,11 @@ def _with_parameters(
         parts = [ranks_of(mesh, axes.names(entry)) for entry in spec]
         shape = tuple(size // part for size, part in zip(placed[name].shape, parts, strict=True))
         shards[name] = jax.ShapeDtypeStruct(shape, placed[name].dtype)
-    shard = computed(dataclasses.replace(options, **shards), mesh.shape)
+    whole = settled(registration, dataclasses.replace(options, **shards), mesh)
+    shard = computed(whole, mesh.shape)
     found = with_parameters(registration, shard, ranks_of(mesh, shard.axis_name or ()), mesh)
-    return dataclasses.replace(options, fwd_params=found.fwd_params, bwd_params=found.bwd_params)
+    parameters = {"fwd_params": found.fwd_params, "bwd_params": found.bwd_params}
+    return dataclasses.replace(options, strategy=whole.strategy, **parameters)
 
 
 def _given(call: Call) -> dict[str, jax.Array]:

@@ -3,5 +3,5 @@
 
 from typing import Final, Literal, get_args
 
-Strategy = Literal["ring", "all_gather", "ulysses"]
+Strategy = Literal["ring", "all_gather", "ulysses", "auto"]
 STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)
