@@ -70,6 +70,7 @@ DOES_NOT: list[dict[str, Any]] = [
     {"softmax_scale": 3.0},
     {"softmax_aux": jnp.ones(N)},
     {"return_lse": True},
+    {"strategy": "all_gather"},
     {"fwd_params": {"q_blocksize": 4}},
 ]
 

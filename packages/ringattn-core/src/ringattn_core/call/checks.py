@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..masks.builder import Built, build
 from ..masks.int32 import INT32, POSITION, SEED, Limits, as_given, as_int32, fitting
 from ..placement import arrays, axes
+from ..strategies import STRATEGIES
 
 MOST_POSITION: Final = POSITION[1] + 1
 LARGEST, LEAST_NORMAL = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
@@ -215,6 +216,13 @@ def two_way(argument: str, x: Any, sizes: Sizes) -> bool:
     if wanted:
         halves_go_both_ways(sizes.of["K"])
     return wanted
+
+
+def strategy(argument: str, x: Any, _: Sizes) -> str:
+    if not isinstance(x, str) or x not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise InputError(argument, f"got {x!r}{did_you_mean(x, STRATEGIES)}", f"Known strategies: {known}")
+    return x
 
 
 def halves_go_both_ways(key_heads: int) -> None:

@@ -15,6 +15,7 @@ from ..call.options import OPTIONS
 from ..call.validation import DTYPES
 from ..masks.int32 import POSITION
 from ..placement import arrays
+from ..strategies import STRATEGIES
 
 SHORT: Final = {
     "sliding_window": "--window",
@@ -77,6 +78,7 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
         checks.scale: {"type": float, "metavar": "S"},
         checks.probability: {"type": float, "nargs": "?", "const": 0.1, "default": 0.0, "metavar": "P"},
         checks.precision: {"metavar": "|".join(checks.PRECISIONS)},
+        checks.strategy: {"default": "ring", "choices": STRATEGIES},
     }
     for option in OPTIONS:
         how = kinds.get(option.check)

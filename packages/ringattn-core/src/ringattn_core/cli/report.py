@@ -8,6 +8,8 @@ from typing import Any, Final
 from .analysis import CallAnalysis, rank
 from .output import Rows, Title, amount, show
 
+HIDDEN: Final = ("call", "hops", "states", "work", "plan")
+"""The fields of an analysis that JSON leaves out, or has under other names."""
 COLUMNS: Final = 9
 """The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""
 
@@ -28,7 +30,7 @@ def report(found: CallAnalysis, picture: str) -> None:
 
 def as_json(found: CallAnalysis, full: bool = False) -> dict[str, Any]:
     """Plain data. With `full`, the table of tiles has a row for each hop and a column for each rank."""
-    plain = {name: value for name, value in vars(found).items() if name not in ("call", "hops", "states", "work")}
+    plain = {name: value for name, value in vars(found).items() if name not in HIDDEN}
     shapes = {name: x.shape for name, x in found.call.floating.items()}
     call = shapes | {"ring": found.ranks, "dtype": _dtype(found), "layout": _layout(found)} | found.call.said
     totals = {"tiles_of_ranks": found.tiles_of_ranks, "tiles_of_slowest": found.tiles_of_slowest}

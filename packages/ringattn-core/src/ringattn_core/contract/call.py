@@ -10,6 +10,7 @@ from ..config import BwdParams, FwdParams
 from ..masks.builder import Built
 from ..placement import arrays
 from .rule import Rule
+from .signature import OF_CORE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +53,12 @@ class Call:
     two_way: bool
     precision: str | None
     return_lse: bool
+    strategy: str
 
     def options(self) -> dict[str, Any]:
-        """The call as keyword arguments of the per-shard signature."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The call as keyword arguments of a backend's own ring function."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in OF_CORE}
 
     @property
     def rule(self) -> Rule:

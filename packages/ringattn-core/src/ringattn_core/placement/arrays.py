@@ -90,6 +90,12 @@ def broadcasts(letter: str) -> bool:
     return letter in ("b", "n", "t")
 
 
+def repeated_heads(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
+    """Repeats every key head `copies` times, so that each rank has one of its own. JAX sums their gradients."""
+    shape = (*x.shape[:2], x.shape[2], copies, x.shape[3])
+    return jnp.broadcast_to(x[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3])
+
+
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """Which mesh axes carry the batch, the sequence and the heads."""
