@@ -54,7 +54,7 @@ def report(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def drift_of(old: dict[Key, Row], new: dict[Key, Row]) -> float:
-    """How much longer rivals took in the second run, or 1 without rivals. Their code did not change, so the machine did."""
+    """How much longer rivals took in the second run: the change of the machine. 1 without rivals."""
     ratios = [
         statistics.median(new[key].seconds) / statistics.median(old[key].seconds)
         for key in old
