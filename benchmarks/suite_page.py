@@ -9,10 +9,18 @@ from typing import Any, Final
 
 import suite_tables
 from measuring import Row
+from rivals import RIVALS
 from workloads import LENGTHS
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
-COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+STYLES: Final = tuple(
+    zip(
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+        ("o-", "s-", "^-", "D-", "v-", "P-"),
+        strict=True,
+    )
+)
+"""The colour, and the marker and line, of each candidate of a suite."""
 
 
 def update(run: dict[str, Any], docs: Path = DOCS) -> None:
@@ -62,11 +70,13 @@ def ticks(axes: Any, values: set[int]) -> None:
     axes.minorticks_off()
 
 
-def lines(axes: Any, rows: list[Row], x: Callable[[Row], int], y: Callable[[Row], float]) -> None:
-    """A line for each candidate."""
-    for colour, who in zip(COLOURS, dict.fromkeys(row.who for row in rows), strict=False):
+def lines(axes: Any, suite: str, rows: list[Row], x: Callable[[Row], int], y: Callable[[Row], float]) -> None:
+    """A line for each candidate, which looks the same in every plot."""
+    names = list(RIVALS[suite])
+    for who in dict.fromkeys(row.who for row in rows):
         mine = sorted((row for row in rows if row.who == who), key=x)
-        axes.plot([x(row) for row in mine], [y(row) for row in mine], "o-", color=colour, markersize=4, label=who)
+        colour, marker = STYLES[names.index(who) % len(STYLES)]
+        axes.plot([x(row) for row in mine], [y(row) for row in mine], marker, color=colour, markersize=4, label=who)
     ticks(axes, {x(row) for row in rows})
 
 
@@ -90,7 +100,13 @@ def throughput(run: dict[str, Any]) -> Any:
     figure, panels = axes_of(len(parts), ("tokens", name), parts)
     for axes, part in zip(panels, parts, strict=True):
         of_part = [row for row in rows if row.part == part]
-        lines(axes, of_part, lambda row: row.tokens, lambda row: scale * row.tera / statistics.median(row.seconds))
+        lines(
+            axes,
+            run["suite"],
+            of_part,
+            lambda row: row.tokens,
+            lambda row: scale * row.tera / statistics.median(row.seconds),
+        )
         peak = lambda row: scale * row.tera / suite_tables.limit(row)[1]  # noqa: E731
         floor_line(axes, of_part, lambda row: row.tokens, peak, "at the peak rates")
         axes.set_ylim(bottom=0)
@@ -107,7 +123,7 @@ def memory(run: dict[str, Any]) -> Any:
     rate = run["machine"]["rates"]["memory"]
     for axes, part in zip(panels, parts, strict=True):
         of_part = [row for row in rows if row.part == part]
-        lines(axes, of_part, lambda row: row.tokens, lambda row: (row.temporary or 0) / suite_tables.MIB)
+        lines(axes, run["suite"], of_part, lambda row: row.tokens, lambda row: (row.temporary or 0) / suite_tables.MIB)
         moved = lambda row: row.floor["memory"] * rate / suite_tables.MIB  # noqa: E731
         floor_line(axes, of_part, lambda row: row.tokens, moved, "inputs and results")
         axes.set_yscale("log", base=10)
@@ -135,7 +151,7 @@ def efficiency(run: dict[str, Any]) -> Any:
         def share(row: Row, one: float = one) -> float:
             return one / statistics.median(row.seconds) / (1 if run["suite"] == "cpu" else row.ring)
 
-        lines(axes, of_place, lambda row: row.ring, share)
+        lines(axes, run["suite"], of_place, lambda row: row.ring, share)
         floor_line(axes, of_place, lambda row: row.ring, lambda row: 1.0, "one device")
         axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8)
@@ -151,7 +167,7 @@ def error(run: dict[str, Any]) -> Any:
     figure, panels = axes_of(len(places), ("devices", "relative RMS error"), titles)
     for axes, place in zip(panels, places, strict=True):
         of_place = [row for row in rows if (row.workload, row.part) == place]
-        lines(axes, of_place, lambda row: row.ring, lambda row: row.error or 0.0)
+        lines(axes, run["suite"], of_place, lambda row: row.ring, lambda row: row.error or 0.0)
         floor_line(axes, of_place, lambda row: row.ring, lambda row: row.rounding or 0.0, "exact, then rounded")
         axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8)
@@ -163,7 +179,8 @@ PLOTS: Final = {
     "efficiency": (
         efficiency,
         "Efficiency against ring size: the rate of the ring over that of one device with the same tokens. "
-        "On a CPU all devices share one processor; elsewhere each device counts.",
+        "On a CPU all devices share one processor, which several devices may keep busier than one does; elsewhere the rate "
+        "is that of one device of the ring.",
     ),
     "memory": (memory, "Temporary memory against length. The dashed line is what the inputs and results take."),
     "error": (error, "Error against ring size. The dashed line is the error of exact results that are then rounded."),
