@@ -69,12 +69,11 @@ def measure(suite: str, names: Sequence[str], smoke: bool, rounds: int) -> dict[
     progress.end()
     assert rates is not None, "every process tells its rates before it measures"
     machine["rates"] = dataclasses.asdict(rates)
-
-    def with_floor(row: Row) -> Row:
-        of_one = floors.shared(rates, row.ring) if suite == "cpu" else rates
-        return dataclasses.replace(row, floor=floors.seconds(workloads[row.workload], row.part, row.ring, of_one))
-
-    rows = [with_floor(row) if row.seconds else row for row in rows]
+    for place, row in enumerate(rows):
+        if row.seconds:
+            of_one = floors.shared(rates, row.ring) if suite == "cpu" else rates
+            floor = floors.seconds(workloads[row.workload], row.part, row.ring, of_one)
+            rows[place] = dataclasses.replace(row, floor=floor)
     return {"suite": suite, "smoke": smoke, "rounds": rounds, "machine": machine, "rows": rows}
 
 

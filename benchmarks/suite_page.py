@@ -179,8 +179,8 @@ PLOTS: Final = {
     "efficiency": (
         efficiency,
         "Efficiency against ring size: the rate of the ring over that of one device with the same tokens. "
-        "On a CPU all devices share one processor, which several devices may keep busier than one does; elsewhere the rate "
-        "is that of one device of the ring.",
+        "On a CPU all devices share one processor, and several may keep it busier than one; elsewhere the rate of the "
+        "ring is that of one of its devices.",
     ),
     "memory": (memory, "Temporary memory against length. The dashed line is what the inputs and results take."),
     "error": (error, "Error against ring size. The dashed line is the error of exact results that are then rounded."),
