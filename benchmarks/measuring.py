@@ -125,7 +125,7 @@ def _measured(task: Task, part: str, send: Callable[[Any], None]) -> list[Row]:
     exact = None
     for ring in workload.rings:
         for who, rival in task.rivals.items():
-            if not rival.takes_part(part, ring):
+            if not rival.takes_part(workload, part, ring):
                 continue
             row = Row(task.name, part, who, ring, workload.shape.tokens, tera=workload.tera(part))
             problem = task.crashed.get((part, who, ring)) or _why_not(rival, workload, ring)

@@ -35,15 +35,16 @@ class Rival:
     alone: bool = True
     """Whether it runs on one device."""
     rings: bool = False
-    """Whether it runs on several devices."""
+    """Whether it runs on several devices. Workloads of rings have no other rivals."""
     parts: tuple[str, ...] = tuple(WORK)
     module: str | None = None
     """The module without which it is not installed."""
     jax: bool = True
     """Whether the attention can be traced by JAX; if not, `make` returns a function without arguments."""
 
-    def takes_part(self, part: str, ring: int) -> bool:
-        return part in self.parts and (self.alone if ring == 1 else self.rings)
+    def takes_part(self, workload: Workload, part: str, ring: int) -> bool:
+        here = self.alone if ring == 1 else self.rings
+        return here and part in self.parts and (self.rings or workload.rings == (1,))
 
     def missing(self) -> str | None:
         """A sentence if the rival is not installed."""
@@ -226,10 +227,8 @@ RIVALS: Final[dict[str, dict[str, Rival]]] = {
 }
 """Of each suite. Ours comes first: what the others compute is compared with its results."""
 UNABLE: Final = {
-    "aborts": Rival(_aborts, parts=("forward+backward",)),
+    "aborts": Rival(_aborts),
     "raises": Rival(_raises),
     "absent": Rival(_raises, module="no_such_module"),
 }
-"""Rivals that never work. The smoke run has them, to prove that the others are measured all the same.
-
-Each abort costs the start of a process, so that rival takes part in backward passes only."""
+"""Rivals that never work. The smoke run has them, to prove that the others are measured all the same."""

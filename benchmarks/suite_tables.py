@@ -67,12 +67,18 @@ def line(row: Row, scale: float) -> str:
     seconds = statistics.median(row.seconds)
     by, floor = limit(row)
     memory = "" if row.temporary is None else f"{row.temporary / MIB:.1f}"
-    error = "" if row.error is None else f"{row.error:.0e}"
+    error = "" if row.error is None else f"{row.error:.0e}" if row.error else "0"
+    least, most = 1e3 * min(row.seconds), 1e3 * max(row.seconds)
     return (
-        f"| {row.part} | {who} | {1e3 * seconds:.4g} | {1e3 * min(row.seconds):.4g} to {1e3 * max(row.seconds):.4g} "
-        f"| {scale * row.tera / seconds:.4g} | {1e3 * floor:.4g} ({by}) | {100 * floor / seconds:.0f}% "
+        f"| {row.part} | {who} | {number(1e3 * seconds)} | {number(least)} to {number(most)} "
+        f"| {number(scale * row.tera / seconds)} | {number(1e3 * floor)} ({by}) | {100 * floor / seconds:.0f}% "
         f"| {memory} | {error} |"
     )
+
+
+def number(value: float) -> str:
+    """Four digits, and no exponent for large numbers."""
+    return f"{value:.0f}" if value >= 1e3 else f"{value:.4g}"
 
 
 def limit(row: Row) -> tuple[str, float]:
