@@ -33,7 +33,7 @@ KNOWN: Final = {
     "v6": Rates(918e12, 1.64e12, 90e9),
     "7x": Rates(1153.5e12, 3.69e12, None),
 }
-"""By a part of the name of a device's kind; operations in bfloat16. A chip of 7x is two devices."""
+"""By a part of the name of a device's kind; operations in bfloat16, GPUs as SXM. A chip of 7x is two devices."""
 
 
 def rates(size: int = 2048) -> Rates:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from interleaved import ON_A_DEVICE, measured_rounds
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import ours, temporary_bytes, with_gradients
 from ringattn_core import from_layout, ring_mesh, to_layout
 from rivals import LAYOUT, OURS, RIVALS, UNABLE, Rival, Tensors
@@ -176,10 +176,7 @@ def _timed(task: Task, part: str, prepared: dict[tuple[str, int], Prepared], sen
 def prepare(rival: Rival, workload: Workload, part: str, ring: int) -> Prepared:
     """Compiles a rival for a part of a workload, on a ring of the first devices."""
     mesh = None if ring == 1 else ring_mesh(jax.devices()[:ring])
-    arrays = _arrays(workload, part)
-    if mesh is not None:
-        split = NamedSharding(mesh, PartitionSpec(None, "sp"))
-        arrays = tuple(jax.device_put(to_layout(x, LAYOUT, ring), split) if x.ndim == 4 else x for x in arrays)
+    arrays = _arrays(workload, part, mesh)
     attend: Callable[..., Any] = rival.make(workload, mesh)
     if not rival.jax:
         call = functools.partial(attend, *arrays)
@@ -198,10 +195,20 @@ def _of_torch(results: Tensors) -> list[jax.Array]:
     return results.block_until_ready().arrays()
 
 
-def _arrays(workload: Workload, part: str) -> tuple[jax.Array, ...]:
+def _arrays(workload: Workload, part: str, mesh: Mesh | None = None) -> tuple[jax.Array, ...]:
     """The arrays of a call, and the cotangent of the output where there is a backward pass."""
-    *arrays, dout = workload.shape.arrays(1 if workload.decode else None)
+    *arrays, dout = _placed(workload, mesh)
     return (*arrays, *workload.extras(), *((dout,) if part == "forward+backward" else ()))
+
+
+@functools.cache
+def _placed(workload: Workload, mesh: Mesh | None) -> tuple[jax.Array, ...]:
+    """Query, key, value and cotangent, on one device or split over the ring. All candidates share them."""
+    arrays = workload.shape.arrays(1 if workload.decode else None)
+    if mesh is None:
+        return arrays
+    split = NamedSharding(mesh, PartitionSpec(None, "sp"))
+    return tuple(jax.device_put(to_layout(x, LAYOUT, mesh.size), split) for x in arrays)
 
 
 def _exact(workload: Workload, part: str, mine: list[np.ndarray] | None) -> list[np.ndarray]:

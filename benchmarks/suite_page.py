@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import suite_tables
 from measuring import Row
-from rivals import RIVALS
+from rivals import OURS, RIVALS
 from workloads import LENGTHS
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
@@ -132,12 +132,12 @@ def memory(run: dict[str, Any]) -> Any:
 
 
 def efficiency(run: dict[str, Any]) -> Any:
-    """The time of one device over that of the ring, for the same tokens.
+    """The time of ours on one device over that of the ring, for the same tokens.
 
     Except on a CPU, whose devices share one processor, it is divided by the size of the ring.
     """
     rows = [row for row in finished(run, "ring") if row.ring > 1]
-    alone = {(row.workload, row.part): row for row in finished(run, "ring") if row.ring == 1}
+    alone = {(row.workload, row.part): row for row in finished(run, "ring") if row.ring == 1 and row.who == OURS}
     rows = [row for row in rows if (row.workload, row.part) in alone]
     if not rows:
         return None
@@ -178,7 +178,7 @@ PLOTS: Final = {
     "throughput": (throughput, "Throughput against length, causal. The dashed line is the floor: the peak rates."),
     "efficiency": (
         efficiency,
-        "Efficiency against ring size: the rate of the ring over that of one device with the same tokens. "
+        "Efficiency against ring size: the rate of the ring over that of ours on one device, for the same tokens. "
         "On a CPU all devices share one processor, and several may keep it busier than one; elsewhere the rate of the "
         "ring is that of one of its devices.",
     ),

@@ -26,7 +26,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON of a smoke run, which has a rival that aborts, one that raises, and one that is not installed."""
     path = tmp_path_factory.mktemp("bench") / "run.json"
     command = [sys.executable, str(BENCHMARKS / "suite.py"), "--suite", "cpu", "--smoke", "--rounds", "2"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| forward+backward | ours, ring of 2 |" in done.stdout
@@ -128,6 +128,16 @@ def test_the_page_gets_table_and_plots_between_the_markers_and_keeps_the_rest(
     assert all(f"]({name})" in text for name in plots)
     suite.suite_page.update(run, tmp_path)
     assert page.read_text() == text, "a second writing of the same run changes the page"
+
+
+def test_efficiency_is_the_time_of_ours_on_one_device_over_that_of_the_ring(suite: Any):
+    run = a_run(suite, {"ours": QUICK, "all-gather": SLOW})
+    (axes,) = suite.suite_page.efficiency(run).axes
+    shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert shown == {"ours": [1.0], "all-gather": [pytest.approx(1.1 / 1.4)], "one device": [1.0]}
+    for suite_of_devices in ("gpus", "tpu"):
+        (axes,) = suite.suite_page.efficiency({**run, "suite": suite_of_devices}).axes
+        assert list(axes.lines[0].get_ydata()) == [0.5]
 
 
 def test_every_suite_has_a_place_on_the_page_and_its_floors(suite: Any):
