@@ -18,6 +18,7 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?:\]\(|src=\")(?!https?:)([^)\"#\s]*)(?:#([^)\"]*))?[)\"]")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TOCTREE = re.compile(r"^```\{toctree\}\n((?::[^\n]*\n)*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(r"^def (\w+)\(session", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page != README and CODE.search(page.read_text())]
 # What docs/quickstart.md says holds for every page.
@@ -65,8 +66,7 @@ def test_the_readme_needs_two_commands_and_both_are_sessions():
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/conformance.md"])
-def test_a_generated_table_says_what_the_code_says(document: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_a_generated_table_says_what_the_code_says(document: str):
     import tables
 
     found = ROOT / document
@@ -119,8 +119,7 @@ def test_every_benchmark_is_on_its_page():
     assert not missing, f"docs/benchmarks.md does not mention {missing}"
 
 
-def test_the_variables_that_are_read_are_those_that_the_documents_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_variables_that_are_read_are_those_that_the_documents_name():
     import tables
     from ringattn_core.backends.selection import VARIABLES
 
@@ -129,10 +128,30 @@ def test_the_variables_that_are_read_are_those_that_the_documents_name(monkeypat
     assert named == read
 
 
-def test_every_page_is_in_the_table_of_contents():
-    contents = (ROOT / "docs" / "index.md").read_text()
-    listed = set(re.search(r"```\{toctree\}\n(?::.*\n)*\n(.*?)```", contents, re.DOTALL)[1].split())
-    assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
+def contents(page: Path) -> dict[str, list[Path]]:
+    """The tables of contents on a page, by caption: the pages that each lists."""
+    found = {}
+    for options, names in TOCTREE.findall(page.read_text()):
+        caption = re.search(r"^:caption: (.*)$", options, re.MULTILINE)
+        found[caption[1] if caption else ""] = [page.parent / f"{name}.md" for name in names.split()]
+    return found
+
+
+def below(page: Path) -> list[Path]:
+    """A page, and the pages that are nested below it."""
+    return [page, *(inner for listed in contents(page).values() for each in listed for inner in below(each))]
+
+
+def test_every_page_is_in_the_table_of_contents_once():
+    index = ROOT / "docs" / "index.md"
+    assert sorted(below(index)) == sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_the_table_of_contents_has_four_parts_of_at_most_eight_entries():
+    parts = contents(ROOT / "docs" / "index.md")
+    assert list(parts) == ["Start", "Guides", "Reference", "Contributing"]
+    crowded = {caption: len(pages) for caption, pages in parts.items() if len(pages) > 8}
+    assert not crowded, f"nest some pages below others: {crowded}"
 
 
 def test_every_error_is_on_its_page():
