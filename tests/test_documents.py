@@ -65,15 +65,32 @@ def test_the_readme_needs_two_commands_and_both_are_sessions():
     assert "nox -s conformance\n" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/conformance.md"])
-def test_a_generated_table_says_what_the_code_says(document: str):
+GENERATED = ("README.md", "docs/conformance.md", "docs/writing-a-backend.md")
+
+
+@pytest.mark.parametrize("document", GENERATED)
+def test_a_generated_part_says_what_the_code_says(document: str):
     import tables
 
     found = ROOT / document
-    name, table = tables.TABLES[found]
-    assert len(table().splitlines()) > 10
-    assert f"\n{table()}\n" in found.read_text(), f"the table of {name} is stale. Run: python docs/tables.py"
-    assert tables.current(found) == found.read_text()
+    assert set(tables.PARTS) == {
+        ROOT / name for name in ("README.md", "docs/conformance.md", "docs/writing-a-backend.md")
+    }
+    assert all(len(part().splitlines()) > 4 for part in tables.PARTS[found].values())
+    assert tables.current(found) == found.read_text(), f"{document} is stale. Run: python docs/tables.py"
+
+
+def test_a_line_of_code_is_not_blank_and_no_comment_or_docstring(tmp_path: Path):
+    import tables
+
+    (tmp_path / "code.py").write_text(
+        '# a comment\n"""A\ndocstring."""\n\nx = 1  # code\n\n\ndef f():\n    """One."""\n    return x\n'
+    )
+    assert tables.lines_of_code(tmp_path / "code.py") == 3
+
+
+def test_no_page_hides_code_in_a_file_that_only_the_site_includes():
+    assert not [page for page in PAGES if "literalinclude" in page.read_text()]
 
 
 def lost(page: Path) -> list[str]:
