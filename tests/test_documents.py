@@ -58,6 +58,36 @@ def test_a_page_whose_code_is_wrong_is_found(tmp_path: Path):
     assert run(EIGHT_DEVICES + "assert jax.device_count() == 7", tmp_path).returncode != 0
 
 
+# A block of code, or the rows of a table of code side by side.
+SIDES = re.compile(
+    rf"{CODE.pattern}|^\| you write \| here \|\n\|---\|---\|\n((?:\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL
+)
+ROW = re.compile(r"^\| `([^`]+)`[^|]* \| `([^`]+)`[^|]* \|$", re.MULTILINE)
+# What can be run of other libraries; splash attention is interpreted. Many small programs compile faster unoptimised.
+INSTALLED = ("jax.", "nn.", "nnx.", "splashed(")
+INTERPRETED = "splash.make_splash_mha = functools.partial(splash.make_splash_mha, interpret=True)\n"
+UNOPTIMISED = 'import functools, os\nos.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"\n'
+
+
+def test_code_side_by_side_does_the_same(tmp_path: Path):
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    found = SIDES.findall(page)
+    last = max(number for number, (_, rows) in enumerate(found) if rows)
+    script, compared = [UNOPTIMISED + EIGHT_DEVICES.replace("8", "2")], 0
+    for code, rows in found[: last + 1]:
+        script.append(code.replace("splash_attention as splash\n", f"splash_attention as splash\n{INTERPRETED}"))
+        sides = ROW.findall(rows)
+        assert len(sides) == rows.count("\n"), f"a row has another form:\n{rows}"
+        for there, here in sides:
+            script.append(f"here = {here}\n")
+            if there.startswith(INSTALLED):
+                script.append(f"assert np.allclose(here, {there}, atol=2e-5), {here!r}\n")
+                compared += 1
+    assert compared >= 12 and len(script) > 40
+    result = run("".join(script), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_readme_needs_two_commands_and_both_are_sessions():
     lines = [line for block in SHELL.findall(README.read_text()) for line in block.splitlines()]
     assert lines[1:] == ["pip install nox && nox -s quickstart", "nox -s conformance"]
