@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,23 @@ def test_a_line_of_code_is_not_blank_and_no_comment_or_docstring(tmp_path: Path)
         '# a comment\n"""A\ndocstring."""\n\nx = 1  # code\n\n\ndef f():\n    """One."""\n    return x\n'
     )
     assert tables.lines_of_code(tmp_path / "code.py") == 3
+
+
+def test_the_page_for_writers_of_backends_has_the_ranges_and_priorities_of_the_code():
+    import tables
+    from ringattn_core.call import checks
+    from ringattn_core.masks.int32 import POSITION
+
+    page = " ".join((ROOT / "docs" / "writing-a-backend.md").read_text().split())
+    sizes: Any = None
+    assert checks.window("window", 2**31 - 3, sizes) == (2**31 - 3, 2**31 - 3)
+    assert checks.window("window", 2**31 - 2, sizes) == (None, None)
+    assert checks.chunk("chunk", 2**40, sizes) == 2**30
+    assert POSITION[:2] == (1 - 2**30, 2**30 - 1)
+    assert "A side of a window is at most 2^31 - 3, a chunk at most 2^30" in page
+    assert "Positions are below 2^30 in magnitude" in page
+    assert {backend.name: backend.priority for backend in tables.descriptors()} == {"triton": 0, "tpu": 0, "xla": -100}
+    assert "`triton` and `tpu` have 0, and `xla` has -100." in page
 
 
 def test_no_page_hides_code_in_a_file_that_only_the_site_includes():

@@ -65,7 +65,8 @@ def ring_attention(
             lengths. See `ringattn_core.masks`.
         chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.
         logits_soft_cap: Scores become `cap * tanh(score / cap)`.
-        precision: The precision of float32 matrix products: "default", "high" or "highest". By default "highest".
+        precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
+            exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
             from run to run.
         cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.

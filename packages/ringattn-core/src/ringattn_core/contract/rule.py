@@ -25,7 +25,8 @@ class Rule:
         masks: The distinct masks that `mask_builder` made; empty without a builder.
         mask_of_head: For each *global* head, the number of its mask in `masks`.
         increasing: Positions grow within each shard, so that visible tiles form ranges.
-        precision: The precision of float32 products, "default", "high" or "highest"; `None` is float32.
+        precision: The precision of float32 products, "default", "high" or "highest"; `None` asks for
+            products as exact as sums in float32.
         fused_backward: The backward pass may add in any order.
         fwd_params: The tile sizes of the forward kernel.
         bwd_params: The tile sizes of the backward kernels.
