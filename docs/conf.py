@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 project = "ringattn"
-author = "The ringattn authors"
+author = project_copyright = "The ringattn authors"
 version = release = tomllib.loads((ROOT / "packages/ringattn-core/pyproject.toml").read_text())["project"]["version"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
