@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether pages that show the command line show what the commands print and draw."""
 
-import base64
-import io
 import os
 import re
 import shlex
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import matplotlib.image
 import pytest
+from pictures import content
 
 ROOT = Path(__file__).parent.parent
 CONSOLE = re.compile(r"^```console\n\$ (ringattn [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,15 +42,6 @@ def missing(shown: str, said: str) -> str | None:
             return part
         said = said[said.index(part) + len(part) :]
     return None
-
-
-def content(drawing: Path) -> tuple[list[str], list[bytes]]:
-    """The words and the pixels of an SVG: how an image is compressed depends on the version of its library."""
-    elements = list(ElementTree.parse(drawing).iter())
-    links = [value for element in elements for name, value in element.items() if name.endswith("href")]
-    images = [base64.b64decode(link.partition("base64,")[2]) for link in links if link.startswith("data:")]
-    words = ["".join(element.itertext()) for element in elements if element.tag.endswith("}text")]
-    return words, [matplotlib.image.imread(io.BytesIO(image)).tobytes() for image in images]
 
 
 @pytest.mark.parametrize(("command", "shown"), SHOWN + COMPARED, ids=[command for command, _ in SHOWN + COMPARED])

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?:\]\(|src=\")(?!https?:)([^)\"#\s]*)(?:#([^)\"]*))?[)\"]")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TOCTREE = re.compile(r"^```\{toctree\}\n((?::[^\n]*\n)*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(r"^def (\w+)\(session", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page != README and CODE.search(page.read_text())]
 # What docs/quickstart.md says holds for every page.
@@ -58,6 +60,36 @@ def test_a_page_whose_code_is_wrong_is_found(tmp_path: Path):
     assert run(EIGHT_DEVICES + "assert jax.device_count() == 7", tmp_path).returncode != 0
 
 
+# A block of code, or the rows of a table of code side by side.
+SIDES = re.compile(
+    rf"{CODE.pattern}|^\| you write \| here \|\n\|---\|---\|\n((?:\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL
+)
+ROW = re.compile(r"^\| `([^`]+)`[^|]* \| `([^`]+)`[^|]* \|$", re.MULTILINE)
+# What can be run of other libraries; splash attention is interpreted. Many small programs compile faster unoptimised.
+INSTALLED = ("jax.", "nn.", "nnx.", "splashed(")
+INTERPRETED = "splash.make_splash_mha = functools.partial(splash.make_splash_mha, interpret=True)\n"
+UNOPTIMISED = 'import functools, os\nos.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"\n'
+
+
+def test_code_side_by_side_does_the_same(tmp_path: Path):
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    found = SIDES.findall(page)
+    last = max(number for number, (_, rows) in enumerate(found) if rows)
+    script, compared = [UNOPTIMISED + EIGHT_DEVICES.replace("8", "2")], 0
+    for code, rows in found[: last + 1]:
+        script.append(code.replace("splash_attention as splash\n", f"splash_attention as splash\n{INTERPRETED}"))
+        sides = ROW.findall(rows)
+        assert len(sides) == rows.count("\n"), f"a row has another form:\n{rows}"
+        for there, here in sides:
+            script.append(f"here = {here}\n")
+            if there.startswith(INSTALLED):
+                script.append(f"assert np.allclose(here, {there}, atol=2e-5), {here!r}\n")
+                compared += 1
+    assert compared >= 12 and len(script) > 40
+    result = run("".join(script), tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_readme_needs_two_commands_and_both_are_sessions():
     lines = [line for block in SHELL.findall(README.read_text()) for line in block.splitlines()]
     assert lines[1:] == ["pip install nox && nox -s quickstart", "nox -s conformance"]
@@ -65,16 +97,49 @@ def test_the_readme_needs_two_commands_and_both_are_sessions():
     assert "nox -s conformance\n" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/conformance.md"])
-def test_a_generated_table_says_what_the_code_says(document: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+GENERATED = ("README.md", "docs/conformance.md", "docs/writing-a-backend.md")
+
+
+@pytest.mark.parametrize("document", GENERATED)
+def test_a_generated_part_says_what_the_code_says(document: str):
     import tables
 
     found = ROOT / document
-    name, table = tables.TABLES[found]
-    assert len(table().splitlines()) > 10
-    assert f"\n{table()}\n" in found.read_text(), f"the table of {name} is stale. Run: python docs/tables.py"
-    assert tables.current(found) == found.read_text()
+    assert set(tables.PARTS) == {
+        ROOT / name for name in ("README.md", "docs/conformance.md", "docs/writing-a-backend.md")
+    }
+    assert all(len(part().splitlines()) > 4 for part in tables.PARTS[found].values())
+    assert tables.current(found) == found.read_text(), f"{document} is stale. Run: python docs/tables.py"
+
+
+def test_a_line_of_code_is_not_blank_and_no_comment_or_docstring(tmp_path: Path):
+    import tables
+
+    (tmp_path / "code.py").write_text(
+        '# a comment\n"""A\ndocstring."""\n\nx = 1  # code\n\n\ndef f():\n    """One."""\n    return x\n'
+    )
+    assert tables.lines_of_code(tmp_path / "code.py") == 3
+
+
+def test_the_page_for_writers_of_backends_has_the_ranges_and_priorities_of_the_code():
+    import tables
+    from ringattn_core.call import checks
+    from ringattn_core.masks.int32 import POSITION
+
+    page = " ".join((ROOT / "docs" / "writing-a-backend.md").read_text().split())
+    sizes: Any = None
+    assert checks.window("window", 2**31 - 1, sizes) == (2**31 - 1, 2**31 - 1)
+    assert checks.window("window", 2**31, sizes) == (None, None)
+    assert checks.chunk("chunk", 2**40, sizes) == 2**30
+    assert POSITION[:2] == (1 - 2**30, 2**30 - 1)
+    assert "A side of a window is at most 2^31 - 1, a chunk at most 2^30" in page
+    assert "Positions are below 2^30 in magnitude" in page
+    assert {backend.name: backend.priority for backend in tables.descriptors()} == {"triton": 0, "tpu": 0, "xla": -100}
+    assert "`triton` and `tpu` have 0, and `xla` has -100." in page
+
+
+def test_no_page_hides_code_in_a_file_that_only_the_site_includes():
+    assert not [page for page in PAGES if "literalinclude" in page.read_text()]
 
 
 def lost(page: Path) -> list[str]:
@@ -120,8 +185,7 @@ def test_every_benchmark_is_on_its_page():
     assert not missing, f"docs/benchmarks.md does not mention {missing}"
 
 
-def test_the_variables_that_are_read_are_those_that_the_documents_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
+def test_the_variables_that_are_read_are_those_that_the_documents_name():
     import tables
     from ringattn_core.backends.selection import VARIABLES
 
@@ -130,10 +194,30 @@ def test_the_variables_that_are_read_are_those_that_the_documents_name(monkeypat
     assert named == read
 
 
-def test_every_page_is_in_the_table_of_contents():
-    contents = (ROOT / "docs" / "index.md").read_text()
-    listed = set(re.search(r"```\{toctree\}\n(?::.*\n)*\n(.*?)```", contents, re.DOTALL)[1].split())
-    assert listed == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
+def contents(page: Path) -> dict[str, list[Path]]:
+    """The tables of contents on a page, by caption: the pages that each lists."""
+    found = {}
+    for options, names in TOCTREE.findall(page.read_text()):
+        caption = re.search(r"^:caption: (.*)$", options, re.MULTILINE)
+        found[caption[1] if caption else ""] = [page.parent / f"{name}.md" for name in names.split()]
+    return found
+
+
+def below(page: Path) -> list[Path]:
+    """A page, and the pages that are nested below it."""
+    return [page, *(inner for listed in contents(page).values() for each in listed for inner in below(each))]
+
+
+def test_every_page_is_in_the_table_of_contents_once():
+    index = ROOT / "docs" / "index.md"
+    assert sorted(below(index)) == sorted((ROOT / "docs").glob("*.md"))
+
+
+def test_the_table_of_contents_has_four_parts_of_at_most_eight_entries():
+    parts = contents(ROOT / "docs" / "index.md")
+    assert list(parts) == ["Start", "Guides", "Reference", "Contributing"]
+    crowded = {caption: len(pages) for caption, pages in parts.items() if len(pages) > 8}
+    assert not crowded, f"nest some pages below others: {crowded}"
 
 
 def test_every_error_is_on_its_page():

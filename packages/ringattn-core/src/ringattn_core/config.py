@@ -18,7 +18,7 @@ _HARDWARE: Final = frozenset(("cpu", "gpu", "mps"))
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """Sizes, each `None` or positive; `extra` holds named values that only some backends read."""
+    """The sizes of a kernel. Each is positive, or `None`: the backend chooses."""
 
     q_blocksize: int | None = None
     kv_blocksize: int | None = None
@@ -93,17 +93,40 @@ _SIZES: Final = tuple(field.name for field in dataclasses.fields(_Params) if fie
 
 @dataclasses.dataclass(frozen=True)
 class FwdParams(_Params):
-    """How the forward kernel runs; `None` means that the backend chooses."""
+    """How the forward kernel runs. A size that is `None` is left to the backend.
+
+    Args:
+        q_blocksize: The number of queries in a tile.
+        kv_blocksize: The number of keys in a tile.
+        num_warps: The number of warps of a program (GPU).
+        num_stages: How many tiles are loaded ahead (GPU).
+        extra: Named values that only some backends read: a dict, or pairs of name and value.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class BwdParams(_Params):
-    """How the backward kernels run; `None` means that the backend chooses."""
+    """How the backward kernels run. A size that is `None` is left to the backend.
+
+    Args:
+        q_blocksize: The number of queries in a tile.
+        kv_blocksize: The number of keys in a tile.
+        num_warps: The number of warps of a program (GPU).
+        num_stages: How many tiles are loaded ahead (GPU).
+        extra: Named values that only some backends read: a dict, or pairs of name and value.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class RingAttentionConfig:
-    """Which backend, and how it runs. `platform` is `ejkernel`'s word for the backend; "pallas" there is "tpu" here."""
+    """Which backend runs a call, and with which sizes.
+
+    Args:
+        fwd_params: `FwdParams`, or a dict of its fields.
+        bwd_params: `BwdParams`, or a dict of its fields.
+        platform: The name of a backend, or "auto". This is `ejkernel`'s field; "pallas" there is "tpu" here.
+        backend: The name of a backend, or "any".
+    """
 
     fwd_params: FwdParams = FwdParams()
     bwd_params: BwdParams = BwdParams()

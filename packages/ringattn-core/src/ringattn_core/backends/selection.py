@@ -61,6 +61,9 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
 
     It is read when a call is traced: a function that `jax.jit` compiled before keeps its backend. An unknown name
     raises here, in a sequence only if it resembles a known one.
+
+    Args:
+        backend: The name of a backend, or several names to try in order.
     """
     names = _names(backend, "use_backend")
     _registered(names)

@@ -27,18 +27,71 @@ def ring_attention(
     bias: arrays.Bias | None = None,
     **options: Unpack[Options],
 ) -> Any:
-    """Softmax attention. Values and gradients are exact up to rounding, for every ring size, layout and backend.
+    """Softmax attention over a sequence that is split over a ring of devices.
 
-    With `mesh`, arrays are global: mesh axes named dp, fsdp, data or replica split the batch, tp, model or tensor the
-    heads, and `axis_name` the sequence. Lengths that the ring does not divide are padded (contiguous layout). Under
-    `jax.set_mesh`, `axis_name` alone is enough. Inside your own `jax.shard_map`, arrays are local: leave `mesh` out,
-    and name the mesh axes that split them. Without all of these, the call runs on one device.
+    Outputs and gradients are exact up to rounding, for every ring size, layout and backend. With `mesh`, or under
+    `jax.set_mesh`, arrays are global and the call splits them. Inside your own `jax.shard_map`, arrays are local: leave
+    `mesh` out, and name every mesh axis that splits them. Without a mesh and without `axis_name`, the call runs on one
+    device.
 
-    `causal`, `sliding_window` (both ends inclusive), `chunk_size`, segment ids, `mask_builder` and `attention_mask`
-    are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` is the order of the tokens in the arrays
-    ("contiguous", "zigzag", "striped"); `to_layout` puts arrays in that order. With `two_way`, half of the key heads
-    travel the other way round the ring, to use links in both directions. `strategy` is "ring", "all_gather" (all keys
-    at once), "ulysses" (ranks exchange heads for tokens) or "auto". With `return_lse` the result is `(out, lse)`.
+    Letters are axes: batch `B`, query tokens `T`, key tokens `S`, query heads `N`, key heads `K`, head sizes `H` and
+    `Hv`. An axis `b`, `n` or `t` is full or 1. All masks that are given are ANDed. They compare global positions.
+
+    Args:
+        query: `[B, T, N, H]`, in float32, float16 or bfloat16.
+        key: `[B, S, K, H]`. `K` divides `N`, and query head `n` reads key head `n // (N // K)`.
+        value: `[B, S, K, Hv]`.
+        softmax_aux: Attention sinks: logits that enter the denominator of the softmax and have no value. `[N]` for one
+            sink a head, `[n]` for `n` sinks that all heads share, or `[N, n]`.
+        bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order.
+        q_segment_ids: `[B, T]` integers. A query sees the keys with its own id; a negative id is padding.
+        kv_segment_ids: `[B, S]` integers. If only one of the two is given, it serves both.
+        q_positions: `[T]` or `[B, T]` integers, which masks and ALiBi compare. By default, the index in the
+            sequence.
+        kv_positions: `[S]` or `[B, S]`. If only one of the two is given, it serves both.
+        query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`.
+        alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
+        axis_name: The mesh axis that splits the sequence: the ring. A tuple of names is one ring over their product.
+        batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
+            fsdp, data or replica are the default.
+        head_axis_name: The same for heads. With `mesh`, axes named tp, model or tensor are the default.
+        mesh: The mesh over which the call splits its global arrays.
+        in_specs: Three equal `PartitionSpec`s, of query, key and value, instead of `batch_axis_name` and
+            `head_axis_name`. The specs of all other arrays follow from them. Only with `mesh`.
+        out_specs: The `PartitionSpec` of the output. It must equal that of the query, so it may always be left out.
+        layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
+        strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
+            "auto" (the cheapest of these by a cost model).
+        two_way: Sends half of the key heads the other way round the ring, to use links in both directions.
+        mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
+            lengths. See `ringattn_core.masks`.
+        chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.
+        logits_soft_cap: Scores become `cap * tanh(score / cap)`.
+        precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
+            exact as sums in float32.
+        fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
+            from run to run.
+        cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
+        causal: A query sees no key after it.
+        sliding_window: `(left, right)`, how far a query sees to each side, both ends inclusive. `None` is unbounded.
+            One number is both sides.
+        softmax_scale: The factor of the scores, by default `H ** -0.5`.
+        backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
+        mask_info: A `MaskInfo`: segment ids, positions and a dense mask as one pytree.
+        attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
+        dropout_prob: The probability of dropping an attention weight, rounded down to a multiple of 2^-16.
+        dropout_seed: One integer. The same seed drops the same weights on every ring, layout and backend.
+        return_lse: Also returns the natural logarithm of the denominator of the softmax.
+
+    Returns:
+        The output `[B, T, N, Hv]`, in the dtype of the query. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in
+        float32. A query that sees no key has output 0.
+
+    Raises:
+        ringattn_core.errors.InputError: An argument has a value that no backend accepts.
+        ringattn_core.errors.MeshError: The mesh or an axis name does not fit the call.
+        ringattn_core.errors.UnsupportedFeatureError: The named backend does not support an option of the call.
+        ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)

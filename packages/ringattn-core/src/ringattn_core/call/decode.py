@@ -46,6 +46,21 @@ def decode_attention(
     With `mesh`, or under `jax.set_mesh`, arrays are global and the cache is split over `axis_name`. Inside your own
     `jax.shard_map`, the cache is this rank's shard; all other arrays and the result are the same on all ranks of the
     ring.
+
+    Args:
+        query: The queries of the new tokens, `[B, T, N, H]`.
+        key_cache: `[B, S, K, H]`, in the order of `layout`.
+        value_cache: `[B, S, K, Hv]`.
+        lengths: How many tokens each row of the cache holds, the new ones included: `[B]`, or one integer.
+        softmax_aux: Attention sinks, as in `ring_attention`.
+        mesh: The mesh over which the call splits its global arrays.
+        backend: The name of a backend, or several names to try in order.
+        cfg: A `RingAttentionConfig`, or a dict of its fields.
+        **options: `sliding_window`, `chunk_size`, `logits_soft_cap`, `softmax_scale`, `alibi_slopes`, `axis_name`,
+            `batch_axis_name`, `head_axis_name`, `layout`, `precision` and `return_lse`, as in `ring_attention`.
+
+    Returns:
+        The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
     """
     operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     given: dict[str, Any] = options | {"softmax_aux": softmax_aux}

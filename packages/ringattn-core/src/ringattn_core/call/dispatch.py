@@ -68,7 +68,11 @@ def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
 
 
 def per_shard(name: str) -> Callable[..., Any]:
-    """Makes the per-shard function, with the signature `RingAttention`, that a backend's package exports."""
+    """Makes the per-shard function, with the signature `RingAttention`, that a backend's package exports.
+
+    Args:
+        name: The name of the backend that runs every call of the function.
+    """
 
     def ring_attention(*args: Any, **kwargs: Any) -> Any:
         call = validated(*args, **kwargs)

@@ -13,7 +13,11 @@ API_VERSIONS: Final = range(1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend's description. It is inert: importing it imports no kernel and touches no device.
+    """The descriptor of a backend. It is inert: importing it imports no kernel and touches no device.
+
+    `name` is what calls pass as `backend=`. `platforms` are JAX's names of the devices that the backend serves ("cpu",
+    "cuda", "rocm", "tpu"; "gpu" means "cuda"). `features` says how far it supports each `Feature`; a feature that is
+    not listed is not supported. Of the backends that can run a call that names none, the highest `priority` gets it.
 
     `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are import paths, `"module:attribute"`. Exactly one
     of `kernel` and `ring` is given. `probe` is a function that returns why the backend cannot run here, as one

@@ -19,8 +19,10 @@ class Call:
 
     A pytree of its arrays. An array is differentiable exactly if it holds floating-point numbers.
 
-    Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not at all.
-    For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the axis.
+    The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
+    `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
+    at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
+    axis.
     """
 
     query: arrays.Query

@@ -20,7 +20,7 @@ Expected = tuple[tuple[int, ...], Any]
 
 
 def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Partial:
-    """`kernel.forward`; raises unless the result is a `Partial` of the right shapes and dtypes."""
+    """`kernel.forward(block, partial)`; raises unless the result is a `Partial` of the right shapes and dtypes."""
     result = kernel.forward(block, partial)
     batch, length, heads = block.q.shape[:3]
     rows = ((batch, heads, length), jnp.dtype(jnp.float32))
@@ -31,7 +31,7 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
-    """`kernel.backward`; raises if a gradient is missing or has a wrong shape or dtype.
+    """`kernel.backward(block, *arrays)`; raises if a gradient is missing or has a wrong shape or dtype.
 
     Gradients of a final block come in the dtypes of its inputs, whichever the kernel returned: `vmap` must not change a
     dtype, and its rule may run the kernel on a block that is not final.
@@ -45,7 +45,7 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
 
 
 def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
-    """The gradients of a final block in the dtypes of its inputs; of another block, as they are."""
+    """The gradients `found`, in the dtypes of the inputs if `block` is final."""
     if not block.final:
         return found
     given = {name: x for name, x in vars(found).items() if x is not None}

@@ -24,12 +24,12 @@ Word = UInt32[Array, "..."]
 
 
 def threshold(probability: float) -> int:
-    """The least value of an entry's 16 bits with which the entry is kept."""
+    """The least value of an entry's 16 bits with which the entry is kept, for this `probability` of dropping it."""
     return math.floor(probability * LEVELS)
 
 
 def kept(block: Block) -> Bool[Array, "B N T S"]:
-    """Which probabilities of the block dropout keeps; needs a seed and `0 < rule.dropout < 1`."""
+    """Which probabilities of `block` dropout keeps; needs a seed and `0 < rule.dropout < 1`."""
     i, j = _unsigned(block.q_index)[:, None, :, None], _unsigned(block.kv_index)[:, None, None, :]
     words = philox_2x32((draw_number(i), draw_number(j)), keys(block)[:, :, None, None])
     shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
@@ -37,26 +37,29 @@ def kept(block: Block) -> Bool[Array, "B N T S"]:
 
 
 def keys(block: Block) -> UInt32[Array, "B N"]:
-    """The Philox 2x32 key of each batch row and head."""
+    """The Philox 2x32 key of each batch row and head of `block`."""
     assert block.seed is not None
     head, batch = _unsigned(block.head_index)[None, :], _unsigned(block.batch_index)[:, None]
     return philox_4x32((head, batch, 0, 0), (block.seed[:, None], 0))[0]
 
 
 def draw_number(index: Word) -> Word:
-    """The number of the draw for an index. The indices `i` and `i + 8` share one, where `i % 16 < 8`."""
+    """The number of the draw for each `index`. The indices `i` and `i + 8` share one, where `i % 16 < 8`."""
     return ((index >> 4) << 3) | (index & 7)
 
 
 def survives(words: tuple[Word, Word], i: Word, j: Word, probability: float) -> Bool[Array, "..."]:
-    """Whether dropout keeps entry `(i, j)`, given the two words of its draw."""
+    """Whether dropout with this `probability` keeps entry `(i, j)`, given `words`, the two words of its draw."""
     word = jnp.where(i & 8 == 0, words[0], words[1])
     half = jnp.where(j & 8 == 0, word & 0xFFFF, word >> 16)
     return half >= jnp.uint32(threshold(probability))
 
 
 def philox_2x32(counter: tuple[Any, Any], key: Any) -> tuple[Word, Word]:
-    """Philox 2x32-7 of Salmon et al. (2011): two random words for each counter. Arguments broadcast, as uint32."""
+    """Philox 2x32-7 of Salmon et al. (2011): two random words for each `counter`, a pair of words, and each `key`.
+
+    The arguments are converted to uint32, and broadcast.
+    """
     a, b, key = (jnp.asarray(x, jnp.uint32) for x in (*counter, key))
     for step in range(7):
         high, low = _product(a, _MULTIPLIER_2X32)
@@ -65,7 +68,10 @@ def philox_2x32(counter: tuple[Any, Any], key: Any) -> tuple[Word, Word]:
 
 
 def philox_4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Word, Word, Word, Word]:
-    """Philox 4x32-10 of Salmon et al. (2011): four random words for each counter. Arguments broadcast, as uint32."""
+    """Philox 4x32-10 of Salmon et al. (2011): four random words for each `counter` of four words and `key` of two.
+
+    The arguments are converted to uint32, and broadcast.
+    """
     a, b, c, d, first, second = (jnp.asarray(x, jnp.uint32) for x in (*counter, *key))
     for step in range(10):
         high_a, low_a = _product(a, _MULTIPLIERS_4X32[0])

@@ -22,7 +22,7 @@ def launch_primitive(
     outputs: Callable[..., Sequence[Any]],
     lowerings: Mapping[str, Callable[..., Sequence[jax.Array]]],
 ) -> Primitive:
-    """Makes a primitive that returns a list of results. Without `jax.jit`, it runs under a `jax.jit` of its own.
+    """Makes the primitive `name`, which returns a list of results. Without `jax.jit`, it runs under one of its own.
 
     `outputs(*operands, **parameters)` gives arrays or structs with the shapes and dtypes of the results.
     `lowerings[platform](*operands, **parameters)` computes the results on that platform. In the types that JAX tracks,
@@ -78,7 +78,7 @@ class Interpreter:
 
     @property
     def advice(self) -> str:
-        """How to allow it: the end of an error message, after "or"."""
+        """How to allow it, as the end of an error message, after "or"."""
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
 
     def check(self, kernel: str) -> None:

@@ -12,14 +12,17 @@ from .protocol import SHIFT_BELOW, Block, Partial
 
 
 def empty(block: Block) -> Partial:
-    """The identity of `merge`: no key seen yet."""
+    """The identity of `merge` for the queries of `block`: no key seen yet."""
     batch, length, heads = block.q.shape[:3]
     out = jnp.zeros((batch, length, heads, block.value_dim), jnp.float32)
     return Partial(out, jnp.full((batch, heads, length), -jnp.inf, jnp.float32))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial result over the keys of both. Associative and commutative up to rounding; `empty` is the identity."""
+    """The partial result over the keys of `a` and of `b`, of the same queries.
+
+    Associative and commutative up to rounding; `empty` is the identity.
+    """
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
@@ -50,7 +53,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
-    """Adds the sinks to the denominator: they have weight but no value. To be done once, after all hops."""
+    """Adds `sinks` to the denominator of `partial`: they have weight but no value. To be done once, after all hops."""
     if sinks is None:
         return partial
     largest = jnp.max(sinks, axis=-1)
@@ -61,7 +64,7 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
 
 
 def log_sum_exp(partial: Partial) -> Float32[Array, "B N T"]:
-    """The log-sum-exp of each row, `shift + lse`."""
+    """The log-sum-exp of each row of `partial`, `shift + lse`."""
     return partial.lse if partial.shift is None else partial.lse + partial.shift
 
 
@@ -93,7 +96,7 @@ def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
-    """Turns a forward function of one block into one that continues from a partial result, by `merge`."""
+    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`."""
 
     def continued(block: Block, partial: Partial | None) -> Partial:
         return forward(block) if partial is None else merge(partial, forward(block))

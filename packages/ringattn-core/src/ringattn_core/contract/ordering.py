@@ -39,7 +39,7 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 
 
 def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:
-    """Zeros that take no memory before `token` is computed, and vary over the same mesh axes as `token`."""
+    """Zeros of `shape` that take no memory before `token` is computed, and vary over the same mesh axes as `token`."""
     return jnp.broadcast_to(_opaque_zero(token).astype(jnp.float32), shape)
 
 
@@ -50,5 +50,5 @@ def _opaque_zero(token: jax.Array) -> Int32[Array, ""]:
 
 
 def of(kernel: Any) -> Any:
-    """The kernel's own `tie`, or the default."""
+    """The `tie` of `kernel`, or the default."""
     return getattr(kernel, "tie", tie)

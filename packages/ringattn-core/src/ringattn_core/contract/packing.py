@@ -9,7 +9,10 @@ Packed = Float[Array, "2 B S K H"] | Float[Array, "B S K HHv"]
 
 
 def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
-    """K and V as one array; `unpack` is the inverse."""
+    """Keys `k` and values `v` as one array; `unpack` is the inverse.
+
+    It has a first axis of 2 where the shapes are equal; else the head axis holds a key and then a value.
+    """
     if k.shape != v.shape:
         return jnp.concatenate([k, v], -1)
     # A select, not a concatenation: XLA on a GPU writes it at nearly twice the rate.
@@ -17,6 +20,7 @@ def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
 
 
 def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:
+    """The keys and values in `packed`; `key_dim` is the head size of the keys."""
     if packed.ndim == 5:
         return packed[0], packed[1]
     return packed[..., :key_dim], packed[..., key_dim:]

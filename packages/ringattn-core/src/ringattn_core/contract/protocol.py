@@ -24,18 +24,41 @@ class Block:
 
     Padding is zero: where a segment id is negative, core has put zeros into `q`, `kv` and `dout`. A kernel assumes
     nothing else about values and needs no code for non-finite ones.
+
+    Args:
+        q: The queries.
+        kv: Keys and values: one packed array as they travel, or on a ring of one a pair. `k` and `v` read both forms.
+        q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
+            caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
+        kv_positions: The positions of keys.
+        q_index: Indices in the global sequence decide dropout, and masks that index an array. They are at least 0.
+        kv_index: The indices of keys. A negative one marks a key that `padded_to` added; no query sees it.
+        batch_index: The global row of the batch, for dropout.
+        head_index: The global query head, for dropout and for `rule.mask_of_head`.
+        q_segments: Segment ids: any int32. A query sees the keys with its own id; every negative id is padding, which
+            sees nothing and is seen by nothing, padding with an equal id included.
+        kv_segments: The segment ids of keys; `None` exactly where `q_segments` is.
+        bias: The columns of the bias for these keys. It is added after the scale and the soft cap.
+        mask: The columns of the dense mask for these keys, true where visible.
+        slopes: ALiBi: `slopes * |q_position - kv_position|` is subtracted from the scores.
+        seed: The dropout seed of each row of the batch.
+        rule: The static part of the call, such as scale, masks and tile sizes.
+        padded: Whether `padded_to` added keys.
+        final: Outputs and gradients may have the dtypes of the inputs, because nothing continues, sums or merges them.
+        bias_fixed: The bias is not differentiated, so `dbias` may be `None`.
+        shift: For `backward` only: the `shift` of each row, if `forward` returned one. The log-sum-exp is
+            `shift + lse`.
+        keys_from: For kernels with `static_masks` only: "own" if the keys are those of this rank, else the layout.
+        out: For `backward` of kernels with `static_masks` only: the output over all keys and sinks, as the caller got
+            it.
     """
 
     q: Float[Array, "B T N H"]
     kv: Packed | tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
-    """Keys and values: one packed array, as they travel, or on a ring of one a pair. `k` and `v` read both forms."""
     q_positions: Int32[Array, "b T"]
     kv_positions: Int32[Array, "b S"]
-    """Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the caller."""
     q_index: Int32[Array, "b T"]
     kv_index: Int32[Array, "b S"]
-    """Indices in the global sequence decide dropout, and masks that index an array. A negative `kv_index` marks a key
-    that `padded_to` added; no query sees it."""
     batch_index: Int32[Array, " B"]
     head_index: Int32[Array, " N"]
     q_segments: Int32[Array, "B T"] | None
@@ -45,26 +68,21 @@ class Block:
     slopes: Float32[Array, "b N"] | None
     seed: UInt32[Array, " B"] | None
     rule: Rule = dataclasses.field(metadata={"static": True})
-    """The static part of the call: scale, masks, soft cap, dropout, tile sizes."""
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether `padded_to` added keys."""
     final: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Nothing continues, sums or merges the result: outputs and gradients may have the dtypes of the inputs."""
     bias_fixed: bool = dataclasses.field(default=False, metadata={"static": True})
-    """The bias is not differentiated: `dbias` may be `None`."""
     shift: Float32[Array, "B N T"] | None = None
-    """For `backward` only: the `shift` of each row, if `forward` returned one. The log-sum-exp is `shift + lse`."""
     keys_from: str | None = dataclasses.field(default=None, metadata={"static": True})
-    """For kernels with `static_masks` only: "own" if the keys are those of this rank, else the layout."""
     out: Float[Array, "B T N Hv"] | None = None
-    """For `backward` of kernels with `static_masks` only: the output over all keys and sinks, as the caller got it."""
 
     @property
     def k(self) -> Float[Array, "B S K H"]:
+        """The keys."""
         return self._pair[0]
 
     @property
     def v(self) -> Float[Array, "B S K Hv"]:
+        """The values."""
         return self._pair[1]
 
     @property
@@ -73,14 +91,17 @@ class Block:
 
     @property
     def q_length(self) -> int:
+        """The number of queries."""
         return self.q.shape[1]
 
     @property
     def kv_length(self) -> int:
+        """The number of keys."""
         return self.kv_index.shape[1]
 
     @property
     def kv_heads(self) -> int:
+        """The number of key heads."""
         return jax.tree.leaves(self.kv)[0].shape[-2]
 
     @property
@@ -90,6 +111,7 @@ class Block:
 
     @property
     def value_dim(self) -> int:
+        """The head size of the values."""
         if isinstance(self.kv, tuple):
             return self.kv[1].shape[-1]
         return self.kv.shape[-1] if self.kv.ndim == 5 else self.kv.shape[-1] - self.q.shape[-1]
@@ -180,7 +202,7 @@ class BlockKernel(Protocol):
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        """Continues the online softmax from `partial` with the keys of `block`; `None` is the identity."""
+        """Continues the online softmax from `partial` with the keys of `block`; `partial=None` is the identity."""
         ...
 
     def backward(
@@ -191,7 +213,9 @@ class BlockKernel(Protocol):
         delta: Float32[Array, "B N T"],
         dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
-        """The gradients of the block, from the final `lse` over all keys and sinks; `dq=None` is zero.
+        """The gradients of `block`, from the cotangent `dout` and the final `lse` over all keys and sinks.
+
+        `dq` is the sum of the blocks before, and `None` is zero.
 
         `p = exp(s - shift - lse)` where the key is visible, else 0, also where `lse` is -inf.
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.

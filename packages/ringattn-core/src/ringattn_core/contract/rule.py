@@ -12,10 +12,24 @@ from ..masks import Mask
 class Rule:
     """The static half of a `Block`: hashable and compared by value, so that one kernel serves all hops.
 
-    `masks` are the distinct masks that `mask_builder` made, `mask_of_head` is the number of the mask of each *global*
-    head (both empty without a builder); `window` is `(left, right)`, both inclusive, `None` for unbounded.
-    `increasing` promises that positions grow within each shard, so that visible tiles form ranges.
-    `dropout` is rounded down to a multiple of 2^-16, the resolution of its random bits.
+    A field at its default means that the call does not use the option.
+
+    Args:
+        scale: The factor of the scores, always given.
+        causal: A query sees no key at a later position.
+        window: `(left, right)`, how far a query sees to each side, both ends inclusive; `None` is unbounded. A side is
+            at least 0 and may be as large as 2^31 - 1.
+        chunk: A query sees the keys of its own chunk of this many positions, up to its own; at most 2^30.
+        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`, before bias and ALiBi are added.
+        dropout: The probability of dropping an entry, rounded down to a multiple of 2^-16, the resolution of its bits.
+        masks: The distinct masks that `mask_builder` made; empty without a builder.
+        mask_of_head: For each *global* head, the number of its mask in `masks`.
+        increasing: Positions grow within each shard, so that visible tiles form ranges.
+        precision: The precision of float32 products, "default", "high" or "highest"; `None` asks for
+            products as exact as sums in float32.
+        fused_backward: The backward pass may add in any order.
+        fwd_params: The tile sizes of the forward kernel.
+        bwd_params: The tile sizes of the backward kernels.
     """
 
     scale: float

@@ -63,7 +63,7 @@ OF_CORE = ("strategy",)
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:
-    """Why a function does not have this signature: the first name or default that differs, or `None`."""
+    """Why `function` does not have this signature: the first name or default that differs, or `None`."""
     given = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
     for wanted in PARAMETERS:

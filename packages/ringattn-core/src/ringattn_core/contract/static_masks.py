@@ -26,7 +26,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One call: its queries, its keys, and whether query `i` sees only the keys up to `i` (`causal`) or all of them."""
+    """One call of some `queries` and some `keys`. Query `i` sees the keys up to `i` if `causal`, else all of them."""
 
     causal: bool
     queries: Part
@@ -36,7 +36,7 @@ class Piece:
 
 
 def pieces(block: Block) -> list[Piece]:
-    """Cuts a block, whose mask is causal or none, into calls. Every visible pair of query and key is in one of them.
+    """Cuts `block`, whose mask is causal or none, into calls. Every visible pair of query and key is in one of them.
 
     Positions grow within a shard in every layout, so a rank's own keys need one causal call. For the keys of another
     rank, the mask depends on which rank comes earlier, which is known only at run time. The calls are the same in both

@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
-    """The tiles of a block, whose lengths are multiples of the tile sizes (`Block.padded_to`).
+    """The tiles of `block`, of `q_tile` queries by `kv_tile` keys; these divide its lengths (see `Block.padded_to`).
 
     Exact for a causal mask, and for a window or chunks over consecutive positions. With several masks, the bounds of
     each are ANDed. A mask without bounds is evaluated, a row of tiles at a time.

@@ -7,13 +7,13 @@ import jax
 
 
 def axes_of(*trees: Any) -> frozenset[str]:
-    """The mesh axes that any array in the trees varies over; empty under `check_vma=False`."""
+    """The mesh axes that any array in `trees` varies over; empty under `check_vma=False`."""
     found = (jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees))
     return frozenset().union(*found)
 
 
 def align(tree: Any, axes: frozenset[str]) -> Any:
-    """Marks the arrays as varying over all of `axes`; their values stay the same.
+    """Marks the arrays in `tree` as varying over all of `axes`; their values stay the same.
 
     Done before a `custom_vjp`, this makes JAX sum the gradient of a replicated input over the ring.
     """

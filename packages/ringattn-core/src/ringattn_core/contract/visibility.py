@@ -10,7 +10,7 @@ from .rule import Rule
 
 
 def position_masks(rule: Rule) -> list[Mask]:
-    """The options `causal`, `window` and `chunk` as masks of the mask algebra."""
+    """The options `causal`, `window` and `chunk` of `rule` as masks of the mask algebra."""
     masks: list[Mask] = []
     if rule.causal:
         masks.append(Causal())
@@ -22,7 +22,7 @@ def position_masks(rule: Rule) -> list[Mask]:
 
 
 def visible(block: Block) -> Bool[Array, "b n t s"] | None:
-    """Whether each query of the block sees each key, broadcastable to `[B, N, T, S]`; `None` if all do."""
+    """Whether each query of `block` sees each key, broadcastable to `[B, N, T, S]`; `None` if all do."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index).rows()
     kv = Coordinates(block.kv_positions, block.kv_index).columns()
@@ -48,7 +48,10 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
 
 
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
-    """An upper bound on the number of keys that a query sees, from window and chunk; 2^30 without a bound."""
+    """An upper bound on the number of keys that a query sees, from the options of a rule; 2^30 without a bound.
+
+    `window` and `chunk` bound it. A window with an open side does not, unless `causal` closes the right side.
+    """
     spans = [2**30] if chunk is None else [chunk]
     if window is not None:
         left, right = window

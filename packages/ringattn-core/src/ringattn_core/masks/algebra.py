@@ -18,7 +18,7 @@ from ..errors import InputError
 
 
 class Coordinates(NamedTuple):
-    """The positions of some tokens, which masks compare, and their indices in the whole sequence.
+    """The `positions` of some tokens, which masks compare, and their `index` in the whole sequence.
 
     The arrays may be NumPy's or JAX's: masks use only operators and methods that both have.
     """
@@ -166,11 +166,11 @@ class Not(Mask):
 
 
 def all_of(sets: Iterable[Any]) -> Any:
-    """The intersection of masks or of boolean arrays; `None`, meaning every pair, if there are none."""
+    """The intersection of `sets`, masks or boolean arrays; `None`, meaning every pair, if there are none."""
     found = list(sets)
     return functools.reduce(operator.and_, found) if found else None
 
 
 def any_of(sets: Iterable[Any]) -> Any:
-    """The union of one or more masks or boolean arrays."""
+    """The union of `sets`, one or more masks or boolean arrays."""
     return functools.reduce(operator.or_, sets)

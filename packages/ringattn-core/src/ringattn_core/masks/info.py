@@ -24,6 +24,13 @@ class MaskInfo:
 
     No form is converted to another: a dense mask stays dense, ids stay ids. To combine two forms, add a field with
     `dataclasses.replace`.
+
+    Args:
+        q_segment_ids: `[B, T]`. A query sees the keys with its own id; a negative id is padding.
+        kv_segment_ids: `[B, S]`.
+        q_positions: `[T]` or `[B, T]`: the positions of queries, which masks and ALiBi compare.
+        kv_positions: `[S]` or `[B, S]`.
+        attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
     """
 
     q_segment_ids: arrays.QueryIds | None = None

@@ -182,7 +182,11 @@ def _document_ids(name: str, x: Any) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Document(Mask):
-    """Keys of the query's own document. Ids are given for the whole sequence; a negative id is padding."""
+    """Keys of the query's own document, the same in every row of the batch.
+
+    `q_ids` and `kv_ids` are host integers, one for each token of the whole sequence; a negative id is padding. Without
+    `kv_ids`, keys have the ids of queries.
+    """
 
     q_ids: _Held
     kv_ids: _Held
@@ -211,7 +215,7 @@ class Document(Mask):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Numpy(Mask):
-    """A dense array `[T, S]` of the whole sequence, true where visible, addressed by global index."""
+    """A dense host `array` `[T, S]` of the whole sequence, true where visible, addressed by global index."""
 
     held: _Held
     bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -238,7 +242,7 @@ class Numpy(Mask):
 
 
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
-    """`Mask.tiles` for "equal ids, not negative", of tiles of ids `[g, nq, tq]` and `[g, nk, tk]`."""
+    """`Mask.tiles` for "equal ids, not negative", of tiles of `q_ids` `[g, nq, tq]` and of `kv_ids` `[g, nk, tk]`."""
     some, every = _same_span(q_ids, kv_ids)
     some = some & _rows(q_ids.max(-1) >= 0) & _columns(kv_ids.max(-1) >= 0)
     return some, every & _rows(q_ids.min(-1) >= 0)

@@ -24,6 +24,11 @@ def ring_mesh(
     devices form a line or are odd in number. With `axis_sizes`, such as `{"data": 8, "sp": 8}`, each ring is a compact
     box of the grid, and the other axes count the boxes. Devices without coordinates (CPU, GPU) keep their order: each
     ring has consecutive devices.
+
+    Args:
+        devices: The devices of the mesh, by default `jax.devices()`.
+        axis_name: The name of the ring's axis.
+        axis_sizes: The size of every axis, the ring's among them. Their product is the number of devices.
     """
     found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
     sizes = {axis_name: len(found)} if axis_sizes is None else dict(axis_sizes)

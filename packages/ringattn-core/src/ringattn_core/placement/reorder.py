@@ -20,12 +20,25 @@ def to_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
     """Reorders an axis from natural order, so that an even split over the ring gives each rank its tokens.
 
     `from_layout` is the inverse. If the axis is split over `ring_size` devices, each token moves once, to its device.
+
+    Args:
+        x: An array of NumPy or JAX with an axis of tokens: queries, keys, ids, positions, labels.
+        layout: "zigzag" (or its other name "dual_chunk_swap"), "striped", or "contiguous", which changes nothing.
+        ring_size: The number of ranks of the ring.
+        axis: The axis of tokens.
     """
     return _reorder(x, layout, ring_size, axis, inverse=False)
 
 
 def from_layout(x: Any, layout: str, ring_size: int, axis: int = 1) -> Any:
-    """Reorders an axis back to natural order; the inverse of `to_layout`."""
+    """Reorders an axis back to natural order; the inverse of `to_layout`.
+
+    Args:
+        x: An array in the order of the layout.
+        layout: As in `to_layout`.
+        ring_size: The number of ranks of the ring.
+        axis: The axis of tokens.
+    """
     return _reorder(x, layout, ring_size, axis, inverse=True)
 
 

@@ -69,7 +69,9 @@ def default(registration: Registration, problem: Problem) -> RingAttentionConfig
 
 
 def tune(problem: Problem, registration: Registration | None = None, keep: bool = True) -> "Outcome":
-    """Times every candidate of the backend; with `keep` stores the fastest in memory and on the disk.
+    """Times every candidate of the backend for `problem`; with `keep` stores the fastest in memory and on the disk.
+
+    `registration` is that of the backend, by default the one that the problem names.
 
     A backend that is registered in this process has no version, and is not stored on the disk.
     """

@@ -19,7 +19,7 @@ _context: contextvars.ContextVar[tuple[RingAttentionConfig, ...]] = contextvars.
 
 @contextlib.contextmanager
 def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
-    """Sets forward or backward parameters for the calls in this context that set none.
+    """Sets the forward or backward parameters in `cfg` for the calls in this context that set none.
 
     The innermost overlay that sets them wins. An overlay that names a backend applies to that backend's calls only.
     Overlays are read when a call is traced: a function that `jax.jit` has already compiled does not change.

@@ -25,8 +25,25 @@ from ..placement.platforms import device_of, platform_of
 class Problem:
     """What decides the speed of one rank's share of a call. Calls with equal problems share a tuning result.
 
-    Lengths are those of a shard. `options` are the other options of the call that it uses, an array by its dtype and
-    shape, and masks as text. `device` is the kind of device; `versions` are the versions of JAX, core and the backend.
+    Args:
+        backend: The name of the backend.
+        batch: The number of rows of a shard.
+        q_length: The number of queries of a shard.
+        kv_length: The number of keys of a shard.
+        heads: The number of query heads of a shard.
+        kv_heads: The number of key heads of a shard.
+        head_dim: The size of a query or key head.
+        value_dim: The size of a value head.
+        dtype: The dtype of the queries, as text.
+        platform: "cpu", "cuda", "rocm" or "tpu".
+        device: The kind of device.
+        versions: The versions of JAX, of core and of the backend.
+        ranks: The number of ranks of the ring.
+        causal: Whether the call is causal.
+        window: The window of the call, as in `Rule`.
+        chunk: The chunk size of the call.
+        options: The other options that the call uses: an array by its dtype and shape, and masks as text.
+        call: The call of one shard, from whose shapes a trial is made. Problems are compared without it.
     """
 
     backend: str
@@ -47,7 +64,6 @@ class Problem:
     chunk: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     call: Call | None = dataclasses.field(default=None, compare=False, repr=False)
-    """The call of one shard, from whose shapes a trial is made."""
 
     @property
     def told(self) -> dict[str, Any]:
@@ -58,7 +74,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """The problem as text: the same for equal problems in every process."""
+        """The problem as text, which is the same for equal problems in every process."""
         return json.dumps(self.told, sort_keys=True)
 
     @property
@@ -72,11 +88,11 @@ class Tunable(Protocol):
     """Two optional functions of a kernel, by which core chooses its parameters."""
 
     def default_config(self, problem: Problem) -> RingAttentionConfig:
-        """The configuration of an untuned problem. A kernel without this function gets `None` for every size."""
+        """The configuration of an untuned `problem`. A kernel without this function gets `None` for every size."""
         ...
 
     def candidate_configs(self, problem: Problem) -> Sequence[RingAttentionConfig]:
-        """The configurations to time. The best forward and the best backward parameters are chosen separately."""
+        """The configurations to time for `problem`. The best forward and backward parameters are chosen separately."""
         ...
 
 
