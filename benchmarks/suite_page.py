@@ -36,7 +36,7 @@ def update(run: dict[str, Any], docs: Path = DOCS) -> None:
         if figure is not None:
             file = docs / f"benchmarks-{name}-{what}.svg"
             save(figure, file)
-            pictures.append(f"![{sentence}]({file.name})\n\n{sentence}")
+            pictures.append(f"![{re.split('[.:,]', sentence)[0]}]({file.name})\n\n{sentence}")
     body = "\n\n".join([suite_tables.about(run), *pictures, *suite_tables.whole(run).split("\n\n")[1:]])
     page.write_text(place.sub(lambda match: f"{match[1]}\n{body}\n\n{match[2]}", text))
     print(f"wrote {page} and {len(pictures)} plots")
