@@ -25,6 +25,8 @@ PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
 BACKENDS = ("xla", "triton", "tpu")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
+# The dependency groups of the suites of benchmarks that need a device.
+DEVICES = {"gpu": "on-gpus", "gpus": "on-gpus", "tpu": "on-tpus"}
 # (Python, JAX, groups of compilers). `nox -s tests` uses the first, and `nox -s exhaustive` all.
 SUPPORTED = (
     ("3.11", "0.10.2", ("triton-3-6", "libtpu")),
@@ -237,7 +239,19 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks, one after the other, or those named: each prints its targets beside what it measures."""
-    session.install(*group("bench"), *EVERYWHERE)
-    for script in session.posargs or BENCHMARKS:
+    """The benchmarks of claims, or those named; `--suite cpu|gpu|gpus|tpu` beside rivals; `compare` two runs.
+
+    `--with PACKAGE` before anything else also installs a rival's package, and may be repeated.
+    """
+    asked, extras = list(session.posargs), []
+    while asked[:1] == ["--with"]:
+        extras, asked = [*extras, asked[1]], asked[2:]
+    suite = asked[asked.index("--suite") + 1] if "--suite" in asked else "cpu"
+    session.install(*group("bench"), *(EVERYWHERE if suite == "cpu" else LIBRARIES), *group(DEVICES.get(suite, "jax")))
+    if extras:
+        session.install(*extras)
+    if asked and not asked[0].endswith(".py"):
+        session.run("python", "benchmarks/suite.py", *asked, env=CPU if suite == "cpu" else {})
+        return
+    for script in asked or BENCHMARKS:
         session.run("python", script, env=CPU)

@@ -23,10 +23,10 @@ from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import target
 from ringattn_triton.portable.family import PORTABLE
-from shapes import CASES, Case, Shape
+from workloads import CASES, Shape, Workload
 
 
-def block_of(case: Case) -> Block:
+def block_of(case: Workload) -> Block:
     """A block of the case's inputs, as on a ring of one."""
     shape = case.shape
     q, k, v, _ = shape.arrays()
@@ -61,7 +61,7 @@ def two(block: Block, dout: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[
     return found.dq, found.dk, found.dv
 
 
-def candidates(case: Case) -> dict[str, Callable[[], Any]]:
+def candidates(case: Workload) -> dict[str, Callable[[], Any]]:
     """Every backward pass that can run the case, on the same inputs."""
     block, dout = block_of(case), case.shape.arrays()[3]
     done = jax.jit(KERNEL.forward)(block, None)
@@ -82,7 +82,7 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
     return runs
 
 
-def measure(name: str, case: Case, rounds: int) -> None:
+def measure(name: str, case: Workload, rounds: int) -> None:
     """Prints the errors of each candidate against our two passes, and its median and least time."""
     runs = candidates(case)
     right = [np.asarray(x, np.float32) for x in runs["two passes"]()]
@@ -104,7 +104,7 @@ def measure(name: str, case: Case, rounds: int) -> None:
 
 def compare_bits(times: int = 20) -> None:
     """Prints how often a repeated call of each form gives equal bits."""
-    runs = candidates(Case(Shape(1, 4096, 8, 8, 128)))
+    runs = candidates(Workload(Shape(1, 4096, 8, 8, 128)))
     for who in ("ordered", "unordered", "two passes"):
         first = [np.asarray(x).view(np.uint16) for x in runs[who]()]
         again = ([np.asarray(x).view(np.uint16) for x in runs[who]()] for _ in range(times))

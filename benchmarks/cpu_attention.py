@@ -2,19 +2,15 @@
 """How one device compares with jax.nn.dot_product_attention: time, what masks save, and temporary memory."""
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from interleaved import Claim, medians, report
-from programs import ours, temporary_bytes, with_gradients
+from measuring import prepare
+from rivals import OURS, RIVALS
+from workloads import BOTH, Shape, Workload
 
 MIB = 2**20
-
-
-def dense(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 def main() -> None:
@@ -25,21 +21,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    shape = (1, arguments.tokens, arguments.heads, arguments.head_size)
-    query, key, value, dout = (jax.random.normal(seed, shape) for seed in jax.random.split(jax.random.key(0), 4))
-
-    attentions = {"dense": dense, "causal": ours(causal=True), "full": ours(), "window": ours(sliding_window=(256, 0))}
-    programs = {
-        f"{name} forward": jax.jit(attend).lower(query, key, value).compile() for name, attend in attentions.items()
+    shape = Shape(1, arguments.tokens, arguments.heads, arguments.heads, arguments.head_size, "float32")
+    causal, near = Workload(shape), Workload(shape, causal=False, window=(256, 0))
+    workloads = {"causal": causal, "full": Workload(shape, causal=False), "window": near, "dense": causal}
+    prepared = {
+        f"{name} {part}": prepare(RIVALS["cpu"]["jax.nn" if name == "dense" else OURS], workload, part, 1)
+        for part in BOTH
+        for name, workload in workloads.items()
     }
-    for name, attend in attentions.items():
-        programs[f"{name} both"] = jax.jit(with_gradients(attend)).lower(query, key, value, dout).compile()
-    memory = {name: temporary_bytes(program) / MIB for name, program in programs.items()}
-    runs: dict[str, Callable[[], Any]] = {}
-    for name, program in programs.items():
-        inputs = (query, key, value) if name.endswith("forward") else (query, key, value, dout)
-        runs[name] = lambda program=program, inputs=inputs: program(*inputs)
-    difference = float(jnp.max(jnp.abs(runs["causal forward"]() - runs["dense forward"]())))
+    mine, theirs = (prepared[f"{name} forward"].results()[0] for name in ("causal", "dense"))
+    difference = float(np.max(np.abs(mine - theirs)))
+    memory = {name: (one.temporary or 0) / MIB for name, one in prepared.items()}
+    runs = {name: one.call for name, one in prepared.items()}
     # Two measurements: the dense program allocates gigabytes, which slows the program that runs after it.
     time = medians({name: run for name, run in runs.items() if not name.startswith("dense")}, arguments.rounds)
     beside = medians(
@@ -47,14 +40,13 @@ def main() -> None:
     )
 
     claims = [Claim("largest difference from dense", difference, "<=", 2e-5)]
-    for part in ("forward", "both"):
-        label = "forward" if part == "forward" else "forward+backward"
+    for part in BOTH:
         mine, theirs, full, window = (f"{name} {part}" for name in ("causal", "dense", "full", "window"))
         claims += [
-            Claim(f"{label}: time over dense", beside[mine] / beside[theirs], "<=", 0.45, "x"),
-            Claim(f"{label}: dense temporary memory over ours", memory[theirs] / memory[mine], ">=", 50, "x"),
-            Claim(f"{label}: causal over full", time[mine] / time[full], "<=", 0.6, "x"),
-            Claim(f"{label}: full over window 256", time[full] / time[window], ">=", 8, "x"),
+            Claim(f"{part}: time over dense", beside[mine] / beside[theirs], "<=", 0.45, "x"),
+            Claim(f"{part}: dense temporary memory over ours", memory[theirs] / memory[mine], ">=", 50, "x"),
+            Claim(f"{part}: causal over full", time[mine] / time[full], "<=", 0.6, "x"),
+            Claim(f"{part}: full over window 256", time[full] / time[window], ">=", 8, "x"),
         ]
     raw = {f"{name}, seconds": seconds for name, seconds in time.items()}
     raw |= {f"{name} beside dense, seconds": seconds for name, seconds in beside.items()}

@@ -16,14 +16,14 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from shapes import Case
+from workloads import Workload
 
 VARIABLE: Final = "FLASH_ATTENTION_3"
 _LIBRARY: Final = "libdew_flash_attn3.so"
 _TARGETS: Final = ("dew_flash3_mha_fwd", "dew_flash3_mha_bwd", "dew_flash3_mha_varlen_fwd", "dew_flash3_mha_varlen_bwd")
 
 
-def why_not(case: Case) -> str | None:
+def why_not(case: Workload) -> str | None:
     """Why FlashAttention-3 cannot take part in a case here, or `None` where it can."""
     if library() is not None:
         return None
@@ -32,7 +32,7 @@ def why_not(case: Case) -> str | None:
     return "the wheel flash-attn3-jax takes no such call" if case.document or case.sinks else None
 
 
-def attend(case: Case) -> Any:
+def attend(case: Workload) -> Any:
     """The case as a differentiable function of query, key, value, and sinks where it has them."""
     if library() is not None:
         return functools.partial(_attend, case)
@@ -57,7 +57,7 @@ def _register() -> None:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(target), platform="CUDA")
 
 
-def _attributes(case: Case) -> dict[str, Any]:
+def _attributes(case: Workload) -> dict[str, Any]:
     left, right = case.window or (-1, -1)
     found: dict[str, Any] = {
         "softmax_scale": np.float64(case.shape.head_size**-0.5),
@@ -69,13 +69,13 @@ def _attributes(case: Case) -> dict[str, Any]:
     return found | ({"max_seqlen": longest, "max_seqlen_k": longest} if case.document else {})
 
 
-def _starts(case: Case) -> tuple[jax.Array, ...]:
+def _starts(case: Workload) -> tuple[jax.Array, ...]:
     """Where documents start, of queries and of keys; nothing without documents."""
     starts = jnp.arange(0, case.shape.tokens + 1, case.document or 1, dtype=jnp.int32)
     return (starts, starts) if case.document else ()
 
 
-def forward(case: Case, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def forward(case: Workload, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp `[B, N, T]`, without sinks. The documents of a case lie in one batch row."""
     _register()
     batch, length, heads, _ = q.shape
@@ -89,7 +89,7 @@ def forward(case: Case, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.A
     return found[0].reshape(shape), found[1].reshape(rows)
 
 
-def backward(case: Case, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def backward(case: Workload, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """`dq, dk, dv` from `(dout, q, k, v, out, lse)`."""
     _register()
     batch, length, heads, _ = arrays[1].shape
@@ -105,11 +105,11 @@ def backward(case: Case, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(case: Case, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+def _attend(case: Workload, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
     return _kept(case, q, k, v, sinks)[0]
 
 
-def _kept(case: Case, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> Any:
+def _kept(case: Workload, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> Any:
     """The output, and what the backward pass needs. A sink adds to the divisor of a row, and nothing to its values."""
     out, lse = forward(case, q, k, v)
     if sinks is not None:
@@ -119,7 +119,7 @@ def _kept(case: Case, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array
     return out, (q, k, v, out, lse, sinks)
 
 
-def _pulled_back(case: Case, kept: Any, dout: jax.Array) -> tuple[jax.Array | None, ...]:
+def _pulled_back(case: Workload, kept: Any, dout: jax.Array) -> tuple[jax.Array | None, ...]:
     q, k, v, out, lse, sinks = kept
     dsinks = None
     if sinks is not None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from interleaved import ON_A_DEVICE, medians
 from programs import ours, with_gradients
-from shapes import GROUPED, LONG, MAIN, NARROW, PACKED, Shape
+from workloads import GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 
 DOCUMENTS: Final = jnp.arange(PACKED.tokens, dtype=jnp.int32)[None] // 2048
 CASES: Final[dict[str, tuple[Shape, dict[str, Any]]]] = {

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast attention is on one GPU: TFLOP/s beside cuDNN, what masks save, what options cost, float32 beside XLA.
 
-TFLOP/s count half of all pairs for a causal mask, and 3.5 times the forward for forward+backward. With `--rivals`
-another table: ours beside FlashAttention-3, cuDNN and PyTorch, as far as they are installed (`rivals.py`).
+TFLOP/s count half of all pairs for a causal mask, and 3.5 times the forward for forward+backward.
 """
 
 import argparse
@@ -12,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rivals
 from interleaved import ON_A_DEVICE, Claim, medians, report
 from programs import Attention, ours, with_gradients
 from ringattn_core import masks
-from shapes import CASES, EXACT, GROUPED, LONG, MAIN, NARROW, PACKED, Shape
+from workloads import EXACT, GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 
 PARTS = ("forward", "forward+backward")
 PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
@@ -113,13 +111,9 @@ def main() -> None:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=PARTS_OF_RUN, choices=PARTS_OF_RUN)
-    parser.add_argument("--rivals", nargs="*", choices=list(CASES), help="the cases to compare; all if none is named")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
-    if arguments.rivals is not None:
-        rivals.compare(arguments.rivals or list(CASES), arguments.backend, arguments.rounds)
-        return
     table = Table(arguments.backend, arguments.rounds)
     if "speed" in arguments.only:
         table.speed("16k h16 d128 causal", MAIN, (500, 440))

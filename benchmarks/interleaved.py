@@ -32,24 +32,37 @@ class Claim:
 
 
 def medians(candidates: Mapping[str, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[str, float]:
-    """The median seconds per call of each candidate. All run once in every round, so a slow minute hits all alike.
+    """The median seconds per call of each candidate, over the rounds of `measured_rounds`."""
+    found = measured_rounds(candidates, rounds, least)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def measured_rounds(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    least: float = 0.0,
+    starts: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """The seconds per call of each candidate in each round. All run in every round, so a slow minute hits all alike.
 
     Without `least`, a measurement is one call. With `least`, it is as many calls in a row as take that many seconds.
     The GPU then queues calls, so the millisecond that it takes to wake the host does not count. The same number of
     calls runs before, uncounted: a GPU throttles some time after its power limit is reached, and a candidate measured
-    after one that draws less power would seem faster.
+    after one that draws less power would seem faster. `starts` is told the name of the candidate that runs next.
     """
     calls = {}
     for name, candidate in candidates.items():
+        starts(name)
         seconds_of(candidate, 1)
         calls[name] = math.ceil(least / seconds_of(candidate, 1)) if least else 1
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, candidate in candidates.items():
+            starts(name)
             if least:
                 seconds_of(candidate, calls[name])
             found[name].append(seconds_of(candidate, calls[name]))
-    return {name: statistics.median(seconds) for name, seconds in found.items()}
+    return found
 
 
 def seconds_of(candidate: Callable[[], object], calls: int) -> float:

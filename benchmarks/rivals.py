@@ -1,96 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours beside every other kernel that is installed and takes the case: FlashAttention-3, cuDNN, and PyTorch's.
+"""Which attentions are compared with ours on each platform, and which workloads each can compute."""
 
-All candidates run in turns in one process, so that a GPU that gets hot slows all alike. PyTorch's attention is called
-on tensors that share the arrays' memory, and timed by the same clock.
-"""
-
+import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import flash_attention_3
 import jax
-from interleaved import ON_A_DEVICE, medians
-from programs import ours, with_gradients
-from shapes import CASES, WORK, Case
+import jax.numpy as jnp
+import tpu_rivals
+from gpu_ring import gathered
+from jax.sharding import Mesh
+from programs import Attention, ours
+from ringattn_core import decode_attention
+from workloads import WORK, Workload
 
 OURS: Final = "ours"
+LAYOUT: Final = "zigzag"
+"""The order of tokens on a ring of more than one device."""
+BACKENDS: Final = {"cpu": "xla", "gpu": "triton", "tpu": "tpu"}
 
 
-def candidates(case: Case, part: str, backend: str) -> dict[str, Callable[[], Any]]:
-    """A program without arguments for each kernel that takes the case."""
-    attentions: dict[str, Any] = {OURS: ours(backend=backend, **case.options())}
-    if part != "forward":
-        # The default keeps the bits of every run; this form need not, as its rivals do not.
-        attentions["ours, unordered"] = ours(backend=backend, fused_backward=True, **case.options())
-    if flash_attention_3.why_not(case) is None:
-        attentions["FlashAttention-3"] = flash_attention_3.attend(case)
-    if not (case.document or case.sinks or case.shape.tokens % 64):
-        cudnn: dict[str, Any] = {"is_causal": case.causal, "implementation": "cudnn"}
-        if case.window:
-            cudnn["local_window_size"] = case.window
-        attentions["cuDNN"] = functools.partial(jax.nn.dot_product_attention, **cudnn)
-    programs = {name: _compiled(attention, case, part) for name, attention in attentions.items()}
-    if importlib.util.find_spec("torch") is not None and not (case.window or case.document or case.sinks):
-        programs["PyTorch"] = _of_torch(case, part)
-    return programs
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """An attention: how to make it for a workload, and why it cannot compute one."""
+
+    make: Callable[[Workload, Mesh | None], Attention]
+    """The attention as a function of the workload's arrays. `Mesh` is the ring; `None` is one device."""
+    why_not: Callable[[Workload], str | None] = lambda workload: None
+    """Why it cannot compute a workload, or `None` where it can."""
+    alone: bool = True
+    """Whether it runs on one device."""
+    rings: bool = False
+    """Whether it runs on several devices. Workloads of rings have no other rivals."""
+    parts: tuple[str, ...] = tuple(WORK)
+    module: str | None = None
+    """The module without which it is not installed."""
+    jax: bool = True
+    """Whether the attention can be traced by JAX; if not, `make` returns a function without arguments."""
+
+    def takes_part(self, workload: Workload, part: str, ring: int) -> bool:
+        here = self.alone if ring == 1 else self.rings
+        return here and part in self.parts and (self.rings or workload.rings == (1,))
+
+    def missing(self) -> str | None:
+        """A sentence if the rival is not installed."""
+        absent = self.module is not None and importlib.util.find_spec(self.module) is None
+        return f"not installed (no module {self.module})" if absent else None
 
 
-def _compiled(attention: Any, case: Case, part: str) -> Callable[[], Any]:
-    q, k, v, dout = case.shape.arrays()
-    arrays = (q, k, v, *case.extras())
-    program = attention
-    if part != "forward":
-        arrays, program = (*arrays, dout), with_gradients(attention)
-    compiled = jax.jit(program).lower(*arrays).compile()
-    return lambda: compiled(*arrays)
+def _ours(fused: bool, workload: Workload, mesh: Mesh | None) -> Attention:
+    options: dict[str, Any] = {"backend": BACKENDS[jax.default_backend()]}
+    if workload.decode:
+        return functools.partial(_decode, workload, options)
+    options |= workload.options() | ({"fused_backward": True} if fused else {})
+    ring = {} if mesh is None else {"mesh": mesh, "axis_name": "sp", "layout": LAYOUT}
+    return ours(**options, **ring)
 
 
-def _of_torch(case: Case, part: str) -> Callable[[], Any]:
-    """PyTorch's own choice of kernel, on the same numbers."""
-    import torch  # pyright: ignore[reportMissingImports]
+def _decode(workload: Workload, options: Mapping[str, Any], query: Any, key: Any, value: Any) -> jax.Array:
+    return decode_attention(query, key, value, workload.shape.tokens, **options)
 
-    q, k, v, dout = (torch.from_dlpack(x).transpose(1, 2) for x in case.shape.arrays())
-    for x in (q, k, v):
-        x.requires_grad_(part != "forward")
-    attend = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        is_causal=case.causal,
-        enable_gqa=case.shape.heads != case.shape.kv_heads,
+
+def dense_mask(workload: Workload) -> jax.Array | None:
+    """The mask as booleans `[1, 1, T, T]`, without causality and windows; `None` without documents."""
+    ids = workload.ids()
+    return None if ids is None else (ids[:, :, None] == ids[:, None, :])[:, None]
+
+
+def _jax_nn(implementation: Any, workload: Workload, mesh: Mesh | None) -> Attention:
+    return functools.partial(
+        jax.nn.dot_product_attention,
+        mask=dense_mask(workload),
+        is_causal=workload.causal and not workload.decode,
+        local_window_size=workload.window,
+        implementation=implementation,
     )
 
-    def run() -> Any:
+
+def _no_sinks(workload: Workload) -> str | None:
+    return "it takes no sinks" if workload.sinks else None
+
+
+def _cudnn(workload: Workload) -> str | None:
+    if workload.document or workload.shape.tokens % 64:
+        return "it takes no documents, and only lengths that are multiples of 64"
+    return _no_sinks(workload)
+
+
+def _flax(workload: Workload, mesh: Mesh | None) -> Attention:
+    """Flax has no grouped heads, and masks are dense."""
+    from flax import linen
+
+    tokens, groups = workload.shape.tokens, workload.shape.heads // workload.shape.kv_heads
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+        mask = None if workload.decode else dense_mask(workload)
+        ahead = jnp.arange(tokens)[:, None] - jnp.arange(tokens)[None]
+        if not workload.decode and (workload.causal or workload.window):
+            before, after = workload.window or (tokens, tokens)
+            near = (ahead <= before) & (ahead >= (0 if workload.causal else -after))
+            mask = near if mask is None else mask & near
+        return linen.dot_product_attention(query, key, value, mask=mask)
+
+    return attend
+
+
+def _flash_attention_3(workload: Workload, mesh: Mesh | None) -> Attention:
+    return flash_attention_3.attend(workload)
+
+
+def _why_no_flash_attention_3(workload: Workload) -> str | None:
+    if workload.decode:
+        return "this benchmark calls it with as many queries as keys"
+    return flash_attention_3.why_not(workload)
+
+
+def _torch(workload: Workload, mesh: Mesh | None) -> Callable[..., Any]:
+    """PyTorch's own choice of kernel, on tensors that share the arrays' memory."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    attend = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        is_causal=workload.causal and not workload.decode,
+        enable_gqa=workload.shape.heads != workload.shape.kv_heads,
+    )
+
+    def run(*arrays: jax.Array) -> Any:
+        q, k, v, *dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
+        for x in (q, k, v):
+            x.requires_grad_(bool(dout))
         out = attend(q, k, v)
-        if part != "forward":
-            out = torch.autograd.grad(out, (q, k, v), dout)
-        return _Finished(torch)
+        found = (out, *torch.autograd.grad(out, (q, k, v), *dout)) if dout else (out,)
+        return Tensors(torch, found)
 
     return run
 
 
-class _Finished:
-    """What `jax.block_until_ready` waits for in place of an array."""
+class Tensors:
+    """Tensors of PyTorch, as `jax.block_until_ready` and a comparison need them."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, tensors: tuple[Any, ...]) -> None:
+        self._torch, self._tensors = torch, tensors
 
-    def block_until_ready(self) -> "_Finished":
-        self._torch.cuda.synchronize()
+    def block_until_ready(self) -> "Tensors":
+        if self._torch.cuda.is_available():
+            self._torch.cuda.synchronize()
         return self
 
+    def arrays(self) -> list[jax.Array]:
+        """The same as JAX's arrays `[B, T, N, H]`."""
+        return [jnp.from_dlpack(x.detach().transpose(1, 2).contiguous()) for x in self._tensors]
 
-def compare(names: Sequence[str], backend: str, rounds: int) -> None:
-    """Prints a line for each case and part: TFLOP/s of each kernel, and ours over the best of the others."""
-    for name in names:
-        case = CASES[name]
-        for part in WORK:
-            seconds = medians(candidates(case, part, backend), rounds, ON_A_DEVICE)
-            rates = {who: case.shape.tera(part, case.share) / time for who, time in seconds.items()}
-            mine = {who: rate for who, rate in rates.items() if who.startswith(OURS)}
-            best = max((rate for who, rate in rates.items() if who not in mine), default=None)
-            ratios = " and ".join(f"{rate / best:.2f}" for rate in mine.values()) if best else ""
-            figures = ", ".join(f"{who} {rate:.0f}" for who, rate in rates.items())
-            beside = "" if best is None else f"; ours over the best of the others {ratios}"
-            print(f"{name}, {part}: TFLOP/s {figures}{beside}", flush=True)
+
+def _why_no_torch(workload: Workload) -> str | None:
+    if workload.window or workload.document:
+        return "its fused kernels take no windows and no documents"
+    return _no_sinks(workload)
+
+
+def _gathered(workload: Workload, mesh: Mesh | None) -> Attention:
+    assert mesh is not None, "an all-gather takes no part on one device"
+    return gathered(mesh, BACKENDS[jax.default_backend()])
+
+
+def _why_not_gathered(workload: Workload) -> str | None:
+    return None if workload.causal else "this benchmark has a causal all-gather only"
+
+
+def _splash(workload: Workload, mesh: Mesh | None) -> Attention:
+    return tpu_rivals.of_tokens(tpu_rivals.splash(workload.shape.tokens, workload.shape.heads))
+
+
+def _why_no_splash(workload: Workload) -> str | None:
+    shape = workload.shape
+    plain = workload.causal and not workload.document and not workload.window and shape.batch == 1
+    if workload.decode or not plain or shape.heads != shape.kv_heads or shape.tokens % tpu_rivals.TILE:
+        return "this benchmark calls it causal, on one sequence, with equal heads"
+    return _no_sinks(workload)
+
+
+def _tokamax_ring(workload: Workload, mesh: Mesh | None) -> Attention:
+    assert mesh is not None, "a ring takes no part on one device"
+    return tpu_rivals.of_tokens(tpu_rivals.tokamax_ring(mesh, workload.shape.tokens))
+
+
+def _why_no_tokamax_ring(workload: Workload) -> str | None:
+    if workload.causal or workload.window or workload.sinks:
+        return "its ring takes other masks than none only as dense arrays"
+    return None
+
+
+def _aborts(workload: Workload, mesh: Mesh | None) -> Attention:
+    os.abort()
+
+
+def _raises(workload: Workload, mesh: Mesh | None) -> Attention:
+    raise ValueError("this rival always raises")
+
+
+_OURS: Final = Rival(functools.partial(_ours, False), rings=True)
+_GATHER: Final = Rival(_gathered, _why_not_gathered, alone=False, rings=True)
+_JAX_NN: Final = Rival(functools.partial(_jax_nn, None), _no_sinks)
+_FLAX: Final = Rival(_flax, _no_sinks, module="flax")
+_UNORDERED: Final = Rival(functools.partial(_ours, True), rings=True, parts=("forward+backward",))
+RIVALS: Final[dict[str, dict[str, Rival]]] = {
+    "cpu": {OURS: _OURS, "jax.nn": _JAX_NN, "flax": _FLAX, "all-gather": _GATHER},
+    "gpu": {
+        OURS: _OURS,
+        "ours, unordered": _UNORDERED,
+        "FlashAttention-3": Rival(_flash_attention_3, _why_no_flash_attention_3),
+        "cuDNN": Rival(functools.partial(_jax_nn, "cudnn"), _cudnn),
+        "PyTorch": Rival(_torch, _why_no_torch, module="torch", jax=False),
+    },
+    "gpus": {OURS: _OURS, "ours, unordered": _UNORDERED, "all-gather": _GATHER},
+    "tpu": {
+        OURS: _OURS,
+        "splash attention": Rival(_splash, _why_no_splash),
+        "tokamax's ring": Rival(_tokamax_ring, _why_no_tokamax_ring, alone=False, rings=True, module="tokamax"),
+        "all-gather": _GATHER,
+    },
+}
+"""Of each suite. Ours comes first: what the others compute is compared with its results."""
+UNABLE: Final = {
+    "aborts": Rival(_aborts),
+    "raises": Rival(_raises),
+    "absent": Rival(_raises, module="no_such_module"),
+}
+"""Rivals that never work. The smoke run has them, to prove that the others are measured all the same."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills a prompt and decodes from a cache that is sharded over 8 CPU devices, with a small random model."""
+"""Prefills prompts in chunks and decodes, from a cache sharded over 8 CPU devices, with a small random model."""
 
 import argparse
 import functools
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ringattn_core import decode_attention, ring_attention
+from ringattn_core import decode_attention, prefill_attention, ring_attention
 
 HEADS, KEY_HEADS, HEAD_SIZE, WIDTH, VOCABULARY, WINDOW = 8, 2, 16, 64, 101, 48
 Weights = dict[str, jax.Array]
@@ -44,14 +44,19 @@ def next_tokens(weights: Weights, x: jax.Array, attended: jax.Array) -> jax.Arra
     return jnp.argmax(x @ weights["logits"], -1)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def prefill(mesh: Mesh, weights: Weights, prompt: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
-    """The cache of a padded prompt, and the first new token of each row."""
-    x, query, key, value = projected(weights, prompt)
-    out = ring_attention(
-        query, key, value, weights["sinks"], causal=True, sliding_window=(WINDOW, 0), mesh=mesh, axis_name="sp"
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill(mesh: Mesh, weights: Weights, cache: Cache, chunk: jax.Array, start: jax.Array) -> tuple[Cache, jax.Array]:
+    """Writes a chunk of the prompts to the cache. Returns the cache and the token after each position of the chunk.
+
+    One program serves all chunks. The padding of shorter prompts comes after their tokens, which do not see it.
+    """
+    x, query, *new = projected(weights, chunk)
+    key, value = (jax.lax.dynamic_update_slice_in_dim(held, x, start, 1) for held, x in zip(cache, new, strict=True))
+    lengths = jnp.full(chunk.shape[0], start + chunk.shape[1])
+    out = prefill_attention(
+        query, key, value, lengths, weights["sinks"], sliding_window=(WINDOW, 0), mesh=mesh, axis_name="sp"
     )
-    return (key, value), jnp.take_along_axis(next_tokens(weights, x, out), lengths[:, None] - 1, 1)
+    return (key, value), next_tokens(weights, x, out)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -69,6 +74,7 @@ def step(mesh: Mesh, weights: Weights, cache: Cache, token: jax.Array, lengths: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--room", type=int, default=256, help="tokens that the cache has room for")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens to prefill at once, a divisor of --room")
     parser.add_argument("--steps", type=int, default=20, help="tokens to decode")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
@@ -76,8 +82,15 @@ def main() -> None:
     mesh = Mesh(np.array(jax.devices()), ("sp",))
     weights, lengths = random_weights(0), jnp.array([100, 37, 5])
     prompt = jax.random.randint(jax.random.key(1), (lengths.size, arguments.room), 0, VOCABULARY)
-    prompt = jax.device_put(prompt, NamedSharding(mesh, PartitionSpec(None, "sp")))
-    cache, token = prefill(mesh, weights, prompt, lengths)
+    shape = (lengths.size, arguments.room, KEY_HEADS, HEAD_SIZE)
+    split = NamedSharding(mesh, PartitionSpec(None, "sp"))
+    cache = jnp.zeros(shape, device=split), jnp.zeros(shape, device=split)
+    following = []
+    for start in range(0, int(lengths.max()), arguments.chunk):
+        chunk = prompt[:, start : start + arguments.chunk]
+        cache, tokens = prefill(mesh, weights, cache, chunk, jnp.int32(start))
+        following.append(tokens)
+    token = jnp.take_along_axis(jnp.concatenate(following, 1), lengths[:, None] - 1, 1)
     written, start = [token], lengths
     for _ in range(arguments.steps):
         cache, token = step(mesh, weights, cache, token, lengths)

@@ -22,6 +22,9 @@ from ringattn_core import from_layout, ring_attention, to_layout
 HEADS, KEY_HEADS, HEAD_SIZE, DOCUMENTS = 8, 2, 64, 5
 RINGS = (1, 2, 4, 8)
 MIB = 2**20
+EXCESS = """Why bars exceed the even split: not all temporary memory shrinks with the shard. Tiles of scores
+have one size for every ring. While a rank computes with one shard of keys and values, the next
+shard arrives; in the backward pass the gradients of keys and values travel with them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,17 +135,23 @@ def show(runs: list[RingRun], tokens: int, console: Console) -> None:
 
 
 def plot(runs: list[RingRun], tokens: int, path: Path) -> None:
-    """Draws memory per device by ring size, with a line for an even split of the memory of one device."""
-    figure = matplotlib.figure.Figure(figsize=(6.4, 4.2), layout="constrained")
+    """Draws memory per device by ring size, with a mark on each bar for an even split of the memory of one device."""
+    figure = matplotlib.figure.Figure(figsize=(6.8, 5.0), layout="constrained")
     axes = figure.subplots()
     place = np.arange(len(runs))
     held = np.array([run.held / MIB for run in runs])
     total = held + np.array([run.temporary / MIB for run in runs])
-    axes.bar(place, held, 0.6, label="inputs, outputs and gradients", color="#4c72b0")
-    axes.bar(place, total - held, 0.6, bottom=held, label="temporary", color="#dd8452")
-    axes.plot(
-        place, total[0] / np.array([run.ring for run in runs]), "k--o", markersize=4, label="even split of one device"
+    axes.bar(place, held, 0.6, label="one shard of q, k, v, output, their gradients, and segments", color="#4c72b0")
+    axes.bar(
+        place,
+        total - held,
+        0.6,
+        bottom=held,
+        label="temporary: tiles of scores; keys, values and gradients in transit",
+        color="#dd8452",
     )
+    even = total[0] / np.array([run.ring for run in runs])
+    axes.hlines(even[1:], place[1:] - 0.4, place[1:] + 0.4, colors="black", label="even split of one device's memory")
     for x, height in zip(place, total, strict=True):
         axes.annotate(f"{height:.1f}", (x, height), ha="center", va="bottom", xytext=(0, 3), textcoords="offset points")
     axes.set_xticks(place, [str(run.ring) for run in runs])
@@ -151,6 +160,7 @@ def plot(runs: list[RingRun], tokens: int, path: Path) -> None:
     axes.set_title(f"Ring attention with gradients, {tokens} tokens")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    figure.supxlabel(EXCESS, fontsize=8.5, x=0.02, ha="left", multialignment="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -14,6 +14,7 @@ CORE = ROOT / "packages/ringattn-core/src/ringattn_core"
 ROOMS = (
     ("cli", "adapters"),
     ("call",),
+    ("strategies",),
     ("tuning",),
     ("ring",),
     ("backends",),
@@ -24,7 +25,7 @@ ROOMS = (
 OUTSIDE_A_ROOM = {"__init__.py", "__main__.py", "config.py", "errors.py", "py.typed"}
 PLUGINS = sorted((*ROOT.glob("packages/*/src/*/plugin.py"), *ROOT.glob("examples/*/src/*/plugin.py")))
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}
-MOST_ENTRIES = 14
+MOST_ENTRIES = 15
 BACKENDS = ("triton", "tpu", "xla")
 SOURCES = {
     **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", *BACKENDS)},

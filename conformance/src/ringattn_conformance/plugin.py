@@ -187,7 +187,11 @@ def backends(config: pytest.Config) -> list[str]:
     available = [name for name, reason in reasons.items() if reason is None]
     if not available:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none is installed"
-        raise pytest.UsageError(f"no ring-attention backend can run here ({why}). Add one: pip install ringattn-xla")
+        from ringattn_core.errors import from_clone
+
+        raise pytest.UsageError(
+            f"no ring-attention backend can run here ({why}). To add one: {from_clone('ringattn-xla')}"
+        )
     return available
 
 

@@ -227,7 +227,7 @@ def test_implementation_names_a_backend_of_the_ring():
 def test_a_kernel_of_jax_nn_is_no_backend_and_the_error_says_so():
     with pytest.raises(errors.BackendNotFoundError, match="no ring-attention backend 'cudnn'") as caught:
         dot_product_attention(*operands(), implementation="cudnn")
-    assert "pip install ringattn-xla" not in str(caught.value)
+    assert "pip install" not in str(caught.value)
     assert caught.value.__notes__[0].startswith("Here implementation names a ring backend; the kernels of jax.nn")
 
 

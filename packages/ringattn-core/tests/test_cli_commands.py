@@ -150,6 +150,13 @@ WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+BUILDERS = {
+    "exits_at_import": "raise SystemExit(3)",
+    "exits_when_called": "def f(*_): raise SystemExit(3)",
+    "says_nothing": "class E(Exception):\n  def __str__(self): raise E\ndef f(*_): raise E",
+}
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, capsys) -> None:
     arguments, options = WRONG[name]
@@ -170,7 +177,7 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
     [
         (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
         (["--ring", "1000000"], "--ring: got 1000000. Pass the number of ranks, from 1 to 4096"),
-        (["--mask-builder", "os:getcwd"], "mask_builder: raised TypeError when called with (64, 64, 4"),
+        (["--mask-builder", "os:getcwd"], "mask_builder: called with (64, 64, 4, 0, 1) it raised TypeError: "),
         (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
         (
             ["--query", f"1,{2**20},4,8", "--tile", "4,4"],
@@ -179,14 +186,44 @@ def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, caps
         (["--tile", "0,8"], "--tile: got 0,8. Pass positive lengths of queries and keys"),
         (
             ["--mask-builder", "json:nothing"],
-            "--mask-builder: cannot load 'json:nothing' (module 'json' has no attribute",
+            "--mask-builder: cannot load 'json:nothing' (AttributeError: module 'json' has no attribute",
         ),
-        (["--mask-builder", "nothing"], "--mask-builder: cannot load 'nothing' (No module named 'nothing')"),
+        (["--mask-builder", "nothing"], "--mask-builder: got 'nothing'. Pass MODULE:FUNCTION"),
+        (["--mask-builder", "os"], "--mask-builder: got 'os'. Pass MODULE:FUNCTION"),
+        (
+            ["--mask-builder", "exits_at_import:f"],
+            "--mask-builder: cannot load 'exits_at_import:f' (SystemExit: 3)",
+        ),
+        (
+            ["--mask-builder", "exits_when_called:f"],
+            "mask_builder: called with (64, 64, 4, 0, 1) it raised SystemExit: 3",
+        ),
+        (
+            ["--mask-builder", "says_nothing:f"],
+            "mask_builder: called with (64, 64, 4, 0, 1) it raised E: its message cannot",
+        ),
         (["--documents", "40,40"], "lengths: row 0 sums to 80, more than total=64"),
+        (
+            ["--documents", "9", "--kv", "32,4"],
+            "--documents: packs queries and keys alike, and there are 64 queries",
+        ),
+        (
+            ["--query", "1,60,4,8", "--documents", "9", "--layout", "zigzag"],
+            "layout: 'zigzag' on 4 ranks needs lengths",
+        ),
+        (["--query", f"1,{2**30 - 1},4,8"], f"--query: {2**30 - 1} tokens are too many for documents, layouts, and"),
+        (["--kv", f"{2**30 - 1},4"], f"--kv: {2**30 - 1} tokens are too many"),
+        (["--query", f"1,{2**29},4,8", "--layout", "striped"], f"--query: {2**29} tokens are too many"),
+        (["--query", f"1,{2**29},4,8", "--documents", "3"], f"--query: {2**29} tokens are too many"),
+        (["--query", f"{2**20},{2**20},4,{2**20}"], "query: 1048576x1048576x4x1048576 has more than 2^48 elements"),
+        (["--alibi-slopes", "--bias", f"1,4,{2**29},{2**29}"], "bias: 1x4x536870912x536870912 has more than 2^48"),
         (["--svg", os.sep.join(("", "proc", "nowhere", "x.svg"))], "--svg: cannot write"),
     ],
 )
-def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsys) -> None:
+def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsys, tmp_path, monkeypatch) -> None:
+    for name, source in BUILDERS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
     status, out, err = said(capsys, *CALL, *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"ringattn explain: {fault}")
@@ -196,11 +233,13 @@ def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsy
     ("arguments", "fault"),
     [
         (["--query", "1,2"], "argument --query: got 2 numbers, it needs B,T,N,H"),
-        (["--query", "1,2,3,x"], "argument --query: got '1,2,3,x', it needs whole numbers B,T,N,H"),
+        (["--query", "1,2,3,x"], "argument --query: got '1,2,3,x', it needs B,T,N,H in whole numbers"),
         (["--kv", "64"], "argument --kv: got 1 numbers, it needs S,K or S,K,Hv"),
         (["--query", "1,-2,3,4"], "argument --query: got -2, it needs lengths from 0 to"),
         (["--query", f"1,{10**13},4,8"], "argument --query: got 10000000000000, it needs lengths from 0 to"),
         (["--sinks", "-1"], "argument --softmax-aux/--sinks: got -1, it needs lengths from 0 to"),
+        (["--backend", "xla,"], "argument --backend: got 'xla,', it needs NAME or NAME,NAME"),
+        (["--backend", ""], "argument --backend: got '', it needs NAME or NAME,NAME"),
         (["--platform", "mars"], "argument --platform: invalid choice: 'mars'"),
         (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
         (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3', it needs W or L,R"),
@@ -217,7 +256,8 @@ def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> N
 def test_the_command_line_takes_every_option_of_a_call() -> None:
     named = {name for name, _ in option_arguments()}
     otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
-    never = {"attention_mask", "axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
+    never = {"attention_mask", "query_offset"}
+    never |= {"axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
     assert sorted([*named, *otherwise, *never, "dropout_seed"]) == sorted(option.name for option in OPTIONS)
 
 
@@ -225,6 +265,23 @@ def test_a_side_of_a_window_may_be_unbounded(capsys) -> None:
     for window in ("-,5", "none,5"):
         status, out, _ = said(capsys, *CALL, "--window", window)
         assert status == 0 and "sliding window -,5;" in out
+
+
+def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(install, capsys) -> None:
+    add(install, "good")
+    status, out, err = said(capsys, *CALL, "--backend", "triton, good")
+    assert (status, err) == (0, "") and line_of(out, "->").split()[1] == "good"
+    status, out, err = said(capsys, *CALL, "--backend", "absent,gone")
+    assert (status, err) == (1, "") and "none: no ring-attention backend can run this call on 'cpu': absent:" in out
+
+
+def test_a_padded_length_is_told_from_segment_ids_that_were_given(capsys) -> None:
+    for arguments, padding in (
+        ((), "each rank holds 16 queries and 16 keys\n"),
+        (("--query", "1,61,4,8"), ", with padding (which needs SEGMENT_IDS)\n"),
+        (("--query", "1,61,4,8", "--documents", "9"), ", with padding\n"),
+    ):
+        assert padding in said(capsys, *CALL, *arguments)[1]
 
 
 def test_help_says_what_each_command_does(capsys) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of `ringattn doctor`: it names every fault with what to do, and exits with 1 where no backend works."""
+"""Promises of `ringattn doctor`: it names each fault and its remedy, and exits with 1 if something is broken."""
 
 import json
 import platform
+import sys
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ BLOCK = """
         def forward(self, block, partial): ...
         def backward(self, block, dout, lse, delta, dq): ...
     KERNEL = Kernel()
+    def crash(): raise OSError("libfoo.so is missing")
+    def false(): return False
     def unsound(): return "no such device in the house"
 """
 
@@ -63,44 +66,78 @@ def test_as_json_it_says_the_same(install, capsys) -> None:
     assert len(found["faults"]) == 1
 
 
-FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+FAULTS: dict[str, tuple[dict[str, Any], bool, str, str]] = {
     "a probe that refuses": (
-        {"probe": "bad_block:unsound"}, "backend 'bad' cannot run here: no such device in the house", "name another one"
+        {"probe": "bad_block:unsound"},
+        False,
+        "backend 'bad' cannot run here: no such device in the house",
+        "name another one",
     ),
-    "a kernel that is not there": ({"kernel": "NOBODY"}, "cannot load bad_block:NOBODY", "--force-reinstall"),
-    "another version of the API": ({"api": 9}, "speaks backend API 9", "pip install --upgrade ringattn-core"),
-}  # fmt: skip
+    "a probe that raises": (
+        {"probe": "bad_block:crash"},
+        True,
+        "is broken: its probe bad_block:crash failed: OSError: libfoo.so is missing",
+        "Reinstall or uninstall made-bad",
+    ),
+    "a probe that returns False": (
+        {"probe": "bad_block:false"},
+        True,
+        "its probe bad_block:false: it returned False, and must return None or a sentence",
+        "name another",
+    ),
+    "a kernel that is not there": (
+        {"kernel": "NOBODY"},
+        True,
+        "cannot load bad_block:NOBODY",
+        "Reinstall or uninstall made-bad",
+    ),
+    "another version of the API": ({"api": 9}, True, "speaks backend API 9", "Upgrade the older side, ringattn-core"),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_backend_that_does_not_work_is_a_fault_with_its_remedy(name: str, alone: bool, install, capsys) -> None:
-    options, fact, remedy = FAULTS[name]
+    options, broken, fact, remedy = FAULTS[name]
     add(install, "bad", **options)
     if not alone:
         add(install, "good")
-    status, _ = said(capsys)
-    assert status == int(alone), "one working backend is enough, and none is not"
+    status, out = said(capsys)
+    assert status == int(alone or broken)
+    assert ("works, and is the default" in out) == (not alone), "the other backend works"
+    assert next(backend.broken for backend in doctor.diagnose().backends if backend.name == "bad") == broken
     fault = next(fault for fault in doctor.diagnose().faults if fact in fault)
     assert remedy in fault and "\n" not in fault
+    line = " ".join(out[out.index("backends\n") : out.index("faults\n")].split())
+    assert fact.removeprefix("backend 'bad' cannot run here: ") in line, "the table has the same reason"
+
+
+def test_a_broken_backend_for_another_platform_is_a_fault_and_its_kernel_is_not_loaded(install, capsys) -> None:
+    add(install, "good")
+    add(install, "far", platforms=("tpu",), kernel="NOBODY")
+    assert said(capsys)[0] == 0 and "far_block" not in sys.modules
+    add(install, "bad", platforms=("tpu",), probe="bad_block:crash")
+    assert said(capsys)[0] == 1
+    (fault,) = doctor.diagnose().faults
+    assert "its probe bad_block:crash failed" in fault
 
 
 def test_a_plugin_that_cannot_be_imported_takes_no_other_along(install, capsys) -> None:
     add(install, "good")
     install("made-sick", {"sick": "sick_plugin:BACKEND"}, {"sick_plugin": "import of_nobody"})
     status, out = said(capsys)
-    assert status == 0 and "No module named 'of_nobody'" in out and "works, and is the default" in out
+    assert status == 1 and "No module named 'of_nobody'" in out and "works, and is the default" in out
 
 
 def test_without_any_backend_it_says_how_to_get_one(install, capsys) -> None:
     status, out = said(capsys)
-    assert status == 1 and "pip install ringattn-xla" in out
+    assert status == 1 and "pip install ./packages/ringattn-xla" in " ".join(out.split())
 
 
 def test_backends_for_other_platforms_do_not_help(install, capsys) -> None:
     add(install, "elsewhere", platforms=("tpu",))
     status, out = said(capsys)
-    assert status == 1 and "pip install ringattn-xla" in " ".join(out.split())
+    assert status == 1 and "pip install ./packages/ringattn-xla" in " ".join(out.split())
 
 
 def test_a_variable_that_nobody_reads_is_a_fault(install, capsys, monkeypatch) -> None:

@@ -77,4 +77,7 @@ def test_without_the_extra_a_picture_is_refused_in_one_line(kind: str, bare, tmp
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith(f"ringattn explain: --{kind}: needs matplotlib")
-    assert err.endswith('Install it with: pip install "ringattn-core[cli]"\n') and not (tmp_path / "ring").exists()
+    assert (
+        err.endswith('In a clone of the repository, run pip install "./packages/ringattn-core[cli]"\n')
+        and not (tmp_path / "ring").exists()
+    )

@@ -147,9 +147,14 @@ class TestTune:
         assert told in str(caught.value)
         assert tuned == []
 
+    def test_refuses_arrays_that_no_memory_holds(self, tuned: list[Any]) -> None:
+        with pytest.raises(RingAttnError, match=r"--query: the arrays of one rank take 24\.0 TiB, and the device has"):
+            ringattn("tune", "--query", "1,536870912,64,128")
+        assert not tuned
+
     @pytest.mark.parametrize(
         ("shape", "needed"),
-        [("1,64,2", "B,T,N,H"), ("1,64,2,x", "whole numbers B,T,N,H"), ("", "whole numbers B,T,N,H")],
+        [("1,64,2", "B,T,N,H"), ("1,64,2,x", "B,T,N,H in whole numbers"), ("", "whole numbers B,T,N,H")],
     )
     def test_says_what_a_shape_needs(self, shape: str, needed: str, capsys: Any) -> None:
         with pytest.raises(SystemExit):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Gradients, Partial, Support, ring_attention
+from jax.sharding import PartitionSpec as P
+from ringattn_core import Backend, Feature, Gradients, Partial, Support, masks, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
@@ -206,3 +207,53 @@ def test_one_trace_may_differentiate_the_bias_of_one_call_and_not_of_another(
     assert float(jnp.abs(want[1]).max()) > 1
     for x, y in zip(got, want, strict=False):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
+
+
+class Constant:
+    """A kernel that returns arrays of NumPy, which vary over no mesh axis, and records over which its inputs do."""
+
+    static_masks = False
+
+    def __init__(self) -> None:
+        self.axes: list[set[frozenset[str]]] = []
+
+    def forward(self, block: Any, partial: Partial | None) -> Partial:
+        self.record(block, partial)
+        batch, length, heads, _ = block.q.shape
+        return Partial(np.zeros((*block.q.shape[:3], block.value_dim), "f"), np.zeros((batch, heads, length), "f"))
+
+    def backward(self, block: Any, *arrays: Any) -> Gradients:
+        self.record(block, arrays)
+        inputs = (block.q, block.k, block.v, block.bias, block.slopes)
+        return Gradients(*(None if x is None else np.zeros(x.shape, "f") for x in inputs))
+
+    def record(self, *arrays: Any) -> None:
+        self.axes.append({jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)})
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+@pytest.mark.parametrize("static_masks", [False, True])
+def test_a_kernel_need_not_know_of_mesh_axes(ring: int, static_masks: bool):
+    mesh = jax.make_mesh((ring,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:ring])
+    x, bias, sinks = jnp.ones((1, 8, 2, 8)), jnp.ones((1, 2, 1, 8)), jnp.ones(2)
+    options: Any = {"causal": True}
+    if not static_masks:
+        options = {"q_segment_ids": jnp.zeros((1, 8 // ring), int), "alibi_slopes": jnp.ones(2), "dropout_prob": 0.5}
+        options |= {"dropout_seed": 3, "mask_builder": lambda *_: masks.Causal()}
+
+    def gradients(x: Any, bias: Any, sinks: Any) -> Any:
+        def loss(x: Any, bias: Any, sinks: Any) -> Any:
+            ids = options.get("q_segment_ids")
+            more = {} if ids is None else {"q_segment_ids": ids + jax.lax.axis_index("ring")}
+            return ring_attention(x, x, x, sinks, bias, axis_name="ring", backend="odd", **options | more).sum()
+
+        return jax.grad(loss, (0, 1, 2))(x, bias, sinks)
+
+    specs = P(None, "ring"), P(), P()
+    checked = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
+    kernel = Constant()
+    kernel.static_masks = static_masks
+    with discovery.registered(EVERYTHING, kernel):
+        dx, dbias, _ = jax.jit(checked)(x, bias, sinks)
+    assert dx.shape == x.shape and dbias.shape == bias.shape and not dx.any() and not dbias.any()
+    assert kernel.axes and all(axes == {frozenset({"ring"})} for axes in kernel.axes), kernel.axes

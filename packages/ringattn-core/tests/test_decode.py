@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`decode_attention` equals dense attention to the filled part of the cache, on every ring, and moves no key."""
 
+import functools
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Support, decode_attention, ring_attention, to_layout
@@ -175,6 +176,28 @@ def test_decoding_one_token_after_another_gives_the_causal_result() -> None:
         np.testing.assert_allclose(got, wanted[:, position : position + 1], atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_may_be_that_of_the_context_or_of_the_arrays(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    step = functools.partial(decode_attention, softmax_aux=SINKS, axis_name="sp", return_lse=True)
+    wanted = expected(LENGTHS, softmax_aux=SINKS)
+    with jax.set_mesh(mesh):
+        agrees(jax.jit(step)(QUERY, KEY, VALUE, jnp.asarray(LENGTHS)), wanted)
+        agrees(step(QUERY, KEY, VALUE, LENGTHS), wanted)
+    if kind == AxisType.Explicit:
+        key, value = (jax.device_put(x, jax.NamedSharding(mesh, P(None, "sp", "tp"))) for x in (KEY, VALUE))
+        agrees(step(QUERY, key, value, LENGTHS), wanted)
+
+
+def test_a_forgotten_axis_name_in_a_shard_map_is_refused() -> None:
+    cache = P(None, "sp")
+    mapped = jax.shard_map(
+        lambda q, k, v: decode_attention(q, k, v, 3), mesh=mesh_of(2), in_specs=(P(), cache, cache), out_specs=P("sp")
+    )
+    with pytest.raises(MeshError, match=r"the mesh axes \('sp',\) of the surrounding shard_map may split"):
+        mapped(QUERY, KEY, VALUE)
+
+
 def test_a_vmapped_call_is_that_of_each_example() -> None:
     over: dict[str, Any] = {"mesh": mesh_of(4), "axis_name": "sp", "return_lse": True}
     lengths = jnp.stack([jnp.asarray(LENGTHS), jnp.asarray(LENGTHS) - 3])
@@ -218,6 +241,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "misspelt": ({"window": 3}, InputError, "window: is no argument of decode_attention. Pass sliding_window"),
     "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),
     "one axis twice": ({"head_axis_name": "sp"}, InputError, "share a mesh axis"),
+    "always causal": ({"is_causal": True}, InputError, "is_causal: is no .* Leave it out: .* always causal"),
+    "other scale": ({"scale": 1.0}, InputError, "scale: is no argument of decode_attention. Pass softmax_scale"),
+    "other sinks": ({"sinks": SINKS}, InputError, "sinks: is no argument of decode_attention. Pass softmax_aux"),
+    "a mask": ({"mask": 1}, InputError, "mask: is no argument of decode_attention. Its arguments are query, key_cache"),
+    "ids": ({"segment_ids": 1}, InputError, "segment_ids: is no argument of decode_attention. Its arguments are"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
 
@@ -260,7 +288,7 @@ def test_a_backend_that_drives_its_own_ring_is_refused() -> None:
 def test_the_example_decodes_what_one_pass_over_the_sequence_gives() -> None:
     example = Path(__file__).parents[3] / "examples/decode.py"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, str(example), "--room", "128", "--steps", "3"]
+    command = [sys.executable, str(example), "--room", "128", "--chunk", "32", "--steps", "3"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(" as in one pass") == 3

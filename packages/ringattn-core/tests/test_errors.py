@@ -17,37 +17,40 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
     ),
     (errors.MeshError("axis 'sp' is not in the mesh"), ValueError, "axis 'sp' is not in the mesh"),
     (
-        errors.UnsupportedFeatureError("triton", "BIAS", "planned", ("xla",)),
+        errors.UnsupportedFeatureError("triton", "BIAS", "planned", ("xla",), ("triton", "xla")),
         NotImplementedError,
         "backend 'triton' does not support BIAS (planned). Installed backends that do: xla. "
         "Pass backend=('triton', 'xla') to allow the fallback.",
     ),
     (
-        errors.UnsupportedFeatureError("triton", "BIAS", "impossible", ()),
+        errors.UnsupportedFeatureError("triton", "BIAS", "impossible", (), ("triton",)),
         NotImplementedError,
         "backend 'triton' does not support BIAS (impossible). No installed backend does. "
-        "Drop the option, or add a backend that supports everything: pip install ringattn-xla",
+        "Call without it, or add the backend that supports everything: "
+        "in a clone of the repository, run pip install ./packages/ringattn-xla",
     ),
     (
-        errors.UnsupportedFeatureError("xla", "BIAS", "not declared", ()),
+        errors.UnsupportedFeatureError("triton", "BIAS", "not declared", (), ("triton", "xla")),
         NotImplementedError,
-        "backend 'xla' does not support BIAS (not declared). No installed backend does. Drop the option",
+        "backend 'triton' does not support BIAS (not declared). No installed backend does. Call without it",
     ),
     (
         errors.BackendNotFoundError(None, ()),
         LookupError,
-        "no ring-attention backend is installed. Add one: pip install ringattn-xla",
+        "no ring-attention backend is installed. To add one: "
+        "in a clone of the repository, run pip install ./packages/ringattn-xla",
     ),
     (
         errors.BackendNotFoundError("tritn", ("xla",)),
         LookupError,
         "no ring-attention backend 'tritn' (did you mean 'triton'?). Installed: xla. "
-        "To add it: pip install ringattn-triton",
+        "To add it: in a clone of the repository, run pip install ./packages/ringattn-triton",
     ),
     (
         errors.BackendNotFoundError("triton", ()),
         LookupError,
-        "no ring-attention backend 'triton'. Installed: none. To add it: pip install ringattn-triton",
+        "no ring-attention backend 'triton'. Installed: none. "
+        "To add it: in a clone of the repository, run pip install ./packages/ringattn-triton",
     ),
     (
         errors.BackendNotFoundError("xal", ("xla", "mine")),
@@ -58,31 +61,31 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         errors.BackendNotFoundError("cudnn", ("mine",)),
         LookupError,
         "no ring-attention backend 'cudnn'. Installed: mine. "
-        "To add one of ringattn's own: pip install ringattn-xla or ringattn-triton or ringattn-tpu",
+        "To add all of ringattn's own: in a clone of the repository, "
+        "run pip install ./packages/ringattn-xla ./packages/ringattn-triton ./packages/ringattn-tpu",
     ),
     (
-        errors.BackendLoadError("mine", "ringattn-mine", "mine.block:KERNEL", ModuleNotFoundError("No module 'x'")),
+        errors.BackendLoadError("mine", "ringattn-mine", "cannot load mine:K", ModuleNotFoundError("No module 'x'.")),
         ImportError,
-        "backend 'mine' of ringattn-mine cannot load mine.block:KERNEL: ModuleNotFoundError: No module 'x'. "
-        "Reinstall it (pip install --force-reinstall ringattn-mine) or name another backend.",
+        "backend 'mine' of ringattn-mine is broken: cannot load mine:K: ModuleNotFoundError: No module 'x'. "
+        "Reinstall or uninstall ringattn-mine, or name another backend.",
     ),
     (
-        errors.BackendLoadError("mine", "ringattn-mine", "its descriptor", "its name is 'other'"),
+        errors.BackendLoadError("mine", None, "its descriptor", "its name is 'other'"),
         ImportError,
-        "backend 'mine' of ringattn-mine cannot load its descriptor: its name is 'other'. "
-        "Reinstall it (pip install --force-reinstall ringattn-mine) or name another backend.",
+        "backend 'mine' is broken: its descriptor: its name is 'other'. Correct it, or name another backend.",
     ),
     (
         errors.BackendVersionError("mine", "ringattn-mine", 3, range(1, 3)),
         errors.RingAttnError,
         "backend 'mine' of ringattn-mine speaks backend API 3; this ringattn-core speaks 1, 2. "
-        "Upgrade the older side: pip install --upgrade ringattn-core",
+        "Upgrade the older side, ringattn-core",
     ),
     (
         errors.BackendVersionError("mine", "ringattn-mine", 0, range(1, 2)),
         errors.RingAttnError,
         "backend 'mine' of ringattn-mine speaks backend API 0; this ringattn-core speaks 1. "
-        "Upgrade the older side: pip install --upgrade ringattn-mine",
+        "Upgrade the older side, ringattn-mine",
     ),
     (
         errors.DuplicateBackendError("mine", ("ringattn-mine", "my-ring")),
@@ -96,17 +99,19 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         "backend 'triton' cannot run here: no GPU is visible. Leave backend unset, or name another one.",
     ),
     (
-        errors.NoBackendError("cuda", {"triton": "no GPU is visible", "mine": "it serves tpu, not cuda"}),
+        errors.NoBackendError("cuda", {"triton": "no GPU is visible", "mine": "it serves tpu, not cuda"}, ("triton",)),
         RuntimeError,
         "no ring-attention backend can run this call on 'cuda':\n"
         "  triton: no GPU is visible.\n"
         "  mine: it serves tpu, not cuda.\n"
-        "Drop the option that is missing, or add a backend that runs everywhere: pip install ringattn-xla",
+        "Call without what they lack, or add the backend that supports everything: "
+        "in a clone of the repository, run pip install ./packages/ringattn-xla",
     ),
     (
-        errors.AmbiguousBackendError("cuda", 10, ("a", "b")),
+        errors.NoBackendError("cuda", {"triton": "no GPU is visible."}, ("triton", "xla")),
         RuntimeError,
-        "backends 'a', 'b' have the same priority 10 on 'cuda'. Choose one: backend='a', or RINGATTN_BACKEND=a",
+        "no ring-attention backend can run this call on 'cuda':\n  triton: no GPU is visible.\n"
+        "Call without what they lack",
     ),
     (
         errors.TuningError("mine", "it has no candidate_configs", "Pass its parameters with cfg="),
@@ -123,7 +128,7 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         errors.BackendNotFoundError("cudnn", ("xla", "tpu")),
         LookupError,
         "no ring-attention backend 'cudnn'. Installed: xla, tpu. "
-        "To add one of ringattn's own: pip install ringattn-triton",
+        "To add all of ringattn's own: in a clone of the repository, run pip install ./packages/ringattn-triton",
     ),
     (
         errors.BackendNotFoundError("cudnn", ("tpu", "triton", "xla")),
@@ -154,12 +159,30 @@ def test_every_error_has_an_example_above() -> None:
         (EXAMPLES[12][0], {"backend": "mine", "api": 3}),
         (EXAMPLES[14][0], {"backend": "mine", "distributions": ("ringattn-mine", "my-ring")}),
         (EXAMPLES[15][0], {"backend": "triton", "reason": "no GPU is visible"}),
-        (EXAMPLES[17][0], {"platform": "cuda", "names": ("a", "b")}),
+        (EXAMPLES[17][0], {"platform": "cuda", "reasons": {"triton": "no GPU is visible."}}),
     ],
     ids=lambda x: type(x).__name__,
 )
 def test_it_holds_the_offender(error: errors.RingAttnError, held: dict[str, Any]) -> None:
     assert {name: getattr(error, name) for name in held} == held
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError("libfoo.so:\n  not found"), "OSError: libfoo.so: not found"),
+        (SystemExit(), "SystemExit"),
+        (Unreadable(), "Unreadable: its message cannot be read"),
+        (ValueError("many words " * 100), f"ValueError: {'many words ' * 35}..."),
+    ],
+)
+def test_any_exception_is_told_in_one_line(error: BaseException, line: str) -> None:
+    assert errors.in_one_line(error) == line
 
 
 class TestTheDescriptor:

@@ -169,3 +169,25 @@ class TestColumns:
         for rank in range(4):
             rebuilt = layouts.put_columns(rebuilt, layouts.columns(whole, layout, 4, rank), layout, 4, rank)
         np.testing.assert_array_equal(rebuilt, whole)
+
+
+class TestShardsOfNeighbours:
+    @NAMES
+    @pytest.mark.parametrize(("groups", "shards"), [(1, 4), (2, 3), (3, 2), (4, 1)])
+    def test_they_are_one_shard_of_fewer_ranks(self, layout: str, groups: int, shards: int) -> None:
+        whole = jnp.asarray(np.random.default_rng(0).random((2, 6 * groups * shards)))
+        for group in range(groups):
+            ranks = range(group * shards, (group + 1) * shards)
+            each = jnp.concatenate([layouts.indices(layout, groups * shards, rank, 6) for rank in ranks])[:, None]
+            one = layouts.of_neighbours(each, layout, shards, 0)
+            held = layouts.indices(layout, groups, group, 6 * shards, stripe=shards)
+            np.testing.assert_array_equal(one[:, 0], held)
+            np.testing.assert_array_equal(layouts.to_neighbours(one, layout, shards, 0), each)
+            columns = layouts.columns(whole, layout, groups, group, stripe=shards)
+            np.testing.assert_array_equal(columns, whole[:, held])
+            put = layouts.put_columns(jnp.zeros_like(whole), columns, layout, groups, group, stripe=shards)
+            np.testing.assert_array_equal(put, jnp.zeros_like(whole).at[:, held].set(columns))
+        everything = np.concatenate(
+            [layouts.indices(layout, groups, group, 6 * shards, stripe=shards) for group in range(groups)]
+        )
+        np.testing.assert_array_equal(layouts.order(layout, groups, len(everything), stripe=shards), everything)

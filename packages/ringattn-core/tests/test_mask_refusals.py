@@ -40,13 +40,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "negative left": (lambda: Local(-1), "Local(left=...): got -1", "at least 0"),
     "negative right": (lambda: Local(1, -2), "Local(right=...): got -2", "at least 0"),
     "a number": (lambda: Predicate(3), "Predicate: got 3", "It needs a function"),  # pyright: ignore[reportArgumentType]
+    "an argument less": (
+        lambda: Predicate(lambda i: i > 0),
+        "Predicate: got a function of (i)",
+        "(q_positions, kv_pos",
+    ),  # pyright: ignore
+    "nothing returned": (lambda: traced(lambda i, j: None), "returned NoneType", "It needs booleans"),
+    "text returned": (lambda: traced(lambda i, j: "all"), "returned str", "It needs booleans"),
     "NumPy and": (lambda: HOST & Causal(), "mask: got ndarray", ARRAY),
     "NumPy or": (lambda: HOST | Causal(), "mask: got ndarray", ARRAY),
     "JAX and": (lambda: DEVICE & Causal(), "mask: got ArrayImpl", ARRAY),
     "JAX or": (lambda: DEVICE | Causal(), "mask: got ArrayImpl", ARRAY),
     "a truth value": (lambda: True & Causal(), "mask: got bool", ARRAY),
     "arity": (lambda: built(lambda q, kv: Causal()), "takes 2 positional arguments but 5 were given", "(q_len, kv_len"),
-    "raises": (lambda: built(fails), "mask_builder: raised KeyError when called with (4, 4, 2, 0, 2)", "-> mask"),
+    "raises": (lambda: built(fails), "mask_builder: called with (4, 4, 2, 0, 2) it raised KeyError", "-> mask"),
     "own error": (lambda: built(lambda *_: Local(-1)), "Local(left=...): got -1", "at least 0"),
     "traced": (
         lambda: jax.jit(lambda x: built(lambda *_: x) and x)(HOST),

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from ringattn_core import Backend, Feature, Support, ring_attention
 from ringattn_core.backends import discovery
+from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
 from ringattn_core.placement.padding import cleaned
+from ringattn_xla.block import XlaKernel
 
 LENGTH, BAD = 12, 5
 MESHES = [None, 4]
@@ -117,3 +119,20 @@ def test_a_sink_of_minus_infinity_has_no_effect():
     a, pull = jax.vjp(lambda s: ring_attention(*x, s, causal=True), jnp.full(2, -jnp.inf))
     assert (a == ring_attention(*x, causal=True)).all()
     assert (pull(jnp.ones_like(a))[0] == 0).all()
+
+
+@pytest.mark.usefixtures("install")
+def test_a_backend_without_ids_is_refused_for_padding_in_the_words_of_the_caller() -> None:
+    features = {feature: Support.FULL for feature in Feature if feature is not Feature.SEGMENT_IDS}
+    thin = Backend("thin", 1, ("cpu",), features, kernel="a:b")
+    mesh, x = jax.make_mesh((4,), ("sp",), devices=jax.devices()[:4]), jnp.ones((1, 13, 2, 8))
+    ids = jnp.zeros((1, 13), jnp.int32)
+    note = "Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not 13."
+    with discovery.registered(thin, XlaKernel()):
+        for backend, kind in (("thin", UnsupportedFeatureError), (None, NoBackendError)):
+            with pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
+                ring_attention(x, x, x, mesh=mesh, axis_name="sp", backend=backend)
+            assert caught.value.one_line().endswith(note)
+            with pytest.raises(kind, match="does not support SEGMENT_IDS") as caught:
+                ring_attention(x, x, x, mesh=mesh, axis_name="sp", q_segment_ids=ids, backend=backend)
+            assert note not in caught.value.one_line()

@@ -56,8 +56,8 @@ def offloaded(f: Any) -> Any:
     return jax.checkpoint(f, policy=remat_policy(offload=True))
 
 
-def sends(program: Any) -> int:
-    return len(re.findall(r" collective-permute(?:-start)?\(", program.as_text()))
+def sends(program: Any, kind: str = "collective-permute") -> int:
+    return len(re.findall(rf" {kind}(?:-start)?\(", program.as_text()))
 
 
 def assert_equal(got: Any, wanted: Any) -> None:
@@ -69,6 +69,13 @@ def assert_equal(got: Any, wanted: Any) -> None:
 def test_with_the_policy_a_ring_of_four_sends_eight_times_and_not_eleven(where: str) -> None:
     plain, again, once = (compiled(how, where) for how in (unchanged, jax.checkpoint, kept))
     assert (sends(plain), sends(again), sends(once)) == (8, 11, 8)
+    assert_equal(once, plain)
+
+
+def test_with_the_policy_all_keys_are_gathered_twice_and_not_three_times() -> None:
+    options = {"strategy": "all_gather"}
+    plain, again, once = (compiled(how, **options) for how in (unchanged, jax.checkpoint, kept))
+    assert [sends(program, "all-gather") for program in (plain, again, once)] == [2, 3, 2]
     assert_equal(once, plain)
 
 

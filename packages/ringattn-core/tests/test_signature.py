@@ -41,7 +41,7 @@ def test_a_backend_function_shows_the_whole_signature_with_its_defaults():
 
 def test_a_canonical_call_is_made_of_parameters_of_the_signature():
     names = {p.name for p in PARAMETERS}
-    assert set(validated(*arrays()).options()) == names - {"q_position_ids", "kv_position_ids"}
+    assert set(validated(*arrays()).options()) == names - {"q_position_ids", "kv_position_ids", "strategy"}
 
 
 def test_the_positions_of_ejkernel_are_other_names_for_ours():
@@ -76,7 +76,7 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     q, k, v = arrays()
     with discovery.registered(whole(), ring):
         assert (ring_attention(q, k, v, backend="whole") == q).all()
-    assert set(seen) == {f.name for f in call.dataclasses.fields(call.Call)} - {"query", "key", "value"}
+    assert set(seen) == {f.name for f in call.dataclasses.fields(call.Call)} - {"query", "key", "value", "strategy"}
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 
 

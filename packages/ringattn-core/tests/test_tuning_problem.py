@@ -50,6 +50,7 @@ MATTERS: dict[str, dict[str, Any]] = {
     "segments": {"q_segment_ids": IDS},
     "slopes": {"alibi_slopes": jnp.ones(N)},
     "positions": {"q_positions": POSITIONS, "kv_positions": POSITIONS},
+    "offset": {"query_offset": 3},
     "positions of rows": {"q_positions": jnp.stack([POSITIONS] * 2), "kv_positions": jnp.stack([POSITIONS] * 2)},
     "bias": {"bias": jnp.zeros((1, 1, T, S))},
     "bias of heads": {"bias": jnp.zeros((1, N, T, S))},
@@ -69,6 +70,7 @@ DOES_NOT: list[dict[str, Any]] = [
     {"softmax_scale": 3.0},
     {"softmax_aux": jnp.ones(N)},
     {"return_lse": True},
+    {"strategy": "all_gather"},
     {"fwd_params": {"q_blocksize": 4}},
 ]
 

@@ -2,13 +2,38 @@
 """Every exception that ringattn raises, and what its message says: fact, value, remedy."""
 
 import difflib
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
+
+OWN = ("xla", "triton", "tpu")
+"""ringattn's own backends. The distribution of each is `ringattn-` and its name."""
 
 
 def did_you_mean(name: object, known: Collection[str]) -> str:
     """`" (did you mean 'x'?)"` with the known name that is most like `name`; empty if none is like it."""
     close = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def in_one_line(error: BaseException) -> str:
+    """The type and the message of any exception, as one line of at most 400 characters."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = "its message cannot be read"
+    kind = type(error).__name__
+    return textwrap.shorten(f"{kind}: {message}" if message else kind, 400, placeholder=" ...")
+
+
+def from_clone(*distributions: str) -> str:
+    """How one installs ringattn's own distributions, which no package index has yet."""
+    paths = " ".join(f"./packages/{name}" for name in distributions)
+    return f"in a clone of the repository, run pip install {paths}"
+
+
+def _or_add_xla(installed: Collection[str]) -> str:
+    """The end of a remedy: how to add the backend that runs every call everywhere, unless it is installed."""
+    return "" if "xla" in installed else f", or add the backend that supports everything: {from_clone('ringattn-xla')}"
 
 
 class RingAttnError(Exception):
@@ -41,7 +66,7 @@ class DerivativeError(RingAttnError, NotImplementedError):
 class UnsupportedFeatureError(RingAttnError, NotImplementedError):
     """A call needs a feature that its backend does not declare as supported."""
 
-    def __init__(self, backend: str, feature: str, why: str, others: Sequence[str]):
+    def __init__(self, backend: str, feature: str, why: str, others: Sequence[str], installed: Sequence[str]):
         self.backend, self.feature, self.others = backend, feature, tuple(others)
         if others:
             fallback = ", ".join(repr(name) for name in (backend, *others[:1]))
@@ -49,12 +74,8 @@ class UnsupportedFeatureError(RingAttnError, NotImplementedError):
                 f"Installed backends that do: {', '.join(others)}. Pass backend=({fallback}) to allow the fallback."
             )
         else:
-            add = "" if backend == "xla" else ", or add a backend that supports everything: pip install ringattn-xla"
-            remedy = f"No installed backend does. Drop the option{add}"
+            remedy = f"No installed backend does. Call without it{_or_add_xla(installed)}"
         super().__init__(f"backend {backend!r} does not support {feature} ({why}). {remedy}")
-
-
-_OWN = ("xla", "triton", "tpu")
 
 
 class BackendNotFoundError(RingAttnError, LookupError):
@@ -65,45 +86,49 @@ class BackendNotFoundError(RingAttnError, LookupError):
 
     def __init__(self, name: str | None, installed: Sequence[str]):
         self.name, self.installed = name, tuple(installed)
-        close = difflib.get_close_matches(name or "", sorted({*installed, *_OWN}), n=1, cutoff=0.65)
+        close = difflib.get_close_matches(name or "", sorted({*installed, *OWN}), n=1, cutoff=0.65)
         self.meant = close[0] if close and close[0] != name else None
         if name is None:
-            message = "no ring-attention backend is installed. Add one: pip install ringattn-xla"
+            message = f"no ring-attention backend is installed. To add one: {from_clone('ringattn-xla')}"
         else:
             guess = f" (did you mean {self.meant!r}?)" if self.meant else ""
             message = f"no ring-attention backend {name!r}{guess}. Installed: {', '.join(installed) or 'none'}."
             # Suggest ringattn's own packages only: installing a mistyped name could install a stranger's package.
-            missing = [f"ringattn-{own}" for own in _OWN if own not in installed]
+            missing = [f"ringattn-{own}" for own in OWN if own not in installed]
             if not close:
-                message += f" To add one of ringattn's own: pip install {' or '.join(missing)}" if missing else ""
+                message += f" To add all of ringattn's own: {from_clone(*missing)}" if missing else ""
             elif close[0] not in installed:
-                message += f" To add it: pip install ringattn-{close[0]}"
+                message += f" To add it: {from_clone('ringattn-' + close[0])}"
         super().__init__(message)
 
 
 class BackendLoadError(RingAttnError, ImportError):
-    """The entry point, kernel or probe of an installed backend cannot be imported."""
+    """The descriptor, kernel or probe of an installed backend cannot be imported, or is not what core expects.
 
-    def __init__(self, name: str, distribution: str, what: str, reason: BaseException | str):
+    `what` is one of these, with its import path. Without a `distribution`, the backend is of this process.
+    """
+
+    def __init__(self, name: str, distribution: str | None, what: str, reason: BaseException | str):
         self.backend = name
-        told = f"{type(reason).__name__}: {reason}" if isinstance(reason, BaseException) else reason
+        told = in_one_line(reason) if isinstance(reason, BaseException) else reason
+        owner = f" of {distribution}" if distribution else ""
+        remedy = f"Reinstall or uninstall {distribution}" if distribution else "Correct it"
         super().__init__(
-            f"backend {name!r} of {distribution} cannot load {what}: {told}. "
-            f"Reinstall it (pip install --force-reinstall {distribution}) or name another backend."
+            f"backend {name!r}{owner} is broken: {what}: {told.rstrip('.')}. {remedy}, or name another backend."
         )
 
 
 class BackendVersionError(RingAttnError):
     """A backend was written for another version of the backend API."""
 
-    def __init__(self, name: str, distribution: str, api: object, supported: range):
+    def __init__(self, name: str, distribution: str | None, api: int, supported: range):
         self.backend, self.api = name, api
         spoken = ", ".join(str(number) for number in supported)
-        newer = isinstance(api, int) and api >= supported.stop
-        upgrade = "ringattn-core" if newer else distribution
+        owner = f" of {distribution}" if distribution else ""
+        upgrade = "ringattn-core" if api >= supported.stop else distribution or "the backend"
         super().__init__(
-            f"backend {name!r} of {distribution} speaks backend API {api!r}; this ringattn-core speaks {spoken}. "
-            f"Upgrade the older side: pip install --upgrade {upgrade}"
+            f"backend {name!r}{owner} speaks backend API {api}; this ringattn-core speaks {spoken}. "
+            f"Upgrade the older side, {upgrade}"
         )
 
 
@@ -139,28 +164,18 @@ class BackendUnavailableError(RingAttnError, RuntimeError):
 
     def __init__(self, name: str, reason: str):
         self.backend, self.reason = name, reason
-        super().__init__(f"backend {name!r} cannot run here: {reason}. Leave backend unset, or name another one.")
+        super().__init__(
+            f"backend {name!r} cannot run here: {reason.rstrip('.')}. Leave backend unset, or name another one."
+        )
 
 
 class NoBackendError(RingAttnError, RuntimeError):
     """None of several backends can run the call; `reasons` says why, by backend."""
 
-    def __init__(self, platform: str, reasons: Mapping[str, str]):
+    def __init__(self, platform: str, reasons: Mapping[str, str], installed: Sequence[str]):
         self.platform, self.reasons = platform, dict(reasons)
         listed = "".join(f"\n  {name}: {reason.rstrip('.')}." for name, reason in self.reasons.items())
         super().__init__(
             f"no ring-attention backend can run this call on {platform!r}:{listed}\n"
-            "Drop the option that is missing, or add a backend that runs everywhere: pip install ringattn-xla"
-        )
-
-
-class AmbiguousBackendError(RingAttnError, RuntimeError):
-    """Several backends have the same highest priority on a platform, and core does not choose between them."""
-
-    def __init__(self, platform: str, priority: int, names: Sequence[str]):
-        self.platform, self.names = platform, tuple(names)
-        listed = ", ".join(repr(name) for name in names)
-        super().__init__(
-            f"backends {listed} have the same priority {priority} on {platform!r}. "
-            f"Choose one: backend={names[0]!r}, or RINGATTN_BACKEND={names[0]}"
+            f"Call without what they lack{_or_add_xla(installed)}"
         )

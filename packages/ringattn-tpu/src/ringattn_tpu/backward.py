@@ -28,7 +28,6 @@ Inputs = dict[str, Operand]
 @jax.jit
 def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None) -> Gradients:
     """The gradients of the block; `dq` continues the one given."""
-    block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     q_length, kv_length = block.q_length, block.kv_length
     given = prepared(block, block_sizes.choose(block, block.rule.bwd_params))
     given = _with_rows(given, dout, lse, delta)

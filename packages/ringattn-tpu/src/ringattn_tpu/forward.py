@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from ringattn_core.contract.protocol import SHIFT_BELOW, Block, Partial
 from ringattn_core.contract.tile_padding import padded
-from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes
 from .block_sizes import LANES
@@ -19,7 +18,6 @@ from .steps import steps
 @jax.jit
 def forward(block: Block, partial: Partial | None) -> Partial:
     """`partial` continued with the keys of the block."""
-    block, partial = align((block, partial), axes_of(block, partial))
     given = prepared(block, block_sizes.choose(block, block.rule.fwd_params))
     sizes, value_dim = given.sizes, block.value_dim
     batch, q_length, heads, _ = block.q.shape

@@ -7,7 +7,6 @@ from typing import Final, Protocol
 import jax
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block, Gradients, Partial
-from ringattn_core.contract.varying import align, axes_of
 
 from .hopper.family import HOPPER
 from .launch.target import Target, target
@@ -65,7 +64,6 @@ class TritonKernel:
 @functools.partial(jax.jit, static_argnums=2)
 def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     """Jitted, so that it is traced once for all hops of a ring; so is `_backward`."""
-    block, partial = align((block, partial), axes_of(block, partial))
     family = next(family for family in FAMILIES if family.why_not_forward(block, target) is None)
     return family.forward(block, partial, target)
 
@@ -79,7 +77,6 @@ def _backward(
     dq: Float32[Array, "B T N H"] | None,
     target: Target,
 ) -> Gradients:
-    block, dout, lse, delta, dq = align((block, dout, lse, delta, dq), axes_of(block, dout, lse, delta, dq))
     family = next(family for family in FAMILIES if family.why_not_backward(block, target) is None)
     return family.backward(block, dout, lse, delta, dq, target)
 

@@ -132,7 +132,8 @@ def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
 def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
     """Refuses a decoding step (one query, many keys) with masks by position: Flax passes no position of the query."""
     by_position = [name for name in ("causal", "sliding_window", "chunk_size") if options.get(name)]
-    if queries == 1 < keys and by_position and options.get("q_positions") is None:
+    placed = any(options.get(name) is not None for name in ("q_positions", "query_offset"))
+    if queries == 1 < keys and by_position and not placed:
         raise InputError(
             by_position[0],
             f"compares positions, but Flax passes none for one query against {keys} keys, a decoding step",

@@ -6,21 +6,24 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from ..contract.backend import API_VERSIONS, Backend
+from ..contract.backend import Backend
 from ..contract.signature import mismatch
 from ..errors import (
     BackendLoadError,
     BackendNotFoundError,
-    BackendVersionError,
     DuplicateBackendError,
     InputError,
     RingAttnError,
+    in_one_line,
 )
+from .descriptor import defect_of
 
 GROUP: Final = "ringattn.backends"
+_logger: Final = logging.getLogger("ringattn")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +58,21 @@ class Registration:
 
     def why_unavailable(self) -> str | None:
         """Why the backend cannot run in this process, as one sentence, or `None`. The probe runs once."""
-        return self._answer_of_probe
+        return None if self._answer_of_probe is None else str(self._answer_of_probe)
+
+    def why_broken(self, load: bool = False) -> RingAttnError | None:
+        """The error of a backend that nobody can use before it is repaired: of its descriptor, its probe or, with
+        `load`, of its kernel. A probe that says that the machine lacks something is no error.
+        """
+        found = self._answer_of_probe
+        found = self._loaded if found is None and load else found
+        return found if isinstance(found, RingAttnError) else None
+
+    def refuse_broken(self, load: bool = False) -> None:
+        """Raises what `why_broken` returns."""
+        error = self.why_broken(load)
+        if error is not None:
+            raise _again(error)
 
     @functools.cached_property
     def _loaded(self) -> Any:
@@ -64,37 +81,49 @@ class Registration:
         path = backend.kernel or backend.ring
         assert path is not None
         try:
-            loaded = self._load(path) if self.given is None else self.given
-        except BackendLoadError as error:
-            return error
-        reason = _defect_of_kernel(loaded) if backend.kernel else _defect_of_ring(loaded)
-        return loaded if reason is None else BackendLoadError(self.name, self.distribution, path, reason)
+            loaded = _imported(path) if self.given is None else self.given
+            reason = _defect_of_kernel(loaded) if backend.kernel else _defect_of_ring(loaded)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may even call `sys.exit`
+            return self._broken(f"cannot load {path}", error)
+        return loaded if reason is None else self._broken(f"cannot load {path}", reason)
 
     @functools.cached_property
-    def _answer_of_probe(self) -> str | None:
+    def _answer_of_probe(self) -> str | RingAttnError | None:
         if self.error is not None:
-            return str(self.error)
+            return self.error
         probe = self.descriptor().probe
         if probe is None:
             return None
         try:
-            reason = self._load(probe)()
-        except Exception as error:
-            return f"its probe {probe} failed: {type(error).__name__}: {error}"
-        return None if reason is None else str(reason)
+            reason = _imported(probe)()
+            if reason is None or (isinstance(reason, str) and reason.strip()):
+                return None if reason is None else " ".join(reason.split())
+            wrong = f"it returned {reason!r}, and must return None or a sentence"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self._broken(f"its probe {probe} failed", error)
+        return self._broken(f"its probe {probe}", wrong)
 
-    def _load(self, path: str) -> Any:
-        module, _, attribute = path.partition(":")
-        try:
-            return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-        except Exception as error:
-            raise BackendLoadError(self.name, self.distribution, path, error) from error
+    def _broken(self, what: str, reason: BaseException | str) -> BackendLoadError:
+        error = BackendLoadError(self.name, None if self.in_process else self.distribution, what, reason)
+        error.__cause__ = reason if isinstance(reason, BaseException) else None
+        return error
+
+
+def _imported(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
 def _defect_of_kernel(kernel: Any) -> str | None:
     if isinstance(kernel, type):
         return "it is a class, not an instance of one"
-    if getattr(kernel, "__hash__", None) is None:
+    try:
+        hash(kernel)
+    except Exception:
         return f"a block kernel must be hashable, which {kernel!r} is not: JAX compiles once for each"
     missing = [name for name in ("forward", "backward") if not callable(getattr(kernel, name, None))]
     return f"a block kernel needs {' and '.join(missing)}, which {kernel!r} lacks" if missing else None
@@ -139,8 +168,10 @@ def registered(backend: Backend, implementation: Any = None) -> Iterator[Registr
     """
     if not isinstance(backend, Backend):
         raise InputError("backend", f"got {backend!r}", "Pass a ringattn_core.Backend")
-    reason = _defect(backend, backend.name, _HERE)
-    registration = Registration(backend.name, backend, _HERE, "0", reason, implementation)
+    if not isinstance(backend.name, str):
+        raise InputError("backend", f"its name is {backend.name!r}", "Pass a Backend whose name is a string")
+    error = defect_of(backend, backend.name, None)
+    registration = Registration(backend.name, None if error else backend, _HERE, "0", error, implementation)
     before = dict(_in_process)
     _in_process[backend.name] = registration
     try:
@@ -158,39 +189,53 @@ def _installed() -> dict[str, Registration]:
     by_name: dict[str, list[Any]] = {}
     # Not `importlib_metadata`: importing it replaces the finder of the whole process, and its first lookup imports
     # support for zip files. Discovery takes 11 ms with it and 2 ms without (`benchmarks/import_time.py`).
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    try:
+        entries = list(importlib.metadata.entry_points(group=GROUP))
+    except Exception:  # some distribution has metadata that cannot be read: leave it out
+        entries = _readable_entry_points()
+    for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
     return {name: _registration(name, entries) for name, entries in by_name.items()}
 
 
+def _readable_entry_points() -> list[Any]:
+    """The entry points of all distributions whose metadata can be read; of two with one name, the first on the path."""
+    found: dict[Any, list[Any]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = None
+        try:
+            name = distribution.metadata["Name"]
+            if name not in found:
+                found[name] = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        except Exception as error:
+            _logger.warning("the entry points of %s cannot be read: %s", name or "a distribution", in_one_line(error))
+    return [entry for entries in found.values() for entry in entries]
+
+
 def _registration(name: str, entries: list[Any]) -> Registration:
-    owners = [entry.dist.name if entry.dist else "an unknown distribution" for entry in entries]
-    version = str(entries[0].dist.version) if entries[0].dist else "unknown"
-    owner = ", ".join(owners)
+    owners = [_owner(entry)[0] for entry in entries]
+    owner, version = ", ".join(owners), _owner(entries[0])[1]
     backend = None
     if len(entries) > 1:
         error: RingAttnError | None = DuplicateBackendError(name, owners)
     else:
         try:
             backend = entries[0].load()
-            error = _defect(backend, name, owner)
-        except Exception as cause:
-            error = BackendLoadError(name, owner, f"its entry point {entries[0].value}", cause)
+            error = defect_of(backend, name, owner)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as cause:  # a module may even call `sys.exit`
+            error = BackendLoadError(name, owner, f"cannot load its entry point {entries[0].value}", cause)
             error.__cause__ = cause
     return Registration(name, None if error else backend, owner, version, error)
 
 
-def _defect(backend: Any, name: str, owner: str) -> RingAttnError | None:
-    if not isinstance(backend, Backend):
-        return BackendLoadError(name, owner, "its descriptor", f"expected a ringattn_core.Backend, got {backend!r}")
-    if type(backend.api) is not int or backend.api not in API_VERSIONS:
-        return BackendVersionError(name, owner, backend.api, API_VERSIONS)
-    if backend.name != name:
-        return BackendLoadError(name, owner, "its descriptor", f"its name is {backend.name!r}")
-    if isinstance(backend.platforms, str):
-        reason = f"platforms={backend.platforms!r} must be a tuple of names"
-        return BackendLoadError(name, owner, "its descriptor", reason)
-    return None
+def _owner(entry: Any) -> tuple[str, str]:
+    """The name and the version of the distribution that an entry point belongs to."""
+    try:
+        return str(entry.dist.name), str(entry.dist.version)
+    except Exception:
+        return "an unknown distribution", "unknown"
 
 
 def _again(error: RingAttnError) -> RingAttnError:

@@ -21,7 +21,11 @@ _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VIS
 
 @dataclasses.dataclass(frozen=True)
 class BackendStatus:
-    """A registration as plain data; `reason` says why it cannot run in this process, and is `None` where it can."""
+    """A registration as plain data.
+
+    `reason` says why it cannot run in this process, and is `None` where it can. `broken` means that nobody can use it
+    before it is repaired, on any machine.
+    """
 
     name: str
     distribution: str
@@ -33,6 +37,7 @@ class BackendStatus:
     implementation: str | None
     probe: str | None
     reason: str | None
+    broken: bool
     features: dict[str, str]
 
     @property
@@ -45,9 +50,10 @@ class BackendStatus:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The state of this process. It is `healthy` if some backend works on the platform of its devices.
+    """The state of this process.
 
-    `working` are those backends; `default` runs calls that name none. Each fault says what is wrong and what to do.
+    It is `healthy` if some backend works on the platform of its devices and no installed one is broken. `working` are
+    the backends that work there; `default` runs calls that name none. Each fault says what is wrong and what to do.
     """
 
     versions: dict[str, str]
@@ -61,7 +67,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        return bool(self.working)
+        return bool(self.working) and not any(backend.broken for backend in self.backends)
 
     def to_dict(self) -> dict[str, Any]:
         found = dataclasses.asdict(self) | {"healthy": self.healthy}
@@ -75,13 +81,7 @@ def backends() -> tuple[BackendStatus, ...]:
 
 def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
     """The status of one backend. With `load`, its kernel is imported too, and a failure becomes the `reason`."""
-    descriptor = registration.backend
-    reason = registration.why_unavailable()
-    if load and reason is None:
-        try:
-            registration.implementation()
-        except RingAttnError as error:
-            reason = str(error)
+    descriptor, broken = registration.backend, registration.why_broken(load)
     features: dict[str, str] = {}
     if descriptor is not None:
         features = {feature.name: descriptor.answer(feature) for feature in Feature}
@@ -95,7 +95,8 @@ def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
         door=None if descriptor is None else "kernel" if descriptor.kernel else "ring",
         implementation=(descriptor.kernel or descriptor.ring) if descriptor else None,
         probe=descriptor.probe if descriptor else None,
-        reason=reason,
+        reason=registration.why_unavailable() if broken is None else str(broken),
+        broken=broken is not None,
         features=features,
     )
 
@@ -104,14 +105,18 @@ def diagnose() -> Diagnosis:
     """Checks everything: initialises JAX, probes every backend, and loads the kernels of backends for this platform."""
     faults, devices, where = _devices()
     faults += [f"{sentence}. Correct its name, or unset it" for sentence in selection.unknown_variables()]
-    working, default = [], None
+    found, working, default = [], [], None
     for name, registration in discovery.registrations().items():
-        if where is None or not selection.serves(registration.backend, where):
-            continue
-        try:
-            working.append(selection.select(name, frozenset(), where).name)
-        except RingAttnError as error:
-            faults.append(error.one_line())
+        served = where is not None and selection.serves(registration.backend, where)
+        status = backend_of(registration, load=served)
+        found.append(status)
+        if served:
+            try:
+                working.append(selection.select(name, frozenset(), where).name)
+            except RingAttnError as error:
+                faults.append(error.one_line())
+        elif status.broken and status.reason:
+            faults.append(status.reason)
     if where is not None:
         try:
             default = selection.select(None, frozenset(), where).name
@@ -122,7 +127,7 @@ def diagnose() -> Diagnosis:
         environment=_environment(),
         platform=where,
         devices=devices,
-        backends=backends(),
+        backends=tuple(found),
         working=tuple(working),
         default=default,
         faults=tuple(faults),

@@ -12,8 +12,7 @@ from typing import Final
 from ..contract.backend import Backend
 from ..contract.features import Feature
 from ..errors import (
-    AmbiguousBackendError,
-    BackendLoadError,
+    OWN,
     BackendNotFoundError,
     BackendUnavailableError,
     InputError,
@@ -39,7 +38,8 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
     """The backend for a call that needs `required` on devices of `platform`, with its implementation imported.
 
     One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known
-    one. `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends.
+    one. `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends;
+    of two with the same priority, ringattn's own goes first, then the first by name.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
@@ -94,6 +94,7 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) 
 
 
 def _exactly(registration: Registration, required: frozenset[Feature]) -> Registration:
+    registration.refuse_broken()
     descriptor, reason = registration.descriptor(), registration.why_unavailable()
     if reason is not None:
         raise BackendUnavailableError(registration.name, reason)
@@ -108,19 +109,15 @@ def refusal(registration: Registration, required: frozenset[Feature]) -> Unsuppo
     name = registration.name
     others = [r.name for r in _ranked() if r.name != name and _why_not(r, required, None) is None]
     features, supports = zip(*_missing(registration.descriptor(), required), strict=True)
-    return UnsupportedFeatureError(name, ", ".join(features), ", ".join(supports), others)
+    installed = tuple(discovery.registrations())
+    return UnsupportedFeatureError(name, ", ".join(features), ", ".join(supports), others, installed)
 
 
 def _best(required: frozenset[Feature], platform: str) -> Registration:
     ranked = _ranked()
     if not ranked:
         raise BackendNotFoundError(None, ())
-    best = _first(ranked, required, platform)
-    level = _priority(best)
-    equal = [r.name for r in ranked if _priority(r) == level and _why_not(r, required, platform) is None]
-    if len(equal) > 1:
-        raise AmbiguousBackendError(platform, best.descriptor().priority, equal)
-    return best
+    return _first(ranked, required, platform)
 
 
 def _first(
@@ -135,7 +132,7 @@ def _first(
         reasons[registration.name] = reason
         meant = registration.backend is None or (serves(registration.backend, platform) and not named)
         _log_once(logging.WARNING if meant else logging.INFO, f"backend {registration.name!r} passed over: {reason}")
-    raise NoBackendError(platform, reasons)
+    raise NoBackendError(platform, reasons, tuple(discovery.registrations()))
 
 
 def _why_not(registration: Registration, required: frozenset[Feature], platform: str | None) -> str | None:
@@ -149,13 +146,10 @@ def _why_not(registration: Registration, required: frozenset[Feature], platform:
     if missing:
         return "it does not support " + ", ".join(f"{feature} ({support})" for feature, support in missing)
     unavailable = registration.why_unavailable()
-    if unavailable is not None:
+    if unavailable is not None and registration.why_broken() is None:
         return f"it cannot run here: {unavailable}"
-    try:
-        registration.implementation()
-    except BackendLoadError as error:
-        return str(error)
-    return None
+    broken = registration.why_broken(load=True)
+    return None if broken is None else str(broken)
 
 
 def _missing(backend: Backend, required: frozenset[Feature]) -> list[tuple[str, str]]:
@@ -174,13 +168,18 @@ def _platform(name: str) -> str:
     return "cuda" if name == "gpu" else name
 
 
-def _priority(registration: Registration) -> float:
-    """Broken backends come first: they run no call, and the log tells of them whichever backend runs it."""
-    return float("inf") if registration.backend is None else registration.backend.priority
-
-
 def _ranked() -> list[Registration]:
-    return sorted(discovery.registrations().values(), key=lambda r: (-_priority(r), r.name))
+    """All backends, best first. Of two with the same priority, ringattn's own goes first, then the first by name.
+
+    Broken backends come first: they run no call, and the log tells of them whichever backend runs it.
+    """
+
+    def order(registration: Registration) -> tuple[bool, int, bool, str]:
+        name, backend = registration.name, registration.backend
+        is_own = name in OWN and registration.distribution == f"ringattn-{name}"
+        return backend is not None, 0 if backend is None else -backend.priority, not is_own, name
+
+    return sorted(discovery.registrations().values(), key=order)
 
 
 def _names(backend: str | Sequence[str], argument: str) -> tuple[str, ...]:

@@ -4,17 +4,16 @@
 import inspect
 from typing import Any
 
-import jax
 from typing_extensions import Unpack
 
 from ..backends.selection import select
 from ..config import RingAttentionConfig
 from ..errors import InputError, MeshError
 from ..masks.info import MaskInfo
-from ..placement import arrays, axes
-from ..placement.mesh import surrounding
+from ..placement import arrays
 from ..placement.platforms import platform_of
 from .dispatch import answer
+from .mesh_roles import mesh_of
 from .options import DEFAULTS, Options, needs, refuse_unknown
 from .sharding import sharded
 from .validation import validated
@@ -38,16 +37,15 @@ def ring_attention(
     `causal`, `sliding_window` (both ends inclusive), `chunk_size`, segment ids, `mask_builder` and `attention_mask`
     are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` is the order of the tokens in the arrays
     ("contiguous", "zigzag", "striped"); `to_layout` puts arrays in that order. With `two_way`, half of the key heads
-    travel the other way round the ring, to use links in both directions. With `return_lse` the result is `(out, lse)`.
+    travel the other way round the ring, to use links in both directions. `strategy` is "ring", "all_gather" (all keys
+    at once), "ulysses" (ranks exchange heads for tokens) or "auto". With `return_lse` the result is `(out, lse)`.
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)
     config, backend = config_of(given.pop("cfg", None)), given.pop("backend", None)
     mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
     given = _with_mask_info(given, given.pop("mask_info", None))
-    if mesh is None:
-        named = [name for argument in _OF_MESH for name in axes.names(given.get(argument), argument)]
-        mesh = surrounding(named, [x for x in (query, key, value) if isinstance(x, jax.Array)])
+    mesh = mesh_of(mesh, given, (query, key, value))
     call = validated(
         query,
         key,
@@ -67,7 +65,6 @@ def ring_attention(
     return answer(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
-_OF_MESH = ("axis_name", "batch_axis_name", "head_axis_name")
 _NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]
 _OPTIONS = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=kind)

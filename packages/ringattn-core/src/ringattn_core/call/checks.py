@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..masks.builder import Built, build
 from ..masks.int32 import INT32, POSITION, SEED, Limits, as_given, as_int32, fitting
 from ..placement import arrays, axes
+from ..strategies import STRATEGIES
 
 MOST_POSITION: Final = POSITION[1] + 1
 LARGEST, LEAST_NORMAL = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
@@ -78,6 +79,16 @@ def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
 def positions(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
     """A check for positions: integers below 2^30 in magnitude."""
     return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes, POSITION)
+
+
+def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+    """An integer, or one for each batch row, with which no query has a position of 2^30 or beyond."""
+    if x is None:
+        return None
+    least, most, _ = POSITION
+    most -= max(sizes.lengths[0] - 1, 0)
+    remedy = f"Pass offsets from {least} to {most}: query i has the position query_offset + i, which must be below 2^30"
+    return array(argument, x, arrays.QueryOffset, sizes, (least, most, remedy))
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
@@ -205,6 +216,13 @@ def two_way(argument: str, x: Any, sizes: Sizes) -> bool:
     if wanted:
         halves_go_both_ways(sizes.of["K"])
     return wanted
+
+
+def strategy(argument: str, x: Any, _: Sizes) -> str:
+    if not isinstance(x, str) or x not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise InputError(argument, f"got {x!r}{did_you_mean(x, STRATEGIES)}", f"Known strategies: {known}")
+    return x
 
 
 def halves_go_both_ways(key_heads: int) -> None:

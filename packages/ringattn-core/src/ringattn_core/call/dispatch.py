@@ -17,7 +17,8 @@ from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
-from ..ring import engine
+from ..strategies.choose import settled
+from ..strategies.run import refuse_own_ring, run
 from ..tuning.choice import with_parameters
 from .options import needs
 from .validation import validated
@@ -41,12 +42,12 @@ def reverse_mode_only() -> Iterator[None]:
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Differentiating it raises if the backend has no gradients."""
     backend, implementation = registration.descriptor(), registration.implementation()
-    call = with_parameters(registration, call)
+    call = settled(registration, call)
     if backend.kernel is None:
-        result = _by_ring_kernel(implementation, call)
+        refuse_own_ring(registration.name, call)
+        result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
-        out, lse = engine.run(implementation, call)
-        result = (out, lse) if call.return_lse else out
+        result = run(registration, call)
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
 
 

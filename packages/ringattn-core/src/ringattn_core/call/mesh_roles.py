@@ -3,8 +3,10 @@
 
 import math
 import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -13,9 +15,11 @@ from ..errors import MeshError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import refuse_indivisible
+from ..placement.mesh import surrounding
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
+_NAMES: Final = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -36,11 +40,22 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     return roles
 
 
+def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
+    """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
+
+    The latter must have an axis that the options name. `None` means that arrays are local.
+    """
+    if mesh is not None:
+        return mesh
+    named = [name for argument in _NAMES for name in axes.names(options.get(argument), argument)]
+    return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
+
+
 def check_mesh(call: Call, mesh: Any) -> None:
     """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
-    for argument in ("axis_name", "batch_axis_name", "head_axis_name"):
+    for argument in _NAMES:
         named = getattr(call, argument) or ()
         _refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():

@@ -20,6 +20,7 @@ from ..contract.signature import PARAMETERS
 from ..errors import InputError
 from ..masks.info import MaskInfo
 from ..placement import arrays, axes, layout
+from ..strategies import Strategy
 from . import checks
 from .checks import Sizes
 
@@ -68,6 +69,7 @@ OPTIONS: Final = (
     Option("attention_mask", array=arrays.DenseMask, feature=Feature.ATTENTION_MASK),
     Option("q_positions", checks.positions(arrays.QueryPositions), arrays.QueryPositions, Feature.POSITIONS),
     Option("kv_positions", checks.positions(arrays.KeyPositions), arrays.KeyPositions),
+    Option("query_offset", checks.query_offset, arrays.QueryOffset, Feature.POSITIONS),
     Option("alibi_slopes", array=arrays.Slopes, feature=Feature.ALIBI),
     Option("dropout_prob", checks.probability, feature=Feature.DROPOUT),
     Option("dropout_seed", checks.seed, arrays.Seed),
@@ -77,6 +79,7 @@ OPTIONS: Final = (
     Option("two_way", checks.two_way, feature=Feature.TWO_WAY),
     Option("precision", checks.precision, feature=Feature.PRECISION),
     Option("return_lse", checks.flag, feature=Feature.RETURN_LSE),
+    Option("strategy", checks.strategy),
 )
 ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "value": arrays.Value} | {
     option.name: option.array for option in OPTIONS if option.array is not None
@@ -88,10 +91,11 @@ _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 def needs(call: Call) -> frozenset[Feature]:
     """The features that a backend must support to run this call, without `GRADIENTS`."""
     heads, dim = call.query.shape[2:]
+    gathers = call.strategy == "all_gather"  # blocks then have the keys of all ranks, and the queries of one
     of_operands = {
         Feature.GROUPED_HEADS: call.key.shape[2] != heads,
         Feature.UNEQUAL_VALUE_DIM: call.value.shape[3] != dim,
-        Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1],
+        Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1] or gathers,
     }
     found = {Feature[call.query.dtype.name.upper()], *(feature for feature, asked in of_operands.items() if asked)}
     found |= {option.feature for option in OPTIONS if option.feature is not None and option.asked(call)}
@@ -99,12 +103,13 @@ def needs(call: Call) -> frozenset[Feature]:
 
 
 class TokenOptions(TypedDict, total=False):
-    """Options that are arrays with an axis of tokens or heads, and for which other libraries have no name."""
+    """Options that are arrays of tokens, batch rows or heads, and for which other libraries have no name."""
 
     q_segment_ids: arrays.QueryIds | None
     kv_segment_ids: arrays.KeyIds | None
     q_positions: arrays.QueryPositions | None
     kv_positions: arrays.KeyPositions | None
+    query_offset: int | arrays.QueryOffset | None
     alibi_slopes: arrays.Slopes | None
 
 
@@ -119,6 +124,7 @@ class RingSettings(TypedDict, total=False):
     out_specs: Any
     layout: str
     two_way: bool
+    strategy: Strategy
     mask_builder: Callable[[int, int, int, int, int], Any] | None
     chunk_size: int | None
     logits_soft_cap: float | None

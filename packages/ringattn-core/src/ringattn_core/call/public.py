@@ -28,3 +28,4 @@ from ..ring.remat import remat_policy as remat_policy
 from .attention import ring_attention as ring_attention
 from .decode import decode_attention as decode_attention
 from .dispatch import per_shard as per_shard
+from .prefill import prefill_attention as prefill_attention

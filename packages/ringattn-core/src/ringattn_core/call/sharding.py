@@ -17,11 +17,14 @@ from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..contract.call import Call
 from ..contract.varying import align
+from ..errors import RingAttnError
 from ..placement import arrays, axes
-from ..placement.arrays import Roles
+from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
-from ..tuning.choice import with_parameters_over_mesh
+from ..strategies.choose import settled
+from ..strategies.run import computed
+from ..tuning.choice import with_parameters
 from .checks import halves_go_both_ways
 from .dispatch import answer, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
@@ -38,14 +41,20 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
 
 
 @reverse_mode_only()
-def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any) -> Any:
+def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
-    length = call.query.shape[1]
+    length, given = call.query.shape[1], call
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
-    registration = select(backend, needs(call), platform_of(mesh, ()))
+    try:
+        registration = select(backend, needs(call), platform_of(mesh, ()))
+    except RingAttnError as error:
+        if given.q_segment_ids is None and call.q_segment_ids is not None and "SEGMENT_IDS" in str(error):
+            lengths = " and ".join(str(x) for x in dict.fromkeys((length, given.key.shape[1])))
+            error.add_note(f"Padding needs SEGMENT_IDS. Pass lengths that the ring divides, not {lengths}.")
+        raise
     outputs = roles.spec(arrays.Output), roles.spec(arrays.LogSumExp)
-    out, *lse = over_shards(answer, registration, call, mesh, specs(call, roles), outputs)
+    out, *lse = over_shards(work, registration, call, mesh, specs(call, roles), outputs)
     if call.query.shape[1] != length:
         whole = dataclasses.replace(roles, sequence=())
         out = _over_explicit(out, mesh, whole.spec(arrays.Output))[:, :length]
@@ -71,7 +80,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in _given(call).items()}
         call = _padded(dataclasses.replace(call, **given), *more)
-        call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
+        call = dataclasses.replace(call, key=repeated_heads(call.key, copies), value=repeated_heads(call.value, copies))
     return dataclasses.replace(call, **roles.names), roles
 
 
@@ -84,9 +93,28 @@ def over_shards(
     """
     placed = {name: _placed(x, mesh, split[name]) for name, x in _given(call).items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
-    options = with_parameters_over_mesh(mesh, registration, options, split, placed)
+    options = _with_parameters(registration, options, mesh, split, placed)
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
         return _run(work, registration, options, mesh, tuple(split.items()), outputs, placed)
+
+
+def _with_parameters(
+    registration: Registration, options: Call, mesh: Any, split: dict[str, P], placed: dict[str, jax.Array]
+) -> Call:
+    """`options` with the strategy that "auto" stands for, and kernel parameters for what a kernel gets on one rank.
+
+    They are chosen here and not on the rank, because `_run` compiles again only if its static arguments change.
+    """
+    shards = {}
+    for name, spec in split.items():
+        parts = [ranks_of(mesh, axes.names(entry)) for entry in spec]
+        shape = tuple(size // part for size, part in zip(placed[name].shape, parts, strict=True))
+        shards[name] = jax.ShapeDtypeStruct(shape, placed[name].dtype)
+    whole = settled(registration, dataclasses.replace(options, **shards), mesh)
+    shard = computed(whole, mesh.shape)
+    found = with_parameters(registration, shard, ranks_of(mesh, shard.axis_name or ()), mesh)
+    parameters = {"fwd_params": found.fwd_params, "bwd_params": found.bwd_params}
+    return dataclasses.replace(options, strategy=whole.strategy, **parameters)
 
 
 def _given(call: Call) -> dict[str, jax.Array]:
@@ -177,12 +205,6 @@ def _put(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
 
 
 _put.defvjp(lambda x, mesh, spec: (_put(x, mesh, spec), None), lambda mesh, spec, _, dx: (dx,))
-
-
-def _repeated(x: jax.Array, copies: int) -> jax.Array:
-    """Repeats every key head `copies` times, so that each rank has one of its own. JAX sums their gradients."""
-    shape = (*x.shape[:2], x.shape[2], copies, x.shape[3])
-    return jnp.broadcast_to(x[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3])
 
 
 def _padded(call: Call, queries: int, keys: int) -> Call:

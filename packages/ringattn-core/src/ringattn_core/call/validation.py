@@ -16,7 +16,6 @@ from .options import OPTIONS, refuse_unknown
 from .shard_map import own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
-_PAIRS: Final = (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions"))
 _ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
 
 
@@ -45,8 +44,11 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     lengths = q.shape[1] * ranks, k.shape[1] * ranks
     sizes = Sizes.of_operands(q, k, lengths, copies, heads if inside else ())
     found = {option.name: option.canonical(given[option.name], sizes) for option in OPTIONS}
-    for names in _PAIRS:
-        _pair(found, names, q, k)
+    _pair(found, ("q_segment_ids", "kv_segment_ids"), q, k)
+    if found["query_offset"] is None:
+        _pair(found, ("q_positions", "kv_positions"), q, k)
+    elif found["q_positions"] is not None:
+        raise InputError("query_offset", "is given beside q_positions", "Add it to the positions, or leave these out")
     if found["dropout_prob"] and found["dropout_seed"] is None:
         raise InputError(
             "dropout_seed",

@@ -5,6 +5,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, Final, Self
 
@@ -15,14 +16,19 @@ from jax.sharding import AbstractMesh
 from .. import masks
 from ..call.attention import ring_attention
 from ..call.options import DEFAULTS
-from ..errors import InputError
+from ..errors import InputError, in_one_line
 from ..masks.info import MaskInfo
+from ..placement.layout import canonical, refuse_indivisible
 from ..placement.reorder import to_layout
 from .call_arguments import option_arguments, shape_of
 
 AXIS: Final = "ring"
 MOST_RANKS: Final = 4096
 """A plan takes time and memory proportional to the square of the number of ranks."""
+_MOST_ELEMENTS: Final = 2**48
+"""Sizes in bytes of larger arrays overflow in XLA."""
+_MOST_TOKENS: Final = 2**26
+"""The most tokens whose ids or positions are computed one by one; with more, `explain` would take minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,7 @@ class AbstractCall:
             "key": (batch, keys, key_heads, dim),
             "value": (batch, keys, key_heads, *(value_dim or (dim,))),
         }
+        _refuse_many_tokens(arguments, batch * tokens, batch * keys)
         options: dict[str, Any] = {"layout": arguments.layout, "axis_name": AXIS}
         said = {name: getattr(arguments, name) for name in ("documents", "prefix", "mask_builder")}
         said |= {"restart_positions": arguments.restart_positions or None}
@@ -65,6 +72,10 @@ class AbstractCall:
                 shapes[name] = shape_of(name, value, sizes)
             else:
                 options[name] = value
+        for name, shape in shapes.items():
+            if math.prod(shape) > _MOST_ELEMENTS:
+                fact = f"{'x'.join(map(str, shape))} has more than 2^48 elements"
+                raise InputError(name, fact, "Pass smaller sizes")
         dtypes: dict[str, str] = dict.fromkeys(("query", "key", "value", "bias"), arguments.dtype)
         return cls(
             ring=arguments.ring,
@@ -84,12 +95,29 @@ class AbstractCall:
         return ring_attention(**floating, **self.integers, **self.options, mesh=mesh, backend=backend)
 
 
+def _refuse_many_tokens(arguments: argparse.Namespace, queries: int, keys: int) -> None:
+    """Raises for long sequences if they have ids or positions of which each must be computed."""
+    uneven = queries % arguments.ring or keys % arguments.ring
+    simple = arguments.layout == "contiguous" and arguments.documents is None and not uneven
+    if max(queries, keys) > _MOST_TOKENS and not simple:
+        raise InputError(
+            "--query" if queries > _MOST_TOKENS else "--kv",
+            f"{max(queries, keys)} tokens are too many for documents, layouts, and lengths that the ring cannot divide",
+            f"Pass at most {_MOST_TOKENS}",
+        )
+
+
 def _packed(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str, np.ndarray]:
     """Segment ids and positions of packed documents, in layout order."""
     if arguments.documents is None:
         if arguments.restart_positions:
             raise InputError("--restart-positions", "is given without documents", "Pass --documents too")
         return {}
+    if arguments.kv is not None and arguments.kv[0] != tokens:
+        fact = f"packs queries and keys alike, and there are {tokens} queries and {arguments.kv[0]} keys"
+        raise InputError("--documents", fact, "Pass as many keys as queries")
+    if arguments.layout != "contiguous":
+        refuse_indivisible("query", tokens, canonical(arguments.layout), arguments.ring)
     packed = MaskInfo.from_documents(arguments.documents, tokens, arguments.restart_positions)
     ids, positions = (
         None if x is None else to_layout(np.asarray(x), arguments.layout, arguments.ring)
@@ -115,9 +143,10 @@ def _prefix(length: int, *_: int) -> masks.Mask:
 
 def _imported(path: str) -> Callable[..., Any]:
     module, _, attribute = path.partition(":")
+    remedy = "Pass MODULE:FUNCTION of an importable module"
+    if not module or not attribute:
+        raise InputError("--mask-builder", f"got {path!r}", remedy)
     try:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-    except Exception as error:  # the module may raise anything
-        raise InputError(
-            "--mask-builder", f"cannot load {path!r} ({error})", "Pass MODULE:FUNCTION of an importable module"
-        ) from error
+    except (Exception, SystemExit) as error:  # the module may raise anything
+        raise InputError("--mask-builder", f"cannot load {path!r} ({in_one_line(error)})", remedy) from error

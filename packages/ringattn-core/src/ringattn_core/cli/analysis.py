@@ -15,6 +15,7 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
+from ..strategies.work import Work
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
 from .output import Rows
@@ -62,6 +63,7 @@ class CallAnalysis:
     gathered: int
     memory: Rows
     compiled: dict[str, Any] | None
+    plan: Plan
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -78,6 +80,22 @@ class CallAnalysis:
         """The number of tiles by the number of the hop, `[hops, ranks]`. A tile of half of the heads counts half."""
         halves = self.tiles / np.array([[hop.ways] for hop in self.hops])
         return np.add.reduceat(halves, np.unique([hop.number for hop in self.hops], return_index=True)[1])
+
+    @property
+    def for_plans(self) -> Work:
+        """What the cost model of the plans reads: the same tiles, as pairs of a query and a key."""
+        pairs = np.zeros((self.ranks, self.ranks))
+        rank = np.arange(self.ranks)
+        for hop, tiles in zip(self.hops, self.tiles, strict=True):
+            pairs[rank, (rank - hop.offset) % self.ranks] = tiles * np.prod(self.tile)
+        (batch, _, heads, head_dim), (*_, kv_heads, value_dim) = (
+            self.call.floating[name].shape for name in ("query", "value")
+        )
+        itemsize = self.call.floating["query"].dtype.itemsize
+        inputs = sum(row["bytes"] for row in self.memory if row["pass"] == "call" and "output" not in row["arrays"])
+        sizes = (batch, *self.lengths, heads, kv_heads, head_dim, value_dim, itemsize)
+        work = Work(*sizes, pairs, self.plan, self.call.options.get("two_way", False))
+        return dataclasses.replace(work, others=inputs - itemsize * (work.queries + work.keys))
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -128,6 +146,7 @@ def analyse(
         gathered=sum(x.size * x.dtype.itemsize for x in ids) * (plan.ranks - 1),
         memory=held(local),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
+        plan=plan,
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
     )
 

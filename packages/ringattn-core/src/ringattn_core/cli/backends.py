@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import logging
 from collections.abc import Callable
 
 from ..backends import discovery
@@ -50,7 +49,7 @@ def run_list(arguments: argparse.Namespace) -> int:
             "platforms": backend.platforms,
             "priority": backend.priority,
             "features": f"{backend.supported} of {len(Feature)}",
-            "here": "available" if backend.reason is None else "no",
+            "here": "available" if backend.reason is None else "broken" if backend.broken else "no",
         }
         for backend in found
     ]
@@ -61,7 +60,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_info(arguments: argparse.Namespace) -> int:
     """Shows what one backend declares: its distribution, platforms, kernel and probe, whether it can run here, and its
-    support of each feature. Exits with 1 where it cannot run here.
+    support of each feature. Loads its kernel. Exits with 1 where it cannot run here.
     """
     registered = discovery.registrations()
     if arguments.name not in registered:
@@ -80,10 +79,8 @@ def run_info(arguments: argparse.Namespace) -> int:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Checks versions, devices, the environment and every backend, and says how to repair each fault. Initialises JAX.
-    Exits with 1 where no backend works.
+    Exits with 1 where no backend works, or where an installed one is broken.
     """
-    # `diagnose` reports what the library would log, so the log stays silent.
-    logging.getLogger("ringattn").addHandler(logging.NullHandler())
     found = diagnose()
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))

@@ -15,6 +15,7 @@ from ..call.options import OPTIONS
 from ..call.validation import DTYPES
 from ..masks.int32 import POSITION
 from ..placement import arrays
+from ..strategies import STRATEGIES
 
 SHORT: Final = {
     "sliding_window": "--window",
@@ -77,6 +78,7 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
         checks.scale: {"type": float, "metavar": "S"},
         checks.probability: {"type": float, "nargs": "?", "const": 0.1, "default": 0.0, "metavar": "P"},
         checks.precision: {"metavar": "|".join(checks.PRECISIONS)},
+        checks.strategy: {"default": "ring", "choices": STRATEGIES},
     }
     for option in OPTIONS:
         how = kinds.get(option.check)
@@ -103,7 +105,7 @@ def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], t
         try:
             found = tuple(int(part) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, it needs whole numbers {wanted}") from None
+            raise argparse.ArgumentTypeError(f"got {text!r}, it needs {wanted} in whole numbers") from None
         if min(found) < 0 or max(found) > POSITION[1]:
             wrong = min(found) if min(found) < 0 else max(found)
             raise argparse.ArgumentTypeError(f"got {wrong}, it needs lengths from 0 to {POSITION[1]}")
@@ -112,6 +114,14 @@ def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], t
         return found
 
     return parse
+
+
+def backends(text: str) -> str | tuple[str, ...]:
+    """The name of a backend, or several separated by commas."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"got {text!r}, it needs NAME or NAME,NAME")
+    return names[0] if len(names) == 1 else names
 
 
 def _window(text: str) -> tuple[int | None, int | None]:

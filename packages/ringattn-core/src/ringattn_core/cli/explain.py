@@ -7,20 +7,21 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from ..placement.platforms import platform_of
-from . import call_arguments, memory, picture, report
+from . import call_arguments, memory, picture, plans, report
 from .abstract_call import AbstractCall
 from .analysis import analyse
+from .output import show
 
 _DESCRIPTION: Final = (
     "Shows what a call of ring_attention would do, without running it and without its devices: which backends could "
     "run it and why the others cannot, which hops the ring makes, which tiles each rank computes at each hop, what is "
-    "sent, and what one device holds. Exits with 1 where no backend can run the call."
+    "sent, what one device holds, and what each plan would cost. Exits with 1 where no backend can run the call."
 )
 _EXAMPLES: Final = """examples:
   ringattn explain --query 1,131072,32,128 --kv 131072,8 --ring 8 --causal --layout zigzag
   ringattn explain --query 1,32768,8,64 --ring 8 --causal --window 4096,0 --svg ring.svg
   ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200 --compile
+  ringattn explain --query 1,1048576,32,128 --ring 64 --inner 8 --causal --device h200
 """
 
 
@@ -29,10 +30,13 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     call_arguments.add(parser)
     chosen = parser.add_argument_group("backend")
-    chosen.add_argument("--backend", metavar="NAME[,NAME]", help="a backend, or several to try in order")
+    chosen.add_argument(
+        "--backend", type=call_arguments.backends, metavar="NAME[,NAME]", help="a backend, or several to try in order"
+    )
     chosen.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
     )
+    plans.add(parser)
     shown = parser.add_argument_group("output")
     shown.add_argument(
         "--tile", type=call_arguments.numbers("Q,K", 2), metavar="Q,K", help="queries and keys of a tile"
@@ -50,19 +54,23 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     call = AbstractCall.of(arguments)
     if arguments.compile:
-        memory.provide_devices(arguments.ring)
+        memory.provide_devices(arguments.ring)  # before JAX is asked for the devices here
+    platform, device = plans.device_of(arguments)
     found = analyse(
         call,
-        arguments.platform or platform_of(None, ()),
-        tuple(arguments.backend.split(",")) if arguments.backend and "," in arguments.backend else arguments.backend,
+        platform,
+        arguments.backend,
         arguments.tile,
         arguments.compile,
     )
     for kind in picture.KINDS:
         if getattr(arguments, kind) is not None:
             picture.save(found, getattr(arguments, kind), kind)
+    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy, arguments.inner)
     if arguments.json:
-        print(json.dumps(report.as_json(found, arguments.full), indent=2))
+        told = {} if reckoning is None else plans.as_json(reckoning)
+        print(json.dumps({**report.as_json(found, arguments.full), **told}, indent=2))
     else:
         report.report(found, picture.text(found))
+        show("", *(plans.report(reckoning) if reckoning else plans.no_constants(platform)))
     return int(found.choice is None)

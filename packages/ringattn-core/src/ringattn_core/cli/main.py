@@ -3,6 +3,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line, by default that of the process; returns the exit status."""
     given = parsed(sys.argv[1:] if arguments is None else arguments)
+    # Commands print what the library would log, so the log stays silent unless the user has set it up.
+    logging.getLogger("ringattn").addHandler(logging.NullHandler())
     try:
         status = given.run(given)
         sys.stdout.flush()

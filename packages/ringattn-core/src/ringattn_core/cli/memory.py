@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from ..contract.features import Feature
 from ..errors import InputError
-from ..ring.hops import Plan
 from .abstract_call import AXIS, AbstractCall
 from .output import Rows
 from .shards import Shard
@@ -31,7 +30,7 @@ def held(shard: Shard) -> Rows:
         4 * batch * length * heads,
     )
     keys, gradients = shard.elements * itemsize, 4 * shard.elements
-    sent = _most_sent_at_once(plan, shard.elements, itemsize)
+    sent = plan.most_sent(shard.elements, itemsize)
     ids = _bytes((call.q_segment_ids, call.q_positions))
     ids += plan.ranks * _bytes((call.kv_segment_ids, call.kv_positions))
     with_lse = Feature.RETURN_LSE in shard.needs
@@ -62,14 +61,6 @@ def held(shard: Shard) -> Rows:
         for name, count in counts.items()
         if count
     ]
-
-
-def _most_sent_at_once(plan: Plan, size: int, itemsize: int) -> int:
-    """The most bytes that one rank sends during a hop of the backward pass, in both directions together."""
-    onward, behind = (*plan.shifts[1:], None), (None, *plan.shifts[1:])
-    hops = [plan.parcel(None, plan.homeward), plan.parcel(next(iter(plan.shifts), None), None)]
-    hops += [plan.parcel(*moves) for moves in zip(onward, behind, strict=True)]
-    return max(sum(send.bytes(size, itemsize) for send in sends) for sends in hops)
 
 
 def _bytes(tree: Any) -> int:

@@ -9,15 +9,31 @@ from typing import Any, Final
 Rows = Sequence[Mapping[str, Any]]
 """A table, in JSON and as text. Its rows have the same keys, the titles of the columns; a boolean column marks rows."""
 
-INSTALL: Final = 'Install it with: pip install "ringattn-core[cli]"'
+INSTALL: Final = 'In a clone of the repository, run pip install "./packages/ringattn-core[cli]"'
 PAGE: Final = 100
 """The line width of output to a file or a pipe."""
 _NUMBER: Final = re.compile(r"-?\d.*|-?")
+_DURATIONS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Title(str):
     """A heading."""
+
+
+class Seconds(float):
+    """A duration; printed with a unit, and in JSON a number of seconds."""
+
+    def __str__(self) -> str:
+        scale, unit = next((x for x in _DURATIONS if self >= x[0]), _DURATIONS[-1])
+        return f"{float(self) / scale:.3g} {unit}" if self < 1000 else f"{float(self):.0f} s"
+
+
+class Bytes(int):
+    """A number of bytes; printed with a unit, and in JSON a number. Columns named `bytes` need it not."""
+
+    def __str__(self) -> str:
+        return amount(int(self))
 
 
 def show(*parts: Any) -> None:

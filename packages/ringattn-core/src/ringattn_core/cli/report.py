@@ -8,6 +8,8 @@ from typing import Any, Final
 from .analysis import CallAnalysis, rank
 from .output import Rows, Title, amount, show
 
+HIDDEN: Final = ("call", "hops", "states", "work", "plan")
+"""The fields of an analysis that JSON leaves out, or has under other names."""
 COLUMNS: Final = 9
 """The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""
 
@@ -28,7 +30,7 @@ def report(found: CallAnalysis, picture: str) -> None:
 
 def as_json(found: CallAnalysis, full: bool = False) -> dict[str, Any]:
     """Plain data. With `full`, the table of tiles has a row for each hop and a column for each rank."""
-    plain = {name: value for name, value in vars(found).items() if name not in ("call", "hops", "states", "work")}
+    plain = {name: value for name, value in vars(found).items() if name not in HIDDEN}
     shapes = {name: x.shape for name, x in found.call.floating.items()}
     call = shapes | {"ring": found.ranks, "dtype": _dtype(found), "layout": _layout(found)} | found.call.said
     totals = {"tiles_of_ranks": found.tiles_of_ranks, "tiles_of_slowest": found.tiles_of_slowest}
@@ -58,7 +60,8 @@ def described(found: CallAnalysis) -> str:
     said = [f"{name.replace('_', ' ')} {_plain(value)}".rstrip() for name, value in found.call.said.items()]
     whole = tuple(found.call.floating[name].shape[1] for name in ("query", "key"))
     padded = (queries * found.ranks, keys * found.ranks) != whole
-    holds = f"each rank holds {queries} queries and {keys} keys" + (", with padding" if padded else "")
+    needs = " (which needs SEGMENT_IDS)" if "SEGMENT_IDS" in found.needs and "documents" not in found.call.said else ""
+    holds = f"each rank holds {queries} queries and {keys} keys" + (f", with padding{needs}" if padded else "")
     return f"{', '.join(said) or 'no mask'}; {holds}"
 
 

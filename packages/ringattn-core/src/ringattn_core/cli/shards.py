@@ -69,7 +69,7 @@ def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.n
 
     def of_rank(local: Call) -> jax.Array:
         shard = _shard(None, local)
-        direction = Direction(1, gathered(shard.ring, shard.call), shard.location)
+        direction = Direction(1, gathered(shard.ring, shard.call, shard.location.rank), shard.location)
         kv = packing.pack(shard.call.key, shard.call.value)
         own = block(shard.ring, direction, kv, 0).padded_to(q_length, kv_length)
 

@@ -2,19 +2,23 @@
 """`ringattn tune`: times a backend's candidate configurations for one call, and stores the fastest."""
 
 import argparse
+import os
 from collections.abc import Sequence
+
+import jax
 
 from ..backends.selection import select
 from ..call.options import needs
 from ..config import BwdParams, FwdParams
 from ..contract.call import Call
+from ..errors import InputError
 from ..placement.platforms import platform_of
 from ..tuning import cache, choice
 from ..tuning.problem import of_call
 from ..tuning.tuner import Timed, shown
 from . import call_arguments
 from .abstract_call import AbstractCall
-from .output import Rows, Title, show
+from .output import Rows, Title, amount, show
 from .shards import trace
 
 
@@ -27,13 +31,19 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segments", dest="documents", action="store_const", const=(), help="segment ids; their lengths do not matter"
     )
-    parser.add_argument("--backend", metavar="NAME", help="by default the one that the call would get")
+    parser.add_argument(
+        "--backend",
+        type=call_arguments.backends,
+        metavar="NAME[,NAME]",
+        help="by default that of the call",
+    )
     parser.add_argument("--dry-run", action="store_true", help="store nothing")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     call, asked = AbstractCall.of(arguments), []
+    _refuse_too_large(call)
 
     def on_one_rank(local: Call) -> None:
         registration = select(arguments.backend, needs(local), platform_of(None, ()))
@@ -52,6 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     found = None if arguments.dry_run else cache.read(problem)
     print(f"\nstored in {found.path}" if found else "\nnot stored")
     return 0
+
+
+def _refuse_too_large(call: AbstractCall) -> None:
+    """Raises for arrays of one rank that alone exceed the memory of the device."""
+    stats, pages = jax.devices()[0].memory_stats(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = (stats or {}).get("bytes_limit", pages)
+    needed = sum(x.size * x.dtype.itemsize for x in call.floating.values()) // call.ring
+    if needed > memory:
+        fact = f"the arrays of one rank take {amount(needed)}, and the device has {amount(memory)}"
+        raise InputError("--query", fact, "Pass smaller sizes, or a larger --ring")
 
 
 def candidates(timed: Sequence[Timed], chosen: FwdParams | BwdParams) -> Rows:

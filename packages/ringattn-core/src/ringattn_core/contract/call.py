@@ -10,6 +10,7 @@ from ..config import BwdParams, FwdParams
 from ..masks.builder import Built
 from ..placement import arrays
 from .rule import Rule
+from .signature import OF_CORE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Call:
     attention_mask: arrays.DenseMask | None
     q_positions: arrays.QueryPositions | None
     kv_positions: arrays.KeyPositions | None
+    query_offset: arrays.QueryOffset | None
     alibi_slopes: arrays.Slopes | None
     dropout_prob: float
     dropout_seed: arrays.Seed | None
@@ -51,10 +53,12 @@ class Call:
     two_way: bool
     precision: str | None
     return_lse: bool
+    strategy: str
 
     def options(self) -> dict[str, Any]:
-        """The call as keyword arguments of the per-shard signature."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The call as keyword arguments of a backend's own ring function."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name not in OF_CORE}
 
     @property
     def rule(self) -> Rule:
@@ -69,7 +73,7 @@ class Call:
             dropout=self.dropout_prob,
             masks=built.masks,
             mask_of_head=built.of_head,
-            increasing=self.q_positions is None,
+            increasing=self.q_positions is None and self.kv_positions is None,
             precision=self.precision,
             fused_backward=self.fused_backward,
             fwd_params=self.fwd_params,
@@ -88,9 +92,11 @@ IN_BLOCK: Final = {
     "attention_mask": "mask",
     "q_positions": "q_positions",
     "kv_positions": "kv_positions",
+    "query_offset": "query_offset",
     "alibi_slopes": "slopes",
     "dropout_seed": "seed",
 }
-"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`. (No block has sinks.)"""
+"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`. (No block has sinks or
+an offset: it adds to the positions of queries.)"""
 _STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in IN_BLOCK]
 jax.tree_util.register_dataclass(Call, data_fields=list(IN_BLOCK), meta_fields=_STATIC)

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, when the program is traced, that a kernel returns what the block protocol asks for."""
+"""Calls a kernel, and checks, when the program is traced, that it returns what the block protocol asks for.
+
+Inside `shard_map(check_vma=True)` a kernel gets arrays that all vary over the same mesh axes, and its results are
+marked as varying over these. A kernel need not do that itself, even where JAX does not track its results: an FFI call,
+or a constant.
+"""
 
 import dataclasses
 from typing import Any
@@ -8,6 +13,7 @@ import jax.numpy as jnp
 
 from ..errors import KernelError
 from .protocol import Block, BlockKernel, Gradients, Partial
+from .varying import align, axes_of
 
 Expected = tuple[tuple[int, ...], Any]
 """A shape, and the dtype that is allowed beside float32 where the block is final."""
@@ -21,7 +27,7 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
     wanted: dict[str, Expected] = {"out": ((batch, length, heads, block.value_dim), block.q.dtype), "lse": rows}
     if block.bias is not None and isinstance(result, Partial) and result.shift is not None:
         wanted["shift"] = rows
-    return _checked(kernel, "forward", result, Partial, wanted, block.final)
+    return align(_checked(kernel, "forward", result, Partial, wanted, block.final), axes_of(block, partial))
 
 
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
@@ -34,7 +40,8 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
     unasked = {"dbias"} if block.bias_fixed else set()
     wanted = {name: _like(x) for name, x in inputs.items() if x is not None and name not in unasked}
-    return in_input_dtypes(block, _checked(kernel, "backward", result, Gradients, wanted, block.final))
+    checked = _checked(kernel, "backward", result, Gradients, wanted, block.final)
+    return in_input_dtypes(block, align(checked, axes_of(block, arrays)))
 
 
 def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
@@ -58,8 +65,8 @@ def _checked(
     for name, (shape, narrow) in wanted.items():
         dtypes = {jnp.dtype(jnp.float32), *([narrow] if final else [])}
         x = getattr(result, name)
-        if x is None or x.shape != shape or x.dtype not in dtypes:
-            got = "None" if x is None else f"{x.dtype}{list(x.shape)}"
+        if getattr(x, "shape", None) != shape or x.dtype not in dtypes:
+            got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
             raise KernelError(kernel, method, f"returned {name} = {got}", f"Return float32{list(shape)}")
     unasked = {field.name: None for field in dataclasses.fields(kind) if field.name not in wanted}
     return dataclasses.replace(result, **unasked)

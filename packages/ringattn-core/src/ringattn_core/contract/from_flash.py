@@ -14,7 +14,6 @@ from .merge import merge, merging
 from .protocol import Block, BlockKernel, Gradients, Partial
 from .rule import Rule
 from .static_masks import Piece, pieces
-from .varying import align, axes_of
 
 BEYOND_ALL_SCORES: Final = 1e30
 """The `lse` that a query with no gradients gets, so that its probabilities `exp(s - lse)` are 0.
@@ -87,7 +86,6 @@ class _FlashKernel:
     def _of_piece(self, block: Block, piece: Piece) -> Partial:
         q, k, v = _operands(block, piece)
         out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
-        out, lse = align((out, lse), axes_of(q, k, v))
         out = out if block.final else out.astype(jnp.float32)
         if piece.sees_nothing is not None:
             out, lse = jnp.where(_of_rows(piece), 0, out), jnp.where(piece.sees_nothing[:, None], -jnp.inf, lse)
@@ -110,7 +108,6 @@ class _FlashKernel:
             dout = jnp.where(_of_rows(piece), 0, dout)
             lse = jnp.where(piece.sees_nothing[:, None], BEYOND_ALL_SCORES, lse)
         found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.scale, causal=piece.causal)
-        found = align(found, axes_of(q, k, v, dout))
         parts = (piece.queries, piece.keys, piece.keys)
         return [part.put(x.astype(jnp.float32), 1, 0.0) for part, x in zip(parts, found, strict=True)]
 

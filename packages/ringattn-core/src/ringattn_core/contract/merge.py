@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from ..placement import axes
 from .protocol import SHIFT_BELOW, Block, Partial
 
 
@@ -24,11 +25,12 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
 
 
-def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1) -> Partial:
+def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
     """Merges the partial results of all ranks along mesh axes, and those of `chunks` of the keys on each rank.
 
     The results of the chunks of one row are consecutive rows of the batch. They must have no `shift`, which only a
-    call with a bias has.
+    call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r` the
+    `r`th of as many equal parts as there are ranks.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
     largest = lse.max(1)
@@ -36,7 +38,14 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1) -> Par
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(lse - safe[:, None])
     sums = (out * _over_out(weight)).sum(1), weight.sum(1)
-    out, total = jax.lax.psum(sums, axis) if axis else sums
+    if axis and scattered:
+        out, total = (
+            jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+            for x, dimension in zip(sums, (1, 2), strict=True)
+        )
+        safe = jax.lax.dynamic_slice_in_dim(safe, axes.coordinate(axis) * total.shape[2], total.shape[2], 2)
+    else:
+        out, total = jax.lax.psum(sums, axis) if axis else sums
     return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
 
 

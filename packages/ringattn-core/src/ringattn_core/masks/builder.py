@@ -8,7 +8,7 @@ from typing import Any
 import jax.core
 import numpy as np
 
-from ..errors import InputError, RingAttnError
+from ..errors import InputError, RingAttnError, in_one_line
 from .algebra import Mask
 from .kinds import Numpy
 
@@ -43,11 +43,11 @@ def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: in
         return builder(q_length, kv_length, heads, head, num_reps)
     except RingAttnError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         called = f"({q_length}, {kv_length}, {heads}, {head}, {num_reps})"
         raise InputError(
             "mask_builder",
-            f"raised {type(error).__name__} when called with {called}: {error}",
+            f"called with {called} it raised {in_one_line(error)}",
             "It needs (q_len, kv_len, num_heads, head_idx, num_reps) -> mask, for every head",
         ) from error
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -262,19 +263,30 @@ class Predicate(Mask):
     bounded = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __post_init__(self) -> None:
+        remedy = "It needs a function (q_positions, kv_positions) -> booleans"
         if not callable(self.seen):
-            raise InputError(
-                "Predicate", f"got {self.seen!r}", "It needs a function (q_positions, kv_positions) -> booleans"
-            )
+            raise InputError("Predicate", f"got {self.seen!r}", remedy)
+        try:
+            signature = inspect.signature(self.seen)
+        except ValueError:  # a function of C may have none
+            return
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise InputError("Predicate", f"got a function of {signature}", remedy) from error
 
     def __repr__(self) -> str:
         return f"Predicate({getattr(self.seen, '__name__', type(self.seen).__name__)})"
 
     @override
     def visible(self, q: Coordinates, kv: Coordinates) -> Any:
-        seen = jnp.asarray(self._called(q.positions, kv.positions))
+        returned, remedy = self._called(q.positions, kv.positions), "It needs booleans, true where a query sees a key"
+        try:
+            seen = jnp.asarray(returned)
+        except (TypeError, ValueError) as error:
+            raise InputError(repr(self), f"returned {type(returned).__name__}", remedy) from error
         if seen.dtype != jnp.bool_:
-            raise InputError(repr(self), f"returned {seen.dtype}", "It needs booleans, true where a query sees a key")
+            raise InputError(repr(self), f"returned {seen.dtype}", remedy)
         pairs = jnp.broadcast_shapes(q.positions.shape, kv.positions.shape)
         try:
             return jnp.broadcast_to(seen, jnp.broadcast_shapes(seen.shape, pairs))

@@ -24,6 +24,7 @@ QueryIds = Int[Array, "B T"]
 KeyIds = Int[Array, "B S"]
 QueryPositions = Int[Array, "*b T"]
 KeyPositions = Int[Array, "*b S"]
+QueryOffset = Int[Array, "*b"]
 Sinks = Float[Array, "N sinks"]
 SharedSinks = Float[Array, " sinks"]
 Bias = Float[Array, "b n t S_global"]
@@ -87,6 +88,12 @@ def differentiable(array: Any) -> bool:
 def broadcasts(letter: str) -> bool:
     """Whether an axis with this letter may be 1."""
     return letter in ("b", "n", "t")
+
+
+def repeated_heads(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
+    """Repeats every key head `copies` times, so that each rank has one of its own. JAX sums their gradients."""
+    shape = (*x.shape[:2], x.shape[2], copies, x.shape[3])
+    return jnp.broadcast_to(x[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3])
 
 
 @dataclasses.dataclass(frozen=True)

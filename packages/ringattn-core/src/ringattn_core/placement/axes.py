@@ -3,8 +3,10 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
@@ -75,6 +77,24 @@ def varying(x: Array) -> frozenset[str]:
 def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
     """This rank's number along the product of the axes; the first name varies slowest."""
     return jax.lax.axis_index(axis) if axis else 0
+
+
+def all_gathered(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: int) -> Array:
+    """The arrays of all ranks one after another along axis `dim`, as `coordinate` counts them; `rank` is this rank."""
+    if bound(axis):
+        return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+    # JAX cannot gather over the axis name of a `vmap` in a backward pass, but it can sum over it.
+    length = x.shape[dim]
+    zeros = jnp.zeros((*x.shape[:dim], ranks * length, *x.shape[dim + 1 :]), x.dtype)
+    return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, rank * length, dim), axis)
+
+
+def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: int) -> Array:
+    """This rank's share, along axis `dim`, of the sum of the arrays of all ranks."""
+    if bound(axis):
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    length = x.shape[dim] // ranks
+    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axis), rank * length, length, dim)
 
 
 def shifted(x: Array, axis: tuple[str, ...], ranks: int, shift: int) -> Array:

@@ -40,53 +40,82 @@ def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> N
         )
 
 
-def indices(layout: str, ranks: int, rank: Any, length: int) -> Int32[Array, " length"]:
+def indices(layout: str, ranks: int, rank: Any, length: int, stripe: int = 1) -> Int32[Array, " length"]:
     """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
 
-    `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`.
+    `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`. In the striped
+    layout, `stripe` tokens in a row belong to one rank: `stripe` striped shards of neighbours are one such shard.
     """
     step = jnp.arange(length, dtype=jnp.int32)
     if layout == "contiguous":
         return rank * length + step
     if layout == "striped":
-        return step * ranks + rank
+        return (step // stripe * ranks + rank) * stripe + step % stripe
     half = length // 2
     return jnp.where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
 
 
-def order(layout: str, ranks: int, length: int) -> np.ndarray:
+def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
     """The global index of each token of the whole sequence, in layout order: rank by rank."""
     layout = canonical(layout)
     natural = np.arange(length, dtype=np.int32)
     if layout == "contiguous":
         return natural
     if layout == "striped":
-        return natural.reshape(-1, ranks).T.reshape(-1)
+        return natural.reshape(-1, ranks, stripe).swapaxes(0, 1).reshape(-1)
     chunks = natural.reshape(2 * ranks, -1)
     return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
 
 
-def columns(x: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:
+def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
+    """The shards of `shards` neighbouring ranks, which `x` holds one after another, as one shard in increasing order.
+
+    This is a shard of fewer ranks in the same layout: of contiguous and zigzag shards in the layout itself, of striped
+    ones with `shards` times wider stripes. Of all ranks, it is the whole sequence in natural order.
+    """
+    if layout == "contiguous" or shards == 1:
+        return x
+    before, after, length = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // shards
+    if layout == "striped":
+        return jnp.swapaxes(x.reshape(*before, shards, length, *after), axis, axis + 1).reshape(x.shape)
+    first, second = jnp.split(x.reshape(*before, shards, length, *after), 2, axis + 1)
+    halves = (half.reshape(*before, -1, *after) for half in (first, jnp.flip(second, axis)))
+    return jnp.concatenate(list(halves), axis)
+
+
+def to_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
+    """The inverse of `of_neighbours`."""
+    if layout == "contiguous" or shards == 1:
+        return x
+    before, after, length = x.shape[:axis], x.shape[axis + 1 :], x.shape[axis] // shards
+    if layout == "striped":
+        return jnp.swapaxes(x.reshape(*before, length, shards, *after), axis, axis + 1).reshape(x.shape)
+    first, second = (half.reshape(*before, shards, -1, *after) for half in jnp.split(x, 2, axis))
+    return jnp.concatenate([first, jnp.flip(second, axis)], axis + 1).reshape(x.shape)
+
+
+def columns(x: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1) -> jax.Array:
     """The entries of `rank`'s tokens, in its order, from a last axis over the whole sequence in natural order."""
     length = x.shape[-1] // ranks
     if layout == "contiguous":
         return jax.lax.dynamic_slice_in_dim(x, rank * length, length, -1)
     if layout == "striped":
-        grid = x.reshape(*x.shape[:-1], length, ranks)
-        return jax.lax.dynamic_index_in_dim(grid, rank, x.ndim, keepdims=False)
+        grid = x.reshape(*x.shape[:-1], length // stripe, ranks, stripe)
+        return jax.lax.dynamic_index_in_dim(grid, rank, x.ndim, keepdims=False).reshape(*x.shape[:-1], length)
     half = length // 2
     first = jax.lax.dynamic_slice_in_dim(x, rank * half, half, -1)
     second = jax.lax.dynamic_slice_in_dim(x, (2 * ranks - 1 - rank) * half, half, -1)
     return jnp.concatenate([first, second], -1)
 
 
-def put_columns(whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank: Any) -> jax.Array:
+def put_columns(whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank: Any, stripe: int = 1) -> jax.Array:
     """`whole` with `columns(whole, ...)` replaced by `part`."""
     length = part.shape[-1]
     if layout == "contiguous":
         return jax.lax.dynamic_update_slice_in_dim(whole, part, rank * length, -1)
     if layout == "striped":
-        grid = whole.reshape(*whole.shape[:-1], length, ranks)
+        grid = whole.reshape(*whole.shape[:-1], length // stripe, ranks, stripe)
+        part = part.reshape(*part.shape[:-1], length // stripe, stripe)
         return jax.lax.dynamic_update_index_in_dim(grid, part, rank, whole.ndim).reshape(whole.shape)
     half = length // 2
     whole = jax.lax.dynamic_update_slice_in_dim(whole, part[..., :half], rank * half, -1)

@@ -19,6 +19,7 @@ from .blocks import BY_COLUMN, Ring, block, in_block_form, source, static_masks
 from .directions import CALL_NAMES, Direction, Sum, halved, joined, joined_sums, parts, split
 from .forward import Residuals, sinks_of
 from .sends import Wires, after, after_hop, permuted, wire
+from .whole_keys import own_gradients, whole_keys
 
 SUMMED: Final = tuple(field.name[1:] for field in dataclasses.fields(Gradients) if field.name not in ("dk", "dv"))
 """The arrays of a block whose gradients stay on this rank. Those of keys and values travel behind their keys."""
@@ -58,11 +59,14 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     call, rows = kept.call, Rows.of(ring.kernel, kept, dout, dlse)
     directions, kernel = split(ring.plan.signs, call, kept.location), batching.backward(ring.kernel)
     if ring.plan.ranks == 1:
-        # The kernel may return final gradients in the dtypes of the inputs.
-        alone = block(ring, directions[0], (call.key, call.value), 0)
-        alone = dataclasses.replace(alone, final=True, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out)
+        # If no rank adds to them, the kernel may return final gradients in the dtypes of the inputs.
+        alone = block(ring, directions[0], whole_keys(ring, call, kept.location, [dout]), 0)
+        alone = dataclasses.replace(
+            alone, final=not ring.gathers, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out
+        )
         made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
         found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
+        found["k"], found["v"] = own_gradients(ring, call, kept.location, made.dk, made.dv)
     else:
         kv, sums = _Pass(ring, directions, rows.parts(len(directions)), kernel, bias_fixed).all_hops(dout)
         found = joined_sums(sums, call)
@@ -215,13 +219,15 @@ class _Pass:
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
         """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
-        layout, ranks = self.directions[0].call.layout, self.ring.plan.ranks
+        layout, ring = self.directions[0].call.layout, self.ring
 
         def added(name: str, total: jax.Array) -> Any:
             new = getattr(found, f"d{name}")
             if name == "q":  # the kernel has continued it
                 return new
-            return put_columns(total, new, layout, ranks, origin) if name in BY_COLUMN else total + new
+            if name not in BY_COLUMN:
+                return total + new
+            return put_columns(total, new, layout, ring.plan.ranks, origin, ring.stripe)
 
         return {name: added(name, total) for name, total in sums.items()}
 

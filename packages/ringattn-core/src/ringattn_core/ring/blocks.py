@@ -10,8 +10,9 @@ from jaxtyping import Array, Int32
 
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import Block, BlockKernel
+from ..placement import axes
 from ..placement.arrays import axes_with, letters_of
-from ..placement.layout import columns, indices
+from ..placement.layout import columns, indices, of_neighbours
 from .directions import CALL_NAMES, Direction
 from .hops import Plan
 
@@ -27,17 +28,35 @@ class Ring:
     kernel: BlockKernel
     plan: Plan
     axis: tuple[str, ...]
+    ranks: int
+    """The number of shards of the queries."""
+    stripe: int = 1
+    """In the striped layout, how many tokens in a row belong to one shard."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank gathers the keys of all ranks, in natural order. The plan is then that of one rank."""
+        return self.ranks > self.plan.ranks
 
 
-def gathered(ring: Ring, call: Call) -> Call:
-    """All-gathers the ids and positions of keys, in the order of the ranks, so that the hops send only K,V."""
+def gathered(ring: Ring, call: Call, rank: Any) -> Call:
+    """All-gathers the ids and positions of keys, in the order of the ranks, so that the hops send only K,V.
+
+    Where the ring gathers keys and values too, ids and positions come in natural order, as those do.
+    """
     if not ring.axis:
         return call
 
     def gather(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jax.lax.all_gather(x, ring.axis, axis=x.ndim - 1, tiled=True)
+        return None if x is None else all_gathered(ring, call.layout, rank, x, x.ndim - 1)
 
     return dataclasses.replace(call, kv_segment_ids=gather(call.kv_segment_ids), kv_positions=gather(call.kv_positions))
+
+
+def all_gathered(ring: Ring, layout: str, rank: Any, x: jax.Array, axis: int) -> jax.Array:
+    """The shards of all ranks along `axis`: in the order of the ranks, or in natural order where `ring.gathers`."""
+    whole = axes.all_gathered(x, ring.axis, ring.ranks, rank, axis)
+    return of_neighbours(whole, layout, ring.ranks, axis) if ring.gathers else whole
 
 
 def source(ring: Ring, direction: Direction, offset: Any) -> Int32[Array, ""]:
@@ -50,19 +69,21 @@ def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
     call, location, ranks = direction.call, direction.location, ring.plan.ranks
     origin, batch = source(ring, direction, offset), call.query.shape[0]
     kv_length = jax.tree.leaves(kv)[0].shape[-3]
-    q_index = indices(call.layout, ranks, location.rank, call.query.shape[1])[None]
-    kv_index = indices(call.layout, ranks, origin, kv_length)[None]
+    q_index = indices(call.layout, ring.ranks, location.rank, call.query.shape[1], ring.stripe)[None]
+    kv_index = indices(call.layout, ranks, origin, kv_length, ring.stripe)[None]
 
     def of_hop(name: str) -> Any:
         x = getattr(call, CALL_NAMES[name])
         if x is None:
             return None
         if name in BY_COLUMN:
-            return columns(x, call.layout, ranks, origin)
+            return columns(x, call.layout, ranks, origin, ring.stripe)
         return jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, x.ndim - 1) if name in OF_KEYS else x
 
     found = {name: in_block_form(name, of_hop(name)) for name in HELD}
-    found |= {name: x for name, x in (("q_positions", q_index), ("kv_positions", kv_index)) if found[name] is None}
+    first = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
+    by_layout = {"q_positions": q_index + first, "kv_positions": kv_index}
+    found |= {name: x for name, x in by_layout.items() if found[name] is None}
     if found["seed"] is not None:
         found["seed"] = jnp.broadcast_to(found["seed"], (batch,))
     return Block(

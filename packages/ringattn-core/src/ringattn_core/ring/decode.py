@@ -13,11 +13,10 @@ from ..contract.call import Call
 from ..contract.merge import log_sum_exp, merged_over, with_sinks
 from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
-from ..errors import DerivativeError
 from . import batching
 from .blocks import block
 from .directions import BLOCK_HEADS, Direction
-from .engine import prepared
+from .engine import prepared, without_derivative
 from .forward import sinks_of
 
 SHORTEST_CHUNK: Final = 1024
@@ -86,11 +85,4 @@ def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
     )
 
 
-@jax.custom_jvp
-def _not_differentiable(call: Call) -> Call:
-    return call
-
-
-@_not_differentiable.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise DerivativeError("decode_attention has no derivative. For training, call ring_attention")
+_not_differentiable = without_derivative("decode_attention has no derivative. For training, call ring_attention")

@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,25 +23,34 @@ from .hops import plan
 from .parcels import joint
 
 
-def run(kernel: BlockKernel, call: Call) -> Result:
-    """`(out, lse)` of one shard, by the ring engine over `kernel`."""
-    ring, call, location = prepared(kernel, call)
+def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
+    """`(out, lse)` of one shard, by the ring engine over `kernel`.
+
+    If it `gathers`, a rank computes with the keys of all ranks at once, and there is no ring. `stripe` is how many
+    tokens in a row belong to one shard of the striped layout.
+    """
+    ring, call, location = prepared(kernel, call, None, gathers, stripe)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
         # Replicated inputs are aligned, so that JAX sums their gradients.
         return _attend(ring, *align((call, location), axes_of(call, location)))
 
 
-def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> tuple[Ring, Call, Location]:
+def prepared(
+    kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False, stripe: int = 1
+) -> tuple[Ring, Call, Location]:
     """What the engine reads: the plan, the call with its values per head in float32, and the location of this rank.
 
     `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
-    passes no kernel.
+    passes no kernel. `gathers` and `stripe` are as in `run`.
     """
     axis = call.axis_name or ()
     rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
     lengths = call.query.shape[1], call.key.shape[1]
-    made = plan(call.rule, call.layout, ranks, *lengths, call.two_way, joint(kernel))
+    # The plan must be known before the program runs. With an offset, which may be traced, it leaves out no hop.
+    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
+    of_keys = 1 if gathers else ranks
+    made = plan(rule, call.layout, of_keys, *lengths, call.two_way, joint(kernel), stripe)
     of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
     call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(
@@ -48,7 +58,7 @@ def prepared(kernel: Any, call: Call, place: tuple[Any, int] | None = None) -> t
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
     )
-    return Ring(kernel, made, axis), call, location
+    return Ring(kernel, made, axis, ranks, stripe), call, location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
@@ -66,6 +76,26 @@ def _attend(ring: Ring, call: Call, location: Location) -> Result:
 def attend(ring: Ring, call: Call, location: Location) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks."""
     return forward(ring, call, location)[0]
+
+
+def without_derivative(told: str) -> Callable[[Any], Any]:
+    """The identity, except that differentiating it raises `DerivativeError` with this message."""
+
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return x
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise DerivativeError(told)
+
+    return same
+
+
+first_derivative_only = without_derivative(
+    "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
+    "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
+)
 
 
 def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
@@ -94,17 +124,3 @@ def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: 
 
 
 attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
-
-
-@jax.custom_jvp
-def first_derivative_only(x: Any) -> Any:
-    """The identity. Differentiating it raises `DerivativeError`: the backward pass has no derivative rule."""
-    return x
-
-
-@first_derivative_only.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise DerivativeError(
-        "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
-        "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
-    )

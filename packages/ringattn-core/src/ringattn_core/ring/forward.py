@@ -20,6 +20,7 @@ from .blocks import Ring, block, gathered
 from .directions import Direction, Location, joined, split
 from .remat import LSE_NAME, OUT_NAME
 from .sends import Wires, after, after_hop, permuted, wire
+from .whole_keys import whole_keys
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
 Partials = tuple[Partial, ...]
@@ -43,10 +44,10 @@ class Residuals:
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)`, and the residuals for the backward pass."""
-    call = gathered(ring, _without_padding(call))
+    call = gathered(ring, _without_padding(call), location.rank)
     kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:
-        alone = block(ring, directions[0], (call.key, call.value), 0)
+        alone = block(ring, directions[0], whole_keys(ring, call, location), 0)
         partial = kernel(dataclasses.replace(alone, final=call.softmax_aux is None), None)
     else:
         partial = _joined(_Pass(ring, directions, kernel).all_hops())

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..contract.rule import Rule
 from ..contract.visibility import position_masks
-from ..masks import Coordinates, Mask, all_of, any_of
-from ..placement.layout import order
+from ..masks import Coordinates, all_of, any_of
+from ..placement.layout import order, pieces
 
 UNROLLED: Final = 8
 """A ring of more hops runs in a `scan`, which keeps programs small; XLA overlaps an unrolled ring best."""
@@ -91,6 +91,13 @@ class Plan:
         gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
         return keys + gradients
 
+    def most_sent(self, elements: int, itemsize: int) -> int:
+        """The most bytes that one rank sends during a hop of the backward pass, in both directions together."""
+        onward, behind = (*self.shifts[1:], None), (None, *self.shifts[1:])
+        hops = [self.parcel(None, self.homeward), self.parcel(next(iter(self.shifts), None), None)]
+        hops += [self.parcel(*moves) for moves in zip(onward, behind, strict=True)]
+        return max(sum(send.bytes(elements, itemsize) for send in sends) for sends in hops)
+
     def _in_each_direction(self, sends: Iterable[Send]) -> tuple[Send, ...]:
         directions = len(self.signs)
         return tuple(
@@ -109,14 +116,16 @@ def plan(
     kv_length: int,
     two_way: bool = False,
     joint: bool = True,
+    stripe: int = 1,
 ) -> Plan:
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
-    No hop is left out for segment ids (known only at run time), for masks without bounds by position, or if the caller
-    passes positions. `two_way` has no effect where hops are left out, because a shard that is near in one direction is
-    far in the other; nor on two ranks, where both directions are the same.
+    No hop is left out for segment ids (known only at run time), for masks without bounds by position, or unless
+    `rule.increasing`, which the engine clears also where queries have an offset. `two_way` has no effect where hops are
+    left out, because a shard that is near in one direction is far in the other; nor on two ranks, where both directions
+    are the same.
     """
-    made = _offsets(rule, layout, ranks, q_length, kv_length)
+    made = _offsets(rule, layout, ranks, q_length, kv_length, stripe)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
 
 
@@ -136,31 +145,43 @@ def repeated(hop: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tu
     return carry
 
 
-def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> tuple[int, ...]:
-    every = tuple(range(ranks))
-    if not rule.increasing or ranks == 1:
-        return every
+def sight(
+    rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int = 1, parts: int = 1
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Which tiles of each rank's queries see each rank's keys, by bounds of their positions.
+
+    Shards are cut into about `parts` tiles. Returns whether any pair of two tiles may be visible, and whether all are,
+    each `[ranks, q tiles, ranks, kv tiles]`, and the number of pairs of two tiles.
+    """
     masks = [*position_masks(rule)]
     if rule.masks and all(mask.bounded for mask in rule.masks):
         masks.append(any_of(rule.masks))
-    if not masks:
-        return every
-    meets = _meetings(masks, layout, ranks, q_length, kv_length)
+    q, q_parts = _shards(layout, ranks, q_length, stripe, parts)
+    kv, kv_parts = _shards(layout, ranks, kv_length, stripe, parts)
+    shape, grid = (ranks, q_parts, ranks, kv_parts), (1, ranks * q_parts, ranks * kv_parts)
+    found = [mask.tiles(q, kv) for mask in masks]
+    some, full = (
+        np.broadcast_to(np.asarray(all_of(x[which] for x in found) if found else True), grid).reshape(shape)
+        for which in (0, 1)
+    )
+    return some, full, q_length * kv_length // (q_parts * kv_parts)
+
+
+def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int) -> tuple[int, ...]:
+    if not rule.increasing or ranks == 1:
+        return tuple(range(ranks))
+    meets = sight(rule, layout, ranks, q_length, kv_length, stripe)[0].any((1, 3))
     rank = np.arange(ranks)
-    return (0, *(offset for offset in every[1:] if meets[rank, (rank - offset) % ranks].any()))
+    return (0, *(offset for offset in range(1, ranks) if meets[rank, (rank - offset) % ranks].any()))
 
 
-def _meetings(masks: list[Mask], layout: str, ranks: int, q_length: int, kv_length: int) -> np.ndarray:
-    """Whether any query of rank `i` may see any key of rank `j`, `[ranks, ranks]`, from bounds of their positions."""
-    q, q_parts = _shards(layout, ranks, q_length)
-    kv, kv_parts = _shards(layout, ranks, kv_length)
-    some = all_of(np.asarray(mask.tiles(q, kv)[0]) for mask in masks)
-    tiles = np.broadcast_to(some, (1, ranks * q_parts, ranks * kv_parts))
-    return np.asarray(tiles.reshape(ranks, q_parts, ranks, kv_parts).any((1, 3)))
+def _shards(layout: str, ranks: int, length: int, stripe: int, least: int) -> tuple[Coordinates, int]:
+    """Every rank's tokens, cut into tiles with tight position bounds; and the number of tiles of a rank.
 
-
-def _shards(layout: str, ranks: int, length: int) -> tuple[Coordinates, int]:
-    """Every rank's tokens, cut into tiles with tight position bounds; and the number of tiles of a rank."""
-    parts = 2 if layout == "zigzag" else 1
-    index = order(layout, ranks, ranks * length).reshape(1, ranks * parts, length // parts)
+    There are at least as many tiles as the layout has pieces, and no more than `least` where these are enough.
+    """
+    parts = pieces(layout)
+    while 2 * parts <= least and length % (2 * parts) == 0:
+        parts *= 2
+    index = order(layout, ranks, ranks * length, stripe).reshape(1, ranks * parts, length // parts)
     return Coordinates(index, index), parts

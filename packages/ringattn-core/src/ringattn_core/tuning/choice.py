@@ -3,19 +3,14 @@
 
 import dataclasses
 import logging
-import math
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
-
-import jax
-from jax.sharding import PartitionSpec
 
 from ..backends.discovery import Registration, get, on_clear
 from ..config import RingAttentionConfig
 from ..contract.call import Call
 from ..errors import TuningError
-from ..placement.axes import names, size
+from ..placement.axes import size
 from .overlay import OPEN, overlaid
 from .policy import Policy, current
 from .problem import Problem, of_call, tunable
@@ -54,20 +49,6 @@ def with_parameters(registration: Registration, call: Call, ranks: int | None = 
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
-
-
-def with_parameters_over_mesh(
-    mesh: Any, registration: Registration, options: Call, specs: Mapping[str, PartitionSpec], arrays: Any
-) -> Call:
-    """As `with_parameters`, for global `arrays`: `options` is the call without them, `specs` say how each is split."""
-    shards = {}
-    for name, spec in specs.items():
-        parts = [math.prod(mesh.shape[axis] for axis in names(entry)) for entry in spec]
-        shape = tuple(size // part for size, part in zip(arrays[name].shape, parts, strict=True))
-        shards[name] = jax.ShapeDtypeStruct(shape, arrays[name].dtype)
-    ranks = math.prod(mesh.shape[name] for name in options.axis_name or ())
-    found = with_parameters(registration, dataclasses.replace(options, **shards), ranks, mesh)
-    return dataclasses.replace(options, fwd_params=found.fwd_params, bwd_params=found.bwd_params)
 
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:

@@ -85,7 +85,7 @@ def tunable(registration: Registration) -> bool:
     return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
 
 
-UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse")
+UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", "strategy")
 """The options of a call that no kernel sees."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",

@@ -108,11 +108,11 @@ def _inputs(problem: Problem) -> Call:
 
 
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
-    """Random numbers; a dense mask that hides nothing; the positions of the layout; the ids of packed documents."""
+    """Random numbers; a dense mask that hides nothing; positions of the layout; ids of packed documents; offset 0."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
-    if not x.shape:
-        return jnp.zeros((), x.dtype)
+    if not x.shape or name == "query_offset":
+        return jnp.zeros(x.shape, x.dtype)
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
     call: Any = problem.call

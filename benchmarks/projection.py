@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens a chip needs for its sends to hide, and what is kept of the kernels' rate on 1,024 chips and more.
+
+By the cost model of `ringattn explain`, for one causal sequence in zigzag order over all chips. With `--measured`, the
+kernels' rates are those that `gpu_ring.py` printed, and the model is compared with the rings that it measured; else all
+numbers are the model's constants. Needs no accelerator.
+"""
+
+import argparse
+import bisect
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ringattn_core.contract.rule import Rule
+from ringattn_core.ring import hops
+from ringattn_core.strategies import choose
+from ringattn_core.strategies.cost import total
+from ringattn_core.strategies.devices import DEVICES, Device
+from ringattn_core.strategies.work import Work, visible_pairs
+
+HEADER = re.compile(r"^gpu_ring\.py: .*, (\d+) device\(s\)")
+ROW = re.compile(r"^(\d+) tokens, (forward|forward\+backward): (\w+), TFLOP/s of a GPU +([\d.]+)$")
+OF_RUN = (16, 16, 128)
+"""Query heads, key heads and head size of `gpu_ring.py` by default."""
+TOKENS = tuple(2**power for power in range(8, 18))
+LENGTHS = range(256, TOKENS[-1] + 1, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One ring that was measured: TFLOP/s of a GPU by the part (forward or both passes) and by who ran it."""
+
+    ranks: int
+    tokens: int
+    rates: Mapping[tuple[str, str], float]
+
+    def device(self, base: Device) -> Device:
+        """The device with the kernel rates that one GPU of this run reached alone."""
+        forward, both = (1e12 * self.rates[part, "alone"] for part in ("forward", "forward+backward"))
+        backward = 2.5 / (3.5 / both - 1 / forward)
+        return dataclasses.replace(base, rates={OF_RUN[2]: (forward, backward)})
+
+
+def runs(text: str) -> list[Run]:
+    """The rings in the output of `gpu_ring.py`, which may stand in a page."""
+    ranks, found = 0, dict[tuple[int, int], dict[tuple[str, str], float]]()
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            ranks = int(header[1])
+        elif ranks and (row := ROW.match(line)):
+            found.setdefault((ranks, int(row[1])), {})[row[2], row[3]] = float(row[4])
+    return [Run(*key, rates) for key, rates in found.items()]
+
+
+def work(ranks: int, length: int, heads: tuple[int, int, int] = OF_RUN) -> Work:
+    """A causal call in bfloat16, in zigzag order, with `length` tokens a rank."""
+    rule, (count, kv_heads, dim) = Rule(1.0, causal=True), heads
+    pairs = visible_pairs(rule, "zigzag", ranks, length, length)
+    plan = hops.plan(rule, "zigzag", ranks, length, length)
+    return Work(1, length, length, count, kv_heads, dim, dim, 2, pairs, plan)
+
+
+def compared(run: Run, base: Device) -> Iterator[tuple[str, float, float]]:
+    """The measured and the predicted TFLOP/s of a ring, by part; the kernels run at the rate of one GPU alone."""
+    made = work(run.ranks, run.tokens // run.ranks)
+    ring = choose.reckoned(made, run.device(base))[0]
+    pairs = run.tokens**2 / 2 / run.ranks
+    for part, seconds, passes in (("forward", total(ring.forward), 1.0), ("forward+backward", ring.seconds, 3.5)):
+        yield part, run.rates[part, "ring"], passes * pairs * made.operations[0] / seconds / 1e12
+
+
+def extrapolated(
+    plan: str, device: Device, chips: int, length: int, heads: tuple[int, int, int], inner: int
+) -> tuple[float, int]:
+    """Seconds of both passes, and bytes of one chip: each further group of `inner` ranks adds the same to both."""
+    few, more = (
+        next(x for x in choose.reckoned(work(ranks, length, heads), device, inner) if x.strategy == plan)
+        for ranks in (4 * inner, 5 * inner)
+    )
+    further = chips // inner - 4
+    return few.seconds + (more.seconds - few.seconds) * further, few.memory + (more.memory - few.memory) * further
+
+
+def kept(plan: str, device: Device, chips: int, length: int, heads: tuple[int, int, int], inner: int) -> float | None:
+    """The share of the kernels' rate that a chip keeps: its operations at that rate, over the time of both passes.
+
+    `None` where the plan does not fit into the memory of a chip.
+    """
+    made = work(1, length, heads)
+    forward, backward = device.rate(made.itemsize, made.head_dim)
+    pairs = length**2 * chips / 2
+    alone = pairs * (made.operations[0] / forward + made.operations[1] / backward)
+    seconds, memory = extrapolated(plan, device, chips, length, heads, inner)
+    return alone / seconds if memory <= device.memory else None
+
+
+def hiding(device: Device, heads: tuple[int, int, int], inner: int, passes: str) -> int | None:
+    """The least tokens a chip, in steps of 256, at which every send between hops of a pass hides behind its kernel."""
+
+    def hides(length: int) -> bool:
+        plan = choose.reckoned(work(4 * inner, length, heads), device, inner)[0 if inner == 1 else 2]
+        return all(step.hides is not False for step in getattr(plan, passes) if step.name.startswith("hop"))
+
+    found = bisect.bisect_left(LENGTHS, True, key=hides)
+    return LENGTHS[found] if found < len(LENGTHS) else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measured", type=Path, nargs="*", default=[], help="files with the output of gpu_ring.py")
+    parser.add_argument("--device", choices=DEVICES, default="h200")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--chips", type=int, nargs="*", default=[1024, 16384])
+    parser.add_argument("--plot", type=Path, help="an SVG or PNG file")
+    arguments = parser.parse_args()
+    heads = (arguments.heads, arguments.kv_heads, arguments.head_size)
+    device = DEVICES[arguments.device]
+    found = [run for path in arguments.measured for run in runs(path.read_text())]
+    if found:
+        print("The model beside measured rings, TFLOP/s of a GPU:\n")
+        print(f"{'':<40}  {'measured':>8}  {'model':>8}  {'model over measured':>19}")
+    for run in found:
+        for part, measured, model in compared(run, device):
+            name = f"{run.ranks} GPUs, {run.tokens} tokens, {part}"
+            print(f"{name:<40}  {measured:8.1f}  {model:8.1f}  {model / measured:19.3f}")
+    if found:
+        newest = max(found, key=lambda run: run.rates["forward", "alone"])
+        rate = newest.device(device).rates[OF_RUN[2]]
+        device = dataclasses.replace(device, rates=device.rates | {OF_RUN[2]: rate})
+        print(f"\nKernel rates of heads of {OF_RUN[2]}: measured; all else: constants. {device.source}.")
+    else:
+        print(f"All rates are constants of the model, not measured here. {device.source}.")
+    # More ranks than a host has: everything between hosts, and groups of one host exchange heads.
+    inner = device.host if device.host < min(arguments.chips) and heads[0] % device.host == 0 else 1
+    projected(device, heads, inner, arguments.chips)
+    if arguments.plot is not None:
+        plotted(device, heads, inner, arguments.chips).savefig(arguments.plot)
+
+
+def candidates(inner: int) -> list[tuple[str, str, int]]:
+    """Name, strategy and group size of the plans that are compared."""
+    mixed = [(f"ulysses of {inner}, ring over hosts", "ulysses", inner)] if inner > 1 else []
+    return [("ring", "ring", 1), ("all_gather", "all_gather", 1), *mixed]
+
+
+def projected(device: Device, heads: tuple[int, int, int], inner: int, chips: Sequence[int]) -> None:
+    """Prints at how many tokens a chip sends hide, and what each plan keeps of the kernels' rate."""
+    print("\nThe least tokens a chip, in steps of 256, at which every send between hops hides:\n")
+    far = device.linked_by(device.far)
+    places = {f"ring within a host ({device.near.name})": (device.linked_by(device.near), 1)}
+    if device.far != device.near:
+        places[f"ring over {device.far.name}"] = (far, 1)
+    if inner > 1:
+        places[f"ulysses of {inner}, ring over {device.far.name}"] = (device, inner)
+    for name, (linked, group) in places.items():
+        both = [hiding(linked, heads, group, passes) for passes in ("forward", "backward")]
+        print(f"{name:<40}  forward {both[0] or 'never':>6}  backward {both[1] or 'never':>6}")
+    print("\nThe share of the kernels' rate that is kept, both passes:\n")
+    print(f"{'chips':>6}  {'tokens a chip':>13}  " + "  ".join(f"{name:>30}" for name, *_ in candidates(inner)))
+    for count in chips:
+        for length in TOKENS[1::2]:
+            shares = [kept(plan, far_of(device, n), count, length, heads, n) for _, plan, n in candidates(inner)]
+            cells = ["no memory" if share is None else f"{share:.2f}" for share in shares]
+            print(f"{count:>6}  {length:>13}  " + "  ".join(f"{cell:>30}" for cell in cells))
+
+
+def far_of(device: Device, group: int) -> Device:
+    """The device as it is for groups of one host, else with the link between hosts."""
+    return device if group > 1 else device.linked_by(device.far)
+
+
+def plotted(device: Device, heads: tuple[int, int, int], inner: int, chips: Sequence[int]) -> Any:
+    """What each plan keeps of the kernels' rate, over the tokens of a chip."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(7, 4), layout="constrained")
+    axes = made.subplots()
+    for style, count in zip(("-", "o", "x"), chips, strict=False):
+        for number, (name, plan, group) in enumerate(candidates(inner)):
+            linked = far_of(device, group)
+            shares = [kept(plan, linked, count, length, heads, group) for length in TOKENS]
+            fitting = [math.nan if share is None else share for share in shares]
+            label = f"{name}, {count} chips"
+            axes.plot(TOKENS, fitting, style, color=f"C{number}", markerfacecolor="none", label=label)
+    hides = hiding(device.linked_by(device.far), heads, 1, "backward")
+    if hides:
+        axes.axvline(hides, color="0.7", linewidth=1)
+        axes.annotate("the ring's sends hide", (hides, 0.6), (4, 0), textcoords="offset points", color="0.4")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("tokens a chip")
+    axes.set_ylabel("share of the kernels' rate, both passes")
+    query, keys, size = heads
+    axes.set_title(
+        f"{device.name}: {query} heads, {keys} of keys, of {size}; causal, zigzag; a model", fontsize="medium"
+    )
+    axes.legend(frameon=False, fontsize="small")
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function `prefill_attention`: a chunk of queries attends to a longer cache; sends the keys or the queries."""
+
+import dataclasses
+from typing import Any, Final, Literal
+
+from typing_extensions import Unpack
+
+from ..backends.discovery import Registration
+from ..backends.selection import select
+from ..contract.call import Call
+from ..errors import InputError
+from ..placement import arrays, axes
+from ..placement.platforms import platform_of
+from ..ring.prefill import prefill
+from ..tuning.choice import with_parameters
+from .attention import config_of
+from .cache import CacheOptions, Lengths, checked, refuse_ring_backend
+from .dispatch import answer
+from .options import needs
+from .sharding import sharded
+
+SENT: Final = ("auto", "keys", "queries")
+
+
+def prefill_attention(
+    query: arrays.Query,
+    key_cache: arrays.Key,
+    value_cache: arrays.Value,
+    lengths: Lengths | int,
+    softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
+    *,
+    send: Literal["auto", "keys", "queries"] = "auto",
+    mesh: Any = None,
+    backend: Any = None,
+    cfg: Any = None,
+    **options: Unpack[CacheOptions],
+) -> Any:
+    """Causal attention of a chunk of new tokens to a cache of keys and values; both are sharded over a ring.
+
+    Row `b` of the cache holds `lengths[b]` tokens, and the queries are the last of them, so write the keys and values
+    of the chunk to the cache first. Entries of the cache after these are masked out, but must be finite. A query with a
+    negative position sees no key, and its output is 0.
+
+    `send="keys"` sends the cache round the ring, as `ring_attention` does. `send="queries"` leaves the cache where it
+    is: each rank gets all queries, attends to its own shard, and sends the partial results back to be merged; that has
+    no gradients. By default the call sends what is fewer bytes.
+
+    With `mesh`, or under `jax.set_mesh`, arrays are global, and queries and caches are split over `axis_name`. Inside
+    your own `jax.shard_map`, arrays are local, and `lengths` still count the tokens of all ranks. `layout` is the order
+    of the tokens in the chunk and in the cache.
+    """
+    if send not in SENT:
+        raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
+    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    given: dict[str, Any] = options | {"softmax_aux": softmax_aux}
+    call, mesh, first = checked(prefill_attention, operands, lengths, mesh, cfg, given, spread=True)
+    call = dataclasses.replace(call, query_offset=first)
+    wanted = config_of(cfg).backend_name if backend is None else backend
+    sends_queries = send == "queries" or (send == "auto" and queries_are_fewer_bytes(call))
+    work = _by_queries if sends_queries else answer
+    if mesh is not None:
+        return sharded(call, wanted, mesh, None, None, work)
+    return work(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
+
+
+def queries_are_fewer_bytes(call: Call) -> bool:
+    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values.
+
+    Of each, a rank sends the same share of all tokens. A query returns a float32 output for each head, and its
+    log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum (4 bytes).
+    """
+    _, tokens, heads, size = call.query.shape
+    _, room, key_heads, value_size = call.value.shape
+    bytes_of = call.query.dtype.itemsize
+    return tokens * heads * (size * bytes_of + 4 * value_size + 12) < room * key_heads * (size + value_size) * bytes_of
+
+
+def _by_queries(registration: Registration, call: Call) -> Any:
+    """The result of the call on one rank, where queries travel. The arrays are local."""
+    if not axes.names(call.axis_name):  # nothing travels on one device
+        return answer(registration, call)
+    refuse_ring_backend("prefill_attention with send='queries'", registration)
+    out, lse = prefill(registration.implementation(), with_parameters(registration, call))
+    return (out, lse) if call.return_lse else out

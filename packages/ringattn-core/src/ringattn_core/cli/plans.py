@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each plan of a call would cost, by the cost model: as tables, or as JSON, for `ringattn explain`."""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, Final
+
+from ..backends import discovery
+from ..errors import InputError
+from ..placement import platforms
+from ..strategies import choose, devices
+from ..strategies.cost import Cost, Step, total
+from ..strategies.devices import DEVICES, LINKS, TYPICAL, Device
+from ..strategies.measured import with_measured
+from .analysis import CallAnalysis
+from .output import Bytes, Rows, Seconds, Title
+
+_HIDES: Final = {True: "yes", False: "no", None: None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reckoning:
+    """The costs of all plans on a device: of the plan that the call asks for, and of the one that "auto" takes."""
+
+    device: Device
+    plans: tuple[Cost, ...]
+    asked: Cost
+    auto: Cost
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plans", "what each plan costs, by a model")
+    group.add_argument(
+        "--device", choices=DEVICES, metavar="NAME", help=f"the kind of device: {', '.join(DEVICES)}; need not be here"
+    )
+    group.add_argument("--link", choices=LINKS, help="what connects the ranks; by default what the device usually has")
+    group.add_argument(
+        "--inner", type=int, metavar="U",
+        help="ranks of the last of two axes of the ring: they exchange heads for tokens, with a ring over the first",
+    )  # fmt: skip
+
+
+def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
+    """The platform and the device of the command line; by default those of this machine.
+
+    Of a platform that this machine does not have, the device is a typical one; `None` if there are no constants.
+    """
+    here = platforms.platform_of(None, ())
+    if arguments.device:
+        device = devices.named(arguments.device)
+        if arguments.platform not in (None, device.platform):
+            fact = f"{device.name} is a device of {device.platform}, and --platform is {arguments.platform}"
+            raise InputError("--device", fact, "Pass one of them")
+    elif arguments.platform in (None, here):
+        device = devices.of_kind(platforms.device_of(None, ()).device_kind)
+    else:
+        device = DEVICES.get(TYPICAL.get(arguments.platform, ""))
+    platform = arguments.platform or (device.platform if arguments.device and device else here)
+    return platform, device.linked_by(LINKS[arguments.link]) if device and arguments.link else device
+
+
+def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | None) -> Reckoning:
+    if inner is not None and (inner < 1 or found.ranks % inner):
+        raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
+    chosen, options = None if found.choice is None else discovery.get(found.choice), found.call.options
+    mixed = inner is not None and inner < found.ranks
+    kind = platforms.device_of(None, ()).device_kind
+    here = devices.of_kind(kind)
+    if here is not None and here.name == device.name:
+        device = with_measured(device, kind, found.choice)
+    refusals = choose.refused_by(chosen, options.get("causal", False), options["layout"], mixed)
+    plans = choose.reckoned(found.for_plans, device, inner, refusals)
+    return Reckoning(device, plans, choose.by_name(plans, strategy), choose.cheapest(plans))
+
+
+def report(found: Reckoning) -> Iterator[Any]:
+    """Headings, tables and sentences for `show`."""
+    yield Title(f"Plans on {found.device.name}")
+    yield f"By a model, not measured. {found.device.source}."
+    yield costs(found)
+    yield _choice(found)
+    listed = steps(found)
+    if listed:
+        yield ""
+        yield Title("Steps of each plan")
+        yield listed
+
+
+def as_json(found: Reckoning) -> dict[str, Any]:
+    """Plain data: the tables, the constants, and what "auto" takes."""
+    device = {**vars(found.device), "near": vars(found.device.near), "far": vars(found.device.far)}
+    return {"plans": costs(found), "steps": steps(found), "auto": _name(found.auto), "device": device}
+
+
+def no_constants(platform: str) -> Iterator[Any]:
+    yield Title("Plans")
+    yield f"There are no constants for these {platform} devices. --device takes {', '.join(DEVICES)}."
+
+
+def costs(found: Reckoning) -> Rows:
+    """One row for each plan: its times, what it sends, its memory, and why the call cannot use it."""
+
+    def row(plan: Cost) -> dict[str, Any]:
+        sends = [step for step in plan.steps if step.sent]
+        usable = bool(plan.steps)
+        return {
+            "chosen": plan is found.asked,
+            "plan": _name(plan),
+            "forward": Seconds(total(plan.forward)) if usable else None,
+            "backward": Seconds(total(plan.backward)) if usable else None,
+            "waits": Seconds(plan.waits) if usable else None,
+            "hidden": f"{sum(step.hides is True for step in sends)} of {len(sends)}" if usable else None,
+            "sent": Bytes(plan.sent) if usable else None,
+            "memory": Bytes(plan.memory) if usable else None,
+            "refused": plan.refusal,
+        }
+
+    return [row(plan) for plan in found.plans]
+
+
+def steps(found: Reckoning) -> Rows:
+    """One row for each step of each plan that the call can use. Equal steps in a row are one."""
+
+    def row(plan: Cost, phase: str, step: Step) -> dict[str, Any]:
+        return {
+            "plan": _name(plan),
+            "pass": phase,
+            "step": step.name,
+            "computes": Seconds(step.computes),
+            "sent": Bytes(step.sent) if step.sent else None,
+            "sends": Seconds(step.sends) if step.sent else None,
+            "hides": _HIDES[step.hides],
+        }
+
+    rows = [
+        row(plan, phase, step)
+        for plan in found.plans
+        if plan.refusal is None
+        for phase in ("forward", "backward")
+        for step in getattr(plan, phase)
+    ]
+    runs = [list(run) for _, run in groupby(rows, _alike)]
+    return [run[0] | {"step": _span(run[0]["step"], run[-1]["step"])} for run in runs]
+
+
+def _alike(row: dict[str, Any]) -> list[str]:
+    """What rows that are shown as one have in common: all as it is printed, but for the number of the hop."""
+    return [str(value).split()[0] if name == "step" else str(value) for name, value in row.items()]
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last.split()[-1]}"
+
+
+def _choice(found: Reckoning) -> str:
+    """A sentence about the plan that "auto" takes."""
+    if len(found.plans) == 1:
+        return "One device needs no plan."
+    asked, auto = found.asked, found.auto
+    if auto.refusal:
+        return f"No plan fits; strategy='auto' takes {_name(auto)}, which needs the least memory."
+    taken = f"strategy='auto' takes {_name(auto)}"
+    if auto is asked or asked.refusal:
+        return f"{taken}."
+    return f"{taken}: {Seconds(auto.seconds)} for both passes, and {_name(asked)} takes {Seconds(asked.seconds)}."
+
+
+def _name(plan: Cost) -> str:
+    """A plan by name; where groups of ranks exchange heads, with their size and the ring over them."""
+    return f"ulysses of {plan.inner}" if plan.strategy == "ulysses" else plan.strategy

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which plan runs a call: the cheapest that the call allows, by the cost model."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax
+
+from ..backends.discovery import Registration
+from ..contract.call import Call
+from ..contract.features import Feature
+from ..placement import axes
+from ..placement.platforms import device_of
+from ..ring import hops
+from ..ring.blocks import static_masks
+from ..ring.parcels import joint
+from . import STRATEGIES, cost
+from .cost import Cost
+from .devices import Device, of_kind
+from .measured import with_measured
+from .work import Work, visible_pairs
+
+_NONE: Final[Mapping[str, str]] = {}
+
+
+def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
+    """The call of one shard with the strategy that "auto" stands for; the ring on a device without constants.
+
+    The mesh is that of the shards; without it the call is traced on a shard. Only shapes and static options decide, so
+    all ranks decide alike. Segment ids, dense masks and positions of the caller's are not known while a call is traced,
+    and are reckoned as if they hid nothing.
+    """
+    if call.strategy != "auto":
+        return call
+    kind = device_of(mesh, (call.query, call.key, call.value)).device_kind
+    device = of_kind(kind)
+    ranks, inner = (
+        axes.size("axis_name", names) if mesh is None else math.prod(mesh.shape[name] for name in names)
+        for names in (call.axis_name or (), (call.axis_name or ())[-1:])
+    )
+    if device is None or ranks == 1:
+        return dataclasses.replace(call, strategy="ring")
+    refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
+    device = with_measured(device, kind, registration.name)
+    plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
+    return dataclasses.replace(call, strategy=cheapest(plans).strategy)
+
+
+def refused_by(registration: Registration | None, causal: bool, layout: str, mixed: bool) -> dict[str, str]:
+    """The strategies that a backend cannot run, each with the reason.
+
+    `mixed` says that ranks which exchange heads for tokens are left with a ring between them.
+    """
+    if registration is None:
+        return {}
+    if registration.descriptor().kernel is None:
+        own = f"backend {registration.name!r} drives its own ring"
+        return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
+    found = {}
+    if causal and static_masks(registration.implementation()):
+        lacks = f"the kernel of backend {registration.name!r} does not have the masks"
+        found = {"all_gather": lacks} | ({"ulysses": lacks} if mixed and layout == "striped" else {})
+    if not registration.descriptor().supports(Feature.CROSS_LENGTHS):
+        found["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
+    return found
+
+
+def _work(registration: Registration, call: Call, ranks: int) -> Work:
+    kernel = registration.descriptor().kernel
+    batch, q_length, heads, head_dim = call.query.shape
+    lengths = q_length, call.key.shape[1]
+    joined = kernel is None or joint(registration.implementation())
+    bare = dataclasses.replace(call.rule, scale=1.0)  # so that calls which differ in the scale share what is counted
+    plan = hops.plan(bare, call.layout, ranks, *lengths, call.two_way, joined)
+    inputs = [x for x in jax.tree.leaves(call) if hasattr(x, "dtype")]
+    work = Work(
+        batch=batch,
+        q_length=q_length,
+        kv_length=lengths[1],
+        heads=heads,
+        kv_heads=call.key.shape[2],
+        head_dim=head_dim,
+        value_dim=call.value.shape[3],
+        itemsize=call.query.dtype.itemsize,
+        pairs=visible_pairs(bare, call.layout, ranks, *lengths),
+        plan=plan,
+        two_way=call.two_way,
+    )
+    others = sum(x.size * x.dtype.itemsize for x in inputs) - work.itemsize * (work.queries + work.keys)
+    return dataclasses.replace(work, others=others)
+
+
+def reckoned(
+    work: Work, device: Device, inner: int | None = None, refusals: Mapping[str, str] = _NONE
+) -> tuple[Cost, ...]:
+    """The cost of every plan of a call, those that it cannot use among them.
+
+    `inner` is the number of ranks of the last axis of the ring, by default all of them: these would exchange heads for
+    tokens. `refusals` are the strategies that the backend cannot run, with the reason.
+    """
+    plans = [cost.ring(work, device)]
+    if work.ranks > 1:
+        others = [cost.all_gather(work, device), cost.ulysses(work, device, inner or work.ranks)]
+        plans += [dataclasses.replace(plan, refusal=refusals.get(plan.strategy, plan.refusal)) for plan in others]
+    return tuple(_fitting(plan, device) for plan in plans)
+
+
+def cheapest(plans: Sequence[Cost]) -> Cost:
+    """The plan with the least time for a forward and a backward pass; of equal ones the first.
+
+    If the call can use none of them, the one that needs the least memory: the model may be wrong.
+    """
+    usable = [plan for plan in plans if plan.refusal is None]
+    if usable:
+        return min(usable, key=lambda plan: plan.seconds)
+    return min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)
+
+
+def by_name(plans: Sequence[Cost], name: str) -> Cost:
+    """The plan of this name, the cheapest for "auto". On one device all names mean the same."""
+    if name == "auto":
+        return cheapest(plans)
+    return next((plan for plan in plans if plan.strategy == name), plans[0])
+
+
+def _fitting(plan: Cost, device: Device) -> Cost:
+    if plan.refusal is not None or plan.memory <= device.memory:
+        return plan
+    fact = f"needs {plan.memory / 2**30:.1f} GiB, and the device has {device.memory / 2**30:.1f}"
+    return dataclasses.replace(plan, refusal=fact)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the call of one shard by its strategy, on a backend with a block kernel."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ..backends.discovery import Registration
+from ..contract.call import Call
+from ..errors import InputError
+from ..placement import axes
+from ..ring import engine
+from ..ring.blocks import static_masks
+from ..tuning.choice import with_parameters
+from . import ulysses
+
+
+def run(registration: Registration, call: Call) -> Any:
+    """The output of one shard, or `(out, lse)`. On one rank all strategies are the same."""
+    kernel = registration.implementation()
+    strategy = call.strategy if axes.size("axis_name", call.axis_name or ()) > 1 else "ring"
+    _refuse_static_masks(registration, call, strategy)
+    if strategy == "ulysses":
+        moved = with_parameters(registration, ulysses.by_heads(call))
+        return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
+    out, lse = engine.run(kernel, with_parameters(registration, call), gathers=strategy == "all_gather")
+    return (out, lse) if call.return_lse else out
+
+
+def computed(call: Call, sizes: Mapping[str, int]) -> Call:
+    """The call that the ring engine gets for this call of one shard, as shapes. `sizes` are those of the mesh axes."""
+    ring = [(name, sizes[name]) for name in call.axis_name or ()]
+    if call.strategy != "ulysses" or math.prod(size for _, size in ring) == 1:
+        return call
+    return jax.make_jaxpr(ulysses.by_heads, axis_env=ring, return_shape=True)(call)[1]
+
+
+def _refuse_static_masks(registration: Registration, call: Call, strategy: str) -> None:
+    """Raises if the kernel has only static masks, and a block of this strategy needs another one."""
+    if not call.causal or not static_masks(registration.implementation()):
+        return
+    ring = axes.size("axis_name", (call.axis_name or ())[:-1])
+    if strategy == "all_gather" or (strategy == "ulysses" and ring > 1 and call.layout == "striped"):
+        raise InputError(
+            "strategy",
+            f"{strategy!r} with causal=True and layout={call.layout!r} needs masks that the kernel of backend "
+            f"{registration.name!r} does not have",
+            "Pass strategy='ring', or another backend",
+        )
+
+
+def refuse_own_ring(name: str, call: Call) -> None:
+    """Raises if a backend that drives the ring itself is asked for another strategy."""
+    if call.strategy != "ring":
+        raise InputError(
+            "strategy",
+            f"{call.strategy!r} needs a kernel of one block, and backend {name!r} drives the ring itself",
+            "Pass strategy='ring', or another backend",
+        )

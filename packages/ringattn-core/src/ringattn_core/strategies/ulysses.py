@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy "ulysses": ranks exchange heads for tokens, so that fewer ranks, or one, share the sequence of a head.
+
+The ranks of the last axis of `axis_name` split the heads between them. Each of them gets the tokens of all of them,
+which are neighbours in the order of the shards. What is left is the same call with one mesh axis moved from
+`axis_name` to `head_axis_name`: a ring over the axes before the last one, or one rank.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from ..contract import packing
+from ..contract.call import IN_BLOCK, Call
+from ..errors import InputError
+from ..placement import arrays, axes
+from ..placement.arrays import broadcasts, letters_of, repeated_heads
+from ..placement.layout import of_neighbours, to_neighbours
+
+HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
+
+
+def by_heads(call: Call) -> Call:
+    """The call with the heads of this rank, and the tokens of all ranks along the last axis of `axis_name`."""
+    *outer, inner = call.axis_name or ()
+    ranks = axes.size("axis_name", (inner,))
+    _refuse_misfit(call, tuple(outer), inner, ranks)
+    copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
+    key, value = (repeated_heads(x, copies) for x in (call.key, call.value))
+    # Keys and values travel as one array.
+    packed = _exchanged(packing.pack(key, value), -3, -2, call.layout, inner, ranks)
+    key, value = packing.unpack(packed, key.shape[-1])
+    rest = {name: _moved(call, name, inner, ranks) for name in IN_BLOCK if name not in ("key", "value")}
+    return dataclasses.replace(
+        call,
+        **rest,
+        key=key,
+        value=value,
+        axis_name=tuple(outer) or None,
+        head_axis_name=(*(call.head_axis_name or ()), inner),
+        strategy="ring",
+    )
+
+
+def stripe(call: Call) -> int:
+    """How many tokens in a row `by_heads` leaves on a rank in the striped layout: one of each rank of the last axis."""
+    return axes.size("axis_name", (call.axis_name or ())[-1:])
+
+
+def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
+    """The result for the tokens and heads of `call`, from that of `by_heads(call)`: the output, or `(out, lse)`."""
+    inner = (call.axis_name or ())[-1]
+    ranks = axes.size("axis_name", (inner,))
+
+    def back(x: jax.Array, kind: Any) -> jax.Array:
+        names = arrays.letters(kind)
+        tokens, heads = names.index("T"), names.index("N")
+        in_rank_order = to_neighbours(x, call.layout, ranks, tokens)
+        return jax.lax.all_to_all(in_rank_order, inner, tokens, heads, tiled=True)
+
+    out, lse = result
+    return (back(out, arrays.Output), back(lse, arrays.LogSumExp)) if call.return_lse else back(out, arrays.Output)
+
+
+def _moved(call: Call, name: str, axis: str, ranks: int) -> jax.Array | None:
+    """One array of the call: this rank's share of its heads, if it has an axis of heads, and the tokens of all."""
+    x = getattr(call, name)
+    if x is None:
+        return None
+    heads, tokens = (_number(call, name, x, letters) for letters in (HEADS, TOKENS))
+    if heads is not None and tokens is not None:
+        return _exchanged(x, tokens, heads, call.layout, axis, ranks)
+    if tokens is not None:
+        whole = jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
+        return of_neighbours(whole, call.layout, ranks, tokens)
+    if heads is not None:
+        share = x.shape[heads] // ranks
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)
+    return x
+
+
+def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
+    """Every rank gives each other one its share of the heads, and gets its tokens."""
+    tokens, heads = tokens % x.ndim, heads % x.ndim
+    return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
+
+
+def _number(call: Call, name: str, x: jax.Array, wanted: tuple[str, ...]) -> int | None:
+    """The number of the axis with one of these letters, if the array has one and does not broadcast over it.
+
+    An axis `t` of length 1 is not broadcast where the shard has only one query.
+    """
+    names = letters_of(Call)[name][-x.ndim :] if x.ndim else ()
+    for number, letter in enumerate(names):
+        whole = x.shape[number] > 1 or not broadcasts(letter) or (letter == "t" and call.query.shape[1] == 1)
+        if letter in wanted and whole:
+            return number
+    return None
+
+
+def _refuse_misfit(call: Call, outer: tuple[str, ...], inner: str, ranks: int) -> None:
+    """Raises if the heads do not divide by the ranks, or if what is left of the ring cannot run the call."""
+    heads = call.query.shape[2]
+    if heads % ranks:
+        raise InputError(
+            "strategy",
+            f"'ulysses' splits the heads over the {ranks} ranks of axis {inner!r}, which do not divide the {heads} "
+            f"query heads of a rank",
+            "Pass strategy='ring' or 'all_gather', or make the last axis of axis_name smaller",
+        )
+    of_ring = axes.size("axis_name", outer)
+    keys = math.lcm(call.key.shape[2], ranks) // ranks
+    if of_ring > 1 and call.two_way and keys % 2:
+        raise InputError(
+            "two_way",
+            f"needs an even number of key heads on each rank, and strategy='ulysses' leaves {keys}",
+            "Leave two_way out",
+        )

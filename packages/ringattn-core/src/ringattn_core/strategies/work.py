@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much attention a call computes, and for which pairs of ranks, before a plan decides who computes it."""
+
+import dataclasses
+import functools
+import math
+from typing import Final
+
+import numpy as np
+
+from ..contract.rule import Rule
+from ..ring.hops import Plan, sight
+
+_TILES: Final = 1024
+"""The most tiles into which `visible_pairs` cuts the whole sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The shapes of one rank's shard, the hops of its ring, and which ranks' keys its queries see.
+
+    Batch and heads are those of one device outside the ring. `pairs[i, j]` is the number of (query, key) pairs of one
+    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `two_way` is the
+    option of the call. `others` are the bytes of the remaining inputs of the call, which every plan holds.
+    """
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    pairs: np.ndarray = dataclasses.field(repr=False, compare=False)
+    plan: Plan
+    two_way: bool = False
+    others: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.ranks
+
+    @property
+    def queries(self) -> int:
+        """The elements of one rank's queries."""
+        return self.batch * self.q_length * self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """The elements of one rank's keys and values together."""
+        return self.batch * self.kv_length * self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def outputs(self) -> int:
+        """The elements of one rank's output."""
+        return self.batch * self.q_length * self.heads * self.value_dim
+
+    @property
+    def rows(self) -> int:
+        """The elements of one rank's lse."""
+        return self.batch * self.q_length * self.heads
+
+    @property
+    def operations(self) -> tuple[int, int]:
+        """The floating-point operations for one pair in the forward and the backward pass, over batch and heads."""
+        each = 2 * self.batch * self.heads
+        return each * (self.head_dim + self.value_dim), each * (3 * self.head_dim + 2 * self.value_dim)
+
+    @property
+    def of_hops(self) -> np.ndarray:
+        """The pairs that each rank computes at each hop of the ring, `[hops, ranks]`."""
+        rank = np.arange(self.ranks)
+        signs = self.plan.signs
+        return np.stack(
+            [
+                np.mean([self.pairs[rank, (rank - sign * offset) % self.ranks] for sign in signs], 0)
+                for offset in self.plan.offsets
+            ]
+        )
+
+    def over_heads(self, inner: int) -> "Work":
+        """The work of the outer ring, where groups of `inner` consecutive ranks have exchanged heads for tokens.
+
+        A rank then has the tokens of its group and a part of the heads. Key heads that do not divide by the ranks are
+        repeated until they do.
+        """
+        outer = self.ranks // inner
+        pairs = self.pairs.reshape(outer, inner, outer, inner).sum((1, 3))
+        rank = np.arange(outer)
+        seen = (0, *(offset for offset in range(1, outer) if pairs[rank, (rank - offset) % outer].any()))
+        two_way = self.two_way and outer > 2 and len(seen) == outer
+        return dataclasses.replace(
+            self,
+            q_length=self.q_length * inner,
+            kv_length=self.kv_length * inner,
+            heads=self.heads // inner,
+            kv_heads=math.lcm(self.kv_heads, inner) // inner,
+            pairs=pairs,
+            plan=dataclasses.replace(self.plan, ranks=outer, offsets=seen, two_way=two_way),
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def visible_pairs(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> np.ndarray:
+    """`Work.pairs` from the masks alone, `[ranks, ranks]`: tiles that are seen in part count half.
+
+    Segment ids and dense masks are not known while a call is traced, so nothing is left out for them.
+    """
+    parts = max(1, _TILES // ranks)
+    some, full, tile = sight(rule, layout, ranks, q_length, kv_length, parts=parts)
+    return (some + full.astype(np.float64)).sum((1, 3)) / 2 * tile

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises about broken wheels: each is listed as broken with one sentence, and every other call goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery, doctor
+from ringattn_core.cli.main import main
+from ringattn_core.errors import RingAttnError
+
+PLUGIN = """
+    from collections.abc import Mapping
+    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.backend import Backend
+    FULL = Support.FULL
+    class Odd:
+        def __repr__(self): raise RuntimeError("no text")
+    class Lazy(Mapping):
+        def __iter__(self): raise RuntimeError("not now")
+        def __getitem__(self, key): raise RuntimeError("not now")
+        def __len__(self): return 1
+    class Other(Exception):
+        def __str__(self): raise RuntimeError("no text")
+    class Child(Backend):
+        @property
+        def priority(self): raise RuntimeError("not now")
+        @priority.setter
+        def priority(self, value): ...
+    FIELDS = dict(
+        name="bad", api=1, platforms=("cpu",), features=dict.fromkeys(Feature, FULL), kernel="bad_kernel:KERNEL",
+        priority=50,
+    )
+"""
+KERNEL = """
+    import sys
+    def taken(*_): raise AssertionError("a broken kernel was called")
+    class Kernel:
+        forward = backward = taken
+    class Unhashable(Kernel):
+        def __hash__(self): raise RuntimeError("no hash")
+    class Deaf:
+        def __getattr__(self, name): raise RuntimeError("no " + name)
+        def __repr__(self): raise RuntimeError("no text")
+    class Half:
+        forward = taken
+    KERNEL, UNHASHABLE, DEAF, HALF, NUMBER = Kernel(), Unhashable(), Deaf(), Half(), 3
+    LIST, EQUAL = [], type("Equal", (Kernel,), {"__eq__": lambda *_: True})()
+    def no(): return False
+    def yes(): return True
+    def empty(): return " "
+    def many(): return ["no GPU"]
+    def object_(): return object()
+    def crash(): raise OSError("libfoo.so: \\n  cannot open")
+    def leave(): sys.exit("no GPU")
+    def two(device, strict): return None
+    class Stop(BaseException): ...
+    def stop(): raise Stop("enough")
+    async def later(): return None
+"""
+FIELDS = {
+    "a name that is a number": ("name=3", "name=3 must be a word"),
+    "a name that is a list": ("name=['bad']", "name=['bad'] must be a word"),
+    "a name with a space": ("name='b d'", "name='b d' must be a word"),
+    "an empty name": ("name=''", "name='' must be a word"),
+    "another name": ("name='worse'", "its name is 'worse', and its entry point is named 'bad'"),
+    "an API of None": ("api=None", "api=None must be an integer"),
+    "an API of text": ("api='1'", "api='1' must be an integer"),
+    "an API of 1.0": ("api=1.0", "api=1.0 must be an integer"),
+    "an API of the future": ("api=2, platforms=3", "speaks backend API 2; this ringattn-core speaks 1"),
+    "an API of the past": ("api=0", "speaks backend API 0"),
+    "one platform as text": ("platforms='cpu'", "platforms='cpu' must be a tuple of names"),
+    "no platform": ("platforms=()", "platforms=() must be a tuple of names"),
+    "platforms of None": ("platforms=None", "platforms=None must be"),
+    "platforms in a list": ("platforms=['cpu']", "platforms=['cpu'] must be a tuple"),
+    "a platform that is a list": ("platforms=(['cpu'],)", "platforms=(['cpu'],) must be"),
+    "a platform that is None": ("platforms=('cpu', None)", "platforms=('cpu', None) must be"),
+    "a platform with a space": ("platforms=('c pu',)", "platforms=('c pu',) must be"),
+    "features of None": ("features=None", "features=None must be a mapping"),
+    "features in a set": ("features={Feature.CAUSAL}", "must be a mapping from Feature to Support"),
+    "features by text": ("features={'CAUSAL': FULL}", "features has the key 'CAUSAL', which is no member of Feature"),
+    "support by text": ("features={Feature.CAUSAL: 'supported'}", "='supported' must be a member of Support"),
+    "support of True": ("features={Feature.CAUSAL: True}", "=True must be a member of Support"),
+    "support of None": ("features={Feature.BFLOAT16: None}", "features[Feature.BFLOAT16]=None must be"),
+    "features that cannot be read": ("features=Lazy()", "it cannot be read (RuntimeError: not now)"),
+    "reasons of None": ("reasons=None", "reasons=None must be a mapping"),
+    "reasons by text": ("reasons={'BIAS': 'soon'}", "reasons has the key 'BIAS'"),
+    "a reason of None": ("reasons={Feature.BIAS: None}", "=None must be a string"),
+    "a kernel without attribute": ("kernel='bad_kernel'", "kernel='bad_kernel' must be an import path"),
+    "a kernel without module": ("kernel=':KERNEL'", "kernel=':KERNEL' must be"),
+    "an empty kernel": ("kernel=''", "kernel='' must be"),
+    "a kernel with two colons": ("kernel='a:b:c'", "kernel='a:b:c' must be"),
+    "a kernel that is an object": ("kernel=Odd()", "it cannot be read (RuntimeError: no text)"),
+    "a kernel of bytes": ("kernel=b'a:b'", "kernel=b'a:b' must be"),
+    "neither kernel nor ring": ("kernel=None", "exactly one of self.kernel=None and self.ring=None"),
+    "kernel and ring": ("ring='a:b'", "exactly one of"),
+    "a ring that is a function": ("kernel=None, ring=print", "ring=<built-in function print> must be an import path"),
+    "a probe that is a function": ("probe=print", "probe=<built-in function print> must be an import path"),
+    "a probe without attribute": ("probe='bad_kernel'", "probe='bad_kernel' must be"),
+    "a priority of text": ("priority='high'", "priority='high' must be an integer"),
+    "a priority of None": ("priority=None", "priority=None must be an integer"),
+    "a priority of NaN": ("priority=float('nan')", "priority=nan must be an integer"),
+    "a priority of True": ("priority=True", "priority=True must be an integer"),
+    "variables as text": ("variables='RINGATTN_X'", "variables='RINGATTN_X' must be a tuple"),
+    "variables of None": ("variables=None", "variables=None must be"),
+    "a variable that is a list": ("variables=([],)", "variables=([],) must be"),
+    "partials of None": ("half_partials=None", "half_partials=None must be True or False"),
+    "a field that is unknown": ("colour=1", "TypeError: Backend.__init__() got an unexpected keyword argument"),
+    "a long repr": ("platforms=[0] * 999", "platforms=[" + "0, " * 26 + "0... must be a tuple"),
+}
+"""Fields of a descriptor that replace those of a good one, and what the sentence says."""
+SOURCES = {
+    "SystemExit at import": ("raise SystemExit('no GPU')", "SystemExit: no GPU"),
+    "an exit at import": ("import sys; sys.exit(1)", "SystemExit: 1"),
+    "a syntax error": ("def", "SyntaxError: invalid syntax"),
+    "an import that fails": ("import of_nobody", "No module named 'of_nobody'"),
+    "an error without text": ("raise Other", "Other: its message cannot be read"),
+    "an error of many lines": ("raise OSError('a\\n\\n  b')", "OSError: a b"),
+    "an exception of its own": ("raise type('Stop', (BaseException,), {})('x')", "Stop: x"),
+    "endless recursion": ("def f(): f()\n    f()", "RecursionError"),
+    "no descriptor": ("x = 1", "AttributeError: module 'bad_plugin' has no attribute 'BACKEND'"),
+    "a descriptor of None": ("BACKEND = None", "expected a ringattn_core.Backend, got None"),
+    "a dict": ("BACKEND = FIELDS", "expected a ringattn_core.Backend, got {'name': 'bad'"),
+    "a class": ("BACKEND = Backend", "expected a ringattn_core.Backend, got <class"),
+    "an object without a repr": ("BACKEND = Odd()", "it cannot be read (RuntimeError: no text)"),
+    "a field that raises": ("BACKEND = Child(**FIELDS)", "it cannot be read (RuntimeError: not now)"),
+}
+"""Source of the module of a descriptor, and what the sentence says."""
+LOADED = {
+    "a kernel that is missing": ("kernel='bad_kernel:NOBODY'", "has no attribute 'NOBODY'"),
+    "a module that is missing": ("kernel='of_nobody:KERNEL'", "No module named 'of_nobody'"),
+    "a kernel without backward": ("kernel='bad_kernel:HALF'", "a block kernel needs backward"),
+    "a kernel that is a number": ("kernel='bad_kernel:NUMBER'", "a block kernel needs forward and backward"),
+    "a kernel that is a class": ("kernel='bad_kernel:Kernel'", "it is a class"),
+    "a kernel whose hash raises": ("kernel='bad_kernel:UNHASHABLE'", "must be hashable"),
+    "a kernel without a hash": ("kernel='bad_kernel:EQUAL'", "must be hashable"),
+    "a kernel that is a list": ("kernel='bad_kernel:LIST'", "must be hashable"),
+    "a kernel whose attributes raise": ("kernel='bad_kernel:DEAF'", "RuntimeError: no forward"),
+    "a ring that is a number": ("kernel=None, ring='bad_kernel:NUMBER'", "a ring function must be callable, got 3"),
+    "a ring with other arguments": ("kernel=None, ring='bad_kernel:two'", "cannot load bad_kernel:two"),
+    "a probe that returns False": ("probe='bad_kernel:no'", "it returned False, and must return None or a sentence"),
+    "a probe that returns True": ("probe='bad_kernel:yes'", "it returned True"),
+    "a probe that returns blanks": ("probe='bad_kernel:empty'", "it returned ' '"),
+    "a probe that returns a list": ("probe='bad_kernel:many'", "it returned ['no GPU']"),
+    "a probe that raises": ("probe='bad_kernel:crash'", "failed: OSError: libfoo.so: cannot open"),
+    "a probe that exits": ("probe='bad_kernel:leave'", "failed: SystemExit: no GPU"),
+    "a probe that stops": ("probe='bad_kernel:stop'", "failed: Stop: enough"),
+    "a probe with arguments": ("probe='bad_kernel:two'", "failed: TypeError: two() missing 2 required"),
+    "a probe that is missing": ("probe='bad_kernel:nobody'", "has no attribute 'nobody'"),
+    "a probe that is a number": ("probe='bad_kernel:NUMBER'", "TypeError: 'int' object is not callable"),
+    "a probe that is a coroutine": ("probe='bad_kernel:later'", "it returned <coroutine object later"),
+}
+"""Fields of a good descriptor whose kernel or probe is broken, and what the sentence says."""
+GOOD = """
+    from ringattn_core.contract.backend import Backend
+    from ringattn_core.contract.features import Feature, Support
+    BACKEND = Backend("good", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="good_ring:ring")
+"""
+RING = """
+    from ringattn_core.contract.signature import SIGNATURE
+    def ring(query, key, value, **options): return 2 * query
+    ring.__signature__ = SIGNATURE
+"""
+
+
+def with_fields(fields: str) -> str:
+    return f"{PLUGIN}    BACKEND = Backend(**(FIELDS | dict({fields})))\n"
+
+
+DESCRIPTORS = {name: (with_fields(fields), said) for name, (fields, said) in FIELDS.items()}
+DESCRIPTORS |= {name: (f"{PLUGIN}    {source}\n", said) for name, (source, said) in SOURCES.items()}
+KERNELS = {name: (with_fields(fields), said) for name, (fields, said) in LOADED.items()}
+
+
+@pytest.mark.parametrize("name", [*DESCRIPTORS, *KERNELS])
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str, install: Any, capsys: Any) -> None:
+    source, sentence = (DESCRIPTORS | KERNELS)[name]
+    install("made-good", {"good": "good_plugin:BACKEND"}, {"good_plugin": GOOD, "good_ring": RING})
+    install("made-bad", {"bad": "bad_plugin:BACKEND"}, {"bad_plugin": source, "bad_kernel": KERNEL})
+    x = jnp.ones((1, 4, 2, 8))
+    for options in ({}, {"backend": "good"}, {"backend": ("bad", "good")}):
+        assert (ring_attention(x, x, x, **options) == 2 * x).all()
+    with pytest.raises(RingAttnError) as caught:
+        ring_attention(x, x, x, backend="bad")
+    said = str(caught.value)
+    assert said.startswith("backend 'bad' of made-bad ") and sentence in said and "\n" not in said
+    assert (discovery.registrations()["bad"].error is not None) == (name in DESCRIPTORS)
+    found = doctor.diagnose()
+    assert not found.healthy and found.working == ("good",) and found.default == "good" and said in found.faults
+    assert next(backend for backend in found.backends if backend.name == "bad").reason == said
+    assert main(["list", "--json"]) == 0 and len(json.loads(capsys.readouterr().out)) == 2
+    assert main(["info", "bad"]) == 1 and " ".join(sentence.split()[:3]) in " ".join(capsys.readouterr().out.split())
+
+
+def test_metadata_that_cannot_be_read_hides_no_backend(install: Any, log: Any, tmp_path: Path) -> None:
+    install("made-good", {"good": "good_plugin:BACKEND"}, {"good_plugin": GOOD})
+    install("made-bad", {}, {})
+    (entry_points,) = (tmp_path / "made-bad").glob("*/entry_points.txt")
+    entry_points.write_bytes(b"[ringattn.backends]\n\xff\xfe = nonsense\n")
+    discovery.clear()
+    assert list(discovery.registrations()) == ["good"]
+    (record,) = log.records
+    assert record.getMessage().startswith("the entry points of made-bad cannot be read: UnicodeDecodeError")
+
+
+def test_an_interrupt_is_no_broken_backend(install: Any) -> None:
+    install("made-bad", {"bad": "bad_plugin:BACKEND"}, {"bad_plugin": "raise KeyboardInterrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        discovery.registrations()

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`query_offset` places queries in a longer sequence: values and gradients equal the oracle."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from ringattn_conformance import oracle
+from ringattn_core import MaskInfo, from_layout, masks, per_shard, ring_attention, to_layout
+from ringattn_core.call import sharding
+from ringattn_core.call.validation import validated
+from ringattn_core.errors import InputError
+
+B, T, S, N, K, H = 2, 24, 48, 4, 2, 8
+SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, H), "dout": (B, T, N, H)}
+QUERY, KEY, VALUE, DOUT = (
+    jax.random.normal(jax.random.key(number), shape) for number, shape in enumerate(SHAPES.values())
+)
+SLOPES = jnp.linspace(0.1, 0.5, N)
+OFFSETS = np.array([9, 24])
+MANY: dict[str, Any] = {"causal": True, "sliding_window": (13, 0), "alibi_slopes": SLOPES}
+
+
+def mesh_of(ranks: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((ranks,), ("sp",), axis_types=(kind,), devices=jax.devices()[:ranks])
+
+
+def expected(offset: Any, **options: Any) -> oracle.Answer:
+    names = {"sliding_window": "window", "chunk_size": "chunk", "alibi_slopes": "slopes"}
+    positions = np.broadcast_to(np.asarray(offset)[..., None], (B, 1)) + np.arange(T)
+    given = {names.get(name, name): x for name, x in options.items()}
+    q, k, v, dout = (np.asarray(x) for x in (QUERY, KEY, VALUE, DOUT))
+    return oracle.attend(oracle.Problem(q, k, v, q_positions=positions, **given), dout)
+
+
+def differentiated(attend: Any, ranks: int, layout: str, offset: Any) -> Any:
+    """The output and the gradients of operands and slopes, in natural order. The offset is traced."""
+    *moved, dout = (to_layout(x, layout, ranks) for x in (QUERY, KEY, VALUE, DOUT))
+
+    @jax.jit
+    def run(offset: Any, slopes: Any, *operands: Any) -> Any:
+        out, pull = jax.vjp(lambda slopes, *operands: attend(offset, slopes, *operands), slopes, *operands)
+        return out, pull(dout)
+
+    out, (dslopes, *gradients) = run(jnp.asarray(offset), SLOPES, *moved)
+    return [from_layout(x, layout, ranks) for x in (out, *gradients)], dslopes
+
+
+def agrees(got: Any, wanted: oracle.Answer) -> None:
+    arrays, dslopes = got
+    np.testing.assert_allclose(arrays[0], wanted.out, atol=2e-5)
+    for name, x in zip(("dq", "dk", "dv", "dslopes"), (*arrays[1:], dslopes), strict=True):
+        gradient = wanted.gradients[name]
+        np.testing.assert_allclose(x, gradient, atol=5e-5 * max(1, np.abs(gradient).max()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "kind"),
+    [
+        (1, "contiguous", AxisType.Auto),
+        (2, "zigzag", AxisType.Auto),
+        (3, "striped", AxisType.Explicit),
+        (4, "zigzag", AxisType.Explicit),
+        (8, "striped", AxisType.Auto),
+    ],
+)
+def test_a_traced_offset_of_each_row_gives_the_oracles_values_and_gradients(
+    ranks: int, layout: str, kind: AxisType
+) -> None:
+    mesh = mesh_of(ranks, kind)
+
+    def attend(offset: Any, slopes: Any, *operands: Any) -> Any:
+        options = MANY | {"alibi_slopes": slopes, "layout": layout, "mesh": mesh, "axis_name": "sp"}
+        return ring_attention(*operands, query_offset=offset, **options)
+
+    agrees(differentiated(attend, ranks, layout, OFFSETS), expected(OFFSETS, **MANY))
+
+
+@pytest.mark.parametrize(("ranks", "layout", "checked"), [(2, "zigzag", True), (4, "striped", False)])
+def test_it_works_in_a_shard_map_of_ones_own(ranks: int, layout: str, checked: bool) -> None:
+    split = P(None, "sp")
+
+    def attend(*given: Any) -> Any:
+        def local(offset: Any, slopes: Any, *operands: Any) -> Any:
+            options = MANY | {"alibi_slopes": slopes, "layout": layout, "axis_name": "sp"}
+            return per_shard("xla")(*operands, query_offset=offset, **options)
+
+        specs = (P(), P(), split, split, split)
+        return jax.shard_map(local, mesh=mesh_of(ranks), in_specs=specs, out_specs=split, check_vma=checked)(*given)
+
+    agrees(differentiated(attend, ranks, layout, 11), expected(11, **MANY))
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 10}, {"sliding_window": 2}], ids=str)
+def test_chunks_and_two_sided_windows_count_from_the_offset(options: dict[str, Any]) -> None:
+    """Without an offset, the window would leave out hops that these queries need."""
+    got = ring_attention(QUERY, KEY, VALUE, query_offset=24, mesh=mesh_of(8), axis_name="sp", **options)
+    np.testing.assert_allclose(got, expected(24, **options).out, atol=2e-5)
+
+
+def test_the_last_queries_give_the_last_rows_of_the_whole_call_also_where_lengths_are_padded() -> None:
+    keys, values = (jnp.tile(x, (1, 1, 2, 1)) for x in (KEY, VALUE))
+    whole = ring_attention(keys, keys, values, causal=True)
+    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(4), "axis_name": "sp"}
+    got = ring_attention(keys[:, S - 7 :], keys, values, query_offset=S - 7, **over)
+    np.testing.assert_allclose(got, whole[:, S - 7 :], atol=2e-5)
+
+
+def test_without_an_offset_the_first_query_has_the_position_of_the_first_key() -> None:
+    np.testing.assert_allclose(ring_attention(QUERY, KEY, VALUE, causal=True), expected(0, causal=True).out, atol=2e-5)
+
+
+def test_predicates_see_the_position_and_dropout_sees_the_index() -> None:
+    even = masks.Predicate(lambda i, j: (i - j) % 2 == 0)
+    got = ring_attention(QUERY, KEY, VALUE, query_offset=3, mask_builder=lambda *_: even)
+    seen = (np.arange(T)[:, None] + 3 - np.arange(S)) % 2 == 0
+    np.testing.assert_allclose(got, expected(3, seen=seen).out, atol=2e-5)
+    got = ring_attention(QUERY, KEY, VALUE, query_offset=3, dropout_prob=0.3, dropout_seed=5)
+    np.testing.assert_allclose(got, expected(0, dropout=0.3, seed=5).out, atol=2e-5)
+
+
+def test_keys_may_have_positions_of_their_own() -> None:
+    where = jnp.arange(S)[::-1]
+    got = ring_attention(QUERY, KEY, VALUE, causal=True, query_offset=20, kv_positions=where)
+    wanted = ring_attention(QUERY, KEY[:, ::-1], VALUE[:, ::-1], causal=True, query_offset=20)
+    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    square = validated(QUERY, KEY[:, :T], VALUE[:, :T], query_offset=20, kv_positions=where[:T])
+    assert square.q_positions is None and not square.rule.increasing
+
+
+def test_a_vmapped_offset_is_that_of_each_example() -> None:
+    offsets = jnp.array([0, 5])
+    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(2), "axis_name": "sp"}
+    got = jax.vmap(lambda offset: ring_attention(QUERY, KEY, VALUE, query_offset=offset, **over))(offsets)
+    for found, offset in zip(got, offsets, strict=True):
+        np.testing.assert_allclose(found, expected(int(offset), causal=True).out, atol=2e-5)
+
+
+def test_another_offset_compiles_nothing() -> None:
+    over: dict[str, Any] = {"causal": True, "mesh": mesh_of(2), "axis_name": "sp"}
+    programs = []
+    for offset in (1, 2):
+        ring_attention(QUERY, KEY, VALUE, query_offset=offset, **over)
+        programs.append(sharding._run._cache_size())
+    assert programs[0] == programs[1]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beside positions": ({"query_offset": 1, "q_positions": jnp.arange(T)}, "is given beside q_positions"),
+    "too far": ({"query_offset": 2**30 - T + 1}, r"query_offset: has values from .* to 1073741800: query i has"),
+    "too far back": ({"query_offset": [0, -(2**30)]}, "query_offset: has values from -1073741824 to 0"),
+    "of another batch": ({"query_offset": [1, 2, 3]}, r"query_offset: has shape \(3,\)\. It needs \(1\|2\): \(b\)"),
+    "of tokens": ({"query_offset": jnp.zeros((B, T), int)}, r"query_offset: has shape \(2, 24\)"),
+    "a fraction": ({"query_offset": 0.5}, "query_offset: has dtype float64. It needs integers"),
+    "misspelt": ({"q_offset": 1}, "q_offset: is no argument of ring_attention. Pass query_offset"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_why(name: str) -> None:
+    options, told = REFUSED[name]
+    with pytest.raises(InputError, match=told):
+        ring_attention(QUERY, KEY, VALUE, causal=True, **options)
+
+
+def test_positions_in_a_mask_info_are_refused_too() -> None:
+    info = MaskInfo.from_positions(jnp.arange(T), jnp.arange(S))
+    with pytest.raises(InputError, match="query_offset: is given beside q_positions"):
+        ring_attention(QUERY, KEY, VALUE, mask_info=info, query_offset=1)

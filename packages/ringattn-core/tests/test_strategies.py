@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy computes the oracle's output and gradients: with every option, on every ring, layout and mesh."""
+
+import functools
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from ringattn_conformance import case_inputs, tolerances
+from ringattn_conformance.cases import OPERANDS, Case
+from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, answer_of, place, with_gradients
+
+OUTER, INNER = "outer", "inner"
+# Together the cases use every option that a strategy moves between ranks.
+MASKS = Case(
+    "masks", batch=1, heads=8, kv_heads=2, kv_length=96, value_dim=12, window=(30, 9), dense_mask="BNT",
+    segments=case_inputs.scattered_padding, builder=case_inputs.OF_HEADS, lse=True,
+)  # fmt: skip
+SCORES = Case(
+    "scores", heads=8, kv_heads=4, causal=True, positions=case_inputs.far_rows, bias="BNT", slopes=True, sinks="each",
+    dropout=0.2, soft_cap=2.0,
+)  # fmt: skip
+BROADCAST = Case(
+    "broadcast", heads=8, causal=True, segments=case_inputs.large_ids, bias="T", dense_mask="NT", sinks="head",
+    dtype="bfloat16",
+)  # fmt: skip
+OF_HEADS = Case("of-heads", heads=6, kv_heads=3, bias="N", dense_mask="T", dropout=0.1, causal=True, lse=True)
+
+
+def on_axes(placed: Placed, outer: int) -> Any:
+    """The function of global arrays on a mesh with two axes for the sequence. The mesh has the inner one first."""
+    devices, both = placed.placement.mesh.devices, (OUTER, INNER)
+    mesh = Mesh(devices.reshape(1, -1, outer, 1), (DATA, INNER, OUTER, HEADS))
+
+    def over_both(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(both if entry == RING else entry for entry in spec))
+
+    local = functools.partial(placed.local, axis_name=both)
+    trees = placed.operands, placed.fixed
+    specs = tuple({name: over_both(placed.spec(name, x.shape)) for name, x in tree.items()} for tree in trees)
+    shapes = zip(placed.outputs, placed.output_shapes(), strict=True)
+    out_specs = tuple(over_both(placed.spec(name, shape)) for name, shape in shapes)
+    check_vma = placed.placement.check_vma
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+
+
+def agrees(case: Case, placement: Placement, outer: int | None = None) -> None:
+    """Checks the output, the lse and every gradient of one compiled call."""
+    placed = place(case, placement, "xla")
+    everywhere = placed.everywhere() if outer is None else on_axes(placed, outer)
+    outputs, found = jax.jit(with_gradients(everywhere))(placed.operands, placed.fixed, placed.cotangents)
+    gradients = {OPERANDS[name]: x for name, x in found.items()}
+    got = placed.natural(dict(zip(placed.outputs, outputs, strict=True)) | gradients)
+    tolerances.check(got, answer_of(case, placement.ring), case, placed.inputs, f"on {placed.placement}")
+
+
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        (BROADCAST, Placement(2, strategy="all_gather")),
+        (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="all_gather")),
+        (MASKS, Placement(4, "zigzag", check_vma=False, strategy="all_gather")),
+        (BROADCAST, Placement(4, "striped", emulated=True, strategy="all_gather")),
+        (SCORES, Placement(8, "striped", strategy="all_gather")),
+        (SCORES, Placement(2, "striped", data=2, heads=2, strategy="ulysses")),
+        (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="ulysses")),
+        (BROADCAST, Placement(4, strategy="ulysses")),
+        (MASKS, Placement(4, "striped", emulated=True, strategy="ulysses")),
+        (SCORES, Placement(8, "zigzag", check_vma=False, strategy="ulysses")),
+    ],
+    ids=str,
+)
+def test_the_output_and_all_gradients_are_those_of_the_oracle(case: Case, placement: Placement):
+    agrees(case, placement)
+
+
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        (MASKS, Placement(4, "striped", strategy="ulysses")),
+        (BROADCAST, Placement(4, "zigzag", check_vma=False, strategy="ulysses")),
+        (SCORES, Placement(8, "striped", check_vma=False, strategy="ulysses")),
+        (BROADCAST, Placement(4, "zigzag", strategy="all_gather")),
+    ],
+    ids=str,
+)
+def test_over_two_axes_ulysses_goes_over_the_inner_and_the_ring_over_the_outer(case: Case, placement: Placement):
+    agrees(case, placement, outer=2)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy sends, keeps and refuses, and that it works on every mesh and under every transformation."""
+
+import contextlib
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ringattn_core import Backend, Feature, Support, from_flash, per_shard, ring_attention
+from ringattn_core.backends.discovery import registered
+from ringattn_core.errors import InputError, UnsupportedFeatureError
+from ringattn_core.tuning import choice
+from ringattn_core.tuning.problem import of_call
+
+OTHERS = ("all_gather", "ulysses")
+COLLECTIVE = re.compile(r" (all-gather|reduce-scatter|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
+
+
+def arrays(length: int = 16, heads: tuple[int, int] = (8, 2)) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    counts = (heads[0], heads[1], heads[1])
+    return [jax.random.normal(key, (2, length, count, 8)) for key, count in zip(keys, counts, strict=True)]
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def loss_of(**options: Any) -> Any:
+    """A loss of query, key, value and sinks, and its gradients."""
+
+    def loss(*x: Any) -> Any:
+        return jnp.sum(jnp.sin(ring_attention(*x, causal=True, **options)))
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3))
+
+
+def same(got: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), 1e-5, 5e-5), got, wanted)
+
+
+def collectives(f: Any, mesh: jax.sharding.Mesh, *x: Any) -> dict[str, int]:
+    """How many collectives of each kind the compiled program has, with the tokens split over all axes of the mesh."""
+    spec = NamedSharding(mesh, P(None, mesh.axis_names))
+    text = jax.jit(f, in_shardings=spec, out_shardings=spec).lower(*x).compile().as_text()
+    return dict(Counter(COLLECTIVE.findall(text)))
+
+
+SENT: list[tuple[str, dict[str, int], dict[str, int], dict[str, int]]] = [
+    # strategy, sizes of the mesh axes, forward pass, forward and backward pass
+    ("all_gather", {"sp": 4}, {"all-gather": 1}, {"all-gather": 2, "reduce-scatter": 1}),
+    ("ulysses", {"sp": 4}, {"all-to-all": 3}, {"all-to-all": 6}),
+    (
+        "ulysses",
+        {"outer": 2, "inner": 2},
+        {"all-to-all": 3, "collective-permute": 1},
+        {"all-to-all": 6, "collective-permute": 3},
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "forward", "both"), SENT, ids=str)
+def test_the_compiled_program_has_only_the_collectives_of_the_strategy(
+    strategy: str, sizes: dict[str, int], forward: dict[str, int], both: dict[str, int]
+):
+    mesh = mesh_of(**sizes)
+
+    def attend(*x: Any) -> Any:
+        return ring_attention(*x, causal=True, mesh=mesh, axis_name=tuple(sizes), layout="zigzag", strategy=strategy)
+
+    gradient = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))
+    assert collectives(attend, mesh, *arrays()) == forward
+    assert collectives(gradient, mesh, *arrays()) == both
+
+
+def test_the_backward_pass_keeps_no_array_that_was_gathered():
+    def kept(strategy: str) -> int:
+        options: dict[str, Any] = dict(mesh=mesh_of(sp=4), axis_name="sp", strategy=strategy)
+        pull = jax.eval_shape(lambda *x: jax.vjp(lambda *x: ring_attention(*x, **options), *x)[1], *arrays())
+        return sum(x.size for x in jax.tree.leaves(pull))
+
+    assert kept("all_gather") == kept("ring")
+
+
+def test_gradients_of_gathered_keys_are_summed_in_float32():
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=2), axis_name="sp", strategy="all_gather")
+    x = [a.astype(jnp.bfloat16) for a in arrays()]
+    program = jax.make_jaxpr(jax.grad(lambda *x: ring_attention(*x, **options).sum(), (0, 1, 2)))(*x)
+    assert re.findall(r":(\w+)\[[\d,]+\](?:\S*) = reduce_scatter", str(program)) == ["f32"]
+
+
+def test_a_rank_may_have_a_single_query():
+    """Then an array with a row for each query has one row on a rank, as if all queries shared it."""
+    x, bias = arrays(4), jax.random.normal(jax.random.key(3), (1, 8, 4, 4))
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=4), axis_name="sp", strategy="ulysses")
+    same(ring_attention(*x, bias=bias, **options), ring_attention(*x, bias=bias))
+
+
+MESHES = [
+    (AxisType.Auto, {"dp": 2, "sp": 2, "tp": 2}, "sp", 13, False),
+    (AxisType.Explicit, {"dp": 2, "sp": 2, "tp": 2}, "sp", 13, False),
+    (AxisType.Explicit, {"a": 2, "b": 4}, ("a", "b"), 16, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "axis", "length", "in_context"), MESHES)
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_global_arrays_may_be_on_any_mesh(
+    strategy: str, kind: AxisType, sizes: dict[str, int], axis: Any, length: int, in_context: bool
+):
+    x, mesh = [*arrays(length), jnp.linspace(-1.0, 1.0, 8)], mesh_of(kind, **sizes)
+    options: dict[str, Any] = dict(axis_name=axis, strategy=strategy) | ({} if in_context else dict(mesh=mesh))
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        same(jax.jit(loss_of(**options))(*x), jax.jit(loss_of())(*x))
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_a_call_may_be_vmapped(strategy: str):
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=2), axis_name="sp", strategy=strategy)
+    x = [jnp.stack([a, 2 * a]) for a in (*arrays(), jnp.linspace(-1.0, 1.0, 8))]
+    same(jax.jit(jax.vmap(loss_of(**options)))(*x), jax.jit(jax.vmap(loss_of()))(*x))
+
+
+def test_the_function_of_a_backend_takes_a_strategy_too():
+    x, attend = arrays(), per_shard("xla")
+
+    def local(*x: Any) -> Any:
+        return attend(*x, axis_name="sp", strategy="ulysses")
+
+    split = P(None, "sp")
+    over = jax.shard_map(local, mesh=mesh_of(sp=2), in_specs=split, out_specs=split)
+    same(over(*x), attend(*x))
+
+
+def test_on_one_rank_all_strategies_are_one_program():
+    def program(strategy: str) -> str:
+        options: dict[str, Any] = dict(mesh=mesh_of(sp=1), axis_name="sp", strategy=strategy)
+        text = str(jax.make_jaxpr(lambda *x: ring_attention(*x, **options))(*arrays()))
+        return re.sub("0x[0-9a-f]+", "", text)  # functions among the parameters print with their addresses
+
+    assert program("all_gather") == program("ulysses") == program("ring")
+
+
+def attend(heads: tuple[int, int] = (8, 2), over: Any = "sp", **options: Any) -> Any:
+    mesh = mesh_of(**({"sp": 4} if over == "sp" else {"a": 4, "b": 2}))
+    return jax.eval_shape(lambda *x: ring_attention(*x, mesh=mesh, axis_name=over, **options), *arrays(16, heads))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelled name": (
+        dict(strategy="ulyses"),
+        r"strategy: got 'ulyses' \(did you mean 'ulysses'\?\)\. Known strategies: 'ring', 'all_gather', 'ulysses'",
+    ),
+    "no name": (dict(strategy=2), "strategy: got 2. Known strategies: "),
+    "heads that do not divide": (
+        dict(strategy="ulysses", heads=(6, 2)),
+        r"strategy: 'ulysses' splits the heads over the 4 ranks of axis 'sp', which do not divide the 6 query heads "
+        r"of a rank\. Pass strategy='ring' or 'all_gather', or make the last axis of axis_name smaller",
+    ),
+    "one key head both ways": (
+        dict(strategy="ulysses", over=("a", "b"), two_way=True),
+        r"two_way: needs an even number of key heads on each rank, and strategy='ulysses' leaves 1\. Leave two_way out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_strategy_cannot_do_is_refused_with_a_remedy(name: str):
+    options, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        attend(**options)
+
+
+def test_a_backend_that_drives_the_ring_itself_has_no_other_strategy():
+    own = Backend("own", 1, ("cpu",), {Feature.FLOAT32: Support.FULL, Feature.GROUPED_HEADS: Support.FULL}, ring="a:b")
+    with (
+        registered(own, lambda query, key, value, **_: query),
+        pytest.raises(InputError, match="'ulysses' needs a kernel of one block, and backend 'own' drives the ring its"),
+    ):
+        attend(strategy="ulysses", backend="own")
+
+
+def flash(*features: Feature) -> Any:
+    """A backend of two functions of fused attention, which compute nothing here."""
+    declared = (Feature.FLOAT32, Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.STRIPED, *features)
+    kernel = from_flash(lambda q, k, v, **_: (q, q[..., 0].swapaxes(1, 2)), lambda q, k, v, *_, **__: (q, k, v))
+    return registered(Backend("flash", 1, ("cpu",), dict.fromkeys(declared, Support.FULL), kernel="a:b"), kernel)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(strategy="all_gather"), dict(strategy="ulysses", layout="striped", over=("a", "b"))], ids=str
+)
+def test_kernels_with_static_masks_refuse_blocks_that_need_another_mask(options: dict[str, Any]):
+    with flash(Feature.CROSS_LENGTHS):
+        with pytest.raises(InputError, match="needs masks that the kernel of backend 'flash' does not have"):
+            attend(causal=True, backend="flash", **options)
+        attend(causal=True, backend="flash", **options | dict(strategy="ulysses", over="sp"))
+
+
+def test_gathered_keys_need_a_backend_that_takes_more_keys_than_queries():
+    with flash(), pytest.raises(UnsupportedFeatureError, match="'flash' does not support CROSS_LENGTHS"):
+        attend(strategy="all_gather", backend="flash")
+
+
+def test_kernels_are_tuned_for_the_heads_and_tokens_that_ulysses_gives_them(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, ...]] = []
+
+    def spy(registration: Any, call: Any, ranks: int, mesh: Any = None) -> Any:
+        problem = of_call(registration, call, ranks, mesh)
+        seen.append((problem.q_length, problem.kv_length, problem.heads, problem.kv_heads, ranks))
+        return problem
+
+    monkeypatch.setattr(choice, "of_call", spy)
+    monkeypatch.setattr(choice, "tunable", lambda registration: True)
+    attend(strategy="ulysses")
+    attend(strategy="ulysses", over=("a", "b"))
+    # Before the exchange, shards have 4 and 2 tokens of 8 query heads and 2 key heads, on 4 and 8 ranks.
+    assert set(seen) == {(16, 16, 2, 1, 1), (4, 4, 4, 1, 4)}

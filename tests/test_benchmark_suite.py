@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the benchmark suite measures beside rivals that fail, and says which differences exceed the noise."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import suite
+
+    return suite
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The JSON of a smoke run, which has a rival that aborts, one that raises, and one that is not installed."""
+    path = tmp_path_factory.mktemp("bench") / "run.json"
+    command = [sys.executable, str(BENCHMARKS / "suite.py"), "--suite", "cpu", "--smoke", "--rounds", "2"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    done = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| forward+backward | ours, ring of 2 |" in done.stdout
+    return path
+
+
+def test_rivals_that_fail_are_rows_that_say_so_and_the_others_are_measured(smoke: Path, suite: Any):
+    rows = suite.read(smoke)["rows"]
+    problems = {row.who: row.problem for row in rows if row.problem}
+    assert problems == {
+        "aborts": "it ended the process with SIGABRT",
+        "raises": "ValueError: this rival always raises",
+        "absent": "not installed (no module no_such_module)",
+    }
+    measured = {(row.workload, row.who, row.ring) for row in rows if len(row.seconds) == 2}
+    on_a_ring = {("ring of 64 tokens", *one) for one in (("ours", 1), ("ours", 2), ("all-gather", 2))}
+    assert measured == on_a_ring | {("decode", who, 1) for who in ("ours", "jax.nn", "flax")}
+
+
+def test_every_measured_row_has_its_floor_its_memory_and_its_error(smoke: Path, suite: Any):
+    for row in suite.read(smoke)["rows"]:
+        if row.seconds:
+            assert set(row.floor) == {"operations", "memory", *(["link"] if row.ring > 1 else [])}
+            assert min(row.floor.values()) > 0 and row.temporary is not None and row.error < 5e-2
+
+
+def a_run(suite: Any, seconds: dict[str, tuple[float, ...]], **machine: Any) -> dict[str, Any]:
+    """A run of one length and one ring whose candidates took these seconds."""
+    from measuring import Row
+
+    floor = {"operations": 0.5, "memory": 0.25}
+    figures = {"temporary": 2**20, "error": 1e-3, "rounding": 1e-3, "tera": 1.0, "floor": floor}
+    rows = [
+        Row(workload, "forward", who, ring, 64, seconds=taken, **figures)
+        for workload, rings in (("length 64", (1,)), ("ring of 64 tokens", (1, 2)))
+        for ring in rings
+        for who, taken in seconds.items()
+    ]
+    rates = {"operations": 1e12, "memory": 1e9, "link": None, "source": "a test"}
+    known = {
+        "device": "a",
+        "devices": 1,
+        "jax": "0",
+        "commit": "0",
+        "python": "3",
+        "date": "2000-01-01",
+        "rates": rates,
+    }
+    return {"suite": "cpu", "smoke": True, "rounds": 5, "machine": known | machine, "rows": rows}
+
+
+QUICK, SLOW = (1.0, 1.1, 1.2, 1.0, 1.1), (1.3, 1.4, 1.5, 1.3, 1.4)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status", "says"),
+    [
+        ({"ours": QUICK}, {"ours": QUICK}, 0, "0 of 3 measurements"),
+        ({"ours": QUICK}, {"ours": SLOW}, 1, "slower   1.273 x  length 64, forward: ours"),
+        ({"ours": SLOW}, {"ours": QUICK}, 0, "faster   0.786 x  length 64, forward: ours"),
+        ({"ours": QUICK}, {"ours": (1.0, 1.3, 1.4, 1.5, 1.6)}, 0, "0 of 3 measurements"),
+        ({"ours": QUICK, "flax": QUICK}, {"ours": SLOW, "flax": SLOW}, 0, "0 of 6 measurements"),
+        (
+            {"ours": QUICK, "flax": QUICK},
+            {"ours": QUICK, "flax": SLOW},
+            0,
+            "faster   0.786 x  length 64, forward: ours",
+        ),
+    ],
+    ids=["equal", "slower", "faster", "noise", "a slow machine", "a slow machine and a faster kernel"],
+)
+def test_only_differences_beyond_the_noise_and_the_drift_of_the_machine_count(
+    suite: Any, capsys: pytest.CaptureFixture[str], before: Any, after: Any, status: int, says: str
+):
+    assert suite.comparison.report(a_run(suite, before), a_run(suite, after)) == status
+    assert says in capsys.readouterr().out
+
+
+def test_runs_of_other_devices_are_not_compared(suite: Any, capsys: pytest.CaptureFixture[str]):
+    first, second = a_run(suite, {"ours": QUICK}), a_run(suite, {"ours": QUICK}, device="b")
+    assert suite.comparison.report(first, second) == 2
+    assert "cannot be compared: their device is 'a' and 'b'" in capsys.readouterr().out
+
+
+def test_the_page_gets_table_and_plots_between_the_markers_and_keeps_the_rest(
+    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(suite.suite_tables, "described", lambda workload: "described")
+    monkeypatch.setattr(suite.suite_tables, "SMALL", {"ring of 64 tokens": None})
+    page = tmp_path / "benchmarks.md"
+    page.write_text("before\n<!-- suite cpu: x -->\nold\n<!-- suite cpu: end -->\nafter\n")
+    run = a_run(suite, {"ours": QUICK, "flax": SLOW})
+    suite.suite_page.update(run, tmp_path)
+    text = page.read_text()
+    assert text.startswith("before\n<!-- suite cpu: x -->\n") and text.endswith("<!-- suite cpu: end -->\nafter\n")
+    assert "| forward | flax, ring of 2 | 1400 |" in text and "old" not in text
+    plots = {path.name for path in tmp_path.glob("*.svg")}
+    assert plots == {f"benchmarks-cpu-{what}.svg" for what in ("throughput", "efficiency", "memory", "error")}
+    assert all(f"]({name})" in text for name in plots)
+    suite.suite_page.update(run, tmp_path)
+    assert page.read_text() == text, "a second writing of the same run changes the page"
+
+
+def test_efficiency_is_the_time_of_ours_on_one_device_over_that_of_the_ring(suite: Any):
+    run = a_run(suite, {"ours": QUICK, "all-gather": SLOW})
+    (axes,) = suite.suite_page.efficiency(run).axes
+    shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert shown == {"ours": [1.0], "all-gather": [pytest.approx(1.1 / 1.4)], "one device": [1.0]}
+    for suite_of_devices in ("gpus", "tpu"):
+        (axes,) = suite.suite_page.efficiency({**run, "suite": suite_of_devices}).axes
+        assert list(axes.lines[0].get_ydata()) == [0.5]
+
+
+def test_every_suite_has_a_place_on_the_page_and_its_floors(suite: Any):
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name, workloads in suite.SUITES.items():
+        assert f"<!-- suite {name}: end -->" in page
+        for workload in workloads.values():
+            for part in workload.parts:
+                floor = suite.floors.seconds(workload, part, 2, suite.floors.KNOWN["H200"])
+                assert min(floor.values()) > 0
+
+
+def test_pairs_are_those_that_the_mask_shows(suite: Any):
+    import numpy as np
+    from workloads import Shape, Workload
+
+    shape = Shape(1, 24, 1, 1, 8)
+    for options in ({"causal": False}, {}, {"document": 8}, {"causal": False, "window": (3, 0)}, {"window": (3, 2)}):
+        workload = Workload(shape, **options)
+        ahead = np.arange(24)[:, None] - np.arange(24)[None]
+        visible = (ahead >= 0) | (not workload.causal)
+        if workload.document:
+            visible &= np.arange(24)[:, None] // 8 == np.arange(24)[None] // 8
+        if workload.window:
+            visible &= (ahead <= workload.window[0]) & (ahead >= -workload.window[1])
+        assert workload.pairs == visible.sum(), options

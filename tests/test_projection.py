@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of `benchmarks/projection.py`: it extrapolates exactly, and is near the rings that were measured."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ringattn_core.strategies import choose
+from ringattn_core.strategies.devices import DEVICES
+
+ROOT = Path(__file__).parent.parent
+H200 = DEVICES["h200"]
+GQA = (32, 8, 128)
+
+
+@pytest.fixture(scope="module")
+def projection() -> Any:
+    spec = importlib.util.spec_from_file_location("projection", ROOT / "benchmarks/projection.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("plan", "inner"), [("ring", 1), ("all_gather", 1), ("ulysses", 8)])
+def test_what_is_extrapolated_is_what_the_model_says(projection: Any, plan: str, inner: int) -> None:
+    device = H200 if inner > 1 else H200.linked_by(H200.far)
+    plans = choose.reckoned(projection.work(64, 2048, GQA), device, inner)
+    (exact,) = [x for x in plans if x.strategy == plan]
+    seconds, memory = projection.extrapolated(plan, device, 64, 2048, GQA, inner)
+    assert seconds == pytest.approx(exact.seconds, rel=1e-9)
+    assert memory == exact.memory
+
+
+def test_sends_hide_from_the_length_on_that_it_prints(projection: Any) -> None:
+    far = H200.linked_by(H200.far)
+    for passes in ("forward", "backward"):
+        least = projection.hiding(far, GQA, 1, passes)
+        for length, hides in ((least, True), (least - 256, False)):
+            ring = choose.reckoned(projection.work(8, length, GQA), far)[0]
+            steps = [step for step in getattr(ring, passes) if step.name.startswith("hop") and step.sent]
+            assert all(step.hides for step in steps) == hides
+    faster = dataclasses.replace(H200.far, bandwidth=2 * H200.far.bandwidth)
+    assert projection.hiding(H200.linked_by(faster), GQA, 1, "forward") < projection.hiding(far, GQA, 1, "forward")
+
+
+def test_a_plan_that_does_not_fit_has_no_rate(projection: Any) -> None:
+    far = H200.linked_by(H200.far)
+    assert projection.kept("all_gather", far, 16384, 32768, GQA, 1) is None
+    assert 0.5 < projection.kept("ring", far, 16384, 32768, GQA, 1) <= 1
+
+
+def test_the_model_is_near_the_rings_of_the_page(projection: Any) -> None:
+    """Two GPUs within 5%. The older four-GPU run is within 11% but for its forward passes of 32k and 64k tokens.
+
+    There the ring's rate on four GPUs exceeds that of one GPU alone, which no model that starts from the latter says.
+    """
+    runs = projection.runs((ROOT / "docs/benchmarks.md").read_text())
+    assert {(run.ranks, run.tokens) for run in runs} >= {(n, t) for n in (2, 4) for t in (32768, 65536, 131072)}
+    for run in runs:
+        for part, measured, model in projection.compared(run, H200):
+            slow_alone = run.ranks == 4 and run.rates["forward", "alone"] < 415 and part == "forward"
+            most = 0.05 if run.ranks == 2 else 0.2 if slow_alone else 0.11
+            assert abs(model / measured - 1) <= most, (run, part, measured, model)
