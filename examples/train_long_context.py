@@ -122,7 +122,7 @@ def batch_of(a: argparse.Namespace, mesh: Mesh, step: int) -> dict[str, jax.Arra
     order = to_layout(np.arange(a.length), a.layout, mesh.shape["sp"], axis=0)
 
     def array(name: str) -> jax.Array:
-        def of_device(index: tuple[slice, ...]) -> np.ndarray:
+        def of_device(index: Any) -> np.ndarray:
             rows = [row(step, n, a.length, a.documents, a.vocabulary)[name] for n in range(a.rows)[index[0]]]
             return np.stack(rows)[:, order[index[1]]]
 
@@ -182,10 +182,10 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", a.cpu)
     if a.distributed is not None:
-        coordinator, *numbers = a.distributed.split(",")
-        jax.distributed.initialize(coordinator or None, *map(int, numbers))
+        named: Any = [int(part) if part.isdigit() else part or None for part in a.distributed.split(",")]
+        jax.distributed.initialize(*named)
     say = functools.partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
-    sizes = dict(zip(("fsdp", "tp", "sp"), map(int, a.mesh.split(",")), strict=True))
+    sizes: dict[str, int] = dict(zip(("fsdp", "tp", "sp"), map(int, a.mesh.split(",")), strict=True))
     losses = train(a, ring_mesh(axis_sizes=sizes), a.checkpoints, say)
     if a.check:
         alone = train(a, ring_mesh(jax.local_devices()[:1], axis_sizes=dict.fromkeys(sizes, 1)), None, lambda _: None)
