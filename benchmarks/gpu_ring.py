@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of one GPU's rate each GPU of a ring keeps, compared with an all-gather of the keys; causal, zigzag."""
+"""How much of one GPU's rate each GPU of a ring keeps, beside the other strategies and an all-gather by hand.
+
+Causal, in zigzag order. "gather" is an all-gather written in JAX around a call on one device; "all_gather" and
+"ulysses" are strategies of `ring_attention`.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -14,6 +18,9 @@ from programs import Attention, ours, with_gradients
 from ringattn_core import ring_attention, to_layout
 
 WORK = {"forward": 1.0, "forward+backward": 3.5}
+
+
+STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
 def gathered(mesh: Mesh, backend: str) -> Attention:
@@ -54,7 +61,7 @@ def main() -> None:
     claims, raw = [], {}
     for tokens in arguments.tokens:
         # "alone" is one GPU with the tokens of one rank
-        sizes = {"ring": tokens, "gather": tokens, "alone": tokens // ranks}
+        sizes = {**dict.fromkeys((*STRATEGIES, "gather"), tokens), "alone": tokens // ranks}
         shapes = {name: (1, length, arguments.heads, arguments.head_size) for name, length in sizes.items()}
         seeds = jax.random.split(jax.random.key(0), 4)
         split = NamedSharding(mesh, PartitionSpec(None, "sp"))
@@ -68,9 +75,9 @@ def main() -> None:
             )
             for name, shape in shapes.items()
         }
-        ring = ours(backend=arguments.backend, causal=True, layout="zigzag", mesh=mesh, axis_name="sp")
+        over_mesh: dict[str, Any] = dict(layout="zigzag", mesh=mesh, axis_name="sp")
         attentions = {
-            "ring": ring,
+            **{name: ours(backend=arguments.backend, causal=True, strategy=name, **over_mesh) for name in STRATEGIES},
             "gather": gathered(mesh, arguments.backend),
             "alone": ours(backend=arguments.backend, causal=True),
         }

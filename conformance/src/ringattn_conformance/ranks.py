@@ -47,12 +47,14 @@ class Placement:
     check_vma: bool = True
     emulated: bool = False
     two_way: bool = False
+    strategy: str = "ring"
 
     def __str__(self) -> str:
         parts = [f"ring{self.ring}", self.layout]
         parts += [f"data{self.data}"] if self.data > 1 else []
         parts += [f"heads{self.heads}"] if self.heads > 1 else []
         parts += ["two-way"] if self.two_way else []
+        parts += [] if self.strategy == "ring" else [self.strategy]
         parts += [] if self.check_vma or self.emulated else ["unchecked"]
         return "-".join([*parts, "emulated"] if self.emulated else parts)
 
@@ -64,7 +66,8 @@ class Placement:
     def needs(self) -> frozenset[Feature]:
         of_layout = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
         asked = [of_layout[self.layout]] if self.layout in of_layout else []
-        return frozenset([*asked, Feature.TWO_WAY] if self.two_way else asked)
+        asked += [Feature.TWO_WAY] if self.two_way else []
+        return frozenset([*asked, Feature.CROSS_LENGTHS] if self.strategy == "all_gather" else asked)
 
     @property
     def mesh(self) -> Mesh:
@@ -133,6 +136,8 @@ class Placed:
             options["layout"] = placement.layout
         if placement.two_way:
             options["two_way"] = True
+        if placement.strategy != "ring":
+            options["strategy"] = placement.strategy
         if placement.data > 1:
             options["batch_axis_name"] = DATA
         if placement.heads > 1:

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Support, from_flash, per_shard, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.errors import InputError, UnsupportedFeatureError
+from ringattn_core.tuning import choice
+from ringattn_core.tuning.problem import of_call
 
 OTHERS = ("all_gather", "ulysses")
 COLLECTIVE = re.compile(r" (all-gather|reduce-scatter|all-to-all|collective-permute|all-reduce)(?:-start)?\(")
@@ -86,6 +88,20 @@ def test_the_backward_pass_keeps_no_array_that_was_gathered():
     assert kept("all_gather") == kept("ring")
 
 
+def test_gradients_of_gathered_keys_are_summed_in_float32():
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=2), axis_name="sp", strategy="all_gather")
+    x = [a.astype(jnp.bfloat16) for a in arrays()]
+    program = jax.make_jaxpr(jax.grad(lambda *x: ring_attention(*x, **options).sum(), (0, 1, 2)))(*x)
+    assert re.findall(r":(\w+)\[[\d,]+\](?:\S*) = reduce_scatter", str(program)) == ["f32"]
+
+
+def test_a_rank_may_have_a_single_query():
+    """Then an array with a row for each query has one row on a rank, as if all queries shared it."""
+    x, bias = arrays(4), jax.random.normal(jax.random.key(3), (1, 8, 4, 4))
+    options: dict[str, Any] = dict(mesh=mesh_of(sp=4), axis_name="sp", strategy="ulysses")
+    same(ring_attention(*x, bias=bias, **options), ring_attention(*x, bias=bias))
+
+
 MESHES = [
     (AxisType.Auto, {"dp": 2, "sp": 2, "tp": 2}, "sp", 13, False),
     (AxisType.Explicit, {"dp": 2, "sp": 2, "tp": 2}, "sp", 13, False),
@@ -120,6 +136,15 @@ def test_the_function_of_a_backend_takes_a_strategy_too():
     split = P(None, "sp")
     over = jax.shard_map(local, mesh=mesh_of(sp=2), in_specs=split, out_specs=split)
     same(over(*x), attend(*x))
+
+
+def test_on_one_rank_all_strategies_are_one_program():
+    def program(strategy: str) -> str:
+        options: dict[str, Any] = dict(mesh=mesh_of(sp=1), axis_name="sp", strategy=strategy)
+        text = str(jax.make_jaxpr(lambda *x: ring_attention(*x, **options))(*arrays()))
+        return re.sub("0x[0-9a-f]+", "", text)  # functions among the parameters print with their addresses
+
+    assert program("all_gather") == program("ulysses") == program("ring")
 
 
 def attend(heads: tuple[int, int] = (8, 2), over: Any = "sp", **options: Any) -> Any:
@@ -181,3 +206,19 @@ def test_kernels_with_static_masks_refuse_blocks_that_need_another_mask(options:
 def test_gathered_keys_need_a_backend_that_takes_more_keys_than_queries():
     with flash(), pytest.raises(UnsupportedFeatureError, match="'flash' does not support CROSS_LENGTHS"):
         attend(strategy="all_gather", backend="flash")
+
+
+def test_kernels_are_tuned_for_the_heads_and_tokens_that_ulysses_gives_them(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, ...]] = []
+
+    def spy(registration: Any, call: Any, ranks: int, mesh: Any = None) -> Any:
+        problem = of_call(registration, call, ranks, mesh)
+        seen.append((problem.q_length, problem.kv_length, problem.heads, problem.kv_heads, ranks))
+        return problem
+
+    monkeypatch.setattr(choice, "of_call", spy)
+    monkeypatch.setattr(choice, "tunable", lambda registration: True)
+    attend(strategy="ulysses")
+    attend(strategy="ulysses", over=("a", "b"))
+    # Before the exchange, shards have 4 and 2 tokens of 8 query heads and 2 key heads, on 4 and 8 ranks.
+    assert set(seen) == {(16, 16, 2, 1, 1), (4, 4, 4, 1, 4)}

@@ -2,6 +2,7 @@
 """The output, the lse and every gradient are the oracle's, for every option, ring size and layout."""
 
 import pytest
+from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers, tolerances
@@ -39,3 +40,11 @@ def test_half_of_the_keys_may_go_round_the_other_way(ringattn_backend: str, name
 
 def test_keys_go_both_ways_where_the_mesh_splits_the_heads_too(ringattn_backend: str):
     _agrees(NAMED["split-heads"], Placement(4, "striped", heads=2, two_way=True), ringattn_backend)
+
+
+@tiers.core
+@pytest.mark.parametrize(("name", "strategy"), [("gqa", "all_gather"), ("causal-bfloat16", "ulysses")])
+def test_keys_may_be_gathered_at_once_and_heads_exchanged_for_tokens(ringattn_backend: str, name: str, strategy: str):
+    """Core asks a backend's own ring function for no other strategy."""
+    if discovery.get(ringattn_backend).descriptor().kernel is not None:
+        _agrees(NAMED[name], Placement(2, "zigzag", strategy=strategy), ringattn_backend)

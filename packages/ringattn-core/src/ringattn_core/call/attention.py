@@ -38,7 +38,8 @@ def ring_attention(
     `causal`, `sliding_window` (both ends inclusive), `chunk_size`, segment ids, `mask_builder` and `attention_mask`
     are ANDed, on global positions. `softmax_aux` are attention sinks. `layout` is the order of the tokens in the arrays
     ("contiguous", "zigzag", "striped"); `to_layout` puts arrays in that order. With `two_way`, half of the key heads
-    travel the other way round the ring, to use links in both directions. With `return_lse` the result is `(out, lse)`.
+    travel the other way round the ring, to use links in both directions. `strategy` is "ring", "all_gather" (all keys
+    at once) or "ulysses" (ranks exchange heads for tokens). With `return_lse` the result is `(out, lse)`.
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)
