@@ -18,7 +18,7 @@ COMMANDS: Final = {
     "list": "every installed backend, and why it cannot run here where it cannot",
     "info": "one backend: its features, probe and kernel",
     "doctor": "what works here, and how to repair what does not",
-    "explain": "what a call would do: backend, hops, tiles, bytes, memory",
+    "explain": "what a call would do: backend, hops, tiles, bytes, memory, plans",
     "tune": "time a backend's candidate configurations for a call, and store the fastest",
     "cache": "list or remove the stored tuning results",
 }

@@ -67,7 +67,7 @@ class Work:
         each = 2 * self.batch * self.heads
         return each * (self.head_dim + self.value_dim), each * (3 * self.head_dim + 2 * self.value_dim)
 
-    @property
+    @functools.cached_property
     def of_hops(self) -> np.ndarray:
         """The pairs that each rank computes at each hop of the ring, `[hops, ranks]`."""
         rank = np.arange(self.ranks)

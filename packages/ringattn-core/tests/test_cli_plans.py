@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the plans in `ringattn explain`: devices that are not here, rows that add up, JSON that is complete."""
+
+import json
+from typing import Any
+
+import pytest
+from ringattn_core.cli.main import main
+from ringattn_core.cli.output import Seconds
+
+CALL = "explain --query 1,16384,8,64 --ring 8 --causal --layout zigzag"
+
+
+def said(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]:
+    status = main(f"{CALL} {words}".split())
+    return status, *capsys.readouterr()
+
+
+def told(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    return json.loads(said(capsys, f"--json {words}")[1])
+
+
+def test_a_device_needs_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--device h200")
+    assert found["platform"] == "cuda" and found["device"]["name"] == "h200"
+    assert found["device"]["near"]["name"] == "nvlink"
+    assert told(capsys, "--platform tpu")["device"]["name"] == "v5p"
+    assert told(capsys, "--device h200 --link network")["device"]["near"]["name"] == "network"
+
+
+def test_of_devices_without_constants_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no constants for these rocm devices" in said(capsys, "--platform rocm")[1]
+    assert "plans" not in told(capsys, "--platform rocm")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--device h200 --platform tpu", "h200 is a device of cuda, and --platform is tpu"),
+        ("--inner 3", "--inner: got 3. Pass a divisor of the ring of 8"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], words: str, line: str) -> None:
+    status, out, err = said(capsys, words)
+    assert status == 2 and not out and line in err and err.count("\n") == 1
+
+
+def test_the_marked_plan_is_that_of_the_call_and_auto_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy in ("ring", "all_gather", "ulysses"):
+        found = told(capsys, f"--device h200 --strategy {strategy}")
+        assert [row["plan"].split()[0] for row in found["plans"] if row["chosen"]] == [strategy]
+    cheapest = min(found["plans"], key=lambda row: row["forward"] + row["backward"])
+    assert found["auto"] == cheapest["plan"]
+    (auto,) = [row for row in told(capsys, "--device h200 --strategy auto")["plans"] if row["chosen"]]
+    assert auto["plan"] == cheapest["plan"]
+
+
+def hops_of(step: str) -> int:
+    """How many steps a row stands for: `hop 2 to 6` is five."""
+    numbers = [int(word) for word in step.split() if word.isdigit()]
+    return numbers[-1] - numbers[0] + 1 if " to " in step and numbers else 1
+
+
+def test_a_row_of_several_hops_stands_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--device h200")
+    for plan in found["plans"]:
+        rows = [row for row in found["steps"] if row["plan"] == plan["plan"]]
+        assert sum((row["sent"] or 0) * hops_of(row["step"]) for row in rows) == plan["sent"], plan["plan"]
+
+
+def test_durations_have_a_unit() -> None:
+    assert [str(Seconds(x)) for x in (2.0, 0.0123, 4.5e-6, 0.0)] == ["2 s", "12.3 ms", "4.5 us", "0 us"]
+    assert json.dumps(Seconds(0.5)) == "0.5"
