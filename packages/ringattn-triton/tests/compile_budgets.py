@@ -68,7 +68,7 @@ That is the most of Triton 3.6 and 3.9, except for what `SPILLS_AFTER_3_6` lists
 what there is now.
 """
 
-_DRAWS_AFTER_3_6: Final = "Triton 3.9 spills more than 3.6 beside the draws; why is not known, nor how much time it takes"
+_DRAWS_AFTER_3_6: Final = "Triton 3.9 spills more beside the draws than 3.6, for an unknown reason; not timed"
 SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (592, _DRAWS_AFTER_3_6)},
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
