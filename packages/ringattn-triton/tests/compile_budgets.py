@@ -3,6 +3,8 @@
 
 from typing import Final
 
+import triton
+
 CUDA: Final = (80, 86, 89, 90, 100, 120)
 ROCM: Final = ("gfx942",)
 SHARED: Final = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}
@@ -60,12 +62,25 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
         120: (8, _THREE_PRODUCTS),
     },
 }
-"""Bytes of stack a thread by (dtype, head size, kernel), then by target, and why: the most of Triton 3.6 and 3.9.
+"""Bytes of stack a thread by (dtype, head size, kernel), then by target, and why.
 
-`python tests/test_compile.py` prints what there is now.
+That is the most of Triton 3.6 and 3.9, except for what `SPILLS_AFTER_3_6` lists. `python tests/test_compile.py` prints
+what there is now.
 """
+
+_DRAWS_AFTER_3_6: Final = "Triton 3.9 spills more beside the draws than 3.6, for an unknown reason; not timed"
+SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
+    ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (592, _DRAWS_AFTER_3_6)},
+    ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
+    ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
+}
+"""The same where Triton 3.9 spills more than 3.6."""
 
 
 def allowed(dtype: str, head_dim: int, kernel: str, target: int | str) -> tuple[int, str]:
     """The bound and its reason."""
-    return SPILLS.get((dtype, head_dim, kernel), {}).get(target, (0, "nothing may spill"))
+    case = dtype, head_dim, kernel
+    later = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
+    if later and target in SPILLS_AFTER_3_6.get(case, {}):
+        return SPILLS_AFTER_3_6[case][target]
+    return SPILLS.get(case, {}).get(target, (0, "nothing may spill"))

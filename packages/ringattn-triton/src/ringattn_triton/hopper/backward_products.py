@@ -4,6 +4,7 @@
 # pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 """The five products of the one-pass backward: what a consumer, a group of four warps, computes for its 64 keys."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -22,6 +23,9 @@ from .backward_scores import derivatives, probabilities, slope_gradient, slope_s
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 
+_DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
+"""Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
+
 
 @builtin
 def opaque_zero(_semantic=None):
@@ -32,6 +36,20 @@ def opaque_zero(_semantic=None):
     result = _semantic.builder.get_int32_ty()
     zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
     return gl.tensor(zero.get_result(0), gl.int32)
+
+
+@gluon.jit
+def again(place, places, number):
+    """The place `number` of `places`, which the step already has as `place`: Triton 3.9 computes its address once more.
+
+    Triton 3.9 computes the descriptors of all products of a step as soon as their addresses are known, and holds them
+    in registers until they are used: a step spills up to 264 bytes of stack more. An address that is computed once more
+    is known only here. Triton 3.6 computes each descriptor where it is used.
+    """
+    if _DESCRIPTORS_COME_EARLY:
+        return at(places, number + opaque_zero())
+    else:
+        return place
 
 
 @gluon.jit
@@ -142,7 +160,8 @@ def _step_of(
     mbarrier.wait(at(shared.q_full, place), phase)
     s = product_of_heads(k.slice(NUMBER * 64, 64, dim=0), q, zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)
-    dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), dout, zero, F.value_dim)
+    v = again(v, shared.v, 0)
+    dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), again(dout, shared.dout, place), zero, F.value_dim)
     tile = 0
     if MASKED or F.slopes or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
@@ -153,7 +172,7 @@ def _step_of(
     p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    dv = warpgroup_mma(left, dout, dv, is_async=True)
+    dv = warpgroup_mma(left, again(dout, shared.dout, place), dv, is_async=True)
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     if F.slopes:
         dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
@@ -163,11 +182,12 @@ def _step_of(
     mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
     mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
     both = shared.ds.index(ds_place)
+    k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
         dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
     else:  # or 64 rows
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
     mbarrier.arrive(at(shared.dout_empty, place), count=1)
     _hand_over(dq, shared, step, NUMBER, PLAN)
