@@ -132,7 +132,7 @@ def main() -> None:
     if found:
         newest = max(found, key=lambda run: run.rates["forward", "alone"])
         rate = newest.device(device).rates[OF_RUN[2]]
-        device = dataclasses.replace(device, rates=device.rates | {OF_RUN[2]: rate})
+        device = dataclasses.replace(device, rates={**device.rates, OF_RUN[2]: rate})
         print(f"\nKernel rates of heads of {OF_RUN[2]}: measured; all else: constants. {device.source}.")
     else:
         print(f"All rates are constants of the model, not measured here. {device.source}.")

@@ -110,7 +110,7 @@ def diagnose() -> Diagnosis:
         served = where is not None and selection.serves(registration.backend, where)
         status = backend_of(registration, load=served)
         found.append(status)
-        if served:
+        if where is not None and served:
             try:
                 working.append(selection.select(name, frozenset(), where).name)
             except RingAttnError as error:

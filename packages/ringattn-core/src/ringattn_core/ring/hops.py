@@ -170,7 +170,7 @@ def sight(
 def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int) -> tuple[int, ...]:
     if not rule.increasing or ranks == 1:
         return tuple(range(ranks))
-    meets = sight(rule, layout, ranks, q_length, kv_length, stripe)[0].any((1, 3))
+    meets = np.asarray(sight(rule, layout, ranks, q_length, kv_length, stripe)[0].any((1, 3)))
     rank = np.arange(ranks)
     return (0, *(offset for offset in range(1, ranks) if meets[rank, (rank - offset) % ranks].any()))
 

@@ -24,9 +24,9 @@ HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
 def by_heads(call: Call) -> Call:
     """The call with the heads of this rank, and the tokens of all ranks along the last axis of `axis_name`."""
-    *outer, inner = call.axis_name or ()
+    outer, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
-    _refuse_misfit(call, tuple(outer), inner, ranks)
+    _refuse_misfit(call, outer, inner, ranks)
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     key, value = (repeated_heads(x, copies) for x in (call.key, call.value))
     # Keys and values travel as one array.
@@ -38,10 +38,16 @@ def by_heads(call: Call) -> Call:
         **rest,
         key=key,
         value=value,
-        axis_name=tuple(outer) or None,
+        axis_name=outer or None,
         head_axis_name=(*(call.head_axis_name or ()), inner),
         strategy="ring",
     )
+
+
+def _split_axes(call: Call) -> tuple[tuple[str, ...], str]:
+    """The axes of the ring that is left, and the last axis, whose ranks exchange heads for tokens."""
+    assert call.axis_name, "on one rank there is nothing to exchange"
+    return call.axis_name[:-1], call.axis_name[-1]
 
 
 def stripe(call: Call) -> int:
@@ -51,7 +57,7 @@ def stripe(call: Call) -> int:
 
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     """The result for the tokens and heads of `call`, from that of `by_heads(call)`: the output, or `(out, lse)`."""
-    inner = (call.axis_name or ())[-1]
+    _, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
