@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function `prefill_attention`: a chunk of queries attends to a longer cache; sends the keys or the queries."""
+"""The function `prefill_attention`: a chunk of queries attends to a longer cache. Either keys or queries travel."""
 
 import dataclasses
 from typing import Any, Final, Literal
@@ -67,7 +67,7 @@ def prefill_attention(
 def queries_are_fewer_bytes(call: Call) -> bool:
     """Whether it takes fewer bytes to send the queries and their partial results than the keys and values.
 
-    Of each, a rank sends the same share of all tokens. A query returns a float32 output for each head, and its
+    Either way a rank sends the same share of the tokens. Each head of a query sends back a float32 output, and its
     log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum (4 bytes).
     """
     _, tokens, heads, size = call.query.shape
