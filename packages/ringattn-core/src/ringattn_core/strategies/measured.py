@@ -43,7 +43,7 @@ def with_measured(device: Device, kind: str, backend: str | None) -> Device:
         device,
         rates={**device.rates, **half},
         float32=max(float32, default=device.float32),
-        source=f"{device.source}; in place of {len(found)} kernel rates, those that tuning measured here",
+        source=f"{device.source}; rates that tuning measured here replace {len(found)} of the kernel rates",
     )
 
 
