@@ -83,7 +83,7 @@ Target = frozenset[tuple[str, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A case with a ring size and a layout; `cover` is the number of the cover that it belongs to."""
+    """A case with a ring size and a layout. `cover` is the number of its cover."""
 
     case: Case
     placement: Placement
