@@ -13,7 +13,7 @@ from workloads import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Operations, bytes of memory, and bytes sent in one direction, that one device does in a second."""
+    """What one device does in a second: operations, bytes of memory, and bytes sent in one direction."""
 
     operations: float
     memory: float
@@ -33,7 +33,7 @@ KNOWN: Final = {
     "v6": Rates(918e12, 1.64e12, 90e9),
     "7x": Rates(1153.5e12, 3.69e12, None),
 }
-"""By a part of the name of a device's kind; operations in bfloat16, GPUs as SXM. A chip of 7x is two devices."""
+"""The peak rates by a part of JAX's `device_kind`: operations in bfloat16, SXM GPUs. A chip of 7x is two devices."""
 
 
 def rates(size: int = 2048) -> Rates:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures every candidate of one workload in turns, in one process: time, temporary memory, and error."""
+"""Measures the candidates of one workload, in turns in one process: time, temporary memory, and error."""
 
 import dataclasses
 import datetime
@@ -22,7 +22,7 @@ from rivals import LAYOUT, OURS, RIVALS, UNABLE, Rival, Tensors
 from workloads import SMALL, SUITES, Workload
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
-"""The relative error from which a candidate counts as computing something else."""
+"""The largest relative error of a candidate. With a larger one it computes something else, and is not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def work(task: Task, send: Callable[[Any], None]) -> None:
 
 
 def machine(rates: floors.Rates) -> dict[str, Any]:
-    """What a run is only comparable with: devices and versions; and when it was."""
+    """The devices, the versions, the date and the peak rates of a run. Runs on unlike devices are not comparable."""
     where = Path(__file__).parent
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True)
     return {
@@ -119,7 +119,7 @@ def _processor() -> str:
 
 
 def _measured(task: Task, part: str, send: Callable[[Any], None]) -> list[Row]:
-    """A row for every rival on every ring, those that cannot run included."""
+    """A row for every candidate on every ring, including those that cannot run."""
     workload, rows = task.workload, []
     prepared: dict[tuple[str, int], Prepared] = {}
     exact = None
@@ -212,7 +212,7 @@ def _placed(workload: Workload, mesh: Mesh | None) -> tuple[jax.Array, ...]:
 
 
 def _exact(workload: Workload, part: str, mine: list[np.ndarray] | None) -> list[np.ndarray]:
-    """The results of our attention on one device in float32: `mine` are those already where it is the workload's."""
+    """The results of our attention on one device in float32: `mine`, if the workload is in float32."""
     if workload.shape.dtype == "float32" and mine is not None:
         return mine
     arrays = tuple(x.astype(jnp.float32) for x in _arrays(workload, part))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a chip needs for its sends to hide, and what is kept of the kernels' rate on 1,024 chips and more.
+"""How many tokens a chip needs to hide its sends, and what share of the kernels' rate 1,024 chips and more keep.
 
 By the cost model of `ringattn explain`, for one causal sequence in zigzag order over all chips. With `--measured`, the
 kernels' rates are those that `gpu_ring.py` printed, and the model is compared with the rings that it measured; else all

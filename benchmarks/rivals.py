@@ -40,7 +40,7 @@ class Rival:
     module: str | None = None
     """The module without which it is not installed."""
     jax: bool = True
-    """Whether the attention can be traced by JAX; if not, `make` returns a function without arguments."""
+    """Whether JAX can trace the attention. If not, it takes JAX arrays and returns `Tensors`."""
 
     def takes_part(self, workload: Workload, part: str, ring: int) -> bool:
         here = self.alone if ring == 1 else self.rings

@@ -28,7 +28,7 @@ PATIENCE: Final = 600
 
 
 class Progress:
-    """One line that says what runs; a line for each workload where nobody watches."""
+    """Prints what runs now: on a terminal in one line that changes, else in a line for each workload."""
 
     def __init__(self, total: int) -> None:
         self._total, self._number, self._start, self._workload = total, 0, time.monotonic(), ""
@@ -52,7 +52,7 @@ class Progress:
 
 
 def measure(suite: str, names: Sequence[str], smoke: bool, rounds: int) -> dict[str, Any]:
-    """A run: the machine, and a row for every candidate. Each workload has a process, which a rival may crash."""
+    """A run: the machine, and a row for every candidate. Each workload runs in a process, because rivals may crash."""
     progress = Progress(len(names))
     machine: dict[str, Any] = {}
     rows: list[Row] = []
@@ -78,7 +78,7 @@ def measure(suite: str, names: Sequence[str], smoke: bool, rounds: int) -> dict[
 
 
 def _one_process(task: Task, started: Callable[[str, str, int], None]) -> tuple[dict[str, Any], Task]:
-    """What one process measured, and what is left to do: nothing, or all parts from the one that crashed."""
+    """What one process measured, and what is left: nothing, or the parts from the one in which it crashed."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(task, theirs))
@@ -119,7 +119,7 @@ def _work(task: Task, pipe: Any) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A run as it was written."""
+    """Reads a run from its JSON file."""
     run = json.loads(path.read_text())
     rows = [Row(**{**row, "seconds": tuple(row["seconds"])}) for row in run["rows"]]
     return {**run, "rows": rows}

@@ -87,7 +87,7 @@ def floor_line(axes: Any, rows: list[Row], x: Callable[[Row], int], y: Callable[
 
 
 def finished(run: dict[str, Any], word: str) -> list[Row]:
-    """The measured rows of the workloads whose names begin so."""
+    """The rows with measured times of the workloads whose names begin with `word`."""
     return [row for row in run["rows"] if row.workload.startswith(f"{word} ") and row.seconds]
 
 

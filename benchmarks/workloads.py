@@ -113,7 +113,7 @@ CASES: Final = {
     "ragged": Workload(dataclasses.replace(MAIN, tokens=16037)),
     "sinks": Workload(MAIN, sinks=True),
 }
-"""What kernels for one GPU are tuned by (`NOTES.md`)."""
+"""The workloads by which the kernels for one GPU are tuned (`NOTES.md`)."""
 
 LENGTHS: Final = "length"
 """The first word of the workloads that differ in length only; the plots against length are drawn from them."""

@@ -27,7 +27,7 @@ from ringattn_core import remat_policy, ring_attention, ring_mesh, to_layout
 BLOCK = {"query": "LMNH", "key": "LMKH", "value": "LMKH", "out": "LNHM", "gate": "LMF", "up": "LMF", "down": "LFM",
          "before": "LM", "between": "LM"}  # fmt: skip
 PARAMETERS = BLOCK | {"token": "VM", "final": "M", "logits": "MV"}
-# Which mesh axis splits which of them. "fsdp" also splits the rows of the batch, and "sp" the tokens.
+# The mesh axis that splits an axis of the parameters. "fsdp" also splits the rows of the batch, and "sp" the tokens.
 SPLIT = {"M": "fsdp", "N": "tp", "K": "tp", "F": "tp", "V": "tp"}
 TOKENS = P("fsdp", "sp")
 
@@ -40,17 +40,17 @@ def parse() -> argparse.Namespace:
     for name, size in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size, help=f"{size} by default")
     parser.add_argument("--mesh", default="2,2,2", help="ranks of fsdp,tp,sp; --cpu N makes N CPU devices for them")
-    parser.add_argument("--layout", default="striped", help="contiguous where documents are short: docs/choosing.md")
-    parser.add_argument("--dtype", default="float32", help="of activations; parameters are float32")
+    parser.add_argument("--layout", default="striped", help="the order of tokens; docs/choosing.md says which")
+    parser.add_argument("--dtype", default="float32", help="the dtype of activations; parameters are float32")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--checkpoints", help="a folder that all hosts share; without it nothing is saved")
-    parser.add_argument("--distributed", nargs="?", const="", help="alone, or HOST:PORT,PROCESSES,PROCESS by hand")
-    parser.add_argument("--check", nargs="?", const=1e-4, type=float, help="the largest difference, 1e-4 if not given")
+    parser.add_argument("--distributed", nargs="?", const="", help="no value, or by hand HOST:PORT,PROCESSES,ID")
+    parser.add_argument("--check", nargs="?", const=1e-4, type=float, help="the largest difference; 1e-4 by default")
     return parser.parse_args()
 
 
 def initial(a: argparse.Namespace) -> Any:
-    """The parameters. Those of all layers are stacked, because `scan` goes over the layers."""
+    """The parameters. The arrays of a block hold all layers on their first axis, for `scan`."""
     sizes = dict(
         zip("LMNKHFV", (a.layers, a.width, a.heads, a.key_heads, a.head_size, a.hidden, a.vocabulary), strict=True)
     )
@@ -104,7 +104,7 @@ def loss_of(a: argparse.Namespace, mesh: Mesh, parameters: Any, batch: dict[str,
 
 @functools.lru_cache(maxsize=64)
 def row(step: int, number: int, length: int, documents: int, vocabulary: int) -> dict[str, np.ndarray]:
-    """A row of a step in natural order. It depends on nothing else: a resumed run goes on with the same rows."""
+    """Row `number` of a step, in natural order. It is random but fixed, so that a resumed run sees the same rows."""
     draw = np.random.default_rng((step, number))
     starts = np.append(0, np.sort(draw.choice(np.arange(1, length), documents - 1, replace=False)))
     segments = np.searchsorted(starts, np.arange(length), side="right") - 1
@@ -118,7 +118,6 @@ def row(step: int, number: int, length: int, documents: int, vocabulary: int) ->
 
 def batch_of(a: argparse.Namespace, mesh: Mesh, step: int) -> dict[str, jax.Array]:
     """The batch of a step in layout order. Each process makes the rows and tokens of its own devices only."""
-
     order = to_layout(np.arange(a.length), a.layout, mesh.shape["sp"], axis=0)
 
     def array(name: str) -> jax.Array:
@@ -132,7 +131,7 @@ def batch_of(a: argparse.Namespace, mesh: Mesh, step: int) -> dict[str, jax.Arra
 
 
 def train(a: argparse.Namespace, mesh: Mesh, checkpoints: str | None, say: Callable[[str], None]) -> dict[int, float]:
-    """The loss of each step that this run makes: those after the last checkpoint."""
+    """Trains from the last checkpoint, or from the start. Returns the loss of each step that it ran."""
     schedule = optax.schedules.warmup_constant_schedule(0.0, a.rate, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, eps=1e-6, weight_decay=0.01))
 

@@ -37,7 +37,7 @@ def packed_alike(batch: int, rows: int, columns: int) -> Pair:
 
 
 def repeated(batch: int, rows: int, columns: int) -> Pair:
-    """Two ids in the order A B A B."""
+    """Two ids in four runs of tokens, A B A B: a query sees both runs of its own id."""
     ids = _documents(batch, rows, (0.2, 0.3, 0.25)) % 2
     return ids, ids[:, :columns]
 

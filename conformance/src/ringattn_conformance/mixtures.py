@@ -83,7 +83,7 @@ Target = frozenset[tuple[str, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """A case with a ring size and a layout; `cover` is the number of the cover that it belongs to."""
+    """A case with a ring size and a layout. `cover` is the number of its cover."""
 
     case: Case
     placement: Placement
@@ -170,7 +170,7 @@ def _compiles_fast(target: Choice) -> bool:
 
 
 def _possible(choice: Choice) -> bool:
-    """Whether core accepts these levels together."""
+    """Whether a mixture may have these levels together: core accepts them, each has an effect, and queries see keys."""
     level = {factor: FACTORS[factor][number] for factor, number in choice.items()}
     ring = level.get("ring", {}).get("ring", 4)
     two_way = level.get("two ways")

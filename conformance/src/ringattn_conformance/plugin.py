@@ -148,12 +148,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
-    """The largest ring of the cases that take turns over ring sizes."""
+    """The largest ring on which cases run, by the option of the command line."""
     return request.config.option.ringattn_largest_ring
 
 
 def _mixtures(config: pytest.Config, step: int) -> list[Any]:
-    """Every backend with each of its mixtures, or with every so many; the first cover is in the core tier."""
+    """Every backend with every `step`-th of its mixtures; those of the first cover are in the core tier."""
     from ringattn_core.backends import discovery
     from ringattn_core.contract.features import Feature
 

@@ -64,7 +64,7 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
 }
 """Bytes of stack a thread by (dtype, head size, kernel), then by target, and why.
 
-That is the most of Triton 3.6 and 3.9, except for what `SPILLS_AFTER_3_6` lists. `python tests/test_compile.py` prints
+Triton 3.6 and 3.9 both keep to it, except for what `SPILLS_AFTER_3_6` lists. `python tests/test_compile.py` prints
 what there is now.
 """
 
@@ -74,7 +74,7 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
 }
-"""The same where Triton 3.9 spills more than 3.6."""
+"""The budgets of Triton 3.9 where it spills more than `SPILLS` allows."""
 
 
 def allowed(dtype: str, head_dim: int, kernel: str, target: int | str) -> tuple[int, str]:

@@ -26,7 +26,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def from_clone(*distributions: str) -> str:
-    """How one installs ringattn's own distributions, which no package index has yet."""
+    """The command that installs ringattn's own distributions from a clone; no package index has them yet."""
     paths = " ".join(f"./packages/{name}" for name in distributions)
     return f"in a clone of the repository, run pip install {paths}"
 
@@ -105,7 +105,7 @@ class BackendNotFoundError(RingAttnError, LookupError):
 class BackendLoadError(RingAttnError, ImportError):
     """The descriptor, kernel or probe of an installed backend cannot be imported, or is not what core expects.
 
-    `what` is one of these, with its import path. Without a `distribution`, the backend is of this process.
+    `what` names the broken part, with its import path. Without a `distribution`, this process registered the backend.
     """
 
     def __init__(self, name: str, distribution: str | None, what: str, reason: BaseException | str):

@@ -110,7 +110,10 @@ class Step(NamedTuple):
 
 
 def over_parts(step: Step, length: int, part: int, visit: Callable[[int, bool], None]) -> None:
-    """Calls `visit(start, masked)` for each part of a visiting tile; `masked` is false where the tile is seen whole."""
+    """Calls `visit(start, masked)` for every `part` tokens of the step's visiting tile; an idle step calls nothing.
+
+    `masked` is false if all pairs of the two tiles are visible, so that the kernel needs no mask.
+    """
     for masked in (False, True):
 
         @pl.when((step.flags & (MASKED | IDLE)) == (MASKED if masked else 0))

@@ -15,11 +15,10 @@ PAIRS_AT_ONCE: Final = 2**28
 
 
 def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The words of all masks of a block, and the number of each head's mask.
+    """The masks of a block packed in words of 32 keys, and for each head the number of its mask.
 
-    The numbers are `None` if every head has a mask of its own, or all heads have the same.
-
-    A dense mask beside masks of the rule is ANDed into them, head by head.
+    The numbers are `None` if every head has its own mask, or all heads share one. If the block has a dense mask and
+    masks of the rule, the mask of each head is the AND of both.
     """
     if not block.rule.masks:
         return of_dense(block), None

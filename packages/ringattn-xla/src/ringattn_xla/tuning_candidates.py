@@ -9,15 +9,15 @@ from ringattn_core.tuning import Problem
 from .tiling import cut, longest
 
 _ROWS: Final = (64, 128, 256, 512, 1024)
-"""Of a tile: queries times heads of a group, as the products have them."""
+"""The rows of a tile in a matrix product: its queries times the heads of a group."""
 _SHORTEST: Final = 16
 _KV_TILES: Final = (128, 256, 512)
 _MOST_SCORES: Final = 2**18
-"""Of one key head in one step: beyond, products gain nothing, and memory grows."""
+"""The most scores of one key head in one step. Larger tiles make products no faster and need more memory."""
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """One for each way in which such sizes cut the block and the kernel by itself would not."""
+    """One configuration for each way to cut the block into tiles of these sizes, except the kernel's own way."""
     group = problem.heads // problem.kv_heads
     own = longest(problem, group)
     alike = cut(problem.q_length, own[0]), cut(problem.kv_length, own[1])

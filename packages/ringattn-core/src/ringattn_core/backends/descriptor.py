@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a backend's descriptor is one that core can read, and if not, which field is wrong."""
+"""Whether core can use a backend's descriptor, and if not, which field is wrong."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +15,15 @@ _WHAT: Final = "its descriptor"
 
 
 def defect_of(backend: Any, name: str, distribution: str | None) -> RingAttnError | None:
-    """The error for a descriptor that core cannot use under `name`, or `None`. It raises nothing itself.
+    """The error for a descriptor that core cannot use under `name`, or `None`. It never raises.
 
-    The API version is judged first: a backend for another version may have other fields.
+    The API version is checked first, because a backend for another version may have other fields.
     """
     try:
         if isinstance(backend, Backend) and type(backend.api) is int and backend.api not in API_VERSIONS:
             return BackendVersionError(name, distribution, backend.api, API_VERSIONS)
         reason = next(_wrong_fields(backend, name), None)
-    except Exception as error:  # fields are objects of somebody else, whose `repr` or iteration may raise
+    except Exception as error:  # a third party made the fields; their `repr` or iteration may raise
         reason = f"it cannot be read ({in_one_line(error)})"
     return None if reason is None else BackendLoadError(name, distribution, _WHAT, reason)
 

@@ -61,8 +61,10 @@ class Registration:
         return None if self._answer_of_probe is None else str(self._answer_of_probe)
 
     def why_broken(self, load: bool = False) -> RingAttnError | None:
-        """The error of a backend that nobody can use before it is repaired: of its descriptor, its probe or, with
-        `load`, of its kernel. A probe that says that the machine lacks something is no error.
+        """The error in a backend that somebody must repair before any machine can run it, or `None`.
+
+        It is in the descriptor, the probe or, with `load`, the kernel. A probe that finds something missing on this
+        machine works as it should, so that is not an error here.
         """
         found = self._answer_of_probe
         found = self._loaded if found is None and load else found
@@ -191,7 +193,7 @@ def _installed() -> dict[str, Registration]:
     # support for zip files. Discovery takes 11 ms with it and 2 ms without (`benchmarks/import_time.py`).
     try:
         entries = list(importlib.metadata.entry_points(group=GROUP))
-    except Exception:  # some distribution has metadata that cannot be read: leave it out
+    except Exception:  # a distribution has unreadable metadata: leave that one out
         entries = _readable_entry_points()
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
@@ -199,7 +201,7 @@ def _installed() -> dict[str, Registration]:
 
 
 def _readable_entry_points() -> list[Any]:
-    """The entry points of all distributions whose metadata can be read; of two with one name, the first on the path."""
+    """The entry points of distributions with readable metadata; of two with the same name, the first on the path."""
     found: dict[Any, list[Any]] = {}
     for distribution in importlib.metadata.distributions():
         name = None

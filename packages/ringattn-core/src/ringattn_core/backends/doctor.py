@@ -23,8 +23,8 @@ _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VIS
 class BackendStatus:
     """A registration as plain data.
 
-    `reason` says why it cannot run in this process, and is `None` where it can. `broken` means that nobody can use it
-    before it is repaired, on any machine.
+    `reason` says why the backend cannot run in this process, or is `None`. A `broken` backend
+    runs on no machine until somebody repairs it.
     """
 
     name: str

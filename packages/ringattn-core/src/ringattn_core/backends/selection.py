@@ -174,7 +174,7 @@ def _platform(name: str) -> str:
 def _ranked() -> list[Registration]:
     """All backends, best first. Of two with the same priority, ringattn's own goes first, then the first by name.
 
-    Broken backends come first: they run no call, and the log tells of them whichever backend runs it.
+    Broken backends come first. They never run a call, but so each call tries and logs them before it finds another.
     """
 
     def order(registration: Registration) -> tuple[bool, int, bool, str]:

@@ -35,7 +35,8 @@ def ring_attention(
     device.
 
     Letters are axes: batch `B`, query tokens `T`, key tokens `S`, query heads `N`, key heads `K`, head sizes `H` and
-    `Hv`. An axis `b`, `n` or `t` is full or 1. All masks that are given are ANDed. They compare global positions.
+    `Hv`. The length of an axis `b`, `n` or `t` is full or 1. All masks that are given are ANDed. They compare global
+    positions.
 
     Args:
         query: `[B, T, N, H]`, in float32, float16 or bfloat16.

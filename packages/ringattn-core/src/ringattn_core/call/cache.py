@@ -46,7 +46,7 @@ def checked(
     """Returns the call in canonical form, its mesh, and the position of each row's first query, which may be negative.
 
     The call has no positions yet. The mesh is `None` where the arrays are local. Inside a `shard_map`, queries are
-    sharded over the ring if `spread`, else whole. `operands` are the query and the caches, by the names for errors.
+    sharded over the ring if `spread`, else whole. `operands` has the query and the caches, by the names for errors.
     """
     _refuse_unknown(function, options)
     config = config_of(cfg)
@@ -95,7 +95,7 @@ def _refuse_unknown(function: Any, options: dict[str, Any]) -> None:
     """Raises for a keyword that the function does not take."""
     for name in ("causal", "is_causal"):
         if name in options:
-            remedy = "Leave it out: its attention is always causal"
+            remedy = "Leave it out: attention to a cache is always causal"
             raise InputError(name, f"is no argument of {function.__name__}", remedy)
     named = [name for name in function.__annotations__ if name not in ("options", "return")]
     refuse_unknown(options, (*named, *CacheOptions.__annotations__), function.__name__)

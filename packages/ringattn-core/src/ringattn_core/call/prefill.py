@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function `prefill_attention`: a chunk of queries attends to a longer cache; sends the keys or the queries."""
+"""The function `prefill_attention`: a chunk of queries attends to a longer cache. Either keys or queries travel."""
 
 import dataclasses
 from typing import Any, Final, Literal
@@ -47,8 +47,23 @@ def prefill_attention(
     no gradients. By default the call sends what is fewer bytes.
 
     With `mesh`, or under `jax.set_mesh`, arrays are global, and queries and caches are split over `axis_name`. Inside
-    your own `jax.shard_map`, arrays are local, and `lengths` still count the tokens of all ranks. `layout` is the order
-    of the tokens in the chunk and in the cache.
+    your own `jax.shard_map`, arrays are local, and `lengths` still count the tokens of all ranks.
+
+    Args:
+        query: The queries of the chunk, `[B, T, N, H]`, in the order of `layout`.
+        key_cache: `[B, S, K, H]`, in the order of `layout`.
+        value_cache: `[B, S, K, Hv]`.
+        lengths: How many tokens each row of the cache holds, the chunk included: `[B]`, or one integer.
+        softmax_aux: Attention sinks, as in `ring_attention`.
+        send: "keys", "queries" or "auto".
+        mesh: The mesh over which the call splits its global arrays.
+        backend: The name of a backend, or several names to try in order.
+        cfg: A `RingAttentionConfig`, or a dict of its fields.
+        **options: `sliding_window`, `chunk_size`, `logits_soft_cap`, `softmax_scale`, `alibi_slopes`, `axis_name`,
+            `batch_axis_name`, `head_axis_name`, `layout`, `precision` and `return_lse`, as in `ring_attention`.
+
+    Returns:
+        The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
     """
     if send not in SENT:
         raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
@@ -67,7 +82,7 @@ def prefill_attention(
 def queries_are_fewer_bytes(call: Call) -> bool:
     """Whether it takes fewer bytes to send the queries and their partial results than the keys and values.
 
-    Of each, a rank sends the same share of all tokens. A query returns a float32 output for each head, and its
+    Either way a rank sends the same share of the tokens. Each head of a query sends back a float32 output, and its
     log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum (4 bytes).
     """
     _, tokens, heads, size = call.query.shape

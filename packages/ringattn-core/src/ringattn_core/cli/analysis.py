@@ -83,7 +83,7 @@ class CallAnalysis:
 
     @property
     def for_plans(self) -> Work:
-        """What the cost model of the plans reads: the same tiles, as pairs of a query and a key."""
+        """The work of the call for the cost model: every pair in the tiles that this analysis counts."""
         pairs = np.zeros((self.ranks, self.ranks))
         rank = np.arange(self.ranks)
         for hop, tiles in zip(self.hops, self.tiles, strict=True):

@@ -62,7 +62,10 @@ def _cells(table: Rows | dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A cell of the column `name`, or of facts, whose column has no name."""
+    """The text of a cell in the column `name`. The name is empty in a table of facts.
+
+    There a boolean is "yes" or "no"; in a named column it is an arrow that marks the row.
+    """
     if isinstance(value, bool):
         return ("->" if value else "") if name else "yes" if value else "no"
     if isinstance(value, tuple):

@@ -22,7 +22,7 @@ _HIDES: Final = {True: "yes", False: "no", None: None}
 
 @dataclasses.dataclass(frozen=True)
 class Reckoning:
-    """The costs of all plans on a device: of the plan that the call asks for, and of the one that "auto" takes."""
+    """The costs of all plans on a device. The call asks for the plan `asked`; "auto" would take the plan `auto`."""
 
     device: Device
     plans: tuple[Cost, ...]
@@ -33,7 +33,7 @@ class Reckoning:
 def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plans", "what each plan costs, by a model")
     group.add_argument(
-        "--device", choices=DEVICES, metavar="NAME", help=f"the kind of device: {', '.join(DEVICES)}; need not be here"
+        "--device", choices=DEVICES, metavar="NAME", help=f"the kind of device, here or not: {', '.join(DEVICES)}"
     )
     group.add_argument("--link", choices=LINKS, help="what connects the ranks; by default what the device usually has")
     group.add_argument(
@@ -43,9 +43,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
-    """The platform and the device of the command line; by default those of this machine.
+    """The platform and the device that the command line names; by default those of this machine.
 
-    Of a platform that this machine does not have, the device is a typical one; `None` if there are no constants.
+    A platform that this machine does not have gets a typical device, or `None` if the model has no constants for it.
     """
     here = platforms.platform_of(None, ())
     if arguments.device:
@@ -62,6 +62,7 @@ def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
 
 
 def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | None) -> Reckoning:
+    """The costs of the analysed call on the device, with rates from tuning if the device is this machine's."""
     if inner is not None and (inner < 1 or found.ranks % inner):
         raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
     chosen, options = None if found.choice is None else discovery.get(found.choice), found.call.options
@@ -121,7 +122,7 @@ def costs(found: Reckoning) -> Rows:
 
 
 def steps(found: Reckoning) -> Rows:
-    """One row for each step of each plan that the call can use. Equal steps in a row are one."""
+    """One row for each step of each plan that the call can use. Consecutive equal steps share a row."""
 
     def row(plan: Cost, phase: str, step: Step) -> dict[str, Any]:
         return {
@@ -146,7 +147,7 @@ def steps(found: Reckoning) -> Rows:
 
 
 def _alike(row: dict[str, Any]) -> list[str]:
-    """What rows that are shown as one have in common: all as it is printed, but for the number of the hop."""
+    """The printed cells of a row, without the number of the hop. Consecutive rows with equal cells become one."""
     return [str(value).split()[0] if name == "step" else str(value) for name, value in row.items()]
 
 
@@ -168,5 +169,5 @@ def _choice(found: Reckoning) -> str:
 
 
 def _name(plan: Cost) -> str:
-    """A plan by name; where groups of ranks exchange heads, with their size and the ring over them."""
+    """The name of a plan; of "ulysses" with the size of the groups that exchange heads."""
     return f"ulysses of {plan.inner}" if plan.strategy == "ulysses" else plan.strategy

@@ -86,7 +86,7 @@ def differentiable(array: Any) -> bool:
 
 
 def broadcasts(letter: str) -> bool:
-    """Whether an axis with this letter may be 1."""
+    """Whether an axis with this letter may have length 1 and broadcast."""
     return letter in ("b", "n", "t")
 
 
@@ -106,7 +106,7 @@ class Roles:
 
     @property
     def names(self) -> dict[str, tuple[str, ...] | None]:
-        """The roles as arguments of a call."""
+        """The roles as the arguments `axis_name`, `batch_axis_name` and `head_axis_name` of a call."""
         return {"axis_name": self.sequence or None, "batch_axis_name": self.batch, "head_axis_name": self.heads}
 
     def of(self, letter: str) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def coordinate(axis: tuple[str, ...]) -> Int32[Array, ""] | int:
 
 
 def all_gathered(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: int) -> Array:
-    """The arrays of all ranks one after another along axis `dim`, as `coordinate` counts them; `rank` is this rank."""
+    """The arrays of all ranks, concatenated along axis `dim` in the order of `coordinate`; `rank` is this rank."""
     if bound(axis):
         return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     # JAX cannot gather over the axis name of a `vmap` in a backward pass, but it can sum over it.

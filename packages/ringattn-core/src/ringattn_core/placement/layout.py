@@ -44,7 +44,8 @@ def indices(layout: str, ranks: int, rank: Any, length: int, stripe: int = 1) ->
     """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
 
     `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`. In the striped
-    layout, `stripe` tokens in a row belong to one rank: `stripe` striped shards of neighbours are one such shard.
+    layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring ranks with runs
+    of one token form one such shard (`of_neighbours`).
     """
     step = jnp.arange(length, dtype=jnp.int32)
     if layout == "contiguous":
@@ -68,10 +69,10 @@ def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
 
 
 def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
-    """The shards of `shards` neighbouring ranks, which `x` holds one after another, as one shard in increasing order.
+    """Merges the shards of `shards` neighbouring ranks, which `x` holds one after another, into one ordered shard.
 
-    This is a shard of fewer ranks in the same layout: of contiguous and zigzag shards in the layout itself, of striped
-    ones with `shards` times wider stripes. Of all ranks, it is the whole sequence in natural order.
+    The result is a shard of the same layout on fewer ranks; in the striped layout, its stripes are `shards` times
+    wider. The merged shards of all ranks are the whole sequence in natural order.
     """
     if layout == "contiguous" or shards == 1:
         return x

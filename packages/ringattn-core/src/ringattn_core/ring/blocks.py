@@ -31,7 +31,7 @@ class Ring:
     ranks: int
     """The number of shards of the queries."""
     stripe: int = 1
-    """In the striped layout, how many tokens in a row belong to one shard."""
+    """In the striped layout, the length of a run of consecutive tokens in a shard."""
 
     @property
     def gathers(self) -> bool:
@@ -42,7 +42,7 @@ class Ring:
 def gathered(ring: Ring, call: Call, rank: Any) -> Call:
     """All-gathers the ids and positions of keys, in the order of the ranks, so that the hops send only K,V.
 
-    Where the ring gathers keys and values too, ids and positions come in natural order, as those do.
+    If the ring gathers keys and values too, all of them are in natural order.
     """
     if not ring.axis:
         return call

@@ -26,8 +26,8 @@ from .parcels import joint
 def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
     """`(out, lse)` of one shard, by the ring engine over `kernel`.
 
-    If it `gathers`, a rank computes with the keys of all ranks at once, and there is no ring. `stripe` is how many
-    tokens in a row belong to one shard of the striped layout.
+    With `gathers`, each rank gathers the keys of all ranks and computes one block, without a ring. `stripe` is the
+    length of a run of consecutive tokens in a shard of the striped layout.
     """
     ring, call, location = prepared(kernel, call, None, gathers, stripe)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).

@@ -120,10 +120,10 @@ def plan(
 ) -> Plan:
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
-    No hop is left out for segment ids (known only at run time), for masks without bounds by position, or unless
-    `rule.increasing`, which the engine clears also where queries have an offset. `two_way` has no effect where hops are
-    left out, because a shard that is near in one direction is far in the other; nor on two ranks, where both directions
-    are the same.
+    Masks leave out hops only if they have bounds by position and `rule.increasing` is true; the engine sets it to false
+    for queries with an offset. Segment ids leave out none, because they are known only at run time. `two_way` has no
+    effect if hops are left out, because a shard that is near in one direction is far in the other, nor on two ranks,
+    where both directions are the same.
     """
     made = _offsets(rule, layout, ranks, q_length, kv_length, stripe)
     return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
@@ -150,8 +150,8 @@ def sight(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Which tiles of each rank's queries see each rank's keys, by bounds of their positions.
 
-    Shards are cut into about `parts` tiles. Returns whether any pair of two tiles may be visible, and whether all are,
-    each `[ranks, q tiles, ranks, kv tiles]`, and the number of pairs of two tiles.
+    Each shard is cut into about `parts` tiles. Returns, for each tile of queries and tile of keys, whether any pair may
+    be visible and whether all are, each `[ranks, q tiles, ranks, kv tiles]`; and how many pairs two tiles have.
     """
     masks = [*position_masks(rule)]
     if rule.masks and all(mask.bounded for mask in rule.masks):

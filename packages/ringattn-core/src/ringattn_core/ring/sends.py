@@ -43,7 +43,10 @@ def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
 
 
 def after_hop(direction: Direction, token: jax.Array) -> Direction:
-    """`direction`, ordered after `token`: XLA must not compute the kernels' tile lists of all hops at once."""
+    """`direction` with a rank that, on CPU, XLA reads only after `token` is computed.
+
+    Positions and tile lists derive from the rank. Without this order XLA computes those of all hops at once.
+    """
     rank = ordering.tie_on_cpu(direction.location.rank, token)
     return dataclasses.replace(direction, location=dataclasses.replace(direction.location, rank=rank))
 

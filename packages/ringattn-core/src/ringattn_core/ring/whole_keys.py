@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers the keys and values of all ranks for one kernel, and adds up their gradients for the ranks that own them.
 
-On a ring of one rank there is nothing to gather, and the functions return what they get.
+Unless `ring.gathers`, as with the strategy "ring", the functions return what they get.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Pair = tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
 
 
 def whole_keys(ring: Ring, call: Call, location: Location, tokens: Sequence[jax.Array] = ()) -> Pair | packing.Packed:
-    """Keys and values of all ranks in natural order, by one all-gather, which starts after all `tokens` are computed.
+    """Keys and values of all ranks in natural order, by one all-gather that starts after the arrays `tokens`.
 
     The backward pass gathers them again: keeping them from the forward pass would cost the memory of all shards.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies: which of the ranks holds which keys when, and which heads it computes."""
+"""The names of the strategies. A strategy decides which rank has which keys when, and which heads a rank computes."""
 
 from typing import Final, Literal, get_args
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan runs a call: the cheapest that the call allows, by the cost model."""
+"""Which strategy "auto" is: that of the cheapest plan, by the cost model, which the call and the backend allow."""
 
 import dataclasses
 import math
@@ -26,11 +26,12 @@ _NONE: Final[Mapping[str, str]] = {}
 
 
 def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
-    """The call of one shard with the strategy that "auto" stands for; the ring on a device without constants.
+    """The call of one shard, with "auto" replaced by the strategy of the cheapest plan.
 
-    The mesh is that of the shards; without it the call is traced on a shard. Only shapes and static options decide, so
-    all ranks decide alike. Segment ids, dense masks and positions of the caller's are not known while a call is traced,
-    and are reckoned as if they hid nothing.
+    On one rank, and on a device for which the cost model has no constants, it becomes "ring". `mesh` is the mesh of a
+    global call; without it this runs inside a `shard_map`. Only shapes and static options decide, so all ranks decide
+    alike. Segment ids, dense masks and the caller's positions are unknown while a call is traced; the costs are those
+    of a call in which they mask nothing out.
     """
     if call.strategy != "auto":
         return call
@@ -51,7 +52,7 @@ def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
 def refused_by(registration: Registration | None, causal: bool, layout: str, mixed: bool) -> dict[str, str]:
     """The strategies that a backend cannot run, each with the reason.
 
-    `mixed` says that ranks which exchange heads for tokens are left with a ring between them.
+    `mixed` says that "ulysses" exchanges heads within groups of ranks, and a ring connects the groups.
     """
     if registration is None:
         return {}
@@ -68,11 +69,12 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
 
 
 def _work(registration: Registration, call: Call, ranks: int) -> Work:
+    """The work of this call of one shard, on a ring of `ranks`."""
     kernel = registration.descriptor().kernel
     batch, q_length, heads, head_dim = call.query.shape
     lengths = q_length, call.key.shape[1]
     joined = kernel is None or joint(registration.implementation())
-    bare = dataclasses.replace(call.rule, scale=1.0)  # so that calls which differ in the scale share what is counted
+    bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
     plan = hops.plan(bare, call.layout, ranks, *lengths, call.two_way, joined)
     inputs = [x for x in jax.tree.leaves(call) if hasattr(x, "dtype")]
     work = Work(
@@ -95,10 +97,10 @@ def _work(registration: Registration, call: Call, ranks: int) -> Work:
 def reckoned(
     work: Work, device: Device, inner: int | None = None, refusals: Mapping[str, str] = _NONE
 ) -> tuple[Cost, ...]:
-    """The cost of every plan of a call, those that it cannot use among them.
+    """The cost of every plan of a call, including plans that the call cannot use.
 
-    `inner` is the number of ranks of the last axis of the ring, by default all of them: these would exchange heads for
-    tokens. `refusals` are the strategies that the backend cannot run, with the reason.
+    "ulysses" exchanges heads for tokens within groups of `inner` ranks, the size of the last axis of the ring; by
+    default all ranks are one group. `refusals` gives the strategies that the backend cannot run, each with the reason.
     """
     plans = [cost.ring(work, device)]
     if work.ranks > 1:
@@ -108,9 +110,9 @@ def reckoned(
 
 
 def cheapest(plans: Sequence[Cost]) -> Cost:
-    """The plan with the least time for a forward and a backward pass; of equal ones the first.
+    """The plan with the shortest forward and backward pass together; the first of equal plans.
 
-    If the call can use none of them, the one that needs the least memory: the model may be wrong.
+    If the call can use none of them, it is the plan that needs the least memory, because the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
     if usable:
@@ -119,13 +121,14 @@ def cheapest(plans: Sequence[Cost]) -> Cost:
 
 
 def by_name(plans: Sequence[Cost], name: str) -> Cost:
-    """The plan of this name, the cheapest for "auto". On one device all names mean the same."""
+    """The plan of this strategy; for "auto" the cheapest. On one device there is one plan for all strategies."""
     if name == "auto":
         return cheapest(plans)
     return next((plan for plan in plans if plan.strategy == name), plans[0])
 
 
 def _fitting(plan: Cost, device: Device) -> Cost:
+    """The plan, with a refusal if it needs more memory than the device has."""
     if plan.refusal is not None or plan.memory <= device.memory:
         return plan
     fact = f"needs {plan.memory / 2**30:.1f} GiB, and the device has {device.memory / 2**30:.1f}"

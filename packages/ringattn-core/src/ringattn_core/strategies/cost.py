@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each plan of a call costs: seconds and bytes of its steps, which sends hide behind kernels, and memory.
 
-A model of constants, not a measurement. All ranks are taken to run in lockstep, so each step takes as long as its
-busiest rank.
+The costs follow from the constants of a device; nothing is measured. The model assumes that all ranks run in lockstep,
+so each step takes as long as on its busiest rank.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Step:
 
     @property
     def hides(self) -> bool | None:
-        """Whether the message costs no time; `None` without one."""
+        """Whether the kernel hides the message, so that it costs no time; `None` without a message."""
         return self.overlaps and self.sends <= self.computes if self.sent else None
 
     @property
@@ -46,9 +46,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of one plan. `inner` consecutive ranks exchange heads for tokens (1: none), and the rest are a ring.
+    """The cost of one plan. Groups of `inner` consecutive ranks exchange heads for tokens; a ring connects the groups.
 
-    `memory` is the peak of one device in bytes, over both passes. `refusal` says why the call cannot use the plan.
+    `inner` is 1 if no heads are exchanged. `memory` is the peak of one device in bytes, over both passes. `refusal`
+    says why the call cannot use the plan.
     """
 
     strategy: str
@@ -82,13 +83,13 @@ def total(steps: Sequence[Step]) -> float:
 
 
 def ring(work: Work, device: Device) -> Cost:
-    """Keys travel round the ring, one hop behind each kernel."""
+    """Keys travel round the ring; the send of each hop hides behind the kernel of that hop."""
     return Cost(
         strategy="ring",
         inner=1,
         forward=_forward(work, device, device.link(work.ranks)),
         backward=_backward(work, device, device.link(work.ranks)),
-        memory=_of_call(work) + _held(work),
+        memory=_call_bytes(work) + _engine_bytes(work),
     )
 
 
@@ -104,9 +105,9 @@ def all_gather(work: Work, device: Device) -> Cost:
     return Cost(
         strategy="all_gather",
         inner=1,
-        forward=_made(gather, Step("kernel", kernels.forward(pairs, partial=False))),
-        backward=_made(gather, Step("kernel", kernels.backward(pairs)), scatter),
-        memory=_of_call(work) + gathered + 4 * work.queries + work.itemsize * work.outputs + 8 * work.rows,
+        forward=_nonempty(gather, Step("kernel", kernels.forward(pairs, partial=False))),
+        backward=_nonempty(gather, Step("kernel", kernels.backward(pairs)), scatter),
+        memory=_call_bytes(work) + gathered + 4 * work.queries + work.itemsize * work.outputs + 8 * work.rows,
     )
 
 
@@ -126,13 +127,13 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
     return Cost(
         strategy="ulysses",
         inner=inner,
-        forward=_made(
+        forward=_nonempty(
             exchange("q,k,v to heads", to_heads), *_forward(outer, device, across), exchange("out back", back)
         ),
-        backward=_made(
+        backward=_nonempty(
             exchange("dout to heads", back), *_backward(outer, device, across), exchange("dq,dk,dv back", to_heads)
         ),
-        memory=_of_call(work) + to_heads + back + _held(outer),
+        memory=_call_bytes(work) + to_heads + back + _engine_bytes(outer),
     )
 
 
@@ -172,7 +173,7 @@ class _Kernels:
 
 
 def _forward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
-    """The hops of a ring: during each but the last, the keys of the next one arrive. On one rank, one kernel."""
+    """The hops of a ring: during each but the last, the keys of the next hop arrive. One rank runs one kernel."""
     kernels, sends = _Kernels(work, device), work.plan.forward
     ways, own = len(work.plan.signs), work.of_hops[0]
     if work.ranks == 1:
@@ -184,7 +185,10 @@ def _forward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
 
 
 def _backward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
-    """The hops with other ranks' keys, then that with the own ones, during which dk,dv of the last visitor go home."""
+    """The hops with the keys of other ranks, then the hop with own keys, which hides the return of the last dk,dv.
+
+    In a ring that computes half of the own keys first, that half hides the first send.
+    """
     kernels, plan, (own, *visitors) = _Kernels(work, device), work.plan, work.of_hops
     if not visitors:
         return (Step("kernel", kernels.backward(own)),)
@@ -207,7 +211,7 @@ def _backward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
 def _step(name: str, computes: float, sent: Sequence[Send], work: Work, link: Link) -> Step:
     """A step with messages that leave together.
 
-    In a torus a message passes the ranks between, and the two directions have links of their own.
+    In a torus a message passes through the ranks between sender and receiver, and each direction has its own links.
     """
     counts = [send.bytes(work.keys, work.itemsize) for send in sent]
     if not link.torus:
@@ -217,12 +221,12 @@ def _step(name: str, computes: float, sent: Sequence[Send], work: Work, link: Li
     return Step(name, computes, sum(counts), link.send(passed / len(work.plan.signs)))
 
 
-def _of_call(work: Work) -> int:
+def _call_bytes(work: Work) -> int:
     """The bytes of the inputs and of the output of one rank."""
     return work.itemsize * (work.queries + work.keys + work.outputs) + work.others
 
 
-def _held(work: Work) -> int:
+def _engine_bytes(work: Work) -> int:
     """The bytes that the ring engine holds at its busiest hop, over both passes, as `ringattn explain` counts them."""
     plan, keys = work.plan, work.itemsize * work.keys
     sent = plan.most_sent(work.keys, work.itemsize)
@@ -232,6 +236,6 @@ def _held(work: Work) -> int:
     return max(forward, backward + work.itemsize * work.outputs + 8 * work.rows)
 
 
-def _made(*steps: Step) -> tuple[Step, ...]:
-    """The steps that do anything: a group of one rank has nothing to exchange."""
+def _nonempty(*steps: Step) -> tuple[Step, ...]:
+    """The steps that take time: a group of one rank exchanges nothing, and has no step for it."""
     return tuple(step for step in steps if step.seconds)

@@ -29,7 +29,7 @@ class Link:
         return self.latency + count / self.bandwidth if count else 0.0
 
     def gather(self, count: float, ranks: int) -> float:
-        """The seconds of an all-gather, or a reduce-scatter, in which every rank has `count` bytes of each rank."""
+        """The seconds of an all-gather or a reduce-scatter; the share of each rank has `count` bytes."""
         if ranks == 1:
             return 0.0
         ways = 2 if self.torus and ranks > 2 else 1
@@ -54,8 +54,8 @@ class Device:
 
     `rates` are the floating-point operations a second of the forward and of the backward kernels in bfloat16 or
     float16, by head size; `float32` is the same pair for float32. `launch` is the fixed time of a kernel. `copy` is the
-    bytes a second that elementwise programs read and write, `memory` the bytes of one device. `near` connects up to
-    `host` ranks, `far` more.
+    bytes a second that elementwise programs read and write, `memory` the bytes of one device. `near` connects
+    groups of up to `host` ranks, `far` larger ones.
     """
 
     name: str
@@ -174,7 +174,7 @@ _ALL: Final = (
 )  # fmt: skip
 DEVICES: Final = {device.name: device for device in _ALL}
 TYPICAL: Final = {"cuda": "h200", "tpu": "v5p", "cpu": "cpu"}
-"""The device to assume for a platform whose devices are not here."""
+"""The device to assume for a platform that this machine does not have."""
 _KINDS: Final = {
     "h200": r"h200", "h100": r"h100", "b200": r"b200", "a100": r"a100", "cpu": r"cpu",
     "v5e": r"tpu v5 ?(lite|e)", "v5p": r"tpu v5p?$", "v6e": r"tpu v6",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel rates that tuning has measured on this kind of device: they take the place of the constants."""
+"""Kernel rates that tuning has measured on this kind of device: they replace the constants of the cost model."""
 
 import dataclasses
 import functools
@@ -23,13 +23,14 @@ _KNOWN: Final = {
     "backend", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "platform",
     "device", "versions", "ranks", "causal", "window", "chunk", "layout", "two_way",
 }  # fmt: skip
-"""What a tuned problem may say. Others hide keys that cannot be counted, or add work to the kernels."""
+"""The fields of a tuned problem whose rates count. Other options mask keys out in a way that cannot be counted, or add
+work to the kernels."""
 
 
 def with_measured(device: Device, kind: str, backend: str | None) -> Device:
     """The device with the rates that this backend reached in tuning on devices of this `kind`, where there are any.
 
-    A process reads them once: what it tunes itself holds from the next process on.
+    A process reads the tuning cache once, so what it tunes itself counts only in later processes.
     """
     if backend is None or current() is Policy.OFF:
         return device
@@ -42,7 +43,7 @@ def with_measured(device: Device, kind: str, backend: str | None) -> Device:
         device,
         rates={**device.rates, **half},
         float32=max(float32, default=device.float32),
-        source=f"{device.source}; in place of {len(found)} kernel rates, those that tuning measured here",
+        source=f"{device.source}; rates that tuning measured here replace {len(found)} of the kernel rates",
     )
 
 
@@ -83,7 +84,7 @@ def _of_entry(entry: cache.Entry) -> tuple[float, float] | None:
 
 
 def _pairs(told: Mapping[str, Any]) -> float:
-    """The pairs of one head and batch row that a trial of tuning computes: some hops of the last rank."""
+    """The pairs of one head and batch row that a trial of tuning computes: the first hops of the last rank."""
     ranks, layout = told.get("ranks", 1), told.get("layout", "contiguous")
     window = told.get("window")
     rule = Rule(1.0, told.get("causal", False), None if window is None else tuple(window), told.get("chunk"))

@@ -30,7 +30,7 @@ def run(registration: Registration, call: Call) -> Any:
 
 
 def computed(call: Call, sizes: Mapping[str, int]) -> Call:
-    """The call that the ring engine gets for this call of one shard, as shapes. `sizes` are those of the mesh axes."""
+    """The call that the strategy gives to the ring engine, as shapes. `sizes` are the sizes of the mesh axes."""
     ring = [(name, sizes[name]) for name in call.axis_name or ()]
     if call.strategy != "ulysses" or math.prod(size for _, size in ring) == 1:
         return call
@@ -38,7 +38,7 @@ def computed(call: Call, sizes: Mapping[str, int]) -> Call:
 
 
 def _refuse_static_masks(registration: Registration, call: Call, strategy: str) -> None:
-    """Raises if the kernel has only static masks, and a block of this strategy needs another one."""
+    """Raises if the kernel has only static masks, and this strategy needs a mask that is not static."""
     if not call.causal or not static_masks(registration.implementation()):
         return
     ring = axes.size("axis_name", (call.axis_name or ())[:-1])

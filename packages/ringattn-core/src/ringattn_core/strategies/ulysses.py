@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The strategy "ulysses": ranks exchange heads for tokens, so that fewer ranks, or one, share the sequence of a head.
 
-The ranks of the last axis of `axis_name` split the heads between them. Each of them gets the tokens of all of them,
-which are neighbours in the order of the shards. What is left is the same call with one mesh axis moved from
-`axis_name` to `head_axis_name`: a ring over the axes before the last one, or one rank.
+The ranks of the last axis of `axis_name` are a group. They split the heads between them, and each gets all tokens of
+the group, whose shards are consecutive. The result is the same call with the last mesh axis moved from `axis_name` to
+`head_axis_name`: a ring over the axes before the last one, or one rank.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
 
 def by_heads(call: Call) -> Call:
-    """The call with the heads of this rank, and the tokens of all ranks along the last axis of `axis_name`."""
+    """The call with this rank's share of the heads, and the tokens of all ranks along the last axis of `axis_name`."""
     outer, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
     _refuse_misfit(call, outer, inner, ranks)
@@ -51,12 +51,12 @@ def _split_axes(call: Call) -> tuple[tuple[str, ...], str]:
 
 
 def stripe(call: Call) -> int:
-    """How many tokens in a row `by_heads` leaves on a rank in the striped layout: one of each rank of the last axis."""
+    """How many consecutive tokens a stripe has after `by_heads`: one from each rank of the last axis."""
     return axes.size("axis_name", (call.axis_name or ())[-1:])
 
 
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
-    """The result for the tokens and heads of `call`, from that of `by_heads(call)`: the output, or `(out, lse)`."""
+    """The output of `call`, or its `(out, lse)`, from the result of `by_heads(call)`."""
     _, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
 
@@ -71,11 +71,11 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 
 
 def _moved(call: Call, name: str, axis: str, ranks: int) -> jax.Array | None:
-    """One array of the call: this rank's share of its heads, if it has an axis of heads, and the tokens of all."""
+    """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
     x = getattr(call, name)
     if x is None:
         return None
-    heads, tokens = (_number(call, name, x, letters) for letters in (HEADS, TOKENS))
+    heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
     if heads is not None and tokens is not None:
         return _exchanged(x, tokens, heads, call.layout, axis, ranks)
     if tokens is not None:
@@ -88,15 +88,15 @@ def _moved(call: Call, name: str, axis: str, ranks: int) -> jax.Array | None:
 
 
 def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
-    """Every rank gives each other one its share of the heads, and gets its tokens."""
+    """Sends each rank its share of the heads of this rank's tokens; returns this rank's heads of all tokens."""
     tokens, heads = tokens % x.ndim, heads % x.ndim
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
 
 
-def _number(call: Call, name: str, x: jax.Array, wanted: tuple[str, ...]) -> int | None:
+def _axis_of(call: Call, name: str, x: jax.Array, wanted: tuple[str, ...]) -> int | None:
     """The number of the axis with one of these letters, if the array has one and does not broadcast over it.
 
-    An axis `t` of length 1 is not broadcast where the shard has only one query.
+    An axis `t` of length 1 does not broadcast if the shard has only one query.
     """
     names = letters_of(Call)[name][-x.ndim :] if x.ndim else ()
     for number, letter in enumerate(names):
@@ -107,7 +107,7 @@ def _number(call: Call, name: str, x: jax.Array, wanted: tuple[str, ...]) -> int
 
 
 def _refuse_misfit(call: Call, outer: tuple[str, ...], inner: str, ranks: int) -> None:
-    """Raises if the heads do not divide by the ranks, or if what is left of the ring cannot run the call."""
+    """Raises if the ranks do not divide the heads, or if the outer ring cannot run the call."""
     heads = call.query.shape[2]
     if heads % ranks:
         raise InputError(

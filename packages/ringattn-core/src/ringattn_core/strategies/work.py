@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention a call computes, and for which pairs of ranks, before a plan decides who computes it."""
+"""How much attention a call computes, and for which pairs of ranks, whichever strategy divides it."""
 
 import dataclasses
 import functools
@@ -103,9 +103,9 @@ class Work:
 
 @functools.lru_cache(maxsize=64)
 def visible_pairs(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> np.ndarray:
-    """`Work.pairs` from the masks alone, `[ranks, ranks]`: tiles that are seen in part count half.
+    """`Work.pairs` from the masks alone, `[ranks, ranks]`; a tile that is visible in part counts half.
 
-    Segment ids and dense masks are not known while a call is traced, so nothing is left out for them.
+    Segment ids and dense masks are unknown while a call is traced, so they leave out no pair.
     """
     parts = max(1, _TILES // ranks)
     some, full, tile = sight(rule, layout, ranks, q_length, kv_length, parts=parts)

@@ -29,14 +29,15 @@ LARGEST: Final = 0
 TOTAL: Final = 1
 """The rows of `softmax`: of each query the largest score so far, and the sum of the exponentials relative to it."""
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
-"""Where the largest score begins: no score is lower, but for -inf, which weighs nothing beside it."""
+"""The first value of the largest score. Only -inf is lower, and exp(-inf - LOWEST) is 0."""
 
 
 def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """`out` and `softmax` continued with the keys that the steps bring; without them as inputs they begin here.
+    """Continues `out` and `softmax` with the keys of the steps, or starts them if they are not inputs.
 
-    `largest` is the same in every lane of a row, `total` is the sum over all its lanes, and `acc` the output times
-    that. A probability that survives dropout enters `acc` unscaled: its weight comes last, and in float32.
+    In the scratch memory, every lane of a row has the same `largest`; the sum of exponentials is the sum of `total`
+    over the lanes; and `acc` is the output times that sum. Probabilities that survive dropout enter `acc` unscaled: the
+    last step multiplies by their weight, in float32.
     """
     acc, largest, total, columns = scratch["acc"], scratch["largest"], scratch["total"], scratch.get("columns")
 

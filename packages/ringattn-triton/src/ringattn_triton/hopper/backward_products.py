@@ -57,7 +57,10 @@ def compute_gradients(
     NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, all_turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of consumer `NUMBER`'s 64 keys of each turn, summed in registers over all heads of the group."""
+    """Computes and writes dk and dv of the 64 keys that consumer `NUMBER` owns in each turn of its program.
+
+    They are summed in registers over all query heads of the group.
+    """
     DIM: gl.constexpr = F.padded_head_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PLAN.q_tile, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])

@@ -113,7 +113,7 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 @gluon.jit
 def slope_gradient(ds, rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """The derivative by ALiBi's slope but for its sign, summed over what a thread has: `[64, 4]`."""
+    """Minus the gradient of the ALiBi slope, from one tile, as one partial sum for each row and thread: `[64, 4]`."""
     return sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
 
 
@@ -155,13 +155,13 @@ def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """How far apart the positions of each pair are. The queries' are read each time, to be held in no registers."""
+    """`|i - j|` for each pair of a tile. It reads the query positions again each time, which saves registers."""
     return gl.abs(rows.index(2 * PLAN.stages + place).load(SCORES) - tile.away)
 
 
 @gluon.jit
 def slope_sums(F: gl.constexpr):
-    """What the sums of `slope_gradient` begin with; 0 without ALiBi."""
+    """Zeros to add the results of `slope_gradient` to; the number 0 without ALiBi."""
     if F.slopes:
         return gl.zeros([64, 4], gl.float32, parts_of_rows())
     else:

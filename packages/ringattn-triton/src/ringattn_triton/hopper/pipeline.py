@@ -13,15 +13,15 @@ from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .schedules import CONSUMER_ROWS
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""As Triton 3.9 calls it, and as it was called before."""
+"""The function that fetches a tile, by its name in Triton 3.9 or the name before."""
 
 
 class Shared(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    Each place has two barriers: the producer or its fetches arrive at `full`, and all consumers at `empty`. `tiles`
-    holds the number of each tile of keys, with which the `bias` comes. A turn has its number, and how many tiles it
-    masks and sees whole.
+    Each place has two barriers: the producer or its fetches arrive at `full`, and all consumers at `empty`. For each
+    tile of keys, `tiles` holds its number, and `bias` its part of the bias. For each turn, `turns` holds its number,
+    `masked` how many of its tiles need a mask, and `whole` how many are visible as a whole.
     """
 
     q: Any

@@ -71,7 +71,7 @@ def parts_of_rows():
 
 @gluon.jit
 def sums_of_parts(p):
-    """What each of the four threads that share a row has of its sum, `[64, 4]`: no thread asks another in the loop."""
+    """The partial sums of a row, `[64, 4]`, one in each of the four threads that share it, without communication."""
     own = gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
     return gl.convert_layout(own, parts_of_rows())
 

@@ -73,7 +73,7 @@ class Team:
         return _error(f"waits for ever: its partitions {others}")
 
     def finish(self) -> None:
-        """Raises the first error, if any."""
+        """Raises the first error of a partition, or an error if no partition waited for the bytes of a fetch."""
         if self.error is not None:
             raise self.error
         if any(barrier.fetches or barrier.bytes for barrier in self.fetched):

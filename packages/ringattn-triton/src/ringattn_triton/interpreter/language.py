@@ -127,7 +127,7 @@ def static_range(arg1: Any, arg2: Any = None, step: Any = None) -> range:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
 ) -> Tensor | tuple[Tensor, ...]:
-    """Applies instructions on 32 bits, or stores through pointers, element by element."""
+    """Runs inline assembly on each element: instructions on 32 bits, or stores of 32-bit words through pointers."""
     several = isinstance(dtype, tuple)
     dtypes = dtype if several else (dtype,)
     inputs = [_Words(x) if isinstance(x, Pointer) else tensor(x).data for x in args]
@@ -137,7 +137,7 @@ def inline_asm_elementwise(
 
 
 class _Words:
-    """Memory in words of 32 bits, of which one covers two numbers of 16 bits, the lower one first."""
+    """Memory of 16-bit numbers in words of 32 bits: each word has two numbers, with the first in its low half."""
 
     def __init__(self, pointer: Pointer) -> None:
         self.pointer = pointer

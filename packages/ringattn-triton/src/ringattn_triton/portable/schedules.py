@@ -157,7 +157,7 @@ def _may_hold_keys(constants: BlockConstants, itemsize: int, target: Target) -> 
 
 
 def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:
-    """Tiles no longer than the block, in powers of two."""
+    """Cuts tiles to the lengths of the block, as powers of two; a shorter `q_tile` gets at most 4 warps."""
     q_tile = min(schedule.q_tile, padded_dim(constants.q_length))
     kv_tile = min(schedule.kv_tile, padded_dim(constants.kv_length))
     warps = schedule.warps if q_tile == schedule.q_tile else min(schedule.warps, 4)
