@@ -80,6 +80,27 @@ def test_a_traced_offset_of_each_row_gives_the_oracles_values_and_gradients(
     agrees(differentiated(attend, ranks, layout, OFFSETS), expected(OFFSETS, **MANY))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "layout", "kind"),
+    [
+        ("ring", "striped", AxisType.Auto),
+        ("all_gather", "zigzag", AxisType.Explicit),
+        ("ulysses", "striped", AxisType.Explicit),
+        ("ulysses", "zigzag", AxisType.Auto),
+    ],
+)
+def test_every_strategy_places_the_queries_alike_over_two_axes_with_the_batch_split(
+    strategy: str, layout: str, kind: AxisType
+) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "inner", "outer"), axis_types=(kind,) * 3)
+    over: dict[str, Any] = {"mesh": mesh, "axis_name": ("outer", "inner"), "strategy": strategy, "layout": layout}
+
+    def attend(offset: Any, slopes: Any, *operands: Any) -> Any:
+        return ring_attention(*operands, query_offset=offset, **over, **MANY | {"alibi_slopes": slopes})
+
+    agrees(differentiated(attend, 4, layout, OFFSETS), expected(OFFSETS, **MANY))
+
+
 @pytest.mark.parametrize(("ranks", "layout", "checked"), [(2, "zigzag", True), (4, "striped", False)])
 def test_it_works_in_a_shard_map_of_ones_own(ranks: int, layout: str, checked: bool) -> None:
     split = P(None, "sp")

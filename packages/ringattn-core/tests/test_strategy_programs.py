@@ -14,7 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Support, from_flash, per_shard, ring_attention
 from ringattn_core.backends.discovery import registered
+from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError, UnsupportedFeatureError
+from ringattn_core.strategies import ulysses
 from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import of_call
 
@@ -121,6 +123,16 @@ def test_global_arrays_may_be_on_any_mesh(
 
 
 @pytest.mark.parametrize("strategy", OTHERS)
+def test_a_call_on_global_arrays_may_be_in_a_shard_map_that_tracks_what_varies(strategy: str):
+    """Ulysses takes this rank's share of the sinks, whose gradient needs the number of the rank again."""
+    x, mesh = [*arrays(), jnp.linspace(-1.0, 1.0, 8)], mesh_of(stage=2, a=2, b=2)
+    loss = loss_of(axis_name=("a", "b"), batch_axis_name=(), head_axis_name=(), strategy=strategy)
+    with jax.set_mesh(mesh):
+        around = jax.shard_map(loss, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=True)
+        same(jax.jit(around)(*x), jax.jit(loss_of())(*x))
+
+
+@pytest.mark.parametrize("strategy", OTHERS)
 def test_a_call_may_be_vmapped(strategy: str):
     options: dict[str, Any] = dict(mesh=mesh_of(sp=2), axis_name="sp", strategy=strategy)
     x = [jnp.stack([a, 2 * a]) for a in (*arrays(), jnp.linspace(-1.0, 1.0, 8))]
@@ -206,6 +218,22 @@ def test_kernels_with_static_masks_refuse_blocks_that_need_another_mask(options:
 def test_gathered_keys_need_a_backend_that_takes_more_keys_than_queries():
     with flash(), pytest.raises(UnsupportedFeatureError, match="'flash' does not support CROSS_LENGTHS"):
         attend(strategy="all_gather", backend="flash")
+
+
+def test_the_shapes_that_kernels_are_tuned_for_are_those_of_the_exchanged_arrays():
+    x, sizes = arrays(8, (12, 3)), {"a": 2, "b": 4}
+    ids, bias, mask = jnp.zeros((2, 8), jnp.int32), jnp.zeros((1, 12, 1, 64)), jnp.ones((2, 1, 8, 64), bool)
+
+    def shard(*x: Any) -> Any:
+        options = dict(q_segment_ids=ids, q_positions=ids[0], query_offset=None, bias=bias, attention_mask=mask)
+        return validated(*x, softmax_aux=bias[0, :, 0, :2], axis_name=tuple(sizes), strategy="ulysses", **options)
+
+    def moved(*x: Any) -> Any:
+        return ulysses.by_heads(shard(*x))
+
+    given, wanted = (jax.make_jaxpr(f, axis_env=list(sizes.items()), return_shape=True)(*x)[1] for f in (shard, moved))
+    assert str(ulysses.shapes_by_heads(given, sizes)) == str(wanted)
+    assert wanted.key.shape == (2, 32, 3, 8) and wanted.bias.shape == (1, 3, 1, 64)
 
 
 def test_kernels_are_tuned_for_the_heads_and_tokens_that_ulysses_gives_them(monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ringattn_core import masks, ring_attention
+from ringattn_core import decode_attention, masks, prefill_attention, ring_attention
 from ringattn_core.adapters.jax_nn import dot_product_attention
+from ringattn_core.call.prefill import SENT
 
 B, T, N, K, H = 2, 32, 4, 2, 8
 LENGTHS = jnp.array([32, 19], jnp.int32)
@@ -56,10 +58,10 @@ CALLS: dict[str, tuple[dict[str, jax.Array], dict[str, Any]]] = {
 EVERYWHERE = pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 
 
-def gradient_of(call: str, on_mesh: bool, dtype: Any = jnp.float32) -> tuple[Any, tuple[Any, ...]]:
+def gradient_of(call: str, on_mesh: bool, dtype: Any = jnp.float32, **more: Any) -> tuple[Any, tuple[Any, ...]]:
     """A function that returns the loss of a call and its gradients, and arguments for it."""
     extra, options = CALLS[call]
-    options = options | ({"mesh": mesh(), "axis_name": "sp"} if on_mesh else {})
+    options = options | ({"mesh": mesh(), "axis_name": "sp"} if on_mesh else {}) | more
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, extra: dict[str, jax.Array]) -> jax.Array:
         given = dict(extra)
@@ -99,6 +101,19 @@ class TestStrictPromotion:
         ring = {"mesh": mesh(), "axis_name": "sp"} if on_mesh else {}
         with strict_promotion():
             jax.make_jaxpr(lambda q: dot_product_attention(q, q, q, **options, **ring))(normal(0, B, T, N, H))
+
+    @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+    def test_with_64_bits_no_strategy_promotes(self, strategy: str):
+        two = Mesh(np.array(jax.devices()[:2]), ("sp",))
+        with jax.enable_x64(True), strict_promotion():
+            gradient, arguments = gradient_of("dropout", True, strategy=strategy, query_offset=3, mesh=two)
+            jax.make_jaxpr(gradient)(*arguments)
+
+    @pytest.mark.parametrize("attend", [decode_attention, *(partial(prefill_attention, send=x) for x in SENT)])
+    def test_attention_to_a_cache_promotes_no_rank_and_no_dtype(self, attend: Any):
+        with jax.enable_x64(True), strict_promotion():
+            q, cache = normal(0, B, 8, N, H), normal(1, B, T, K, H)
+            jax.make_jaxpr(lambda q, x: attend(q, x, x, LENGTHS, mesh=mesh(), axis_name="sp"))(q, cache)
 
     def test_the_flags_are_on(self):
         with strict_promotion(), pytest.raises(ValueError, match="jax_numpy_rank_promotion"):

@@ -65,7 +65,7 @@ def decode_attention(
     operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     given: dict[str, Any] = options | {"softmax_aux": softmax_aux}
     call, mesh, first = checked(decode_attention, operands, lengths, mesh, cfg, given, spread=False)
-    positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)
+    positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
     call = dataclasses.replace(call, q_positions=positions)
     wanted = config_of(cfg).backend_name if backend is None else backend
     registration = select(wanted, needs(call), platform_of(mesh, (call.query, call.key, call.value)))

@@ -151,18 +151,20 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
     """`of_rank` in a `shard_map` within another one that has `check_vma=True`.
 
     JAX 0.11 cannot differentiate that: it splits residuals over the axes of the outer `shard_map` too. So the forward
-    pass and the backward pass are two `shard_map`s, joined by a `custom_vjp` that hands the residuals on.
+    pass and the backward pass are two `shard_map`s, joined by a `custom_vjp` that hands the residuals on. These then
+    vary over all axes that split the output, so the inputs are made to vary over them from the start.
     """
     free = tuple(name for name in mesh.axis_names if name not in axes.manual())
+    over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(free), check_vma=True)
 
     def forward(placed: dict[str, jax.Array]) -> Any:
         def of_shard(local: dict[str, jax.Array]) -> Any:
             varied = {name: x for name, x in local.items() if arrays.differentiable(ARRAYS[name])}
-            out, pull = jax.vjp(lambda varied: of_rank(local | varied), varied)
-            return out, jax.tree.map(lambda x: x[None], align(pull, frozenset(free)))
+            out, pull = jax.vjp(lambda varied: of_rank(local | align(varied, frozenset(over))), varied)
+            return out, jax.tree.map(lambda x: x[None], align(pull, frozenset(over)))
 
-        return shard(of_shard, in_specs=(in_specs,), out_specs=(out_specs, P(free)))(placed)
+        return shard(of_shard, in_specs=(in_specs,), out_specs=(out_specs, P(over)))(placed)
 
     def backward(pull: Any, dout: Any) -> Any:
         def of_shard(pull: Any, dout: Any) -> Any:
@@ -170,7 +172,7 @@ def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: 
             return found
 
         floating = {name: spec for name, spec in in_specs.items() if arrays.differentiable(ARRAYS[name])}
-        found = shard(of_shard, in_specs=(P(free), out_specs), out_specs=floating)(pull, dout)
+        found = shard(of_shard, in_specs=(P(over), out_specs), out_specs=floating)(pull, dout)
         return ({name: found.get(name) for name in in_specs},)
 
     run = jax.custom_vjp(shard(of_rank, in_specs=(in_specs,), out_specs=out_specs))

@@ -63,7 +63,7 @@ def prepared(
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
     """The global indices of this rank's `count` entries of a batch or head axis that the mesh axes split."""
-    return jnp.asarray(axes.coordinate(axis or ()) * count + jnp.arange(count), jnp.int32)
+    return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -46,7 +46,7 @@ def _with_all_queries(call: Call) -> Call:
     return dataclasses.replace(
         call,
         query=jax.lax.all_gather(call.query, call.axis_name, axis=1, tiled=True),
-        q_positions=call.query_offset.reshape(-1, 1) + index,
+        q_positions=call.query_offset.reshape(-1, 1) + index[None],
         query_offset=None,
     )
 

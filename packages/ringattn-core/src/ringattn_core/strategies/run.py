@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..errors import InputError
@@ -31,10 +29,9 @@ def run(registration: Registration, call: Call) -> Any:
 
 def computed(call: Call, sizes: Mapping[str, int]) -> Call:
     """The call that the strategy gives to the ring engine, as shapes. `sizes` are the sizes of the mesh axes."""
-    ring = [(name, sizes[name]) for name in call.axis_name or ()]
-    if call.strategy != "ulysses" or math.prod(size for _, size in ring) == 1:
+    if call.strategy != "ulysses" or math.prod(sizes[name] for name in call.axis_name or ()) == 1:
         return call
-    return jax.make_jaxpr(ulysses.by_heads, axis_env=ring, return_shape=True)(call)[1]
+    return ulysses.shapes_by_heads(call, sizes)
 
 
 def _refuse_static_masks(registration: Registration, call: Call, strategy: str) -> None:

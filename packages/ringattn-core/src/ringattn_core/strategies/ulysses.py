@@ -8,6 +8,7 @@ the group, whose shards are consecutive. The result is the same call with the la
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,22 +27,40 @@ def by_heads(call: Call) -> Call:
     """The call with this rank's share of the heads, and the tokens of all ranks along the last axis of `axis_name`."""
     outer, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
-    _refuse_misfit(call, outer, inner, ranks)
+    _refuse_misfit(call, inner, ranks, axes.size("axis_name", outer))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     key, value = (repeated_heads(x, copies) for x in (call.key, call.value))
     # Keys and values travel as one array.
     packed = _exchanged(packing.pack(key, value), -3, -2, call.layout, inner, ranks)
     key, value = packing.unpack(packed, key.shape[-1])
     rest = {name: _moved(call, name, inner, ranks) for name in IN_BLOCK if name not in ("key", "value")}
-    return dataclasses.replace(
-        call,
-        **rest,
-        key=key,
-        value=value,
-        axis_name=outer or None,
-        head_axis_name=(*(call.head_axis_name or ()), inner),
-        strategy="ring",
-    )
+    return _with_heads_over_inner(call, rest | {"key": key, "value": value})
+
+
+def shapes_by_heads(call: Call, sizes: Mapping[str, int]) -> Call:
+    """`by_heads(call)` as shapes, from a call of shapes. It may be called outside a `shard_map` over these axes."""
+    outer, inner = _split_axes(call)
+    ranks = sizes[inner]
+    _refuse_misfit(call, inner, ranks, math.prod(sizes[name] for name in outer))
+
+    def moved(name: str, x: Any) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
+        if heads is not None:
+            shape[heads] = math.lcm(shape[heads], ranks) // ranks
+        if tokens is not None:
+            shape[tokens] *= ranks
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    given = {name: x for name in IN_BLOCK if (x := getattr(call, name)) is not None}
+    return _with_heads_over_inner(call, {name: moved(name, x) for name, x in given.items()})
+
+
+def _with_heads_over_inner(call: Call, moved: dict[str, Any]) -> Call:
+    """The call with the arrays `moved`, whose heads the last axis of `axis_name` splits."""
+    outer, inner = _split_axes(call)
+    heads = (*(call.head_axis_name or ()), inner)
+    return dataclasses.replace(call, **moved, axis_name=outer or None, head_axis_name=heads, strategy="ring")
 
 
 def _split_axes(call: Call) -> tuple[tuple[str, ...], str]:
@@ -93,7 +112,7 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
 
 
-def _axis_of(call: Call, name: str, x: jax.Array, wanted: tuple[str, ...]) -> int | None:
+def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
     """The number of the axis with one of these letters, if the array has one and does not broadcast over it.
 
     An axis `t` of length 1 does not broadcast if the shard has only one query.
@@ -106,8 +125,8 @@ def _axis_of(call: Call, name: str, x: jax.Array, wanted: tuple[str, ...]) -> in
     return None
 
 
-def _refuse_misfit(call: Call, outer: tuple[str, ...], inner: str, ranks: int) -> None:
-    """Raises if the ranks do not divide the heads, or if the outer ring cannot run the call."""
+def _refuse_misfit(call: Call, inner: str, ranks: int, of_ring: int) -> None:
+    """Raises if the ranks do not divide the heads, or if the `of_ring` ranks that are left cannot run the call."""
     heads = call.query.shape[2]
     if heads % ranks:
         raise InputError(
@@ -116,7 +135,6 @@ def _refuse_misfit(call: Call, outer: tuple[str, ...], inner: str, ranks: int) -
             f"query heads of a rank",
             "Pass strategy='ring' or 'all_gather', or make the last axis of axis_name smaller",
         )
-    of_ring = axes.size("axis_name", outer)
     keys = math.lcm(call.key.shape[2], ranks) // ranks
     if of_ring > 1 and call.two_way and keys % 2:
         raise InputError(
