@@ -47,7 +47,7 @@ class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
     `tiles [g, rows, columns]` lists the tiles to mask, then those that need no mask; it is `None` if `bounds` has only
-    ranges. With a list of the tiles to mask and a range of the others, `bounds` is `(masked, before, full_lo, full_hi)`,
+    ranges. With a list of tiles to mask and a range of the others, `bounds` is `(masked, before, full_lo, full_hi)`,
     and the first `before` tiles to mask lie before the range. Entries of a list past its counts are undefined.
     """
 

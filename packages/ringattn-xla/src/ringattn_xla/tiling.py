@@ -47,8 +47,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
     """The sizes of a step: those of `params`, and a choice for each size that `params` leaves open.
 
     Tiles have nearly equal sizes, so that padding wastes little. They are long, so that matrix products dominate, but
-    at most a quarter of a window, because tiles at its edges are half masked. The rows of a tile are its queries times the
-    heads of a group. A step computes several heads and batch rows if its scores stay few: on CPU, in a core's cache.
+    at most a quarter of a window, because tiles at its edges are half masked. The rows of a tile are its queries times
+    the heads of a group. A step computes several heads and batch rows if its scores stay few; on CPU they fit a cache.
     """
     q, kv = longest(block.rule, block.group)
     q = cut(block.q_length, params.q_blocksize or q)
@@ -66,7 +66,7 @@ def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
 
 
 def cut(length: int, longest: int) -> int:
-    """The size of the fewest nearly equal tiles up to `longest`; several tiles are multiples of 8 if `longest` is one."""
+    """The size of the fewest nearly equal tiles up to `longest`; of several tiles a multiple of 8, if `longest` is."""
     return near_equal(length, longest, 8 if length > longest and longest % 8 == 0 else 1)
 
 

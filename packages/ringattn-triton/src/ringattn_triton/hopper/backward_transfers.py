@@ -27,7 +27,7 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 
 @builtin
 def wait_for_additions(PENDING, _semantic=None):
-    """Waits until at most this number of the tiles that this warp added are not yet in memory.
+    """Waits until all but `PENDING` of the tiles that this warp added are in memory.
 
     `tma.store_wait` waits until shared memory has been read, which is sooner.
     """
