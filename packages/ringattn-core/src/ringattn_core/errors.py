@@ -16,7 +16,7 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The type and the message of any exception `error`, as one line of at most 400 characters."""
+    """The type and the message of `error`, any exception, as one line of at most 400 characters."""
     try:
         message = " ".join(str(error).split())
     except Exception:
@@ -26,7 +26,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def from_clone(*distributions: str) -> str:
-    """The command that installs ringattn's own `distributions` from a clone; no package index has them yet."""
+    """The command that installs `distributions` of ringattn from a clone; no package index has them yet."""
     paths = " ".join(f"./packages/{name}" for name in distributions)
     return f"in a clone of the repository, run pip install {paths}"
 

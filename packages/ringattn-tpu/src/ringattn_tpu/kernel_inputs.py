@@ -122,7 +122,7 @@ class KernelInputs(NamedTuple):
         products: int,
         **options: Any,
     ) -> dict[str, jax.Array]:
-        """The outputs of a kernel of this package, which multiplies so many pairs of tiles at each step.
+        """The outputs of a kernel of this package, which computes `products` matrix products at each step.
 
         `scratch` gets room for the integers of the own side as columns.
         """

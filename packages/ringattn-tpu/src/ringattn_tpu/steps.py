@@ -62,7 +62,7 @@ class Steps(NamedTuple):
 
 
 def fits(batch: int, own: int, visiting: int) -> bool:
-    """Whether a list of so many steps can be."""
+    """Whether a list of `batch * own * visiting` steps is short enough, and each step fits one integer."""
     bits = (batch - 1).bit_length() + (own - 1).bit_length() + (visiting - 1).bit_length() + _FLAG_BITS
     return batch * own * visiting <= MOST_STEPS and bits <= _NUMBER_BITS
 

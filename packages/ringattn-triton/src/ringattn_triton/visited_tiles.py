@@ -31,8 +31,8 @@ ELEMENTS: Final = 512
 class TableShape:
     """How a kernel reads a table of `rows` of its own tiles by `columns` of the other side's tiles.
 
-    `grouped`: every batch row has its own. `listed`: the tiles to mask are listed, and those seen whole too unless
-    they form a `run`. The programs of so many heads go `together`.
+    `grouped`: every batch row has its own table. `listed`: the table lists the tiles to mask, and also the tiles that
+    need no mask, unless these form a `run`. The programs of `together` heads run side by side.
     """
 
     listed: bool
@@ -46,9 +46,9 @@ class TableShape:
 class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
-    `tiles [g, rows, columns]` lists the tiles to mask, then those seen whole; `None` where there are ranges. Where both
-    are, `bounds` is `(masked, before, full_lo, full_hi)`, and the first `before` tiles to mask lie before the run. Past
-    its counts a list holds anything.
+    `tiles [g, rows, columns]` lists the tiles to mask, then those that need no mask; it is `None` if `bounds` has only
+    ranges. With a list of tiles to mask and a range of the others, `bounds` is `(masked, before, full_lo, full_hi)`,
+    and the first `before` tiles to mask lie before the range. Entries of a list past its counts are undefined.
     """
 
     bounds: Int32[Array, "g rows 4"]
@@ -61,8 +61,8 @@ def table(
 ) -> Table:
     """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
 
-    Heads go together until they have so many `programs`. A tile that reaches past the end of the keys, or of the
-    queries where `by_keys`, is never seen whole.
+    As many heads run side by side as make this number of `programs`. A tile that reaches past the end of the keys, or
+    of the queries with `by_keys`, always needs a mask.
     """
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)
@@ -111,7 +111,7 @@ def of_bitmap(
 
 
 def together(rows: int, heads: int, programs: int) -> int:
-    """How many heads run together: the least power of two that divides `heads` and makes so many programs."""
+    """How many heads run side by side: the least power of two that makes `programs`, as far as it divides `heads`."""
     enough = 1
     while enough * rows < programs and heads % (2 * enough) == 0:
         enough *= 2

@@ -44,11 +44,11 @@ BLOCK_AXES: Final = {
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
-    """The sizes of a step, those that `params` leaves open.
+    """The sizes of a step: those of `params`, and a choice for each size that `params` leaves open.
 
-    Tiles are near equal, so that padding wastes little; long, so that products of matrices dominate; but at most a
-    quarter of a window, so that its edges do not. Rows of a tile are queries times heads of a group. As many heads and
-    batch rows go together as keep the scores of a step few: on CPU they should stay in the cache of a core.
+    Tiles have nearly equal sizes, so that padding wastes little. They are long, so that matrix products dominate, but
+    at most a quarter of a window, because tiles at its edges are half masked. The rows of a tile are its queries times
+    the heads of a group. A step computes several heads and batch rows if its scores stay few; on CPU they fit a cache.
     """
     q, kv = longest(block.rule, block.group)
     q = cut(block.q_length, params.q_blocksize or q)
@@ -60,13 +60,13 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
 
 def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
-    """The longest tile of queries, and of keys, where nobody says otherwise."""
+    """The longest tile of queries, and of keys, unless the caller gives sizes."""
     target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.window, rule.chunk) // 4 // 64 * 64))
     return max(target // group, 16), target
 
 
 def cut(length: int, longest: int) -> int:
-    """The size of the fewest near-equal tiles: a multiple of 8 where there are several and `longest` is one."""
+    """The size of the fewest nearly equal tiles up to `longest`; of several tiles a multiple of 8, if `longest` is."""
     return near_equal(length, longest, 8 if length > longest and longest % 8 == 0 else 1)
 
 

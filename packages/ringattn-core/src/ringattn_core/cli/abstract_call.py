@@ -96,7 +96,7 @@ class AbstractCall:
 
 
 def _refuse_many_tokens(arguments: argparse.Namespace, queries: int, keys: int) -> None:
-    """Raises for long sequences if they have ids or positions of which each must be computed."""
+    """Raises for long sequences that need an array of ids or positions."""
     uneven = queries % arguments.ring or keys % arguments.ring
     simple = arguments.layout == "contiguous" and arguments.documents is None and not uneven
     if max(queries, keys) > _MOST_TOKENS and not simple:

@@ -29,11 +29,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
-    """Merges the partial results of all ranks along the mesh axes `axis`, and those of `chunks` of the keys on each rank.
+    """Merges `partial` of all ranks along the mesh axes `axis`, and that of each of the `chunks` of keys on a rank.
 
-    In `partial`, the results of the chunks of one row are consecutive rows of the batch. They must have no `shift`, which only a
-    call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r` the
-    `r`th of as many equal parts as there are ranks.
+    In `partial`, the results of the chunks of one row are consecutive rows of the batch. It must have no `shift`, which
+    only a call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r`
+    gets the `r`th of as many equal parts as there are ranks.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
     largest = lse.max(1)

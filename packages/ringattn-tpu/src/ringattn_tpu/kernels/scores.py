@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scores of a tile in every kernel: their values, and which pairs of query and key are masked out.
 
-The own side of a kernel lies along the sublanes and the visiting side along the lanes; which of them are the queries is
-all that differs. Logarithms are in the units of `Settings.unit`.
+The own side of a kernel lies along the sublanes and the visiting side along the lanes. Kernels differ only in which
+side has the queries. Logarithms are in the units of `Settings.unit`.
 """
 
 from typing import Any, NamedTuple

@@ -32,13 +32,13 @@ class Memory(NamedTuple):
 class Shared(NamedTuple):
     """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it.
 
-    Of a turn there are its number, and how many steps it has `before` those that see everything, how many of those
-    (`whole`), and how many `after` them; `k` and `v` are its keys and values. In `rows` place `i` is the lse of the
-    queries in place `i` of `q`, and place `STAGES + i` the -delta of those in place `i` of `dout`; both come with them.
-    For ALiBi place `2 STAGES + i` is how far the rows' positions are from the tile's first. `tile` is the number of a
-    query tile. `ds` is the derivative by the scores, keys as rows. `dq` has places for pieces of a tile, 64 queries by
-    64 dimensions: of consumer `c` places `2 i + c`, or as in `wide_products`, where one of them has the weights before
-    (`weights_full`).
+    Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
+    `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
+    `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. For
+    ALiBi, place `2 STAGES + i` has the positions of the rows minus that of the tile's first row. `tile` is the number
+    of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
+    queries by 64 dimensions. Consumer `c` uses the places `2 i + c`; in `wide_products` one place first has the softmax
+    weights (`weights_full`).
     """
 
     turn: Any
@@ -175,7 +175,7 @@ def shared_places(memory, PLAN: gl.constexpr):
 
 @gluon.jit
 def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Each of so many barriers completes a phase after so many arrivals."""
+    """Initialises `COUNT` barriers, each of which completes a phase after `ARRIVALS` arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(at(barriers, number), count=ARRIVALS)
 
@@ -188,7 +188,7 @@ def put_number(place, number):
 
 @gluon.jit
 def got_number(place, WARPS: gl.constexpr):
-    """The number in a place, for all threads of a partition of so many warps."""
+    """The number in a place, for all threads of a partition of `WARPS` warps."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 

@@ -27,7 +27,7 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 
 @builtin
 def wait_for_additions(PENDING, _semantic=None):
-    """Waits until no more than so many of the tiles that this warp added are still on their way to memory.
+    """Waits until all but `PENDING` of the tiles that this warp added are in memory.
 
     `tma.store_wait` waits until shared memory has been read, which is sooner.
     """

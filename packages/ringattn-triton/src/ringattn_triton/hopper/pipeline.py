@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialises barriers for so many arrivals."""
+    """Initialises barriers, each of which completes a phase after `ARRIVALS` arrivals."""
     for place in gl.static_range(PLACES):
         mbarrier.init(barriers.index(place), count=ARRIVALS)
 

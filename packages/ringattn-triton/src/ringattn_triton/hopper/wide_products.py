@@ -190,7 +190,7 @@ def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _hand_over(dq, shared, PLACE: gl.constexpr, times):
-    """Puts a piece of dq into a place that has been used so many `times`, for the warp that adds it to memory."""
+    """Puts a piece of dq into a place, for the warp that adds it to memory. The place has been used `times` times."""
     if PLACE != _WEIGHTS:  # which was waited for before p was written there
         mbarrier.wait(at(shared.dq_empty, PLACE), (times & 1) ^ 1)
     shared.dq.index(PLACE).store(in_register_order(dq))

@@ -89,7 +89,7 @@ def _error(fact: str, kind: type[Exception] = RuntimeError) -> Exception:
 
 
 class Barrier:
-    """Completes a phase after so many arrivals and all bytes that they announced."""
+    """Completes a phase after `count` arrivals and all bytes that they announced."""
 
     def __init__(self) -> None:
         self.fetches: collections.deque[Callable[[], None]] = collections.deque()

@@ -37,7 +37,7 @@ def held(dtype: Any) -> Any:
 
 
 def poison(dtype: Any) -> Any:
-    """What memory holds that nobody should read: NaN, or the largest number."""
+    """The value of memory that holds no data yet: NaN, or the largest integer, so that a wrong read shows."""
     kind = held(dtype)
     return kind(np.nan) if dtype.is_floating() else kind(1) if dtype.is_int1() else np.iinfo(kind).max
 

@@ -29,7 +29,7 @@ MOST: Final = 16
 class Strips:
     """The size of a strip: `rows` tiles of queries of all `heads`, each with `columns` tiles of keys.
 
-    The programs of so many heads go `together`.
+    The programs of `together` heads run side by side.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class BiasSums:
 
 
 def strips(block: Block, rows: int, columns: int) -> Strips:
-    """The strips of a block with so many tiles."""
+    """The strips of a block with `rows` by `columns` tiles."""
     batch, _, heads, _ = block.q.shape
     rows = min(max(FILLING // (batch * heads), -(-rows // MOST), 1), rows)
     return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
