@@ -32,6 +32,8 @@ class Ring:
     """The number of shards of the queries."""
     stripe: int = 1
     """In the striped layout, how many tokens in a row belong to one shard."""
+    wide_keys: bool = False
+    """Whether keys and values come in float32, whatever the queries are, so that their gradients leave in float32."""
 
     @property
     def gathers(self) -> bool:
