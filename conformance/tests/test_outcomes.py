@@ -19,7 +19,7 @@ def backend() -> Iterator[None]:
 
 
 def _refuse(backend: str, feature: str) -> None:
-    raise UnsupportedFeatureError(backend, feature, "planned", ())
+    raise UnsupportedFeatureError(backend, feature, "planned", (), (backend,))
 
 
 def test_only_full_support_counts():

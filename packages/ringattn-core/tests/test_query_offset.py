@@ -86,7 +86,6 @@ def test_a_traced_offset_of_each_row_gives_the_oracles_values_and_gradients(
         ("ring", "striped", AxisType.Auto),
         ("all_gather", "zigzag", AxisType.Explicit),
         ("ulysses", "striped", AxisType.Explicit),
-        ("ulysses", "zigzag", AxisType.Auto),
     ],
 )
 def test_every_strategy_places_the_queries_alike_over_two_axes_with_the_batch_split(

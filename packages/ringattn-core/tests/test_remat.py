@@ -33,7 +33,7 @@ def gradients(how: Callable[[Any], Any], where: str, **options: Any) -> Any:
 
     def layers(x: jax.Array, weights: jax.Array) -> jax.Array:
         mesh = {"mesh": MESH} if where == "global arrays" else {}
-        return jax.lax.scan(how(lambda x, w: layer(x, w, **mesh, **options)), x, weights)[0]
+        return jax.lax.scan(how(lambda x, w: layer(x, w, **mesh | options)), x, weights)[0]
 
     over = jax.shard_map(layers, mesh=MESH, in_specs=(P(None, "sp"), P()), out_specs=P(None, "sp"))
     attend = layers if where == "global arrays" else over
@@ -76,6 +76,16 @@ def test_with_the_policy_all_keys_are_gathered_twice_and_not_three_times() -> No
     options = {"strategy": "all_gather"}
     plain, again, once = (compiled(how, **options) for how in (unchanged, jax.checkpoint, kept))
     assert [sends(program, "all-gather") for program in (plain, again, once)] == [2, 3, 2]
+    assert_equal(once, plain)
+
+
+def test_with_the_policy_ulysses_exchanges_again_but_runs_no_forward_kernel_again() -> None:
+    """Of query, of keys with values, and of the output, it keeps what the kernel gives, and not what it sends."""
+    options = {"strategy": "ulysses", "mesh": Mesh(np.array(jax.devices()[:2]), ("sp",))}
+    plain, again, once = (compiled(how, **options) for how in (unchanged, jax.checkpoint, kept))
+    assert [sends(program, "all-to-all") for program in (plain, again, once)] == [6, 9, 9]
+    products = [program.as_text().count(" dot(") for program in (plain, again, once)]
+    assert products[0] < products[2] < products[1]  # projections are computed again
     assert_equal(once, plain)
 
 

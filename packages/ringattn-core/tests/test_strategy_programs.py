@@ -97,6 +97,38 @@ def test_gradients_of_gathered_keys_are_summed_in_float32():
     assert re.findall(r":(\w+)\[[\d,]+\](?:\S*) = reduce_scatter", str(program)) == ["f32"]
 
 
+@pytest.mark.parametrize("heads", [(8, 1), (8, 4)])
+def test_gradients_of_key_heads_that_ranks_share_are_rounded_once(heads: tuple[int, int]):
+    """So the error of a bfloat16 ring of 8 is that of one device."""
+    x = [a.astype(jnp.bfloat16) for a in arrays(64, heads)]
+
+    def gradients(*x: Any, **options: Any) -> Any:
+        return jax.jit(jax.grad(lambda *x: (ring_attention(*x, **options).astype(jnp.float32) ** 2).sum(), (1, 2)))(*x)
+
+    wanted = gradients(*(a.astype(jnp.float32) for a in x))
+    over: dict[str, Any] = dict(mesh=mesh_of(sp=8), axis_name="sp", strategy="ulysses")
+    for one, ring, right in zip(gradients(*x), gradients(*x, **over), wanted, strict=True):
+        error, least = (jnp.sqrt(jnp.mean((a.astype(jnp.float32) - right) ** 2)) for a in (ring, one))
+        assert error <= 1.1 * least
+
+
+def test_the_gradient_of_a_bias_of_keys_is_rounded_once():
+    x = [a.astype(jnp.bfloat16) for a in arrays(384, (8, 8))]
+    bias = jax.random.normal(jax.random.key(3), (1, 1, 1, 384)).astype(jnp.bfloat16)
+    dout = jax.random.normal(jax.random.key(4), x[0].shape)
+
+    def gradient(bias: Any, *x: Any, **options: Any) -> Any:
+        def loss(bias: Any) -> Any:
+            return (ring_attention(*x, bias=bias, **options).astype(jnp.float32) * dout).sum()
+
+        return jax.jit(jax.grad(loss))(bias).astype(jnp.float32)
+
+    over: dict[str, Any] = dict(mesh=mesh_of(sp=8), axis_name="sp", strategy="all_gather")
+    right = gradient(*(a.astype(jnp.float32) for a in (bias, *x)))
+    error, least = (jnp.sqrt(jnp.mean((gradient(bias, *x, **o) - right) ** 2)) for o in (over, {}))
+    assert error <= 1.1 * least
+
+
 def test_a_rank_may_have_a_single_query():
     """Then an array with a row for each query has one row on a rank, as if all queries shared it."""
     x, bias = arrays(4), jax.random.normal(jax.random.key(3), (1, 8, 4, 4))

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 
 from ..contract.call import Call
 from ..contract.signature import SIGNATURE
@@ -57,6 +58,9 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         )
     if not found["dropout_prob"]:
         found["dropout_seed"] = None
+    if ring and found["bias"] is not None and found["bias"].shape[2] == 1:
+        # All ranks share its row: their gradients are added in float32, and rounded once.
+        found["bias"] = found["bias"].astype(jnp.float32)
     call = Call(query=q, key=k, value=v, **found)
     if inside:
         refuse_replicated(call)

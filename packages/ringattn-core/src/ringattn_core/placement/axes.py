@@ -97,6 +97,15 @@ def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: i
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axis), rank * length, length, dim)
 
 
+def exchanged(x: Array, axis: str, ranks: int, rank: Any, split: int, joined: int) -> Array:
+    """Every rank gives each other one its share of axis `split`; what it gets is joined along axis `joined`."""
+    if bound((axis,)):
+        return jax.lax.all_to_all(x, axis, split, joined, tiled=True)
+    whole = all_gathered(x, (axis,), ranks, rank, joined)
+    share = x.shape[split] // ranks
+    return jax.lax.dynamic_slice_in_dim(whole, rank * share, share, split)
+
+
 def shifted(x: Array, axis: tuple[str, ...], ranks: int, shift: int) -> Array:
     """What this rank receives when every rank sends `x` to the rank `shift` further on, as `coordinate` counts."""
     return permuted(x, axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])

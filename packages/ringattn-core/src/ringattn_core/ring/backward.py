@@ -62,7 +62,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         # If no rank adds to them, the kernel may return final gradients in the dtypes of the inputs.
         alone = block(ring, directions[0], whole_keys(ring, call, kept.location, [dout]), 0)
         alone = dataclasses.replace(
-            alone, final=not ring.gathers, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out
+            alone, final=not (ring.gathers or ring.wide_keys), bias_fixed=bias_fixed, shift=rows.shift, out=rows.out
         )
         made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
         found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
@@ -71,10 +71,10 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         kv, sums = _Pass(ring, directions, rows.parts(len(directions)), kernel, bias_fixed).all_hops(dout)
         found = joined_sums(sums, call)
         found["k"], found["v"] = packing.unpack(joined(kv, -2), call.query.shape[-1])
-    return _cotangents(call, found | {"sinks": _sink_gradients(kept, rows.delta)})
+    return _cotangents(ring, call, found | {"sinks": _sink_gradients(kept, rows.delta)})
 
 
-def _cotangents(call: Call, found: dict[str, Any]) -> Call:
+def _cotangents(ring: Ring, call: Call, found: dict[str, Any]) -> Call:
     """The call with each array replaced by its gradient from `found`, or by `None` if it has none.
 
     The keys of `found` are the names of the arrays in a block.
@@ -82,7 +82,9 @@ def _cotangents(call: Call, found: dict[str, Any]) -> Call:
 
     def of(name: str) -> Any:
         x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
-        return None if x is None or gradient is None else gradient.reshape(x.shape).astype(x.dtype)
+        wide = ring.wide_keys and name in ("key", "value")
+        dtype = jnp.float32 if wide else getattr(x, "dtype", None)
+        return None if x is None or gradient is None else gradient.reshape(x.shape).astype(dtype)
 
     return dataclasses.replace(call, **{name: of(name) for name in IN_BLOCK})
 

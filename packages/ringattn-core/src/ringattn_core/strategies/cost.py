@@ -119,6 +119,9 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
     within, across, outer = device.link(inner), device.link(work.ranks), work.over_heads(inner)
     to_heads = work.itemsize * (work.queries + outer.keys)
     back = work.itemsize * work.outputs
+    # Gradients of key heads that ranks share travel in float32.
+    of_keys = 4 if math.lcm(work.kv_heads, inner) > work.kv_heads else work.itemsize
+    gradients = work.itemsize * work.queries + of_keys * outer.keys
 
     def exchange(name: str, count: int) -> Step:
         sent = count * (inner - 1) // inner
@@ -131,7 +134,7 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
             exchange("q,k,v to heads", to_heads), *_forward(outer, device, across), exchange("out back", back)
         ),
         backward=_nonempty(
-            exchange("dout to heads", back), *_backward(outer, device, across), exchange("dq,dk,dv back", to_heads)
+            exchange("dout to heads", back), *_backward(outer, device, across), exchange("dq,dk,dv back", gradients)
         ),
         memory=_call_bytes(work) + to_heads + back + _engine_bytes(outer),
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the call of one shard by its strategy, on a backend with a block kernel."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from ..errors import InputError
 from ..placement import axes
 from ..ring import engine
 from ..ring.blocks import static_masks
+from ..ring.forward import narrowed
 from ..tuning.choice import with_parameters
 from . import ulysses
 
@@ -21,7 +23,9 @@ def run(registration: Registration, call: Call) -> Any:
     strategy = call.strategy if axes.size("axis_name", call.axis_name or ()) > 1 else "ring"
     _refuse_static_masks(registration, call, strategy)
     if strategy == "ulysses":
-        moved = with_parameters(registration, ulysses.by_heads(call))
+        moved = ulysses.by_heads(call)
+        chosen = with_parameters(registration, narrowed(moved))
+        moved = dataclasses.replace(moved, fwd_params=chosen.fwd_params, bwd_params=chosen.bwd_params)
         return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
     out, lse = engine.run(kernel, with_parameters(registration, call), gathers=strategy == "all_gather")
     return (out, lse) if call.return_lse else out

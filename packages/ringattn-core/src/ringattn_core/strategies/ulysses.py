@@ -7,32 +7,42 @@ the group, whose shards are consecutive. The result is the same call with the la
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from ..contract import packing
 from ..contract.call import IN_BLOCK, Call
 from ..errors import InputError
 from ..placement import arrays, axes
-from ..placement.arrays import broadcasts, letters_of, repeated_heads
+from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
 
 HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 
 
 def by_heads(call: Call) -> Call:
-    """The call with this rank's share of the heads, and the tokens of all ranks along the last axis of `axis_name`."""
+    """The call with this rank's share of the heads, and the tokens of all ranks along the last axis of `axis_name`.
+
+    Keys and values are float32 where ranks share key heads, so that their gradients are.
+    """
     outer, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
     _refuse_misfit(call, inner, ranks, axes.size("axis_name", outer))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
-    key, value = (repeated_heads(x, copies) for x in (call.key, call.value))
     # Keys and values travel as one array.
-    packed = _exchanged(packing.pack(key, value), -3, -2, call.layout, inner, ranks)
-    key, value = packing.unpack(packed, key.shape[-1])
+    packed = packing.pack(call.key, call.value)
+    if copies > 1:
+        rank = jnp.asarray(jax.lax.axis_index(inner), jnp.int32)
+        packed = _exchanged_copies(copies, call.layout, inner, ranks, packed.dtype, packed, rank)
+    else:
+        packed = _exchanged(packed, -3, -2, call.layout, inner, ranks)
+    key, value = packing.unpack(packed, call.key.shape[-1])
     rest = {name: _moved(call, name, inner, ranks) for name in IN_BLOCK if name not in ("key", "value")}
     return _with_heads_over_inner(call, rest | {"key": key, "value": value})
 
@@ -110,6 +120,30 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
     """Sends each rank its share of the heads of this rank's tokens; returns this rank's heads of all tokens."""
     tokens, heads = tokens % x.ndim, heads % x.ndim
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _exchanged_copies(
+    copies: int, layout: str, axis: str, ranks: int, dtype: Any, packed: packing.Packed, rank: Int32[Array, ""]
+) -> packing.Packed:
+    """`_exchanged` for `copies` of every key head, in float32: the ranks that share a head have gradients to add up.
+
+    Keys travel in their own `dtype`. Their gradients travel in float32, and are rounded once, after the sum.
+    """
+    moved = _exchanged(jnp.repeat(packed, copies, -2), -3, -2, layout, axis, ranks)
+    return moved.astype(jnp.float32)
+
+
+def _summed_copies(
+    copies: int, layout: str, axis: str, ranks: int, dtype: Any, rank: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    tokens, heads = gradient.ndim - 3, gradient.ndim - 2
+    in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
+    back = axes.exchanged(in_rank_order, axis, ranks, rank, tokens, heads)
+    return back.reshape(*back.shape[:heads], -1, copies, back.shape[-1]).sum(heads + 1).astype(dtype), None
+
+
+_exchanged_copies.defvjp(lambda *given: (_exchanged_copies(*given), given[-1]), _summed_copies)
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
