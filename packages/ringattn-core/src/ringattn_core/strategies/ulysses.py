@@ -36,7 +36,7 @@ def by_heads(call: Call) -> Call:
     _refuse_misfit(call, inner, ranks, axes.size("axis_name", outer))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
-    packed = packing.pack(call.key, call.value)
+    packed: Any = packing.pack(call.key, call.value)
     if copies > 1:
         rank = jnp.asarray(jax.lax.axis_index(inner), jnp.int32)
         packed = _exchanged_copies(copies, call.layout, inner, ranks, packed.dtype, packed, rank)
