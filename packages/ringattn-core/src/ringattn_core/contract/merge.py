@@ -33,7 +33,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 
     In `partial`, the results of the chunks of one row are consecutive rows of the batch. It must have no `shift`, which
     only a call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r`
-    gets the `r`th of as many equal parts as there are ranks.
+    gets part `r` of as many equal parts as there are ranks.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
     largest = lse.max(1)

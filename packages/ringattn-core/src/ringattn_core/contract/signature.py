@@ -59,7 +59,7 @@ class RingAttention(Protocol):
 PARAMETERS = tuple(inspect.signature(RingAttention.__call__).parameters.values())[1:]
 SIGNATURE = inspect.Signature(PARAMETERS)
 OF_CORE = ("strategy",)
-"""Parameters that a backend's own ring function does not get: core acts on them before it calls a kernel."""
+"""Parameters that a backend's own ring function does not get, because core acts on them before it calls a kernel."""
 
 
 def mismatch(function: Callable[..., Any]) -> str | None:
