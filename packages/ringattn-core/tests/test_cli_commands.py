@@ -270,7 +270,9 @@ def test_a_side_of_a_window_may_be_unbounded(capsys) -> None:
 def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(install, capsys) -> None:
     add(install, "good")
     status, out, err = said(capsys, *CALL, "--backend", "triton, good")
-    assert (status, err) == (0, "") and line_of(out, "->").split()[1] == "good"
+    chosen, _, plans = out.partition("\nPlans")
+    assert (status, err) == (0, "") and line_of(chosen, "->").split()[1] == "good"
+    assert line_of(plans, "->").split()[1] == "ring"
     status, out, err = said(capsys, *CALL, "--backend", "absent,gone")
     assert (status, err) == (1, "") and "none: no ring-attention backend can run this call on 'cpu': absent:" in out
 

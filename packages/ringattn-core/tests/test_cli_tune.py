@@ -154,7 +154,7 @@ class TestTune:
 
     @pytest.mark.parametrize(
         ("shape", "needed"),
-        [("1,64,2", "B,T,N,H"), ("1,64,2,x", "B,T,N,H in whole numbers"), ("", "whole numbers B,T,N,H")],
+        [("1,64,2", "B,T,N,H"), ("1,64,2,x", "B,T,N,H in whole numbers"), ("", "B,T,N,H in whole numbers")],
     )
     def test_says_what_a_shape_needs(self, shape: str, needed: str, capsys: Any) -> None:
         with pytest.raises(SystemExit):
