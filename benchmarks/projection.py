@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens a chip needs to hide its sends, and what share of the kernels' rate 1,024 chips and more keep.
 
-By the cost model of `ringattn explain`, for one causal sequence in zigzag order over all chips. With `--measured`, the
-kernels' rates are those that `gpu_ring.py` printed, and the model is compared with the rings that it measured; else all
-numbers are the model's constants. Needs no accelerator.
+By the cost model of `ringattn explain`, for one causal sequence in zigzag order over all chips. With `--measured`,
+the program takes the rates of kernels from what `gpu_ring.py` printed, and compares the model with the rings that were
+measured there. Without it, all numbers are constants of the model. Needs no accelerator.
 """
 
 import argparse

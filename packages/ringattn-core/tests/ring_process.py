@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, ring_attention, ring_mesh, to_layout
 
 DEVICES_EACH, RING = 2, 4
-# After these seconds a process ends itself, whatever it waits for and whoever started it.
+# A process ends itself after this many seconds, so that no child outlives the tests, even if it waits for others.
 LONGEST_LIFE = 240
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 32, 4, 2, 8
 

@@ -59,13 +59,18 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
     if registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    found = {}
-    if causal and static_masks(registration.implementation()):
-        lacks = f"the kernel of backend {registration.name!r} does not have the masks"
-        found = {"all_gather": lacks} | ({"ulysses": lacks} if mixed and layout == "striped" else {})
+    lacks = f"the kernel of backend {registration.name!r} does not have the masks"
+    found = dict.fromkeys(without_masks(registration, causal, layout, mixed), lacks)
     if not registration.descriptor().supports(Feature.CROSS_LENGTHS):
         found["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
     return found
+
+
+def without_masks(registration: Registration, causal: bool, layout: str, mixed: bool) -> tuple[str, ...]:
+    """The strategies that need masks which a kernel with only static masks does not have. `mixed` is as above."""
+    if not causal or not static_masks(registration.implementation()):
+        return ()
+    return ("all_gather", "ulysses") if mixed and layout == "striped" else ("all_gather",)
 
 
 def _work(registration: Registration, call: Call, ranks: int) -> Work:

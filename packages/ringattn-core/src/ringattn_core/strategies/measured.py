@@ -17,7 +17,7 @@ from ..tuning.policy import Policy, current
 from ..tuning.problem import machine
 from ..tuning.trial import HOPS
 from .devices import Device
-from .work import visible_pairs
+from .work import operations, visible_pairs
 
 _KNOWN: Final = {
     "backend", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "platform",
@@ -77,9 +77,8 @@ def _of_entry(entry: cache.Entry) -> tuple[float, float] | None:
     if len(seconds) < 2:
         return None
     told = entry.problem
-    pairs, each = _pairs(told), 2 * told["batch"] * told["heads"]
-    forward = each * (told["head_dim"] + told["value_dim"])
-    backward = each * (3 * told["head_dim"] + 2 * told["value_dim"])
+    pairs = _pairs(told)
+    forward, backward = operations(*(told[name] for name in ("batch", "heads", "head_dim", "value_dim")))
     return pairs * forward / seconds["forward"], pairs * backward / seconds["backward"]
 
 

@@ -11,10 +11,10 @@ from ..contract.call import Call
 from ..errors import InputError
 from ..placement import axes
 from ..ring import engine
-from ..ring.blocks import static_masks
 from ..ring.forward import narrowed
 from ..tuning.choice import with_parameters
 from . import ulysses
+from .choose import without_masks
 
 
 def run(registration: Registration, call: Call) -> Any:
@@ -40,10 +40,8 @@ def computed(call: Call, sizes: Mapping[str, int]) -> Call:
 
 def _refuse_static_masks(registration: Registration, call: Call, strategy: str) -> None:
     """Raises if the kernel has only static masks, and this strategy needs a mask that is not static."""
-    if not call.causal or not static_masks(registration.implementation()):
-        return
-    ring = axes.size("axis_name", (call.axis_name or ())[:-1])
-    if strategy == "all_gather" or (strategy == "ulysses" and ring > 1 and call.layout == "striped"):
+    mixed = axes.size("axis_name", (call.axis_name or ())[:-1]) > 1
+    if strategy in without_masks(registration, call.causal, call.layout, mixed):
         raise InputError(
             "strategy",
             f"{strategy!r} with causal=True and layout={call.layout!r} needs masks that the kernel of backend "

@@ -64,8 +64,7 @@ class Work:
     @property
     def operations(self) -> tuple[int, int]:
         """The floating-point operations for one pair in the forward and the backward pass, over batch and heads."""
-        each = 2 * self.batch * self.heads
-        return each * (self.head_dim + self.value_dim), each * (3 * self.head_dim + 2 * self.value_dim)
+        return operations(self.batch, self.heads, self.head_dim, self.value_dim)
 
     @functools.cached_property
     def of_hops(self) -> np.ndarray:
@@ -99,6 +98,12 @@ class Work:
             pairs=pairs,
             plan=dataclasses.replace(self.plan, ranks=outer, offsets=seen, two_way=two_way),
         )
+
+
+def operations(batch: int, heads: int, head_dim: int, value_dim: int) -> tuple[int, int]:
+    """`Work.operations` of these shapes: two and five matrix products."""
+    each = 2 * batch * heads
+    return each * (head_dim + value_dim), each * (3 * head_dim + 2 * value_dim)
 
 
 @functools.lru_cache(maxsize=64)
