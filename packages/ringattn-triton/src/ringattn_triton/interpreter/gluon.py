@@ -34,6 +34,7 @@ class Team:
         self.error: BaseException | None = None
         self.waiting: set[int] = set()
         self.fetched: set[Barrier] = set()
+        self.hardware: dict[int, Barrier] = {}
 
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
         """Runs one partition in this thread, or a program before it has started partitions."""
@@ -262,8 +263,8 @@ def run_program(function: Any, pointers: Sequence[Any], constants: Mapping[str, 
 def warp_specialize(partitions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any = None) -> None:
     team, launch = Team(len(partitions)), current.launch
 
-    def work(function: Any, arguments: tuple[Any, ...]) -> None:
-        current.launch = launch
+    def work(function: Any, arguments: tuple[Any, ...], size: int) -> None:
+        current.launch, current.threads = launch, 32 * size
         error = None
         try:
             with np.errstate(all="ignore"):
@@ -272,7 +273,11 @@ def warp_specialize(partitions: Sequence[tuple[Any, tuple[Any, ...]]], warps: An
             error = raised
         team.ended(error)
 
-    threads = [threading.Thread(target=work, args=partition, daemon=True) for partition in partitions]
+    sizes = (launch.warps, *map(plain, warps))
+    threads = [
+        threading.Thread(target=work, args=(*partition, size), daemon=True)
+        for partition, size in zip(partitions, sizes, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -353,8 +358,19 @@ def opaque_zero() -> int:
     return 0
 
 
-def hardware_barrier(*_: Any) -> None:
-    """Does nothing: on a device it orders groups of warps, which changes no result."""
+def hardware_barrier(action: str, number: Any, threads: Any) -> None:
+    """As PTX has it: each barrier counts the threads that arrive, and `sync` waits until as many as it asks for have."""
+    team = current.team
+    with team.changed:
+        barrier = team.hardware.setdefault(_integer(number), Barrier())
+        if not barrier.count:
+            barrier.begin(plain(threads))
+        if barrier.count != plain(threads):
+            raise _error(f"has a hardware barrier for {plain(threads)} threads and for {barrier.count}")
+        before = barrier.phase % 2
+        barrier.arrived(current.threads)
+    if action == "sync":
+        team.wait(barrier, before)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
