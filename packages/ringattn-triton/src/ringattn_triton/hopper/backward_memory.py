@@ -22,6 +22,7 @@ DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
 
+
 class Memory(NamedTuple):
     """The allocations. `shared_places` names what is in them. `dout` may share that of `q`, and `v` that of `k`."""
 

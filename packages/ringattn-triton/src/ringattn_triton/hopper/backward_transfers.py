@@ -12,8 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import owned
 from .backward_memory import DOUT_EMPTY, DQ_EMPTY, DQ_FULL, Q_EMPTY, at, next_turn, put_number, shared_places
-from .hardware_barriers import hardware_barrier
 from .backward_turns import steps_of, tile_at
+from .hardware_barriers import hardware_barrier
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""

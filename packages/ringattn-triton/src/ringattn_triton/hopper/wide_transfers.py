@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..kernels.tile_loop import owned
 from .backward_memory import DQ_EMPTY, DQ_FULL, at, next_turn, shared_places
 from .backward_transfers import async_atomic_add, wait_for_additions
-from .hardware_barriers import hardware_barrier
 from .backward_turns import steps_of, tile_at
+from .hardware_barriers import hardware_barrier
 
 
 @gluon.jit

@@ -359,7 +359,7 @@ def opaque_zero() -> int:
 
 
 def hardware_barrier(action: str, number: Any, threads: Any) -> None:
-    """As PTX has it: each barrier counts the threads that arrive, and `sync` waits until as many as it asks for have."""
+    """Counts the threads that arrive at a barrier; `sync` waits until as many have arrived as it asks for."""
     team = current.team
     with team.changed:
         barrier = team.hardware.setdefault(_integer(number), Barrier())
