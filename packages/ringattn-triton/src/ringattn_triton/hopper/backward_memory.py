@@ -13,12 +13,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
+from .hardware_barriers import FIRST_FREE
+
+DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
+Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
+DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
+DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
+DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
+WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
 
 
 class Memory(NamedTuple):
     """The allocations. `shared_places` names what is in them. `dout` may share that of `q`, and `v` that of `k`."""
 
     barriers: Any
+    q_full: Any
     numbers: Any
     rows: Any
     q: Any
@@ -49,22 +58,15 @@ class Shared(NamedTuple):
     turn_empty: Any
     k: Any
     v: Any
-    kv_full: Any
     kv_empty: Any
     q: Any
     rows: Any
     tile: Any
     q_full: Any
-    q_empty: Any
     dout: Any
     dout_full: Any
-    dout_empty: Any
     ds: Any
-    ds_full: Any
     dq: Any
-    dq_full: Any
-    dq_empty: Any
-    weights_full: Any
 
 
 class Places(NamedTuple):
@@ -103,6 +105,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         v = gl.allocate_shared_memory(TYPE, [1, PLAN.kv_tile, VALUE_DIM], VALUES)
     memory = Memory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
+        q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
         rows=gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN),
         q=q,
@@ -115,16 +118,9 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     shared = shared_places(memory, PLAN)
     _begin(shared.turn_full, 2, 1)
     _begin(shared.turn_empty, 2, 2 + PLAN.writers)
-    _begin(shared.kv_full, 1, 1)
     _begin(shared.kv_empty, 1, 2)
     _begin(shared.q_full, PLAN.stages, 1)
-    _begin(shared.q_empty, PLAN.stages, 2)
     _begin(shared.dout_full, PLAN.dout_stages, 1)
-    _begin(shared.dout_empty, PLAN.dout_stages, 2)
-    _begin(shared.ds_full, PLAN.ds_places, 1 if PLAN.wide else 2)
-    _begin(shared.dq_full, PLAN.dq_signals, 1)
-    _begin(shared.dq_empty, PLAN.dq_places, 1)
-    _begin(shared.weights_full, 1, 1)
     return memory
 
 
@@ -139,12 +135,6 @@ def shared_places(memory, PLAN: gl.constexpr):
     """The places in the allocations, by name."""
     barriers = memory.barriers
     numbers = memory.numbers
-    Q_EMPTY: gl.constexpr = 6 + PLAN.stages
-    DOUT_FULL: gl.constexpr = Q_EMPTY + PLAN.stages
-    DOUT_EMPTY: gl.constexpr = DOUT_FULL + PLAN.dout_stages
-    DS_FULL: gl.constexpr = DOUT_EMPTY + PLAN.dout_stages
-    DQ_FULL: gl.constexpr = DS_FULL + PLAN.ds_places
-    DQ_EMPTY: gl.constexpr = DQ_FULL + PLAN.dq_signals
     return Shared(
         turn=Places(numbers, 0),
         before=Places(numbers, 2),
@@ -154,22 +144,15 @@ def shared_places(memory, PLAN: gl.constexpr):
         turn_empty=Places(barriers, 2),
         k=Places(memory.k, 0),
         v=Places(memory.v, 0 if PLAN.wide else 1),
-        kv_full=Places(barriers, 4),
-        kv_empty=Places(barriers, 5),
+        kv_empty=Places(barriers, 4),
         q=Places(memory.q, 0),
         rows=memory.rows,
         tile=Places(numbers, 8),
-        q_full=Places(barriers, 6),
-        q_empty=Places(barriers, Q_EMPTY),
+        q_full=Places(memory.q_full, 0),
         dout=Places(memory.dout, 0 if PLAN.wide else PLAN.stages),
-        dout_full=Places(barriers, DOUT_FULL),
-        dout_empty=Places(barriers, DOUT_EMPTY),
+        dout_full=Places(barriers, 5),
         ds=memory.ds,
-        ds_full=Places(barriers, DS_FULL),
         dq=memory.dq,
-        dq_full=Places(barriers, DQ_FULL),
-        dq_empty=Places(barriers, DQ_EMPTY),
-        weights_full=Places(barriers, DQ_EMPTY + PLAN.dq_places),
     )
 
 

@@ -18,8 +18,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_head
-from .backward_memory import at, finished_turn, got_number, next_turn, shared_places
+from .backward_memory import (
+    DOUT_EMPTY,
+    DQ_EMPTY,
+    DQ_FULL,
+    DS_FULL,
+    Q_EMPTY,
+    at,
+    finished_turn,
+    got_number,
+    next_turn,
+    shared_places,
+)
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
+from .hardware_barriers import hardware_barrier
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 
@@ -76,7 +88,6 @@ def compute_gradients(
         after = got_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
-        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
         for part in range(0, PARTS * F.group):
             head = _head_of(P, turn, part // PARTS, F, T, PLAN)
             dslope = slope_sums(F)
@@ -97,7 +108,6 @@ def compute_gradients(
                 row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
-        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         first = row * PLAN.kv_tile + NUMBER * 64
         write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
@@ -182,8 +192,7 @@ def _step_of(
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     fence_async_shared()
-    mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
-    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    hardware_barrier("sync", DS_FULL, 256)
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
@@ -192,20 +201,20 @@ def _step_of(
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    mbarrier.arrive(at(shared.dout_empty, place), count=1)
+    hardware_barrier("arrive", DOUT_EMPTY + place, 288)
     _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    mbarrier.arrive(at(shared.q_empty, place), count=1)
+    hardware_barrier("arrive", Q_EMPTY + place, 288)
     return dk, dv, dslope
 
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it."""
-    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
+    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
     fence_async_shared()
-    mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
+    hardware_barrier("arrive", DQ_FULL + NUMBER + (step % PLAN.writers) * 2, 160)
 
 
 @gluon.jit

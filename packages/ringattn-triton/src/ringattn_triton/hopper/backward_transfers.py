@@ -11,8 +11,9 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import owned
-from .backward_memory import at, next_turn, put_number, shared_places
+from .backward_memory import DOUT_EMPTY, DQ_EMPTY, DQ_FULL, Q_EMPTY, at, next_turn, put_number, shared_places
 from .backward_turns import steps_of, tile_at
+from .hardware_barriers import hardware_barrier
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
@@ -52,15 +53,10 @@ def fetch_tiles(
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
+    emptied = 0  # how many steps have given up their place of dout, as far as this warp knows
     turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     while turn < all_turns:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
-        full = at(shared.kv_full, 0)
-        tokens_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
-        mbarrier.expect(full, PLAN.kv_tile * (DIM + VALUE_DIM) * 2)
-        fetch(k_tiles, tokens_at, full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
-        fetch(v_tiles, tokens_at, full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
         steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
@@ -70,30 +66,52 @@ def fetch_tiles(
             for step in range(0, count):
                 tile = ahead
                 ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
+                begins = (member == 0) & (step == 0)
                 place = done % PLAN.stages
-                phase = ((done // PLAN.stages) & 1) ^ 1
                 tokens_at = [head, batch * F.q_length + tile * PLAN.q_tile, 0]
                 numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
-                full = at(shared.q_full, place)
-                mbarrier.wait(at(shared.q_empty, place), phase)
+                q_full = at(shared.q_full, place)
+                if done >= PLAN.stages:
+                    hardware_barrier("sync", Q_EMPTY + place, 288)
                 put_number(at(shared.tile, place), tile)
-                mbarrier.expect(full, PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1))
-                fetch(q_tiles, tokens_at, full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
-                fetch(lse_rows, numbers_at, full, shared.rows.index(place))
+                OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1)
+                _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
+                fetch(q_tiles, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
+                fetch(lse_rows, numbers_at, q_full, shared.rows.index(place))
                 if F.slopes:
                     group = batch if F.q_positions_batch else 0
-                    fetch(away_rows, [group, tile * PLAN.q_tile], full, shared.rows.index(2 * PLAN.stages + place))
+                    fetch(away_rows, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
                 place = done % PLAN.dout_stages
-                phase = ((done // PLAN.dout_stages) & 1) ^ 1
-                full = at(shared.dout_full, place)
-                mbarrier.wait(at(shared.dout_empty, place), phase)
-                mbarrier.expect(full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS)
-                fetch(dout_tiles, tokens_at, full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
-                fetch(delta_rows, numbers_at, full, shared.rows.index(PLAN.stages + place))
+                dout_full = at(shared.dout_full, place)
+                if emptied + PLAN.dout_stages <= done:
+                    hardware_barrier("sync", DOUT_EMPTY + place, 288)
+                    emptied += 1
+                _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
+                fetch(dout_tiles, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
+                fetch(delta_rows, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
+                if begins:
+                    if PLAN.wide:
+                        mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
+                    else:  # who gives up the last dout has used keys and values as well
+                        if emptied < done:
+                            hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
+                            emptied += 1
+                    keys_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
+                    fetch(k_tiles, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
+                    fetch(v_tiles, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
                 done += 1
         taken += 1
         turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
     _announce(shared, taken, turn, 0, 0, 0)
+
+
+@gluon.jit
+def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
+    """Announces what a place of queries gets: `BYTES`, and `MORE` with the first step of a turn."""
+    if more:
+        mbarrier.expect(full, BYTES + MORE)
+    else:
+        mbarrier.expect(full, BYTES)
 
 
 @gluon.jit
@@ -125,6 +143,9 @@ def add_dq(
     """
     Q_TILES: gl.constexpr = T.columns
     shared = shared_places(memory, PLAN)
+    if NUMBER == 0:  # at first all places are empty
+        hardware_barrier("arrive", DQ_EMPTY, 160)
+        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
@@ -147,13 +168,12 @@ def add_dq(
                     rank = gl.load(ranks + tile)
                     while gl.load(counters + tile, volatile=True) < rank:
                         pass
-                here = done + step
                 for half in gl.static_range(2):
-                    mbarrier.wait(at(shared.dq_full, 2 * NUMBER + half), (here // PLAN.writers) & 1)
+                    hardware_barrier("sync", DQ_FULL + 2 * NUMBER + half, 160)
                     async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    mbarrier.arrive(at(shared.dq_empty, half), count=1)
+                    hardware_barrier("arrive", DQ_EMPTY + half, 160)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
