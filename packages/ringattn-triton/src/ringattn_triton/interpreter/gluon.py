@@ -130,6 +130,11 @@ class Descriptor:
         inside = np.logical_and.reduce([(r >= 0) & (r < size) for r, size in zip(ranges, self.shape, strict=True)])
         return inside, sum(r * step for r, step in zip(ranges, self.strides, strict=True))
 
+    def write(self, at: Sequence[Any], source: Shared) -> None:
+        """Writes a tile to memory, without its elements past the end."""
+        inside, offsets = self._places(at)
+        self.base.buffer.store(self.base.data + np.where(inside, offsets, 0), source.data, inside)
+
     def add(self, at: Sequence[Any], source: Shared) -> None:
         """Adds a tile to memory, without its elements past the end."""
         inside, offsets = self._places(at)
@@ -232,6 +237,12 @@ def async_atomic_add(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared)
     current.additions.append(lambda: tensor_desc.add(at, src))
 
 
+def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
+    """Begins to write a tile to memory. The tile is read from shared memory as late as a device may read it."""
+    at = [_integer(start) for start in coord]
+    current.additions.append(lambda: tensor_desc.write(at, src))
+
+
 def store_wait(pendings: Any) -> None:
     """Waits until at most `pendings` tiles have yet to be read from shared memory."""
     while len(current.additions) > plain(pendings):
@@ -301,3 +312,12 @@ def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
 
 def convert_layout(value: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
     return cast(value, value.dtype)
+
+
+def product_where_needed(acc: Tensor, factor: Tensor) -> Tensor:
+    """The product; a device leaves rows alone where all factors are 1."""
+    return acc * factor
+
+
+def softmax_first(step: Any) -> None:
+    """Orders instructions, and computes nothing."""
