@@ -13,6 +13,7 @@ import numpy as np
 
 from ..ring.hops import Send
 from .devices import Device, Link
+from .ulysses import misfit
 from .work import Work
 
 
@@ -144,11 +145,7 @@ def refused(work: Work, inner: int) -> str | None:
     """Why groups of `inner` ranks cannot split the heads of the call."""
     if work.ranks % inner:
         return f"{work.ranks} ranks do not divide into groups of {inner}"
-    if work.heads % inner:
-        return f"{work.heads} query heads do not divide by {inner} ranks"
-    if inner < work.ranks and work.two_way and math.lcm(work.kv_heads, inner) // inner % 2:
-        return "two_way needs an even number of key heads on each rank"
-    return None
+    return misfit(work.heads, work.kv_heads, inner, work.ranks // inner, work.two_way)
 
 
 @dataclasses.dataclass(frozen=True)
