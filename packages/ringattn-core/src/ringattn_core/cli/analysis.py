@@ -63,7 +63,7 @@ class CallAnalysis:
     gathered: int
     memory: Rows
     compiled: dict[str, Any] | None
-    plan: Plan
+    shard: Shard
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -88,14 +88,7 @@ class CallAnalysis:
         rank = np.arange(self.ranks)
         for hop, tiles in zip(self.hops, self.tiles, strict=True):
             pairs[rank, (rank - hop.offset) % self.ranks] = tiles * np.prod(self.tile)
-        (batch, _, heads, head_dim), (*_, kv_heads, value_dim) = (
-            self.call.floating[name].shape for name in ("query", "value")
-        )
-        itemsize = self.call.floating["query"].dtype.itemsize
-        inputs = sum(row["bytes"] for row in self.memory if row["pass"] == "call" and "output" not in row["arrays"])
-        sizes = (batch, *self.lengths, heads, kv_heads, head_dim, value_dim, itemsize)
-        work = Work(*sizes, pairs, self.plan, self.call.options.get("two_way", False))
-        return dataclasses.replace(work, others=inputs - itemsize * (work.queries + work.keys))
+        return Work.of_call(self.shard.call, self.shard.ring.plan, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -146,7 +139,7 @@ def analyse(
         gathered=sum(x.size * x.dtype.itemsize for x in ids) * (plan.ranks - 1),
         memory=held(local),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
-        plan=plan,
+        shard=local,
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
     )
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import jax
-
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.features import Feature
@@ -82,28 +80,10 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
 
 def _work(registration: Registration, call: Call, ranks: int) -> Work:
     """The work of this call of one shard, on a ring of `ranks`."""
-    kernel = registration.descriptor().kernel
-    batch, q_length, heads, head_dim = call.query.shape
-    lengths = q_length, call.key.shape[1]
-    joined = kernel is None or joint(registration.implementation())
+    joined = registration.descriptor().kernel is None or joint(registration.implementation())
     bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
-    plan = hops.plan(bare, call.layout, ranks, *lengths, call.two_way, joined)
-    inputs = [x for x in jax.tree.leaves(call) if hasattr(x, "dtype")]
-    work = Work(
-        batch=batch,
-        q_length=q_length,
-        kv_length=lengths[1],
-        heads=heads,
-        kv_heads=call.key.shape[2],
-        head_dim=head_dim,
-        value_dim=call.value.shape[3],
-        itemsize=call.query.dtype.itemsize,
-        pairs=visible_pairs(bare, call.layout, ranks, *lengths),
-        plan=plan,
-        two_way=call.two_way,
-    )
-    others = sum(x.size * x.dtype.itemsize for x in inputs) - work.itemsize * (work.queries + work.keys)
-    return dataclasses.replace(work, others=others)
+    shape = call.layout, ranks, call.query.shape[1], call.key.shape[1]
+    return Work.of_call(call, hops.plan(bare, *shape, call.two_way, joined), visible_pairs(bare, *shape))
 
 
 def reckoned(
