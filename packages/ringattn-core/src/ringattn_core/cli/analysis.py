@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..backends import selection
@@ -15,7 +14,7 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
-from ..strategies.work import Work
+from ..strategies.work import Work, data_bytes
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
 from .output import Rows
@@ -122,7 +121,6 @@ def analyse(
     ]
     ranks = np.arange(call.ring)[:, None]
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
-    ids = jax.tree.leaves((local.call.kv_segment_ids, local.call.kv_positions))
     return CallAnalysis(
         call=call,
         platform=platform,
@@ -136,8 +134,8 @@ def analyse(
         hops=tuple(hops),
         skipped=tuple(offset for offset in range(plan.ranks) if offset not in plan.offsets),
         sent=_sent(plan, local),
-        gathered=sum(x.size * x.dtype.itemsize for x in ids) * (plan.ranks - 1),
-        memory=held(local),
+        gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (plan.ranks - 1),
+        memory=held(local, Work.of_call(local.call, plan, np.zeros((plan.ranks, plan.ranks)))),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         shard=local,
         states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],

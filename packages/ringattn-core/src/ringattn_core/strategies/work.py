@@ -57,7 +57,9 @@ class Work:
             pairs=pairs,
             plan=plan,
             two_way=call.two_way,
-            others=_bytes(call) - _bytes((call.query, call.key, call.value)) + (plan.ranks - 1) * _bytes(of_all_ranks),
+            others=data_bytes(call)
+            - data_bytes((call.query, call.key, call.value))
+            + (plan.ranks - 1) * data_bytes(of_all_ranks),
         )
 
     @property
@@ -122,7 +124,8 @@ class Work:
         )
 
 
-def _bytes(tree: Any) -> int:
+def data_bytes(tree: Any) -> int:
+    """The bytes of all arrays in `tree`, from their shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
 
 
