@@ -22,6 +22,8 @@ from .measured import with_measured
 from .ulysses import misfit
 from .work import Work, visible_pairs
 
+_NEARLY_EQUAL: Final = 1.03
+"""How much longer than the shortest a plan may take and still be chosen for its forward pass."""
 _NONE: Final[Mapping[str, str]] = {}
 
 
@@ -102,13 +104,15 @@ def reckoned(
 
 
 def cheapest(plans: Sequence[Cost]) -> Cost:
-    """The plan with the shortest forward and backward pass together; the first of equal plans.
+    """The plan with the shortest forward and backward pass together.
 
-    If the call can use none of them, it is the plan that needs the least memory, because the model may be wrong.
+    Of plans within 3% of it, it is the one with the shortest forward pass, because nobody can say while a call is traced
+    whether it will be differentiated; the first of equal plans. If the call can use none of them, it is the plan that needs the least memory, because the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
     if usable:
-        return min(usable, key=lambda plan: plan.seconds)
+        shortest = min(plan.seconds for plan in usable)
+        return min((plan for plan in usable if plan.seconds <= _NEARLY_EQUAL * shortest), key=lambda plan: cost.total(plan.forward))
     return min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)
 
 
