@@ -63,7 +63,7 @@ def _weighed(
     axis: tuple[str, ...] = (),
     scattered: bool = False,
 ) -> Partial:
-    """The merged result of `n` partial results of each row and, with `axis`, of all ranks; `largest` is the largest lse."""
+    """Merges `n` partial results of each row and, with `axis`, those of all ranks; `largest` is the largest lse."""
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(lse - safe[:, None])
     sums = (out * _over_out(weight)).sum(1), weight.sum(1)
