@@ -40,32 +40,28 @@ def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> N
         )
 
 
-def indices(layout: str, ranks: int, rank: Any, length: int, stripe: int = 1) -> Int32[Array, " length"]:
+def indices(
+    layout: str, ranks: int, rank: Any, length: int, stripe: int = 1, numpy: Any = jnp
+) -> Int32[Array | np.ndarray, "..."]:
     """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
 
     `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`. In the striped
     layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring ranks with runs
-    of one token form one such shard (`of_neighbours`).
+    of one token form one such shard (`of_neighbours`). `numpy` is the library that computes.
     """
-    step = jnp.arange(length, dtype=jnp.int32)
+    step = numpy.arange(length, dtype=numpy.int32)
     if layout == "contiguous":
         return rank * length + step
     if layout == "striped":
         return (step // stripe * ranks + rank) * stripe + step % stripe
     half = length // 2
-    return jnp.where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
+    return numpy.where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
 
 
 def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
     """The global index of each token of the whole sequence, in layout order: rank by rank."""
-    layout = canonical(layout)
-    natural = np.arange(length, dtype=np.int32)
-    if layout == "contiguous":
-        return natural
-    if layout == "striped":
-        return natural.reshape(-1, ranks, stripe).swapaxes(0, 1).reshape(-1)
-    chunks = natural.reshape(2 * ranks, -1)
-    return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
+    every_rank = np.arange(ranks, dtype=np.int32)[:, None]
+    return np.asarray(indices(canonical(layout), ranks, every_rank, length // ranks, stripe, np)).reshape(-1)
 
 
 def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
