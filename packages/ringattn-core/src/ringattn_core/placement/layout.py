@@ -40,28 +40,30 @@ def refuse_indivisible(argument: str, length: int, layout: str, ranks: int) -> N
         )
 
 
-def indices(
-    layout: str, ranks: int, rank: Any, length: int, stripe: int = 1, numpy: Any = jnp
-) -> Int32[Array | np.ndarray, "..."]:
+def indices(layout: str, ranks: int, rank: Any, length: int, stripe: int = 1) -> Int32[Array, " length"]:
     """The global index of each of the `length` tokens that `rank` holds; increasing in every layout.
 
     `rank` may be traced. The indices of all ranks together are a permutation of `range(ranks * length)`. In the striped
     layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring ranks with runs
-    of one token form one such shard (`of_neighbours`). `numpy` is the library that computes.
+    of one token form one such shard (`of_neighbours`).
     """
-    step = numpy.arange(length, dtype=numpy.int32)
-    if layout == "contiguous":
-        return rank * length + step
-    if layout == "striped":
-        return (step // stripe * ranks + rank) * stripe + step % stripe
-    half = length // 2
-    return numpy.where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
+    return _indices(layout, ranks, rank, jnp.arange(length, dtype=jnp.int32), stripe, jnp.where)
 
 
 def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
     """The global index of each token of the whole sequence, in layout order: rank by rank."""
-    every_rank = np.arange(ranks, dtype=np.int32)[:, None]
-    return np.asarray(indices(canonical(layout), ranks, every_rank, length // ranks, stripe, np)).reshape(-1)
+    every_rank, step = np.arange(ranks, dtype=np.int32)[:, None], np.arange(length // ranks, dtype=np.int32)
+    return _indices(canonical(layout), ranks, every_rank, step, stripe, np.where).reshape(-1)
+
+
+def _indices(layout: str, ranks: int, rank: Any, step: Any, stripe: int, where: Any) -> Any:
+    """The global index of each `step`, the number of a token in the shard of `rank`."""
+    if layout == "contiguous":
+        return rank * step.size + step
+    if layout == "striped":
+        return (step // stripe * ranks + rank) * stripe + step % stripe
+    half = step.size // 2
+    return where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
 
 
 def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:
