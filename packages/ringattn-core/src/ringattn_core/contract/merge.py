@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How partial results combine: with each other, and with attention sinks."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Final
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from ..placement import axes
+from . import ordering
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
@@ -63,7 +65,7 @@ def _weighed(
     axis: tuple[str, ...] = (),
     scattered: bool = False,
 ) -> Partial:
-    """The merged result of `n` partial results of each row and, with `axis`, of all ranks; `largest` is the largest lse."""
+    """Merges `n` partial results of each row and, with `axis`, those of all ranks; `largest` is the largest lse."""
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(lse - safe[:, None])
     sums = (out * _over_out(weight)).sum(1), weight.sum(1)
@@ -122,9 +124,16 @@ def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
-    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`."""
+    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`.
+
+    `forward` runs after `partial` is computed. It need not wait for that, but XLA might else compute with the keys that
+    a rank receives first and with its own last, and no kernel would hide the send.
+    """
 
     def continued(block: Block, partial: Partial | None) -> Partial:
-        return forward(block) if partial is None else merge(partial, forward(block))
+        if partial is None:
+            return forward(block)
+        kv = jax.tree.map(lambda x: ordering.tie_by_bits(x, partial.lse), block.kv)
+        return merge(partial, forward(dataclasses.replace(block, kv=kv)))
 
     return continued
