@@ -44,7 +44,7 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
     if bias is not None:
-        dbias = _bias(given, inputs)[:, :, : bias.shape[2], :kv_length]
+        dbias = _bias_gradient(given, inputs)[:, :, : bias.shape[2], :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
 
 
@@ -132,8 +132,11 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
     )
 
 
-def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
-    """`dbias` in the shape of the padded bias. The members of the grid share a tile of it."""
+def _bias_gradient(given: KernelInputs, inputs: Inputs) -> jax.Array:
+    """Computes `dbias`, in the shape of the padded bias.
+
+    The batch rows and heads that share a tile of the bias are the last axis of the grid: each adds to the same output.
+    """
     sizes, bias = given.sizes, given.block.bias
     assert bias is not None
     by_rows = bias.shape[2] > 1

@@ -18,7 +18,7 @@ from ..mask_bits import bits
 
 
 def to_column(row: jax.Array) -> jax.Array:
-    """A row `[1, tile]` as a column whose every lane is the same, `[tile, 128]`."""
+    """Turns a row `[1, tile]` into a column `[tile, 128]` whose lanes are all equal."""
     return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
 
 
@@ -28,7 +28,7 @@ def to_row(column: jax.Array) -> jax.Array:
 
 
 def wide(column: jax.Array, width: int) -> jax.Array:
-    """A column whose every lane is the same, for `width` lanes."""
+    """Widens or narrows `column [tile, 128]`, whose lanes are all equal, to `width` lanes."""
     if width < LANES:
         return column[:, :width]
     return jnp.tile(column, (1, -(-width // LANES)))[:, :width]

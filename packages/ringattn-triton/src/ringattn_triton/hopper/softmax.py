@@ -85,7 +85,7 @@ def in_parts(total):
 
 @gluon.jit
 def sum_of_parts(total, OF_ROWS: gl.constexpr):
-    """The sums of rows."""
+    """Adds the four partial sums of each row (`sums_of_parts`); `OF_ROWS` is the layout of the result, `[64]`."""
     return gl.convert_layout(gl.sum(total, 1), OF_ROWS)
 
 
