@@ -16,10 +16,10 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import refuse_indivisible
 from ..placement.mesh import surrounding
+from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
-_NAMES: Final = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -47,7 +47,7 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     """
     if mesh is not None:
         return mesh
-    named = [name for argument in _NAMES for name in axes.names(options.get(argument), argument)]
+    named = [name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)]
     return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
 
 
@@ -55,7 +55,7 @@ def check_mesh(call: Call, mesh: Any) -> None:
     """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
-    for argument in _NAMES:
+    for argument in AXIS_NAMES:
         named = getattr(call, argument) or ()
         _refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():
