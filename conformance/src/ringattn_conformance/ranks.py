@@ -229,7 +229,7 @@ def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
 
 
 def static_options(case: Case) -> dict[str, Any]:
-    """The keyword arguments of the case that are no arrays."""
+    """The keyword arguments of the case that are not arrays."""
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,

@@ -113,13 +113,13 @@ class Report(TypedDict):
 
 
 def read(path: Path) -> Report:
-    """The report in a file; raises ValueError, with what to do, where it is none of this format."""
+    """Reads the report in a file. Raises ValueError, with a remedy, if the file is not a report of this format."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}. Name a report that --ringattn-report wrote") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}. Name a report that --ringattn-report wrote") from error
+        raise ValueError(f"{path} is not JSON: {error}. Name a report that --ringattn-report wrote") from error
     given = content.get("format") if isinstance(content, dict) else None
     if given != FORMAT:
         raise ValueError(f"{path} has the format {given!r}, this program reads {FORMAT}. Run the suite again")
