@@ -75,7 +75,7 @@ class Placement:
         return Mesh(devices.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":
-        """This placement, emulated where there are too few devices."""
+        """This placement, emulated if there are too few devices."""
         enough = self.devices <= len(jax.devices())
         return self if enough else dataclasses.replace(self, emulated=True, data=1, heads=1)
 

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "send": ({"send": "values"}, InputError, "send: got 'values'. Pass one of 'auto', 'keys', 'queries'"),
     "causal": ({"is_causal": True}, InputError, "is_causal: is not an argument of prefill_attention. Leave it out"),
     "window": ({"window": 3}, InputError, "window: is not an argument of prefill_attention. Pass sliding_window"),
-    "mask": ({"mask": None}, InputError, "mask: is not an argument of prefill_attention. Its arguments are query, key_c"),
+    "mask": ({"mask": None}, InputError, "mask: is not an argument of prefill_attention. Its arguments are query"),
     "scale": ({"scale": 1.0}, InputError, "scale: is not an argument of prefill_attention. Pass softmax_scale"),
     "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
