@@ -153,7 +153,7 @@ class TestWhatItRefuses:
             RingMultiheadAttention(N, C, key=KEY, cfg={})
 
     def test_arrays_among_the_settings(self):
-        with pytest.raises(errors.InputError, match="q_segment_ids: is not an option of this adapter"):
+        with pytest.raises(errors.InputError, match="q_segment_ids: is no option of this adapter"):
             RingMultiheadAttention(N, C, key=KEY, q_segment_ids=jnp.zeros((1, T), jnp.int32))
 
     def test_inputs_of_other_axes(self):

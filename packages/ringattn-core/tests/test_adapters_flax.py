@@ -234,7 +234,7 @@ class TestWhatItRefuses:
 
     @pytest.mark.parametrize("name", ["dropout_rate", "mask", "bias"])
     def test_an_option_that_the_layer_passes(self, name: str):
-        with pytest.raises(errors.InputError, match=f"{name}: is not an option of this adapter"):
+        with pytest.raises(errors.InputError, match=f"{name}: is no option of this adapter"):
             ring_attention_fn(**{name: None})
 
     def test_an_option_under_its_name_in_ring_attention(self):

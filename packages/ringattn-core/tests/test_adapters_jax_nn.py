@@ -238,14 +238,14 @@ class TestWhatItRefuses:
 
     def test_an_unknown_name(self):
         with pytest.raises(
-            errors.InputError, match=r"unheard_of: is not an option of this adapter\. Options: alibi_slopes, "
+            errors.InputError, match=r"unheard_of: is no option of this adapter\. Options: alibi_slopes, "
         ):
             dot_product_attention(*operands(), unheard_of="sp")
 
     @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
     def test_a_misspelt_name_and_suggests_the_right_one(self, name: str, meant: str):
         with pytest.raises(
-            errors.InputError, match=rf"{name}: is not an option of this adapter \(did you mean {meant}\?"
+            errors.InputError, match=rf"{name}: is no option of this adapter \(did you mean {meant}\?"
         ):
             dot_product_attention(*operands(), **{name: True})
 

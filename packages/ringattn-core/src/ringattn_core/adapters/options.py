@@ -42,7 +42,7 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
         if name not in names:
             close = difflib.get_close_matches(name, sorted({*names, *renamed.values()}), n=1)
             guess = f" (did you mean {close[0]}?)" if close else ""
-            raise InputError(name, f"is not an option of this adapter{guess}", f"Options: {', '.join(sorted(names))}")
+            raise InputError(name, f"is no option of this adapter{guess}", f"Options: {', '.join(sorted(names))}")
     return dict(given)
 
 

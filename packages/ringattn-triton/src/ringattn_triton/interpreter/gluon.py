@@ -36,7 +36,7 @@ class Team:
         self.fetched: set[Barrier] = set()
 
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """Runs `function` in this thread: one partition, or the whole program, which may start partitions."""
+        """Runs one partition in this thread, or a program before it has started partitions."""
         current.team, current.products, current.unfenced = self, collections.deque(), []
         current.additions = collections.deque()
         function(*arguments, **constants)
