@@ -15,7 +15,8 @@ class Visit(NamedTuple):
     """The tiles of one program: `masked` steps that need a mask, and steps `[full_from, full_to)` that need none.
 
     In a range, the tiles that need a mask are `before` tiles from tile `lo` on, and the tiles from tile `after` on.
-    Otherwise `listed` points to their numbers; the first `before` of them come before the tiles that need no mask.
+    Otherwise `listed` points to their numbers; the first `before` of them come before the tiles that need no mask. If
+    these form no run, they follow in the same list, and `before` is `masked`.
     """
 
     masked: Any
