@@ -192,7 +192,7 @@ def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constex
 
 @gluon.jit
 def _own_draw(P, batch, row, column, key, F: gl.constexpr):
-    """The 16 random bits of each entry at these queries and keys, from a draw of its own."""
+    """The 16 bits of each entry of these queries and keys."""
     i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
     j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
     return half_of(unsigned(i)[None, :], unsigned(j)[:, None], key, F)
@@ -200,12 +200,12 @@ def _own_draw(P, batch, row, column, key, F: gl.constexpr):
 
 @gluon.jit
 def _kept(first, second, F: gl.constexpr, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether dropout keeps each entry of a tile of scores."""
-    # Compares the upper 16 bits of a word with the threshold; the lower bits cannot change the result.
+    """Whether each entry of a tile of scores survives."""
+    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
     four = gl.reshape(gl.join(in_first, in_second), [4, 8, Q_TILE // 16, 8, 2, 2])
-    # The first word is for query i, the second for i + 8; low halves are for key j, high halves for j + 8.
+    # The halves of a word are for keys 8 apart, the words for queries 8 apart.
     whole = gl.reshape(gl.permute(four, (0, 4, 1, 2, 5, 3)), [64, Q_TILE])
     return gl.convert_layout(whole, SCORES)

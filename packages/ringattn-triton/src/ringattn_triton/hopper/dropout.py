@@ -65,7 +65,7 @@ def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexp
 
 @gluon.jit
 def _own_draw(P, batch, row, column, key, F: gl.constexpr):
-    """The 16 random bits of each entry at these rows and columns, from a draw of its own."""
+    """The 16 bits of each entry of these rows and columns."""
     i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
     j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
     return half_of(unsigned(i)[:, None], unsigned(j)[None, :], key, F)
@@ -73,8 +73,8 @@ def _own_draw(P, batch, row, column, key, F: gl.constexpr):
 
 @gluon.jit
 def kept(first, second, F: gl.constexpr, KV_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether dropout keeps each entry of a tile of scores."""
-    # Compares the upper 16 bits of a word with the threshold; the lower bits cannot change the result.
+    """Whether each entry of a tile of scores survives."""
+    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
