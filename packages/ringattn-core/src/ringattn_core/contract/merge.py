@@ -14,7 +14,7 @@ from . import ordering
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
-"""Up to how many ranks merge by one sum of an array with a place for each rank, in which latency counts most."""
+"""Up to this number of ranks, one all-reduce gathers all results: its latency counts more than its bytes."""
 
 
 def empty(block: Block) -> Partial:
@@ -35,7 +35,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
-    """Merges `partial` of all ranks along the mesh axes `axis`, and that of each of the `chunks` of keys on a rank.
+    """Merges the partial results of all ranks along the mesh axes `axis`, and of the `chunks` of keys on each rank.
 
     In `partial`, the results of the chunks of one row are consecutive rows of the batch. It must have no `shift`, which
     only a call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r`

@@ -17,7 +17,7 @@ from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
 _TOGETHER: Final = 512
-"""The number of turns that run through their heads side by side: few enough for the queries to stay in the cache."""
+"""The number of turns of heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most heads whose turns run side by side where turns wait for each other, unless more are needed (`_STEPS`)."""
 _LONG: Final = 31
