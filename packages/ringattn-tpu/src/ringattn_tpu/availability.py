@@ -18,13 +18,7 @@ def why_unavailable() -> str | None:
 
 
 def _why(devices: Sequence[Any]) -> str | None:
-    others = sorted({device.platform for device in devices if device.platform != "tpu"})
-    if others and not INTERPRETER.allowed:
-        return (
-            f"JAX sees no TPU in this process, but {', '.join(others)}. Install the JAX of TPUs "
-            f"(pip install 'jax[tpu]') on a machine that has one, or {INTERPRETER.advice}"
-        )
-    return next(filter(None, map(_why_not_on, devices)), None)
+    return INTERPRETER.why_no_device(devices, ("tpu",)) or next(filter(None, map(_why_not_on, devices)), None)
 
 
 def _why_not_on(device: Any) -> str | None:

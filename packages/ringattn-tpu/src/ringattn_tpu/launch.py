@@ -18,7 +18,7 @@ from .steps import IDLE, MASKED, Numbering, Steps
 
 SIMULATE: Final = "simulate"
 """The value that asks for the simulator of a TPU, which is far slower than the interpreter."""
-INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", values=("1", SIMULATE))
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", "jax[tpu]", values=("1", SIMULATE))
 VMEM_LIMIT: Final = 2**25 * 3 // 2
 """How much vector memory a kernel may use: 48 MiB, of the 64 MiB that a core of the smallest of these TPUs has."""
 

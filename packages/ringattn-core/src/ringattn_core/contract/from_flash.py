@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,14 @@ BEYOND_ALL_SCORES: Final = 1e30
 
 It is finite, because some kernels treat an infinite `lse` as a special case.
 """
+
+
+_OF_OPTIONS: Final = tuple(
+    field.name
+    for field in dataclasses.fields(Block)
+    if field.default is dataclasses.MISSING and type(None) in get_args(field.type)
+)
+"""The arrays of a block that an option of the call brings."""
 
 
 class FlashForward(Protocol):
@@ -113,10 +121,10 @@ class _FlashKernel:
 
     def _check(self, block: Block, method: str) -> None:
         """Raises if the call has an option that the two functions do not take."""
-        rule, arrays = block.rule, (block.q_segments, block.bias, block.mask, block.slopes, block.seed)
+        rule, given = block.rule, [name for name in _OF_OPTIONS if getattr(block, name) is not None]
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
         unequal = rule.causal and block.q_length != block.kv_length
-        if rule != Rule(rule.scale, rule.causal, **known) or unequal or any(x is not None for x in arrays):
+        if rule != Rule(rule.scale, rule.causal, **known) or unequal or given:
             raise KernelError(
                 self,
                 method,

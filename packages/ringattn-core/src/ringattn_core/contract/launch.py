@@ -8,7 +8,7 @@ program, so that one traced program serves both platforms.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,12 +63,14 @@ def _over_no_mesh(arrays: Sequence[Any]) -> list[jax.core.ShapedArray]:
 class Interpreter:
     """Whether a backend's kernels may be interpreted on a CPU: if environment variable `variable` is one of `values`.
 
-    Errors name `compiler`, which compiles the kernels otherwise, and the `accelerator` for which it compiles.
+    Errors name `compiler`, which compiles the kernels otherwise, the `accelerator` for which it compiles, and what pip
+    installs as `package` to give JAX that accelerator.
     """
 
     variable: str
     compiler: str
     accelerator: str
+    package: str
     values: tuple[str, ...] = ("1",)
 
     @property
@@ -80,6 +82,16 @@ class Interpreter:
     def advice(self) -> str:
         """How to allow kernels to be interpreted: the end of an error message, after "or"."""
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
+
+    def why_no_device(self, devices: Sequence[Any], platforms: Collection[str]) -> str | None:
+        """Why the kernels cannot run on these devices, if some are of other `platforms`; `None` if they can."""
+        others = sorted({device.platform for device in devices} - set(platforms))
+        if not others or self.allowed:
+            return None
+        return (
+            f"JAX sees no {self.accelerator} in this process, but {', '.join(others)}. Install the JAX of your "
+            f"{self.accelerator} (pip install '{self.package}'), or {self.advice}"
+        )
 
     def check(self, kernel: str) -> None:
         """Raises unless kernels may be interpreted; called when `kernel` is lowered for a CPU."""

@@ -71,10 +71,10 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
     if registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    found = {}
+    found: dict[str, str] = {}
     if causal and static_masks(registration.implementation()):
         lacking = ("all_gather", "ulysses") if mixed and layout == "striped" else ("all_gather",)
-        found = dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
+        found |= dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
     if not registration.descriptor().supports(Feature.CROSS_LENGTHS):
         found["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
     return found

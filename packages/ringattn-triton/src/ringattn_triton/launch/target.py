@@ -12,7 +12,7 @@ from ringattn_core.contract.launch import Interpreter
 
 from ..plugin import INTERPRET_VARIABLE
 
-INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Triton", "GPU")
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Triton", "GPU", "jax[cuda13]")
 _SHARED_MEMORY: Final = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program can have, by compute capability."""
 
