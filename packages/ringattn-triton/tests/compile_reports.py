@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import triton.backends.nvidia
+from ringattn_triton.kernels.parameters import by_parameter, paths
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -148,9 +149,9 @@ def for_amd(call: Any, operands: list[Any], architecture: str) -> Report:
     """A report on a launch, compiled with the same constants for an AMD GPU."""
     names = call.kernel.arg_names
     constants = dict(call.constants)
-    pointers = [_POINTERS[x.dtype.name] for x in (*operands, *call.outputs)]
-    signature = dict(zip(names, pointers, strict=False)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
+    pointers = by_parameter(names, (_POINTERS[x.dtype.name] for x in (*operands, *call.outputs)))
+    signature = pointers | dict.fromkeys(constants, "constexpr")
+    aligned = {path: [["tt.divisibility", 16]] for path in paths(names, pointers)}
     source = ASTSource(call.kernel, signature, constants, aligned)
     options = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("hip", architecture, 64), options=options)

@@ -26,7 +26,7 @@ INPUTS: Final = (
     "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
     "kv_segments", "bias", "shift", "slopes", "mask_words", "mask_of_head", "dropout_keys",
 )  # fmt: skip
-"""The parameters that every kernel begins with, in this order."""
+"""The pointers that every kernel begins with, in this order: those after v are fields of its parameter `P`."""
 
 
 @dataclasses.dataclass(frozen=True)

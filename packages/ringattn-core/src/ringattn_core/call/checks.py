@@ -36,18 +36,6 @@ class Sizes:
     heads: tuple[int, int]
     head_axes: tuple[str, ...] = ()
 
-    @classmethod
-    def of_operands(
-        cls, q: jax.Array, k: jax.Array, lengths: tuple[int, int], head_ranks: int, head_axes: tuple[str, ...]
-    ) -> "Sizes":
-        """The sizes around this query and key, whose heads are one of `head_ranks` equal shares."""
-        return cls(
-            of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": lengths[1]},
-            lengths=lengths,
-            heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
-            head_axes=head_axes,
-        )
-
 
 def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
     """Converts `x` to an array with the axes and the kind of numbers of `wanted`; integers become int32."""

@@ -16,10 +16,10 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import refuse_indivisible
 from ..placement.mesh import surrounding
+from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
-_NAMES: Final = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -48,9 +48,9 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     """
     if mesh is not None:
         return mesh
-    named = [name for argument in _NAMES for name in axes.names(options.get(argument), argument)]
+    named = [name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)]
     found = surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
-    if found is None and all(options.get(argument) is None for argument in _NAMES) and not axes.manual():
+    if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
         unused = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
         if unused:
             warnings.warn(
@@ -72,7 +72,7 @@ def check_mesh(call: Call, mesh: Any) -> None:
             f"mesh= has the axes {_described(mesh)}, but jax.set_mesh has set another mesh, with the axes "
             f"{_described(context)}. Pass mesh= the same mesh, or leave it out"
         )
-    for argument in _NAMES:
+    for argument in AXIS_NAMES:
         named = getattr(call, argument) or ()
         _refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():

@@ -102,6 +102,13 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
+def configured(given: dict[str, Any]) -> tuple[RingAttentionConfig, Any]:
+    """Takes `cfg` and `backend` out of the keywords `given`; returns the configuration, and the backend asked for."""
+    cfg, backend = given.pop("cfg", None), given.pop("backend", None)
+    config = RingAttentionConfig() if cfg is None else RingAttentionConfig.of(cfg, "cfg")
+    return config, config.backend_name if backend is None else backend
+
+
 class TokenOptions(TypedDict, total=False):
     """Options that are arrays of tokens, batch rows or heads, and for which other libraries have no name."""
 
@@ -149,6 +156,22 @@ class Options(TokenOptions, AttentionSettings, total=False):
     attention_mask: arrays.DenseMask | None
     dropout_prob: float
     dropout_seed: int | arrays.Seed | None
+    return_lse: bool
+
+
+class CacheOptions(TypedDict, total=False):
+    """The keyword arguments of a call on a cache; they mean what they mean in `ring_attention`."""
+
+    sliding_window: int | tuple[int | None, int | None] | None
+    chunk_size: int | None
+    logits_soft_cap: float | None
+    softmax_scale: float | None
+    alibi_slopes: arrays.Slopes | None
+    axis_name: axes.AxisName
+    batch_axis_name: axes.AxisName
+    head_axis_name: axes.AxisName
+    layout: str
+    precision: Any
     return_lse: bool
 
 

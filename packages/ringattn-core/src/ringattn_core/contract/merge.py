@@ -2,6 +2,7 @@
 """How partial results combine: with each other, and with attention sinks."""
 
 from collections.abc import Callable
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ from jaxtyping import Array, Float32
 
 from ..placement import axes
 from .protocol import SHIFT_BELOW, Block, Partial
+
+_IN_ONE_SUM: Final = 8
+"""Up to how many ranks merge by one sum of an array with a place for each rank, in which latency counts most."""
 
 
 def empty(block: Block) -> Partial:
@@ -36,8 +40,30 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
     gets part `r` of as many equal parts as there are ranks.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
-    largest = lse.max(1)
-    largest = jax.lax.pmax(largest, axis) if axis else largest
+    ranks = axes.size("axis_name", axis) if axis else 1
+    if axis and not scattered and ranks <= _IN_ONE_SUM:
+        out, lse = _of_all_ranks(_weighed(out, lse, lse.max(1)), axis, ranks)
+        return _weighed(out, lse, lse.max(1))
+    largest = jax.lax.pmax(lse.max(1), axis) if axis else lse.max(1)
+    return _weighed(out, lse, largest, axis, scattered)
+
+
+def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> tuple[jax.Array, jax.Array]:
+    """`out` and `lse` of every rank, along a new second axis. Only zeros are added, so the sum is exact."""
+    packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)[:, None]
+    own = (jnp.arange(ranks) == axes.coordinate(axis))[None, :, None, None, None]
+    packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
+    return packed[..., :-1], jnp.swapaxes(packed[..., -1], 2, 3)
+
+
+def _weighed(
+    out: Float32[Array, "B n T N Hv"],
+    lse: Float32[Array, "B n N T"],
+    largest: Float32[Array, "B N T"],
+    axis: tuple[str, ...] = (),
+    scattered: bool = False,
+) -> Partial:
+    """The merged result of `n` partial results of each row and, with `axis`, of all ranks; `largest` is the largest lse."""
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(lse - safe[:, None])
     sums = (out * _over_out(weight)).sum(1), weight.sum(1)

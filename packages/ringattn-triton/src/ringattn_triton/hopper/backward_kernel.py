@@ -13,7 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..kernels.tokens import Inputs
 from .backward_memory import plain_layout, shared_memory
 from .backward_products import compute_gradients
 from .backward_transfers import add_dq, fetch_tiles
@@ -24,8 +23,7 @@ from .wide_transfers import add_wide_dq
 
 @gluon.jit
 def backward(
-    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
-    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    Q, K, V, P,
     BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
     DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
@@ -64,10 +62,6 @@ def backward(
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq_tiles = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
     memory = shared_memory(TYPE, F, PLAN)
-    P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
-        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    )  # fmt: skip
     turns = T.rows * BATCH * F.kv_heads
     if PLAN.wide:
         gl.warp_specialize(

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..kernels.tokens import Inputs, of_columns, of_head, of_rows
+from ..kernels.tokens import of_columns, of_head, of_rows
 from .dropout import counter_of_queries, draws
 from .head_tiles import product_of_heads, tiles_of_heads
 from .order import pass_order, wait_for_order
@@ -25,8 +25,7 @@ from .softmax import as_operand, distances, in_parts, packed, scored, sums_of_pa
 
 @gluon.jit
 def forward(
-    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
-    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, TAKEN_BEFORE, OUT, LSE, SHIFT_AFTER, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr, ORDERED: gl.constexpr, Q_PLACES: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
@@ -56,7 +55,7 @@ def forward(
         # A bias that all batch rows or heads share has one copy.
         BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
         bias_tiles = tma.make_tensor_descriptor(
-            BIAS, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, KV_TILE], BIASES
+            P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, KV_TILE], BIASES
         )
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -90,10 +89,6 @@ def forward(
     begin(shared.v_empty, STAGES, CONSUMERS)
     begin(shared.turns_full, 2, 1)
     begin(shared.turns_empty, 2, CONSUMERS)
-    P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
-        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    )  # fmt: skip
     S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED)
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)

@@ -13,6 +13,7 @@ import triton
 from triton import language as tl
 from triton.runtime.jit import JITFunction
 
+from ..kernels.parameters import by_parameter, labels
 from . import gluon, language, mathematics
 from .language import current
 from .memory import Buffer, Storage
@@ -53,15 +54,16 @@ def run(
     arrays += zip(outputs, storages, [True] * len(storages), strict=True)
     pointers = [
         Pointer(Buffer(label, storage, OF_ARRAY[array.dtype.name], writable, launch), np.int64(0))
-        for label, (array, storage, writable) in zip(names[:given], arrays, strict=True)
+        for label, (array, storage, writable) in zip(labels(names)[:given], arrays, strict=True)
     ]
+    arguments = by_parameter(names, pointers)
     before = getattr(current, "launch", None)
     current.launch = launch
     try:
         with np.errstate(all="ignore"):
             for program, where in enumerate(np.ndindex(*launch.grid[::-1])):
                 launch.program, launch.where = program, where[::-1]
-                gluon.run_program(function, pointers, constants)
+                gluon.run_program(function, list(arguments.values()), constants)
             for output, storage in zip(outputs, storages, strict=True):
                 output[...] = storage.flat.reshape(output.shape).astype(output.dtype)
     finally:

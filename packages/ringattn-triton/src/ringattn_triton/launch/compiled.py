@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from ..kernels.parameters import by_parameter, paths
 from .kernel_call import KernelCall
 
 _KIND: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32", "uint32": "u32"}
@@ -79,9 +80,9 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     On NVIDIA the last one is PTX, which XLA assembles for the driver that it finds.
     """
     names, fixed = call.kernel.arg_names, dict(call.constants)
-    pointers = dict(zip((name for name in names if name not in fixed), (f"*{_KIND[x]}" for x in dtypes), strict=True))
+    pointers = by_parameter([name for name in names if name not in fixed], (f"*{_KIND[x]}" for x in dtypes))
     signature = {name: "constexpr" if name in fixed else pointers[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", _ALIGNED]] for i, name in enumerate(names) if name in pointers}
+    aligned = {path: [["tt.divisibility", _ALIGNED]] for path in paths(names, pointers)}
     kind: Any = GluonASTSource if getattr(call.kernel, "is_gluon", bool)() else ASTSource
     source = kind(call.kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
     backend: Any = make_backend(target)

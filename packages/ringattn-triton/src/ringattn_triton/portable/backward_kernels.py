@@ -12,23 +12,18 @@ import triton.language as tl
 from ..kernels.dropout import weights
 from ..kernels.scores import backward_rows, bent, biases, derivatives, distance, narrowed, scaled
 from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
-from ..kernels.tokens import Inputs, of_head, of_keys, of_queries
+from ..kernels.tokens import of_head, of_keys, of_queries
 from .bias_sums_kernel import keep_tile
 
 
 @triton.jit
 def backward_keys(
-    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
-    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS, BOUNDS, TILES, DOUT, LSE, DELTA, DK, DV,
+    Q, K, V, P, BOUNDS, TILES, DOUT, LSE, DELTA, DK, DV,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of keys of each key head; the first tiles, which most queries see, start first."""
     own, batch, kv_head = owned(tl.program_id(0), T, F.kv_heads)
-    P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
-        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    )  # fmt: skip
     visited = visit(BOUNDS, TILES, batch, own, T)
     keys = of_keys(P, batch, own * KV_TILE, F, KV_TILE, True)
 
@@ -125,8 +120,7 @@ def _added_to_keys(
 
 @triton.jit
 def backward_queries(
-    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
-    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS, BOUNDS, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE,
+    Q, K, V, P, BOUNDS, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE,
     DQ, DSLOPES, DS,
     F: tl.constexpr, T: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, IN_STRIPS: tl.constexpr,
@@ -146,10 +140,6 @@ def backward_queries(
     if IN_STRIPS and own >= T.rows:
         return
     kv_head = head_number // F.group
-    P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
-        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    )  # fmt: skip
     head = of_head(P, batch, head_number, F)
     visited = visit(BOUNDS, TILES, batch, own, T)
     queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)

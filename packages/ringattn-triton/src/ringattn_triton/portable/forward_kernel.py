@@ -8,13 +8,12 @@ import triton.language as tl
 from ..kernels.dropout import weights
 from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, scored
 from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
-from ..kernels.tokens import Inputs, of_head, of_keys, of_queries, visible
+from ..kernels.tokens import of_head, of_keys, of_queries, visible
 
 
 @triton.jit
 def forward(
-    Q, K, V, Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS,
-    SHIFT, SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
+    Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, OUT, LSE, SHIFT_AFTER,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, SHIFTED: tl.constexpr,
@@ -27,10 +26,6 @@ def forward(
     turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
     own = T.rows - 1 - turn
     kv_head = head_number // F.group
-    P = Inputs(
-        Q_POSITIONS, KV_POSITIONS, Q_INDEX, KV_INDEX, Q_COUNTERS, KV_COUNTERS, Q_SEGMENTS, KV_SEGMENTS, BIAS, SHIFT,
-        SLOPES, MASK_WORDS, MASK_OF_HEAD, DROPOUT_KEYS,
-    )  # fmt: skip
     head = of_head(P, batch, head_number, F)
     visited = visit(BOUNDS, TILES, batch, own, T)
     queries = of_queries(P, batch, own * Q_TILE, F, Q_TILE, False)
