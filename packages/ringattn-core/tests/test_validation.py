@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.call.validation import validated
@@ -29,7 +30,7 @@ class Strange(Mask):
 
 
 OPERANDS = {
-    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8)"),
+    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8). It needs (B, T, N, H)"),
     "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
     "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
     "mixed dtypes": (
@@ -293,3 +294,12 @@ def test_axis_names_must_be_different_strings(axis: Any):
 def test_an_object_that_is_no_mesh_is_refused():
     with pytest.raises(MeshError, match=r"mesh is int\. Pass a jax\.sharding\.Mesh"):
         ring_attention(*arrays(), axis_name="sp", mesh=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_symbolic_sizes_are_refused():
+    batch, tokens = export.symbolic_shape("b, 8*t")
+    x = jax.ShapeDtypeStruct((batch, tokens, 4, 8), jnp.float32)
+    with pytest.raises(
+        InputError, match=r"query: has shape \(b, 8\*t, 4, 8\), with symbolic sizes. Export one program"
+    ):
+        export.export(jax.jit(lambda x: ring_attention(x, x, x)))(x)
