@@ -51,7 +51,8 @@ def refuse_misfit(argument: str, x: jax.Array, wanted: Any, sizes: Mapping[str, 
         each = [(name, sizes.get(name.upper(), name)) for name in names]
         shape = ", ".join(f"1|{n}" if arrays.broadcasts(name) and n != 1 else str(n) for name, n in each)
         whole = ", and its last axis counts the keys of the whole sequence" if "S_global" in names else ""
-        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}): ({', '.join(names)}){whole}")
+        meant = f": ({', '.join(names)})" if shape != ", ".join(names) else ""
+        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}){meant}{whole}")
 
 
 def typed(argument: str, x: Any, wanted: Any) -> jax.Array:

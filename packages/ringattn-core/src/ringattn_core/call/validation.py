@@ -122,6 +122,9 @@ def _refuse_misfits(given: dict[str, jax.Array]) -> None:
         raise InputError(query, f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
     sizes: dict[str, int] = {}
     for (name, x), wanted in zip(given.items(), (arrays.Query, arrays.Key, arrays.Value), strict=True):
+        if not all(isinstance(size, int) for size in x.shape):
+            remedy = "Export one program for each shape: kernels must know all sizes"
+            raise InputError(name, f"has shape {x.shape}, with symbolic sizes", remedy)
         refuse_misfit(name, x, wanted, sizes)
         if 0 in x.shape:
             raise InputError(name, f"has shape {x.shape}, which is empty", "Every axis must be at least 1")

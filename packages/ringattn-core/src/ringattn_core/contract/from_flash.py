@@ -18,7 +18,7 @@ from .static_masks import Piece, pieces
 BEYOND_ALL_SCORES: Final = 1e30
 """The `lse` that a query with no gradients gets, so that its probabilities `exp(s - lse)` are 0.
 
-It is finite, because some kernels give an infinite `lse` a meaning of their own.
+It is finite, because some kernels treat an infinite `lse` as a special case.
 """
 
 
@@ -31,9 +31,9 @@ _OF_OPTIONS: Final = tuple(
 
 
 class FlashForward(Protocol):
-    """Attention of some queries to some keys: query `i` sees the keys up to `i` if `causal`, else all.
+    """A function that computes attention of `q` to `k`: if `causal`, query `i` sees the keys up to `i`, else all.
 
-    Returns the normalised output, in any dtype, and the natural log-sum-exp of the scores.
+    It returns the normalised output, in any dtype, and the natural log-sum-exp of the scores.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class FlashForward(Protocol):
 
 
 class FlashBackward(Protocol):
-    """Returns `dq, dk, dv` in any dtype, by `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
+    """A function that returns `dq, dk, dv` in any dtype, from `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
 
     `out` and `lse` are over all keys of the ring, but `k` and `v` are only some of them. So the function must use `out`
     and `lse` as given, and must not compute them again.

@@ -169,10 +169,10 @@ class Partial:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What one block adds to each gradient, in float32, or where `block.final` in the dtype of its input.
+    """What one block contributes to each gradient, in float32, or where `block.final` in the dtype of its input.
 
-    `dq` continues the one given; `dk`, `dv`, `dbias` and `dslopes` are this block's alone, and the last two have the
-    shapes of `block.bias` and `block.slopes`, summed over the axes that are 1 there.
+    `dq` includes the `dq` that the kernel was given. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
+    last two have the shapes of `block.bias` and `block.slopes`: they are summed over the axes that are 1 there.
     """
 
     dq: Float[Array, "B T N H"]
