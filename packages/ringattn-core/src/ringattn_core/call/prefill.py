@@ -75,12 +75,20 @@ def prefill_attention(
 
 
 def queries_are_fewer_bytes(call: Call) -> bool:
-    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values.
+    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values."""
+    of_keys, of_queries = bytes_to_send(call)
+    return of_queries < of_keys
 
-    Either way a rank sends the same share of the tokens. Each head of a query sends back a float32 output, and its
-    log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum (4 bytes).
+
+def bytes_to_send(call: Call) -> tuple[int, int]:
+    """The bytes of the keys and values of a call, and those of its queries and their partial results.
+
+    Whichever travels, a rank sends its share of them to each of the other ranks. Each head of a query sends back a
+    float32 output, and its log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum
+    (4 bytes).
     """
-    _, tokens, heads, size = call.query.shape
+    batch, tokens, heads, size = call.query.shape
     _, room, key_heads, value_size = call.value.shape
     bytes_of = call.query.dtype.itemsize
-    return tokens * heads * (size * bytes_of + 4 * value_size + 12) < room * key_heads * (size + value_size) * bytes_of
+    of_keys = room * key_heads * (size + value_size) * bytes_of
+    return batch * of_keys, batch * tokens * heads * (size * bytes_of + 4 * value_size + 12)
