@@ -53,8 +53,8 @@ OPERANDS = {
         (arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)),
         "key: has 3 heads, which do not divide the 4",
     ),
-    "a string": (("q", *arrays()[1:]), "query: str is no array"),
-    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is no array"),
+    "a string": (("q", *arrays()[1:]), "query: str is not an array"),
+    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is not an array"),
 }
 
 
@@ -84,7 +84,7 @@ OPTIONS = {
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
-    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is no array"),
+    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is not an array"),
     "a seed beyond 32 bits, without dropout": (
         dict(dropout_seed=2**32),
         "dropout_seed: has values from 4294967296 to 4294967296. Pass an integer of 32 bits",

@@ -78,7 +78,7 @@ def _refuse_unknown(function: Any, options: dict[str, Any]) -> None:
     for name in ("causal", "is_causal"):
         if name in options:
             remedy = "Leave it out: attention to a cache is always causal"
-            raise InputError(name, f"is no argument of {function.__name__}", remedy)
+            raise InputError(name, f"is not an argument of {function.__name__}", remedy)
     named = [name for name in function.__annotations__ if name not in ("options", "return")]
     refuse_unknown(options, (*named, *CacheOptions.__annotations__), function.__name__)
 

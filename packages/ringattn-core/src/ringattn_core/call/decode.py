@@ -53,8 +53,8 @@ def decode_attention(
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
-        **options: Windows and chunks, scale, soft cap, slopes, axis names, layout, precision and `return_lse`, as in
-            `ring_attention`; `ringattn_core.call.options.CacheOptions` lists their names.
+        **options: Options of `ring_attention` for masks by position, scores, axis names, layout, precision and
+            `return_lse`; `ringattn_core.call.options.CacheOptions` lists their names.
 
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.

@@ -83,7 +83,7 @@ def check_mesh(call: Call, mesh: Any) -> None:
 
 
 def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
-    """The number of ranks along the product of the mesh axes."""
+    """The product of the sizes of the mesh axes `names`."""
     return math.prod(mesh.shape[name] for name in names)
 
 

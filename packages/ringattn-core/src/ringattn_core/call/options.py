@@ -208,4 +208,4 @@ def refuse_unknown(given: Collection[str], known: Collection[str], function: str
         right = [other for other in OTHER_NAMES.get(name, ()) if other in known]
         right = right or difflib.get_close_matches(name, tuple(known), n=1)
         remedy = f"Pass {' and '.join(right)}" if right else f"Its arguments are {', '.join(known)}"
-        raise InputError(name, f"is no argument of {function}", remedy)
+        raise InputError(name, f"is not an argument of {function}", remedy)

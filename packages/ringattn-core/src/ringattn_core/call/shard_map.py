@@ -35,7 +35,7 @@ def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> Non
 
 
 def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
-    """Raises if arrays that all ranks of the ring must have alike differ between them, as far as JAX tracks that."""
+    """Raises if JAX tracks that arrays vary over the ring which must be equal on all its ranks."""
     for argument, x in given.items():
         over = tuple(sorted(_tracked(call) & axes.varying(x)))
         if over:
@@ -56,7 +56,7 @@ def refuse_unnamed_axes(call: Call, around: bool = False) -> None:
     """Raises if a mesh axis may split the arrays, and the call does not say what the axis splits.
 
     A forgotten `axis_name` would be local attention, and forgotten axes of batch or heads would pair query heads with
-    wrong key heads, and repeat dropout bits. A call that gives all three names has said it. `axis_name=()` says that
+    wrong key heads, and repeat dropout bits. A call that gives all three names passes. `axis_name=()` says that
     attention is local; then, or where the `shard_map` is `around` a call on global arrays, only dropout and masks that
     differ between heads need the other names. Under `check_vma=False` JAX does not say over which axes arrays vary;
     then any axis counts.

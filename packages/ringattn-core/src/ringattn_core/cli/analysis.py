@@ -17,7 +17,7 @@ from ..ring.hops import Plan, Send
 from ..strategies.work import Work, data_bytes
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
-from .output import Rows
+from .output import Bytes, Rows
 from .shards import Shard, shard, tile_size, tile_states
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
@@ -171,7 +171,7 @@ def _sent(plan: Plan, shard: Shard) -> Rows:
 
     def row(phase: str, send: Send, times: int) -> dict[str, Any]:
         count = send.bytes(shard.elements, shard.call.key.dtype.itemsize)
-        return {"pass": phase, "times": times, "what": contents(send), "to": rank(send.shift), "bytes": count}
+        return {"pass": phase, "times": times, "what": contents(send), "to": rank(send.shift), "bytes": Bytes(count)}
 
     passes = {"forward": plan.forward, "backward": plan.backward}
     return [row(phase, *found) for phase, sends in passes.items() for found in Counter(sends).items()]

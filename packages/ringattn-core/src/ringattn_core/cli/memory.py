@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..strategies.cost import engine_arrays
 from ..strategies.work import Work, data_bytes
 from .abstract_call import AXIS, AbstractCall
-from .output import Rows
+from .output import Bytes, Rows
 from .shards import Shard
 
 TOGETHER = "together: the engine at its busiest hop"
@@ -37,7 +37,7 @@ def held(shard: Shard, work: Work) -> Rows:
     for phase in ("forward", "backward"):
         arrays[phase][TOGETHER] = sum(arrays[phase].values())
     return [
-        {"pass": phase, "arrays": name, "bytes": count}
+        {"pass": phase, "arrays": name, "bytes": Bytes(count)}
         for phase, counts in arrays.items()
         for name, count in counts.items()
         if count

@@ -71,10 +71,10 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
     if registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    found = {}
+    found: dict[str, str] = {}
     if causal and static_masks(registration.implementation()):
         lacking = ("all_gather", "ulysses") if mixed and layout == "striped" else ("all_gather",)
-        found = dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
+        found |= dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
     if not registration.descriptor().supports(Feature.CROSS_LENGTHS):
         found["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
     return found
@@ -106,16 +106,14 @@ def reckoned(
 def cheapest(plans: Sequence[Cost]) -> Cost:
     """The plan with the shortest forward and backward pass together.
 
-    Of plans within 3% of it, it is the one with the shortest forward pass, because nobody can say while a call is traced
-    whether it will be differentiated; the first of equal plans. If the call can use none of them, it is the plan that needs the least memory, because the model may be wrong.
+    Of plans within 3% of it, it is the one with the shortest forward pass, because nobody can say while a call is
+    traced whether it will be differentiated; the first of equal plans. If the call can use none of them, it is the plan
+    that needs the least memory, because the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
     if usable:
-        shortest = min(plan.seconds for plan in usable)
-        return min(
-            (plan for plan in usable if plan.seconds <= _NEARLY_EQUAL * shortest),
-            key=lambda plan: cost.total(plan.forward),
-        )
+        longest = _NEARLY_EQUAL * min(plan.seconds for plan in usable)
+        return min((plan for plan in usable if plan.seconds <= longest), key=lambda plan: cost.total(plan.forward))
     return min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)
 
 

@@ -44,7 +44,7 @@ class Work:
         """The work of this call of one shard; only the shapes of its arrays are read."""
         batch, q_length, heads, head_dim = call.query.shape
         _, kv_length, kv_heads, value_dim = call.value.shape
-        of_all_ranks = (call.kv_segment_ids, call.kv_positions)
+        operands, of_all_ranks = (call.query, call.key, call.value), (call.kv_segment_ids, call.kv_positions)
         return cls(
             batch=batch,
             q_length=q_length,
@@ -57,9 +57,7 @@ class Work:
             pairs=pairs,
             plan=plan,
             two_way=call.two_way,
-            others=data_bytes(call)
-            - data_bytes((call.query, call.key, call.value))
-            + (plan.ranks - 1) * data_bytes(of_all_ranks),
+            others=data_bytes(call) - data_bytes(operands) + (plan.ranks - 1) * data_bytes(of_all_ranks),
         )
 
     @property
@@ -126,7 +124,7 @@ class Work:
 
 def data_bytes(tree: Any) -> int:
     """The bytes of all arrays in `tree`, from their shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype"))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def operations(batch: int, heads: int, head_dim: int, value_dim: int) -> tuple[int, int]:
