@@ -11,6 +11,7 @@ from ..contract.call import Call
 from ..errors import InputError
 from ..placement import arrays
 from ..placement.platforms import platform_of
+from ..ring.cache import not_differentiable
 from .cache import Lengths, attend, checked
 from .dispatch import answer
 from .options import CacheOptions, needs
@@ -68,7 +69,9 @@ def prefill_attention(
     call, first, mesh, backend = checked(prefill_attention, operands, lengths, given, sharded=True)
     call = dataclasses.replace(call, query_offset=first)
     sends_queries = send == "queries" or (send == "auto" and queries_are_fewer_bytes(call))
-    work = attend if sends_queries and call.axis_name else answer  # on one device nothing travels
+    work = answer
+    if sends_queries and call.axis_name:  # on one device nothing travels
+        work, call = attend, not_differentiable(call)
     if mesh is not None:
         return sharded(call, backend, mesh, None, None, work)
     return work(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
