@@ -47,6 +47,7 @@ REQUESTS = {
     "no hop by chunk": asked("--chunk 16"),
     "one hop by chunk": asked("--chunk 9"),
     "many queries": asked("--causal --window 20,0", 128, kv="64,2"),
+    "an offset": asked("--causal --query-offset 32 --layout zigzag", 32, kv="64,2"),
     "documents": asked("--documents 30,20,9 --causal --layout zigzag"),
     "documents whose positions restart": asked("--documents 30,20,9 --causal --restart-positions"),
     "prefix": asked("--prefix 20"),
