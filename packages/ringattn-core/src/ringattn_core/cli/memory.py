@@ -17,6 +17,7 @@ from .output import Rows
 from .shards import Shard
 
 TOGETHER = "together: the engine at its busiest hop"
+AHEAD = "the same along the outer ring"
 
 
 def held(shard: Shard) -> Rows:
@@ -42,10 +43,12 @@ def held(shard: Shard) -> Rows:
         },
         "forward": {
             **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
+            AHEAD: 2 * keys * (plan.outer > 1),
             "partial output and lse, float32": 4 * out + lse,
         },
         "backward": {
             **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
+            AHEAD: 2 * plan.most_sent(shard.elements, itemsize, outer=True),
             "dk, dv of the hop, float32": gradients,
             "dk, dv of half of the own heads": plan.halves(call.key.shape[2]) * gradients // 2,
             "dq, float32": 4 * call.query.size,

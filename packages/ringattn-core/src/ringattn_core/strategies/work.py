@@ -73,7 +73,7 @@ class Work:
         signs = self.plan.signs
         return np.stack(
             [
-                np.mean([self.pairs[rank, (rank - sign * offset) % self.ranks] for sign in signs], 0)
+                np.mean([self.pairs[rank, self.plan.source(rank, offset, sign)] for sign in signs], 0)
                 for offset in self.plan.offsets
             ]
         )
@@ -96,7 +96,7 @@ class Work:
             heads=self.heads // inner,
             kv_heads=math.lcm(self.kv_heads, inner) // inner,
             pairs=pairs,
-            plan=dataclasses.replace(self.plan, ranks=outer, offsets=seen, two_way=two_way),
+            plan=dataclasses.replace(self.plan, ranks=outer, offsets=seen, two_way=two_way, outer=1),
         )
 
 
