@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     for kind in picture.KINDS:
         if getattr(arguments, kind) is not None:
             picture.save(found, getattr(arguments, kind), kind)
-    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy, arguments.inner)
+    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy)
     if arguments.json:
         told = {} if reckoning is None else plans.as_json(reckoning)
         print(json.dumps({**report.as_json(found, arguments.full), **told}, indent=2))

@@ -303,9 +303,7 @@ class _Pass:
         return zip(self.directions, self.rows, wires, sums, strict=True)
 
 
-def _parcel(
-    send: Callable[..., Wires], leaving: Wires, behind: KeyGradients, shift: int
-) -> tuple[Wires, KeyGradients]:
+def _parcel(send: Callable[..., Wires], leaving: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
     """Sends keys and the gradients behind them as one array."""
     parcel = tuple(parcels.join(x, late) for x, late in zip(leaving, behind, strict=True))
     following, arrived = zip(*map(parcels.split, send(parcel, shift)), strict=True)

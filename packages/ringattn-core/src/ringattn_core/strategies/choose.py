@@ -126,7 +126,10 @@ def cheapest(plans: Sequence[Cost]) -> Cost:
     usable = [plan for plan in plans if plan.refusal is None]
     if usable:
         shortest = min(plan.seconds for plan in usable)
-        return min((plan for plan in usable if plan.seconds <= _NEARLY_EQUAL * shortest), key=lambda plan: cost.total(plan.forward))
+        return min(
+            (plan for plan in usable if plan.seconds <= _NEARLY_EQUAL * shortest),
+            key=lambda plan: cost.total(plan.forward),
+        )
     return min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)
 
 

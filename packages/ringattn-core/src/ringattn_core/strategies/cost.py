@@ -140,7 +140,9 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
             exchange("q,k,v to heads", to_heads), *_forward(outer, device, across, across), exchange("out back", back)
         ),
         backward=_nonempty(
-            exchange("dout to heads", back), *_backward(outer, device, across, across), exchange("dq,dk,dv back", gradients)
+            exchange("dout to heads", back),
+            *_backward(outer, device, across, across),
+            exchange("dq,dk,dv back", gradients),
         ),
         memory=_call_bytes(work) + to_heads + back + _engine_bytes(outer),
     )
@@ -241,9 +243,7 @@ def _with_outer_sends(
     return tuple(found)
 
 
-def _step(
-    name: str, computes: float, sends: Sequence[Send], work: Work, link: Link, outer: bool = False
-) -> Step:
+def _step(name: str, computes: float, sends: Sequence[Send], work: Work, link: Link, outer: bool = False) -> Step:
     """A step with those of the messages that leave together along the inner ring, or along the outer ring.
 
     In a torus a message passes through the ranks between sender and receiver, and each direction has its own links.
