@@ -25,6 +25,7 @@ from separate_sends import SEPARATE, SeparateSends
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
+PAIR = re.compile(r" collective-permute(?:-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -107,6 +108,8 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
     found = explained(name)
     text = program(REQUESTS[name], gradients=True)
     assert moved(text, "collective-permute") == messages(found)
+    groups = ({int(rank) // found.plan.inner for rank in pair} for pair in PAIR.findall(text))
+    assert sum(len(group) == 2 for group in groups) == sum(row["times"] for row in found.sent if "g" in row["to"])
     sends = {hop.number for hop in found.hops if hop.offset}
     assert messages(found, "forward").total() == len(sends) * max(hop.ways for hop in found.hops)
 

@@ -141,8 +141,7 @@ def steps(found: Reckoning) -> Rows:
                 made = row(plan, phase, step)
                 kinds.setdefault(_kind(made), []).append(made)
     return [
-        alike[0] | {"step": _span(alike[0]["step"], alike[-1]["step"]), "times": len(alike)}
-        for alike in kinds.values()
+        alike[0] | {"step": _span(alike[0]["step"], alike[-1]["step"]), "times": len(alike)} for alike in kinds.values()
     ]
 
 

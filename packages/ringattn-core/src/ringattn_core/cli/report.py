@@ -106,8 +106,8 @@ def _of_tiles(found: CallAnalysis) -> Iterator[str]:
         yield "After hop 0 each row is half of the heads: their keys come from either side."
     if found.plan.outer > 1:
         yield (
-            f"The ring has two levels: rank r goes round the inner ring of {found.plan.inner} ranks of its group g, and "
-            f"meanwhile the next keys come from group g - 1 of {found.plan.outer}."
+            f"The ring has two levels: keys go round the {found.plan.inner} ranks r of a group, and meanwhile the next "
+            f"keys come from the group before, of {found.plan.outer} groups g."
         )
     if found.skipped:
         runs = [[x for _, x in run] for _, run in groupby(enumerate(found.skipped), lambda pair: pair[1] - pair[0])]

@@ -212,10 +212,10 @@ class _Pass:
         back: int | None,
         outer: bool = False,
     ) -> tuple[Wires, Any, Any, Sums]:
-        """Sends the keys that are `leaving`, or else those in `wires`, by `onward`, and the gradients `behind` by `back`.
+        """Sends keys by `onward`, those that are `leaving` or else those in `wires`, and gradients `behind` by `back`.
 
         All sends wait for the kernels of the hop before. Returns `wires` and `sums` for this hop's kernels, and between
-        them what arrives.
+        them the keys and the gradients that arrive.
         """
         done = [each["q"] for each in sums]
         wires = tuple(after(self.ring, x, done) for x in wires)

@@ -221,10 +221,10 @@ def plan(
 def repeated(
     step: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tuple[Any, ...]], hops: int = 1
 ) -> tuple[Any, ...]:
-    """`carry = step(*carry, *each)` for all steps, each an offset and shifts. If they are long, a `scan` runs all but one.
+    """`carry = step(*carry, *each)` for all steps, each an offset and shifts, of `hops` hops.
 
-    A step makes `hops` hops. The shifts of the last step differ from those of the others, which must be alike for a
-    `scan`.
+    If these are many hops, a `scan` runs all steps but the last one, whose shifts may differ. Those of the others must
+    be alike for a `scan`.
     """
     alike = {tuple(shifts) for _, *shifts in steps[:-1]}
     if len(steps) * hops > UNROLLED and len(alike) == 1:
