@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     for kind in picture.KINDS:
         if getattr(arguments, kind) is not None:
             picture.save(found, getattr(arguments, kind), kind)
-    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy, arguments.inner)
+    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy)
     in_prefill = prefill.sent(found)
     if arguments.json:
         told = {} if reckoning is None else plans.as_json(reckoning)

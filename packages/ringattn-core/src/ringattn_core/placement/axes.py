@@ -106,11 +106,6 @@ def exchanged(x: Array, axis: str, ranks: int, rank: Any, split: int, joined: in
     return jax.lax.dynamic_slice_in_dim(whole, rank * share, share, split)
 
 
-def shifted(x: Array, axis: tuple[str, ...], ranks: int, shift: int) -> Array:
-    """What this rank receives when every rank sends `x` to the rank `shift` further on, as `coordinate` counts."""
-    return permuted(x, axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
-
-
 def permuted(x: Array, axis: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
     """What this rank receives when the first rank of each pair sends `x` to the second.
 

@@ -63,7 +63,7 @@ def all_gathered(ring: Ring, layout: str, rank: Any, x: jax.Array, axis: int) ->
 
 def source(ring: Ring, direction: Direction, offset: Any) -> Int32[Array, ""]:
     """The rank that owns the keys which have travelled `offset` ranks in this direction to this rank."""
-    return (direction.location.rank - direction.signed(offset)) % ring.plan.ranks
+    return ring.plan.source(direction.location.rank, offset, direction.sign)
 
 
 def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
