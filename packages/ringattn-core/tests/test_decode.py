@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "other sinks": ({"sinks": SINKS}, InputError, "sinks: is not an argument of decode_attention. Pass softmax_aux"),
     "a mask": ({"mask": 1}, InputError, "mask: is not an argument of decode_attention. Its arguments are query, key_c"),
     "ids": ({"segment_ids": 1}, InputError, "segment_ids: is not an argument of decode_attention. Its arguments are"),
-    "an option of ring_attention": ({"bias": 1}, InputError, "bias: .* ring_attention with .* query_offset=lengths"),
+    "an option of ring_attention": ({"bias": 1}, InputError, "bias: .* call ring_attention with .* query_offset="),
     "specs": ({"in_specs": 1}, InputError, "in_specs: is not an argument of decode_attention. Leave it out, or call"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
