@@ -61,6 +61,12 @@ def backward(
         away_rows = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq_tiles = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
+    RESULTS_BY_TMA: gl.constexpr = DK.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
+    dk_tiles = dq_tiles
+    dv_tiles = dq_tiles
+    if RESULTS_BY_TMA:
+        dk_tiles = _tiles_of_results(DK, F.head_dim, DIM, BATCH, F)
+        dv_tiles = _tiles_of_results(DV, F.value_dim, VALUE_DIM, BATCH, F)
     memory = shared_memory(TYPE, F, PLAN)
     turns = T.rows * BATCH * F.kv_heads
     if PLAN.wide:
@@ -93,9 +99,19 @@ def backward(
                         COUNTERS, turns, F, T, PLAN,
                     ),
                 ),
-                (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
-                (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (add_dq, (0, memory, dq_tiles, dk_tiles, dv_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, memory, dq_tiles, dk_tiles, dv_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
         )  # fmt: skip
+
+
+@gluon.jit
+def _tiles_of_results(base, DIM: gl.constexpr, PADDED: gl.constexpr, BATCH: gl.constexpr, F: gl.constexpr):
+    """A descriptor of dk or dv with tiles of 64 keys of a head."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, PADDED], base.dtype.element_ty)
+    return tma.make_tensor_descriptor(
+        base, [BATCH, F.kv_heads, F.kv_length, DIM], [F.kv_length * F.kv_heads * DIM, DIM, F.kv_heads * DIM, 1],
+        [1, 1, 64, PADDED], LAYOUT,
+    )  # fmt: skip

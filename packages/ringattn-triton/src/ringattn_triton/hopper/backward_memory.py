@@ -22,6 +22,9 @@ DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
 
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""As Triton 3.9 calls it; before, it was private."""
+
 
 class Memory(NamedTuple):
     """The allocations. `shared_places` names what is in them. `dout` may share that of `q`, and `v` that of `k`."""
@@ -161,6 +164,16 @@ def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Initialises `COUNT` barriers, each of which completes a phase after `ARRIVALS` arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(at(barriers, number), count=ARRIVALS)
+
+
+@gluon.jit
+def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """The place of dq of a consumer, as one for its 64 rows of dk or dv in half precision."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
+    if _REINTERPRET:
+        return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
+    else:
+        return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ from .backward_memory import (
     finished_turn,
     got_number,
     next_turn,
+    result_place,
     shared_places,
 )
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
@@ -78,6 +79,7 @@ def compute_gradients(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
+    RESULTS_BY_TMA: gl.constexpr = DK.dtype.element_ty.primitive_bitwidth == 16
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
@@ -108,12 +110,15 @@ def compute_gradients(
                 row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
-        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
-        first = row * PLAN.kv_tile + NUMBER * 64
-        write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
-        if F.dropout:
-            dv = dv * F.keep_weight
-        write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
+        if RESULTS_BY_TMA:
+            mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV, PLAN)
+            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK, PLAN)
+        else:
+            row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
+            first = row * PLAN.kv_tile + NUMBER * 64
+            write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
+            write_gradient(dv * F.keep_weight if F.dropout else dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -213,6 +218,16 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it."""
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
+    fence_async_shared()
+    hardware_barrier("arrive", DQ_FULL + NUMBER + (step % PLAN.writers) * 2, 160)
+
+
+@gluon.jit
+def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: gl.constexpr):
+    """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
+    TYPE: gl.constexpr = GRADIENT.dtype.element_ty
+    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
+    result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
     fence_async_shared()
     hardware_barrier("arrive", DQ_FULL + NUMBER + (step % PLAN.writers) * 2, 160)
 

@@ -11,12 +11,23 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import owned
-from .backward_memory import DOUT_EMPTY, DQ_EMPTY, DQ_FULL, Q_EMPTY, at, next_turn, put_number, shared_places
+from .backward_memory import (
+    DOUT_EMPTY,
+    DQ_EMPTY,
+    DQ_FULL,
+    Q_EMPTY,
+    at,
+    next_turn,
+    put_number,
+    result_place,
+    shared_places,
+)
 from .backward_turns import steps_of, tile_at
 from .hardware_barriers import hardware_barrier
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @builtin
@@ -128,8 +139,8 @@ def _announce(shared, taken, turn, before, whole, after):
 
 @gluon.jit
 def add_dq(
-    NUMBER: gl.constexpr, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
-    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+    NUMBER: gl.constexpr, memory, dq_tiles, dk_tiles, dv_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
+    RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
@@ -142,6 +153,7 @@ def add_dq(
     waits for none, and this holds however many programs run at a time.
     """
     Q_TILES: gl.constexpr = T.columns
+    TYPE: gl.constexpr = memory.q.dtype
     shared = shared_places(memory, PLAN)
     if NUMBER == 0:  # at first all places are empty
         hardware_barrier("arrive", DQ_EMPTY, 160)
@@ -178,6 +190,26 @@ def add_dq(
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
             done += count
+        if RESULTS_BY_TMA:
+            # dv comes to the writer of the step that would follow, dk to the other.
+            for half in gl.static_range(2):
+                keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
+                hardware_barrier("sync", DQ_FULL + 2 * NUMBER + half, 160)
+                if done % PLAN.writers == NUMBER:
+                    store(
+                        dv_tiles,
+                        keys_at,
+                        result_place(shared, half, TYPE, F.padded_value_dim).reshape((1, 1, 64, F.padded_value_dim)),
+                    )
+                else:
+                    store(
+                        dk_tiles,
+                        keys_at,
+                        result_place(shared, half, TYPE, F.padded_head_dim).reshape((1, 1, 64, F.padded_head_dim)),
+                    )
+            for half in gl.static_range(2):
+                tma.store_wait(1 - half)
+                hardware_barrier("arrive", DQ_EMPTY + half, 160)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
