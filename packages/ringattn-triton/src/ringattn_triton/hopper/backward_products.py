@@ -65,9 +65,15 @@ def again(place, places, number):
         return place
 
 
+@gluon.constexpr_function
+def results_by_tma(GRADIENT, PLAN):
+    """Whether dk and dv leave a consumer through shared memory."""
+    return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
+
+
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, all_turns,
+    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes and writes dk and dv of the 64 keys that consumer `NUMBER` owns in each turn of its program.
@@ -79,12 +85,12 @@ def compute_gradients(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
-    RESULTS_BY_TMA: gl.constexpr = DK.dtype.element_ty.primitive_bitwidth == 16
+    RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
-    while turn < all_turns:
+    while turn < turns.count:
         before = got_number(at(shared.before, taken % 2), 4)
         whole = got_number(at(shared.whole, taken % 2), 4)
         after = got_number(at(shared.after, taken % 2), 4)

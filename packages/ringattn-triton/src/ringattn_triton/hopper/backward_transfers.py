@@ -4,6 +4,8 @@
 # pyright: reportOperatorIssue=false
 """What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
 
+from typing import Any, NamedTuple
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,11 +51,27 @@ def wait_for_additions(PENDING, _semantic=None):
     _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
 
 
+class Tiles(NamedTuple):
+    """Descriptors of the tiles in device memory that a program fetches and writes.
+
+    `dq` is a piece of a tile as it lies in shared memory; `away` is for ALiBi; `dk` and `dv` are for results in half
+    precision.
+    """
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    away: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
 @gluon.jit
-def fetch_tiles(
-    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES, COUNTERS, all_turns,
-    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
 
     The next turn is taken when everything of this one is on its way, so that no turn waits long for its program.
@@ -65,10 +83,10 @@ def fetch_tiles(
     taken = 0
     done = 0
     emptied = 0  # how many steps have given up their place of dout, as far as this warp knows
-    turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
-    while turn < all_turns:
+    turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
+    while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        steps = steps_of(row, batch, turns, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
         ahead = tile_at(steps, 0, T, PLAN)
@@ -87,19 +105,19 @@ def fetch_tiles(
                 put_number(at(shared.tile, place), tile)
                 OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1)
                 _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
-                fetch(q_tiles, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
-                fetch(lse_rows, numbers_at, q_full, shared.rows.index(place))
+                fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
+                fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
                 if F.slopes:
                     group = batch if F.q_positions_batch else 0
-                    fetch(away_rows, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
+                    fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
                 place = done % PLAN.dout_stages
                 dout_full = at(shared.dout_full, place)
                 if emptied + PLAN.dout_stages <= done:
                     hardware_barrier("sync", DOUT_EMPTY + place, 288)
                     emptied += 1
                 _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
-                fetch(dout_tiles, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
-                fetch(delta_rows, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
+                fetch(tiles.dout, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
+                fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
                 if begins:
                     if PLAN.wide:
                         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
@@ -108,11 +126,11 @@ def fetch_tiles(
                             hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
                             emptied += 1
                     keys_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
-                    fetch(k_tiles, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
-                    fetch(v_tiles, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
+                    fetch(tiles.k, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
+                    fetch(tiles.v, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
                 done += 1
         taken += 1
-        turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
+        turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     _announce(shared, taken, turn, 0, 0, 0)
 
 
@@ -139,8 +157,8 @@ def _announce(shared, taken, turn, before, whole, after):
 
 @gluon.jit
 def add_dq(
-    NUMBER: gl.constexpr, memory, dq_tiles, dk_tiles, dv_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
-    RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+    NUMBER: gl.constexpr, memory, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
@@ -161,16 +179,16 @@ def add_dq(
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
-    while turn < all_turns:
+    while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        steps = steps_of(row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0
-        ranks = RANKS + (group * T.rows + row) * Q_TILES
+        ranks = turns.ranks + (group * T.rows + row) * Q_TILES
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
-            counters = COUNTERS + 1 + first
+            counters = turns.counters + 1 + first
             start = (done + NUMBER) % PLAN.writers
             ahead = tile_at(steps, start, T, PLAN)
             for step in range(start, count, PLAN.writers):
@@ -182,7 +200,7 @@ def add_dq(
                         pass
                 for half in gl.static_range(2):
                     hardware_barrier("sync", DQ_FULL + 2 * NUMBER + half, 160)
-                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
+                    async_atomic_add(tiles.dq, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
                     hardware_barrier("arrive", DQ_EMPTY + half, 160)
@@ -197,13 +215,13 @@ def add_dq(
                 hardware_barrier("sync", DQ_FULL + 2 * NUMBER + half, 160)
                 if done % PLAN.writers == NUMBER:
                     store(
-                        dv_tiles,
+                        tiles.dv,
                         keys_at,
                         result_place(shared, half, TYPE, F.padded_value_dim).reshape((1, 1, 64, F.padded_value_dim)),
                     )
                 else:
                     store(
-                        dk_tiles,
+                        tiles.dk,
                         keys_at,
                         result_place(shared, half, TYPE, F.padded_head_dim).reshape((1, 1, 64, F.padded_head_dim)),
                     )
