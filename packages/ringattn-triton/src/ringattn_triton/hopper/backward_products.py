@@ -32,7 +32,7 @@ from .backward_memory import (
     shared_places,
 )
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
-from .hardware_barriers import hardware_barrier
+from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 
@@ -195,15 +195,15 @@ def _step_of(
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
     p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
-    dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, again(dout, shared.dout, place), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     if F.slopes:
         dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
-    fence_async_shared()
     hardware_barrier("sync", DS_FULL, 256)
+    fence_async_shared()
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
@@ -212,10 +212,10 @@ def _step_of(
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    hardware_barrier("arrive", DOUT_EMPTY + place, 288)
+    hardware_barrier_of("arrive", DOUT_EMPTY, place, 288)
     _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    hardware_barrier("arrive", Q_EMPTY + place, 288)
+    hardware_barrier_of("arrive", Q_EMPTY, place, 288)
     return dk, dv, dslope
 
 
@@ -224,8 +224,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it."""
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
-    fence_async_shared()
-    hardware_barrier("arrive", DQ_FULL + NUMBER + (step % PLAN.writers) * 2, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
 
 
 @gluon.jit
@@ -234,8 +233,7 @@ def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: 
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
-    fence_async_shared()
-    hardware_barrier("arrive", DQ_FULL + NUMBER + (step % PLAN.writers) * 2, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
 
 
 @gluon.jit

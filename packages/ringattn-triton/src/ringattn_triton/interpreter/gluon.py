@@ -287,6 +287,10 @@ def hardware_barrier(action: str, number: Any, threads: Any) -> None:
         team.wait(barrier, before)
 
 
+def hardware_barrier_of(action: str, first: Any, place: Any, threads: Any) -> None:
+    hardware_barrier(action, _integer(first) + (_integer(place) != 0), threads)
+
+
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
     used = bool(constant(use_acc))
     for place in (a, b):
