@@ -75,7 +75,7 @@ class Placement:
         return Mesh(devices.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":
-        """This placement, emulated where there are too few devices."""
+        """This placement, emulated if there are too few devices."""
         enough = self.devices <= len(jax.devices())
         return self if enough else dataclasses.replace(self, emulated=True, data=1, heads=1)
 
@@ -229,7 +229,7 @@ def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
 
 
 def static_options(case: Case) -> dict[str, Any]:
-    """The keyword arguments of the case that are no arrays."""
+    """The keyword arguments of the case that are not arrays."""
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,

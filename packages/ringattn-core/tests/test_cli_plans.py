@@ -49,7 +49,9 @@ def test_the_marked_plan_is_that_of_the_call_and_auto_is_named(capsys: pytest.Ca
     for strategy in ("ring", "all_gather", "ulysses"):
         found = told(capsys, f"--device h200 --strategy {strategy}")
         assert [row["plan"].split()[0] for row in found["plans"] if row["chosen"]] == [strategy]
-    cheapest = min(found["plans"], key=lambda row: row["forward"] + row["backward"])
+    shortest = min(row["forward"] + row["backward"] for row in found["plans"])
+    near = [row for row in found["plans"] if row["forward"] + row["backward"] <= 1.03 * shortest]
+    cheapest = min(near, key=lambda row: row["forward"])
     assert found["auto"] == cheapest["plan"]
     (auto,) = [row for row in told(capsys, "--device h200 --strategy auto")["plans"] if row["chosen"]]
     assert auto["plan"] == cheapest["plan"]

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "of another batch": ({"query_offset": [1, 2, 3]}, r"query_offset: has shape \(3,\)\. It needs \(1\|2\): \(b\)"),
     "of tokens": ({"query_offset": jnp.zeros((B, T), int)}, r"query_offset: has shape \(2, 24\)"),
     "a fraction": ({"query_offset": 0.5}, "query_offset: has dtype float64. It needs integers"),
-    "misspelt": ({"q_offset": 1}, "q_offset: is no argument of ring_attention. Pass query_offset"),
+    "misspelt": ({"q_offset": 1}, "q_offset: is not an argument of ring_attention. Pass query_offset"),
 }  # fmt: skip
 
 

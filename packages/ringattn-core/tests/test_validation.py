@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.call.validation import validated
@@ -29,7 +30,7 @@ class Strange(Mask):
 
 
 OPERANDS = {
-    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8)"),
+    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8). It needs (B, T, N, H)"),
     "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
     "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
     "mixed dtypes": (
@@ -52,8 +53,8 @@ OPERANDS = {
         (arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)),
         "key: has 3 heads, which do not divide the 4",
     ),
-    "a string": (("q", *arrays()[1:]), "query: str is no array"),
-    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is no array"),
+    "a string": (("q", *arrays()[1:]), "query: str is not an array"),
+    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is not an array"),
 }
 
 
@@ -83,7 +84,7 @@ OPTIONS = {
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
-    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is no array"),
+    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is not an array"),
     "a seed beyond 32 bits, without dropout": (
         dict(dropout_seed=2**32),
         "dropout_seed: has values from 4294967296 to 4294967296. Pass an integer of 32 bits",
@@ -293,3 +294,12 @@ def test_axis_names_must_be_different_strings(axis: Any):
 def test_an_object_that_is_no_mesh_is_refused():
     with pytest.raises(MeshError, match=r"mesh is int\. Pass a jax\.sharding\.Mesh"):
         ring_attention(*arrays(), axis_name="sp", mesh=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_symbolic_sizes_are_refused():
+    batch, tokens = export.symbolic_shape("b, 8*t")
+    x = jax.ShapeDtypeStruct((batch, tokens, 4, 8), jnp.float32)
+    with pytest.raises(
+        InputError, match=r"query: has shape \(b, 8\*t, 4, 8\), with symbolic sizes. Export one program"
+    ):
+        export.export(jax.jit(lambda x: ring_attention(x, x, x)))(x)

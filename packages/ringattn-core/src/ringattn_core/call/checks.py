@@ -36,18 +36,6 @@ class Sizes:
     heads: tuple[int, int]
     head_axes: tuple[str, ...] = ()
 
-    @classmethod
-    def of_operands(
-        cls, q: jax.Array, k: jax.Array, lengths: tuple[int, int], head_ranks: int, head_axes: tuple[str, ...]
-    ) -> "Sizes":
-        """The sizes around this query and key, whose heads are one of `head_ranks` equal shares."""
-        return cls(
-            of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": lengths[1]},
-            lengths=lengths,
-            heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
-            head_axes=head_axes,
-        )
-
 
 def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
     """Converts `x` to an array with the axes and the kind of numbers of `wanted`; integers become int32."""
@@ -63,7 +51,8 @@ def refuse_misfit(argument: str, x: jax.Array, wanted: Any, sizes: Mapping[str, 
         each = [(name, sizes.get(name.upper(), name)) for name in names]
         shape = ", ".join(f"1|{n}" if arrays.broadcasts(name) and n != 1 else str(n) for name, n in each)
         whole = ", and its last axis counts the keys of the whole sequence" if "S_global" in names else ""
-        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}): ({', '.join(names)}){whole}")
+        meant = f": ({', '.join(names)})" if shape != ", ".join(names) else ""
+        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}){meant}{whole}")
 
 
 def typed(argument: str, x: Any, wanted: Any) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from .. import masks
 from ..call.attention import ring_attention
@@ -87,8 +87,11 @@ class AbstractCall:
 
     @property
     def mesh(self) -> AbstractMesh:
-        """An abstract mesh, which has no devices, with the ring as its only axis."""
-        return AbstractMesh((self.ring,), (AXIS,))
+        """An abstract mesh, which has no devices, with the ring as its only axis.
+
+        The axis is automatic: `jit` computes no array with an explicit sharding over a mesh without devices.
+        """
+        return AbstractMesh((self.ring,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str) -> Any:
         """Calls `ring_attention` on a mesh of devices, with arrays like those of `floating`."""

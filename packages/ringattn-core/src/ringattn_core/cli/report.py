@@ -8,7 +8,7 @@ from typing import Any, Final
 from .analysis import CallAnalysis, rank
 from .output import Rows, Title, amount, show
 
-HIDDEN: Final = ("call", "hops", "states", "work", "plan")
+HIDDEN: Final = ("call", "hops", "states", "work", "shard")
 """The fields of an analysis that JSON leaves out, or has under other names."""
 COLUMNS: Final = 9
 """The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""

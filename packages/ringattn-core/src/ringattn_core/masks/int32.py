@@ -41,7 +41,7 @@ def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:
 
 
 def as_given(argument: str, x: Any) -> Any:
-    """What `jnp.asarray` accepts as an array, still on the host where it was: JAX cuts integers of 64 bits there."""
+    """`x` as an array, on the host if it was there. (`jnp.asarray` would cut 64-bit integers to 32 bits unseen.)"""
     if isinstance(x, jax.Array | np.ndarray):
         return x
     try:
