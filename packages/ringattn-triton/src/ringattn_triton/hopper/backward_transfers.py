@@ -72,9 +72,11 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
+    """Takes turns; fetches the query tiles that each visits as places become empty, and its keys and values.
 
-    The next turn is taken when everything of this one is on its way, so that no turn waits long for its program.
+    The next turn is taken when everything of this one is on its way, so that no turn waits long for its program. Keys
+    arrive at the barrier of a turn's first queries, values at that of its first dout. They are fetched after these,
+    when the turn before needs its own no longer.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
@@ -209,25 +211,23 @@ def add_dq(
                     gl.atomic_add(counters + tile, 1, sem="release")
             done += count
         if RESULTS_BY_TMA:
-            # dv comes to the writer of the step that would follow, dk to the other.
+            # As in two more steps: dv comes to the writer of the first, dk to the other.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                 if done % PLAN.writers == NUMBER:
-                    store(
-                        tiles.dv,
-                        keys_at,
-                        result_place(shared, half, TYPE, F.padded_value_dim).reshape((1, 1, 64, F.padded_value_dim)),
-                    )
+                    _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
                 else:
-                    store(
-                        tiles.dk,
-                        keys_at,
-                        result_place(shared, half, TYPE, F.padded_head_dim).reshape((1, 1, 64, F.padded_head_dim)),
-                    )
+                    _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
                 hardware_barrier("arrive", DQ_EMPTY + half, 160)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
+
+
+@gluon.jit
+def _store_result(tiles, keys_at, shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """Begins to write the 64 rows of dk or dv that consumer `NUMBER` has handed over."""
+    store(tiles, keys_at, result_place(shared, NUMBER, TYPE, DIM).reshape((1, 1, 64, DIM)))

@@ -10,7 +10,7 @@ phases: nobody may arrive a second time before all have arrived once.
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 
 FIRST_FREE = 4
-"""Triton takes barriers from 0 on: one to start partitions, and one for each partition of four warps."""
+"""Triton takes barriers from 0 on: one for all partitions, and one for each partition of more than one warp."""
 
 
 @builtin
