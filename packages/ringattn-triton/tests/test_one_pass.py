@@ -122,6 +122,14 @@ def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
 
 
+@pytest.mark.parametrize(("length", "heads"), [(2048, 33), (8192, 16), (16384, 16), (32768, 8), (65536, 4)])
+def test_the_longer_the_shard_the_fewer_heads_take_turns_side_by_side(length: int, heads: int) -> None:
+    block = make_block(1, 1, 1, dim=128, dtype=HALF)
+    constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
+    long = dataclasses.replace(constants, q_length=length)
+    assert one_pass._heads_in_order(long, backward_plan.PLANS[128]) == heads
+
+
 @pytest.mark.parametrize(
     ("heads", "length", "dim", "kernel"),
     [

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import masks
 from ..call.attention import ring_attention
@@ -97,8 +97,11 @@ class AbstractCall:
 
     @property
     def mesh(self) -> AbstractMesh:
-        """An abstract mesh, which has no devices, with the ring as its only axis."""
-        return AbstractMesh((self.ring,), (AXIS,))
+        """An abstract mesh, which has no devices, with the ring as its only axis.
+
+        The axis is automatic: `jit` computes no array with an explicit sharding over a mesh without devices.
+        """
+        return AbstractMesh((self.ring,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def mesh_of(self, devices: Sequence[jax.Device]) -> Mesh:
         """A mesh of the first of these devices, with both axes of the ring."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..backends import selection
@@ -15,10 +14,10 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
-from ..strategies.work import Work
+from ..strategies.work import Work, data_bytes
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
-from .output import Rows
+from .output import Bytes, Rows
 from .shards import Shard, shard, tile_size, tile_states
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
@@ -74,7 +73,7 @@ class CallAnalysis:
     gathered: int
     memory: Rows
     compiled: dict[str, Any] | None
-    plan: Plan
+    shard: Shard
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -98,15 +97,8 @@ class CallAnalysis:
         pairs = np.zeros((self.ranks, self.ranks))
         rank = np.arange(self.ranks)
         for hop, tiles in zip(self.hops, self.tiles, strict=True):
-            pairs[rank, self.plan.source(rank, hop.offset, hop.sign)] = tiles * np.prod(self.tile)
-        (batch, _, heads, head_dim), (*_, kv_heads, value_dim) = (
-            self.call.floating[name].shape for name in ("query", "value")
-        )
-        itemsize = self.call.floating["query"].dtype.itemsize
-        inputs = sum(row["bytes"] for row in self.memory if row["pass"] == "call" and "output" not in row["arrays"])
-        sizes = (batch, *self.lengths, heads, kv_heads, head_dim, value_dim, itemsize)
-        work = Work(*sizes, pairs, self.plan, self.call.options.get("two_way", False))
-        return dataclasses.replace(work, others=inputs - itemsize * (work.queries + work.keys))
+            pairs[rank, self.shard.ring.plan.source(rank, hop.offset, hop.sign)] = tiles * np.prod(self.tile)
+        return Work.of_call(self.shard.call, self.shard.ring.plan, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -141,7 +133,6 @@ def analyse(
     ranks = np.arange(call.ring)
     sources = np.stack([plan.source(ranks, hop.offset, hop.sign) for hop in hops], 1)
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
-    ids = jax.tree.leaves((local.call.kv_segment_ids, local.call.kv_positions))
     return CallAnalysis(
         call=call,
         platform=platform,
@@ -155,10 +146,10 @@ def analyse(
         hops=tuple(hops),
         skipped=tuple(offset for offset in range(plan.ranks) if offset not in plan.offsets),
         sent=_sent(plan, local),
-        gathered=sum(x.size * x.dtype.itemsize for x in ids) * (plan.ranks - 1),
-        memory=held(local),
+        gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (plan.ranks - 1),
+        memory=held(local, Work.of_call(local.call, plan, np.zeros((plan.ranks, plan.ranks)))),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
-        plan=plan,
+        shard=local,
         states=tile_states(call, local, sizes)[ranks[:, None], :, sources],
     )
 
@@ -193,7 +184,7 @@ def _sent(plan: Plan, shard: Shard) -> Rows:
     def row(phase: str, send: Send, times: int) -> dict[str, Any]:
         count = send.bytes(shard.elements, shard.call.key.dtype.itemsize)
         to = rank(send.shift, "g" if send.outer else "r")
-        return {"pass": phase, "times": times, "what": contents(send), "to": to, "bytes": count}
+        return {"pass": phase, "times": times, "what": contents(send), "to": to, "bytes": Bytes(count)}
 
     passes = {"forward": plan.forward, "backward": plan.backward}
     return [row(phase, *found) for phase, sends in passes.items() for found in Counter(sends).items()]

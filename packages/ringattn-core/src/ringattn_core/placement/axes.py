@@ -41,8 +41,8 @@ def _size_of(argument: str, name: str) -> int:
                 f"{', '.join(map(repr, known))}. Pass one of them"
             ) from None
         raise MeshError(
-            f"{argument}={name!r} is not an axis of any shard_map around this call. Pass mesh=, or call inside a "
-            f"jax.shard_map over a mesh with that axis"
+            f"{argument}={name!r} is not an axis of any shard_map around this call. Pass mesh=, set it by "
+            f"jax.set_mesh, or call inside a jax.shard_map over a mesh with that axis"
         ) from None
 
 

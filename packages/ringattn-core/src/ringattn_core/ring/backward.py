@@ -275,7 +275,7 @@ class _Pass:
         return tuple(mine), tuple(added)
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
-        """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
+        """Adds the gradients of one hop to `sums`; `dbias` goes to the columns of the keys of rank `origin`."""
         layout, ring = self.directions[0].call.layout, self.ring
 
         def added(name: str, total: jax.Array) -> Any:

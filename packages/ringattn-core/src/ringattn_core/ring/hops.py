@@ -70,6 +70,14 @@ class Plan:
         """The number of ranks of an inner ring."""
         return self.ranks // self.outer
 
+    @classmethod
+    def of(cls, ranks: int, offsets: tuple[int, ...], two_way: bool, joint: bool) -> "Plan":
+        """The plan of these hops. `two_way` has no effect on two ranks, where both directions are the same.
+
+        Nor has it if hops are left out: a shard that is near in one direction is far in the other.
+        """
+        return cls(ranks, offsets, two_way and ranks > 2 and len(offsets) == ranks, joint)
+
     @property
     def signs(self) -> tuple[int, ...]:
         """The sign of each direction that keys travel in: onward (1) and, with `two_way`, back (-1)."""
@@ -210,12 +218,9 @@ def plan(
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
     Masks leave out hops only if they have bounds by position and `rule.increasing` is true; the engine sets it to false
-    for queries with an offset. Segment ids leave out none, because they are known only at run time. `two_way` has no
-    effect if hops are left out, because a shard that is near in one direction is far in the other, nor on two ranks,
-    where both directions are the same.
+    for queries with an offset. Segment ids leave out none, because they are known only at run time.
     """
-    made = _offsets(rule, layout, ranks, q_length, kv_length, stripe)
-    return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
+    return Plan.of(ranks, _offsets(rule, layout, ranks, q_length, kv_length, stripe), two_way, joint)
 
 
 def repeated(

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..ring.hops import Hop, Send
 from .devices import Device, Link
+from .ulysses import misfit
 from .work import Work
 
 
@@ -152,11 +153,7 @@ def refused(work: Work, inner: int) -> str | None:
     """Why groups of `inner` ranks cannot split the heads of the call."""
     if work.ranks % inner:
         return f"{work.ranks} ranks do not divide into groups of {inner}"
-    if work.heads % inner:
-        return f"{work.heads} query heads do not divide by {inner} ranks"
-    if inner < work.ranks and work.two_way and math.lcm(work.kv_heads, inner) // inner % 2:
-        return "two_way needs an even number of key heads on each rank"
-    return None
+    return misfit(work.heads, work.kv_heads, inner, work.ranks // inner, work.two_way)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,15 +260,33 @@ def _call_bytes(work: Work) -> int:
     return work.itemsize * (work.queries + work.keys + work.outputs) + work.others
 
 
-def _engine_bytes(work: Work) -> int:
-    """The bytes that the ring engine holds at its busiest hop, over both passes, as `ringattn explain` counts them."""
-    plan, keys = work.plan, work.itemsize * work.keys
+def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
+    """The bytes of the arrays that the ring engine holds at its busiest hop, for each pass, by what they are.
+
+    Without the gradient of a bias, and without copies or reuse by XLA.
+    """
+    plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
     sent = plan.most_sent(work.keys, work.itemsize)
-    forward = (2 * keys if sent else keys) + 2 * keys * (plan.outer > 1) + 4 * (work.outputs + work.rows)
-    halves = 2 * work.keys * plan.halves(work.kv_heads)
-    ahead = 2 * plan.most_sent(work.keys, work.itemsize, outer=True)
-    backward = (2 * sent or keys) + ahead + 4 * work.keys + halves + 4 * work.queries
-    return max(forward, backward + work.itemsize * work.outputs + 8 * work.rows)
+    ahead = "the same along the outer ring"
+    return {
+        "forward": {
+            **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
+            ahead: 2 * keys * (plan.outer > 1),
+            "partial output and lse, float32": 4 * (work.outputs + work.rows),
+        },
+        "backward": {
+            **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
+            ahead: 2 * plan.most_sent(work.keys, work.itemsize, outer=True),
+            "dk, dv of the hop, float32": gradients,
+            "dk, dv of half of the own heads": plan.halves(work.kv_heads) * gradients // 2,
+            "dq, float32": 4 * work.queries,
+            "output, lse, delta kept": work.itemsize * work.outputs + 8 * work.rows,
+        },
+    }
+
+
+def _engine_bytes(work: Work) -> int:
+    return max(sum(arrays.values()) for arrays in engine_arrays(work).values())
 
 
 def _nonempty(*steps: Step) -> tuple[Step, ...]:

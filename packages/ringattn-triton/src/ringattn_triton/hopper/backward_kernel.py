@@ -28,7 +28,7 @@ def backward(
     DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
+    """One program for each multiprocessor. Programs take turns, the tiles of keys of all key heads, from a counter.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
     end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.

@@ -24,7 +24,7 @@ class Steps(NamedTuple):
 
 @gluon.jit
 def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
-    """What a turn visits, from the first query tile to the last, or backwards where the plan is `ordered`.
+    """The query tiles that a turn visits, from the first to the last, or from the last to the first if `PLAN.ordered`.
 
     Turns begin with the first keys, which under a causal mask most queries see. Turns of one head that run at a time
     then come to the tiles that they share one after the other, in the order in which they may add to them. They stay
@@ -43,7 +43,7 @@ def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
-    """The number of the query tile of a step; any number after the last."""
+    """The number of the query tile of a step; after the last step, an arbitrary number."""
     number = step
     before = steps.before
     if PLAN.ordered:

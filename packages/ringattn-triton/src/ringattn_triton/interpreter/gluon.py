@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of Gluon over NumPy arrays and threads: shared memory, barriers, TMA fetches, asynchronous products.
 
-The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
-as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
-one may. So a place of theirs that is given up too early, or read too early, shows. What a partition itself puts into
-shared memory is there for its products after a fence. Where all partitions wait for each other an error says so.
+The partitions of a program run as threads. An asynchronous product reads its operands only when a partition waits for
+it, as late as a device may. A fetch overwrites its place with NaN at once, and fills it only when a partition waits for
+its barrier. So a kernel that releases or reads a place too early gets wrong results. Products see what a partition
+itself stores in shared memory only after a fence. If all partitions wait for each other, an error says so.
 """
 
 import collections
