@@ -109,7 +109,7 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
     found = explained(name)
     text = program(REQUESTS[name], gradients=True)
     assert moved(text, "collective-permute") == messages(found)
-    groups = ({int(rank) // found.plan.inner for rank in pair} for pair in PAIR.findall(text))
+    groups = ({int(rank) // found.shard.ring.plan.inner for rank in pair} for pair in PAIR.findall(text))
     assert sum(len(group) == 2 for group in groups) == sum(row["times"] for row in found.sent if "g" in row["to"])
     sends = {hop.number for hop in found.hops if hop.offset}
     assert messages(found, "forward").total() == len(sends) * max(hop.ways for hop in found.hops)
@@ -174,7 +174,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     ways, expected = max(hop.ways for hop in found.hops), Counter()
     for rank in range(request.ring):
         for number, hop in enumerate(found.hops):
-            place = rank, found.plan.source(rank, hop.offset, hop.sign)
+            place = rank, found.shard.ring.plan.source(rank, hop.offset, hop.sign)
             expected[place] += ways // hop.ways
             for row in np.concatenate(got[place]):
                 np.testing.assert_array_equal(row, found.states[rank, number], f"rank {rank}, hop {number}")

@@ -104,10 +104,11 @@ def _of_tiles(found: CallAnalysis) -> Iterator[str]:
     yield balance(found)
     if any(hop.ways == 2 for hop in found.hops):
         yield "After hop 0 each row is half of the heads: their keys come from either side."
-    if found.plan.outer > 1:
+    plan = found.shard.ring.plan
+    if plan.outer > 1:
         yield (
-            f"The ring has two levels: keys go round the {found.plan.inner} ranks r of a group, and meanwhile the next "
-            f"keys come from the group before, of {found.plan.outer} groups g."
+            f"The ring has two levels: keys go round the {plan.inner} ranks r of a group, and meanwhile the next keys "
+            f"come from the group before, of {plan.outer} groups g."
         )
     if found.skipped:
         runs = [[x for _, x in run] for _, run in groupby(enumerate(found.skipped), lambda pair: pair[1] - pair[0])]
