@@ -28,6 +28,35 @@ def test_tolerances_grow_with_gradients_and_with_scores_beyond_32(quantity, want
     assert tolerances.allowed(quantity, "float32", np.array(want), largest) == pytest.approx(tolerance)
 
 
+def _summed_one_by_one(equation: str, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Scores of float32 whose products are added one after the other, the least exact order that a kernel may have."""
+    assert equation == "btnh,bsnh->bnts"
+    q, k = (np.moveaxis(x, 2, 1).astype(np.float32) for x in (q, k))
+    found = np.zeros((*q.shape[:3], k.shape[2]), np.float32)
+    for column in range(q.shape[-1]):
+        found += q[..., column][..., None] * k[..., column][..., None, :]
+    return found.astype(np.float64)
+
+
+def test_the_rounding_of_float32_passes_where_scores_are_large_before_a_small_soft_cap(monkeypatch: pytest.MonkeyPatch):
+    """Scores of 300 before a cap of 2: the error of their products is that of uncapped scores of this size."""
+    case = Case(
+        "capped-2", batch=1, heads=4, gain=80.0, soft_cap=2.0, chunk=3, q_length=144, kv_length=144, head_dim=256,
+        value_dim=64,
+    )  # fmt: skip
+    problem = case.inputs(1).problem
+    exact = attend(problem)
+    assert exact.largest <= 2 < 250 < exact.uncapped
+    product, calls = np.einsum, iter([_summed_one_by_one])
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "einsum", lambda *given: next(calls, product)(*given))
+        rounded = attend(problem)
+    error = float(np.abs(rounded.lse - exact.lse).max())
+    assert tolerances.allowed("lse", "float32", exact.lse, exact.largest) < error
+    assert error < tolerances.allowed("lse", "float32", exact.lse, exact.largest, exact.uncapped)
+    assert tolerances.allowed("lse", "bfloat16", exact.lse, exact.largest, exact.uncapped) == 2e-2
+
+
 def test_the_factor_of_the_run_multiplies_every_tolerance(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tolerance_factor, "_factor", 3.0)
     assert tolerances.allowed("out", "float32", np.array([1.0]), 1.0) == pytest.approx(6e-5)

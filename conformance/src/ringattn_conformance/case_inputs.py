@@ -18,7 +18,7 @@ Positions = Callable[[int, int, int], Pair]
 
 
 def _documents(batch: int, length: int, shares: tuple[float, ...]) -> np.ndarray:
-    """Packed documents, whose borders differ by batch row."""
+    """Packed documents, whose boundaries differ between batch rows."""
     rows = []
     for row in range(batch):
         ends = (np.cumsum(shares) * length).astype(int) + row
@@ -98,8 +98,9 @@ def far(batch: int, rows: int, columns: int) -> Pair:
 
 
 def far_rows(batch: int, rows: int, columns: int) -> Pair:
-    """Each batch row begins elsewhere, and its queries later than its keys."""
+    """Each batch row begins elsewhere, the last one below zero, and its queries later than its keys."""
     starts = FAR - 5 * np.arange(batch, dtype=np.int32)[:, None]
+    starts[-1] = -33
     return np.arange(rows, dtype=np.int32) + starts + 3, np.arange(columns, dtype=np.int32) + starts
 
 

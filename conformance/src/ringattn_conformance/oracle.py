@@ -38,8 +38,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Outputs and gradients, in the shapes of the inputs; `largest` is the largest score that a row sees.
+    """Outputs and gradients, in the shapes of the inputs.
 
+    `largest` is the magnitude of the largest score that a row sees. `uncapped` is the same before the soft cap, and 0
+    without one: it says how large the products are that float32 rounds.
     `delta` may come from the output as rounded to its dtype. `slack` says by how much that moves the gradients that are
     sums over all queries, where the effects of all rows add up.
     """
@@ -49,6 +51,7 @@ class Answer:
     largest: float
     gradients: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     slack: dict[str, float] = dataclasses.field(default_factory=dict)
+    uncapped: float = 0.0
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -161,11 +164,11 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     k_heads, v_heads = k[:, :, of_head], v[:, :, of_head]
     scale = 1.0 / np.sqrt(head_dim) if problem.scale is None else problem.scale
     s = scale * np.einsum("btnh,bsnh->bnts", q, k_heads)
-    slope_of_cap = None
+    slope_of_cap, seen, uncapped = None, visible(problem), 0.0
     if problem.soft_cap is not None:
+        uncapped = float(np.max(np.abs(s), where=seen, initial=0.0))
         bent = np.tanh(s / problem.soft_cap)
         s, slope_of_cap = problem.soft_cap * bent, 1.0 - bent**2
-    seen = visible(problem)
     if problem.bias is not None:
         bias = np.asarray(problem.bias, np.float64)
         s = s + np.where(np.isneginf(bias), 0.0, bias)
@@ -189,7 +192,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = np.einsum("bnts,bsnh->btnh", p * keep, v_heads)
     if dout is None:
-        return Answer(out, lse, largest)
+        return Answer(out, lse, largest, uncapped=uncapped)
 
     dout = np.asarray(dout, np.float64)
     dlse = np.zeros(lse.shape) if dlse is None else np.asarray(dlse, np.float64)
@@ -219,7 +222,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
-    return Answer(out, lse, largest, gradients, slack)
+    return Answer(out, lse, largest, gradients, slack, uncapped)
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -238,4 +241,4 @@ def order(layout: str, ranks: int, length: int) -> np.ndarray:
         half = each // 2
         starts = [(rank * half, (2 * ranks - 1 - rank) * half) for rank in range(ranks)]
         return np.concatenate([start + np.arange(half) for pair in starts for start in pair])
-    raise ValueError(f"layout {layout!r} is none of contiguous, zigzag, striped")
+    raise ValueError(f"layout {layout!r} is not one of contiguous, zigzag, striped")

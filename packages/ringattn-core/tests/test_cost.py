@@ -66,6 +66,25 @@ def test_bytes_pairs_and_memory_are_those_of_the_analysis(name: str) -> None:
     assert ring.memory == call + max(held["forward", TOGETHER], held["backward", TOGETHER])
 
 
+def test_sums_are_float32_and_keys_and_messages_are_held_twice() -> None:
+    made = work(4, heads=8, kv_heads=2)
+    rows = made.q_length * 8
+    queries, keys = rows * 128, made.kv_length * 2 * 256
+    assert cost.engine_arrays(made) == {
+        "forward": {
+            "K,V in use, and K,V arriving": 2 * 2 * keys,
+            "partial output and lse, float32": 4 * (queries + rows),
+        },
+        "backward": {
+            "messages being sent and received": 2 * (2 + 4) * keys,
+            "dk, dv of the hop, float32": 4 * keys,
+            "dk, dv of half of the own heads": 0,
+            "dq, float32": 4 * queries,
+            "output, lse, delta kept": 2 * queries + 8 * rows,
+        },
+    }
+
+
 def test_separate_sends_begin_behind_half_of_the_own_heads() -> None:
     with discovery.registered(SEPARATE, SeparateSends()):
         found = analysed(CALLS["causal"], "separate")
@@ -141,12 +160,14 @@ def test_no_plan_sends_anything_on_one_device() -> None:
     assert only.sent == 0 and only.waits == 0.0
 
 
-def test_auto_is_the_cheapest_plan_that_the_call_allows() -> None:
+def test_auto_is_the_cheapest_plan_that_the_call_allows_and_of_nearly_equal_ones_the_fastest_forward() -> None:
     for ranks, length, heads, kv_heads in itertools.product((2, 4, 6, 32), (256, 8192), (8, 12), (2, 4)):
         plans = choose.reckoned(work(ranks, length, heads, kv_heads), H200)
         auto = choose.by_name(plans, "auto")
         assert auto.refusal is None
-        assert auto.seconds == min(plan.seconds for plan in plans if plan.refusal is None)
+        allowed = [plan for plan in plans if plan.refusal is None]
+        near = [plan for plan in allowed if plan.seconds <= 1.03 * min(each.seconds for each in allowed)]
+        assert cost.total(auto.forward) == min(cost.total(plan.forward) for plan in near)
         assert bool(choose.by_name(plans, "ulysses").refusal) == bool(heads % ranks)
 
 
@@ -157,10 +178,11 @@ def test_auto_changes_with_heads_backend_and_memory() -> None:
         )
         return choose.by_name(plans, "auto").strategy
 
-    assert auto(length=32768) == "ulysses"
-    assert auto(length=32768, heads=7) == "ring"
+    assert auto(length=4096) == "ulysses"
+    assert auto(length=32768) == "ring", "nearly equal, and its forward pass is shorter"
+    assert auto(length=8192, heads=7) == "ring"
     assert auto(64, 64, heads=7) == "all_gather", "short shards over a network: 63 sends wait longer than one gather"
-    assert auto(length=32768, barred=["ulysses", "all_gather"]) == "ring"
+    assert auto(length=4096, barred=["ulysses", "all_gather"]) == "ring"
     needs = {plan.strategy: plan.memory for plan in choose.reckoned(work(64, 64, 7, 7), H200)}
     assert auto(64, 64, heads=7, memory=needs["all_gather"] - 1) == "ring"
     assert auto(64, 64, heads=7, memory=1) == "ring", "where none fits, the least memory"

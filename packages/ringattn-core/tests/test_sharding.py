@@ -61,6 +61,18 @@ def test_a_mesh_axis_over_which_nothing_is_split_is_one_warning(named: dict[str,
     assert re.search(remedy, str(warning.message))
 
 
+def test_a_batch_axis_that_was_forgotten_beside_another_is_named_in_the_remedy():
+    with pytest.warns(UserWarning, match=r"'dp', .* Pass batch_axis_name=\('fsdp', 'dp'\) to split over them"):
+        ring_attention(*arrays(), mesh=mesh_of(dp=2, fsdp=2, sp=2), axis_name="sp", batch_axis_name="fsdp")
+
+
+@pytest.mark.parametrize(("axis", "named"), [("dp", "batch_axis_name"), ("tp", "head_axis_name")])
+def test_who_keeps_the_batch_or_the_heads_whole_is_not_warned_of_the_axis_for_them(axis: str, named: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ring_attention(*arrays(), mesh=mesh_of(sp=2, **{axis: 2}), axis_name="sp", **{named: ()})
+
+
 @pytest.mark.parametrize(("axis", "spec"), [("tensor", P(None, "sp", "tensor")), ("replica", P("replica", "sp"))])
 def test_axes_with_the_usual_names_need_not_be_named(axis: str, spec: P):
     q, k, v = arrays()
@@ -145,7 +157,7 @@ def test_a_mesh_of_explicit_axes_works_like_any_other(jit: bool):
         return ring_attention(q, k, v, causal=True, mesh=mesh, axis_name="sp")
 
     with jax.set_mesh(mesh):
-        close((jax.jit(f) if jit else f)(q, k, v), ring_attention(q, k, v, causal=True))
+        close((jax.jit(f) if jit else f)(q, k, v), ring_attention(q, k, v, causal=True, axis_name=()))
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -138,7 +138,8 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
     faults = [f"{name}: {hidden.sum()} rows hide it, the first at {_first(hidden)}"] if hidden.any() else []
     left_out = bad.reshape(*bad.shape, *[1] * (got.ndim - bad.ndim)) | ~np.isfinite(got)
     rest = np.where(left_out, 0, got), np.where(left_out, 0, want)
-    fault = tolerances.difference(name, *rest, tolerances.allowed(name, "float32", want, answer.largest))
+    tolerance = tolerances.allowed(name, "float32", want, answer.largest, answer.uncapped)
+    fault = tolerances.difference(name, *rest, tolerance)
     return faults + ([fault] if fault else [])
 
 

@@ -41,7 +41,7 @@ def as_array(argument: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
+            argument, f"{type(x).__name__} is not an array ({error})", "Pass what jnp.asarray accepts"
         ) from error
 
 

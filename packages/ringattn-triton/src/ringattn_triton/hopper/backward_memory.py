@@ -16,11 +16,20 @@ from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
+"""Both consumers have written ds; in `wide_products`, the one that computes it. A hardware barrier, as those below."""
 Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
+"""The first of two, one for each place of queries: both consumers are done with it."""
 DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
 DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
+"""The first of two or three, one for each place of dq: it has been read on its way to memory."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
+"""The first of four: consumer `c` has filled its place for writer `w` at number `2 c + w`. In `wide_products` the first
+of three, one for each place."""
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
+"""In `wide_products`: the softmax weights are in their place."""
+
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""As Triton 3.9 calls it; before, it was private."""
 
 
 class Memory(NamedTuple):
@@ -39,15 +48,16 @@ class Memory(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it.
+    """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it. Of these, barriers
+    in shared memory are here: those at which TMA arrives, and those of turns.
 
     Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
     `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
     `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. For
     ALiBi, place `2 STAGES + i` has the positions of the rows minus that of the tile's first row. `tile` is the number
     of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
-    queries by 64 dimensions. Consumer `c` uses the places `2 i + c`; in `wide_products` one place first has the softmax
-    weights (`weights_full`).
+    queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
+    places `2 i + c`; in `wide_products` one place first has the softmax weights.
     """
 
     turn: Any
@@ -161,6 +171,16 @@ def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Initialises `COUNT` barriers, each of which completes a phase after `ARRIVALS` arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(at(barriers, number), count=ARRIVALS)
+
+
+@gluon.jit
+def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """A consumer's place of dq, as a place for its 64 rows of dk or dv in half precision."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
+    if _REINTERPRET:
+        return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
+    else:
+        return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ phases: nobody may arrive a second time before all have arrived once.
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 
 FIRST_FREE = 4
-"""Triton takes barriers from 0 on: one to start partitions, and one for each partition of four warps."""
+"""Triton takes barriers from 0 on: one for all partitions, and one for each partition of more than one warp."""
 
 
 @builtin
@@ -26,3 +26,20 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
     assembly = f"bar.{action} {place}, {threads}; mov.u32 $0, 0;"
     result = _semantic.builder.get_int32_ty()
     _semantic.builder.create_inline_asm(assembly, constraints, operands, [result], False, 1)
+
+
+@builtin
+def hardware_barrier_of(ACTION, FIRST, place, THREADS, _semantic=None):
+    """As `hardware_barrier`, at number `FIRST` where `place` is 0, else at the next one.
+
+    The numbers are constants of the instructions. A number in a register would hold its warp up until the barrier has
+    read it, which is after all that the warp has stored.
+    """
+    action, first, threads = (_unwrap_if_constexpr(x) for x in (ACTION, FIRST, THREADS))
+    at = _semantic.to_tensor(place).handle
+    assembly = (
+        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.{action} {first}, {threads}; "
+        f"@!first bar.{action} {first + 1}, {threads};}} mov.u32 $0, 0;"
+    )
+    result = _semantic.builder.get_int32_ty()
+    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)

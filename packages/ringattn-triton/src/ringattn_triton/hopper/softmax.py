@@ -63,7 +63,7 @@ def weighed(s, base, shrink, total, drawn, F: gl.constexpr, S: gl.constexpr, SCO
 
 @gluon.constexpr_function
 def parts_of_rows():
-    """The layout of `[64, 4]` in which each of the four threads that share rows of a product has its own part."""
+    """The layout of an array `[64, 4]` with an element in each of the four threads that share a row of a product."""
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -82,14 +82,14 @@ def sums_of_parts(p):
 
 @gluon.jit
 def in_parts(total):
-    """Whole sums of rows in the form of `sums_of_parts`: the first of the four threads has the sum, the others zero."""
+    """Turns sums of rows into four partial sums as of `sums_of_parts`: the first is the sum, the others are 0."""
     first = gl.arange(0, 4, gl.SliceLayout(0, parts_of_rows()))[None, :] == 0
     return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, parts_of_rows()))[:, None], 0.0)
 
 
 @gluon.jit
 def sum_of_parts(total, OF_ROWS: gl.constexpr):
-    """The sums of rows."""
+    """Adds the four partial sums of each row (`sums_of_parts`); `OF_ROWS` is the layout of the result, `[64]`."""
     return gl.convert_layout(gl.sum(total, 1), OF_ROWS)
 
 

@@ -42,7 +42,7 @@ _WEIGHTS = gl.constexpr(2)
 
 
 @gluon.jit
-def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
     DIM: gl.constexpr = F.padded_value_dim
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -50,7 +50,7 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
-    while turn < all_turns:
+    while turn < turns.count:
         whole = got_number(at(shared.whole, taken % 2), 4)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         if PLAN.masked:
@@ -77,7 +77,7 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
 
 
 @gluon.jit
-def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
     DIM: gl.constexpr = F.padded_head_dim
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -85,7 +85,7 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
-    while turn < all_turns:
+    while turn < turns.count:
         before = got_number(at(shared.before, taken % 2), 4)
         whole = got_number(at(shared.whole, taken % 2), 4)
         after = got_number(at(shared.after, taken % 2), 4)

@@ -15,10 +15,7 @@ from .hardware_barriers import hardware_barrier
 
 
 @gluon.jit
-def add_wide_dq(
-    NUMBER: gl.constexpr, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns, F: gl.constexpr,
-    T: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
+def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """Adds the pieces of consumer `NUMBER` to memory, in the order in which it computes them.
 
     Where the plan is `ordered`, the pieces of each consumer have counters of their own; otherwise as in `add_dq`.
@@ -33,16 +30,16 @@ def add_wide_dq(
         hardware_barrier("arrive", DQ_EMPTY + 2, 160)
     taken = 0
     turn = next_turn(shared, taken, 1)
-    while turn < all_turns:
+    while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        steps = steps_of(row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0
-        ranks = RANKS + (group * T.rows + row) * Q_TILES
+        ranks = turns.ranks + (group * T.rows + row) * Q_TILES
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
-            counters = COUNTERS + 1 + 2 * first + NUMBER
+            counters = turns.counters + 1 + 2 * first + NUMBER
             ahead = tile_at(steps, 0, T, PLAN)
             rank = 0
             reached = 0
@@ -61,7 +58,7 @@ def add_wide_dq(
                     place = 2 * piece if NUMBER == 0 else 1
                     hardware_barrier("sync", DQ_FULL + place, 160)
                     to = ((first + tile) * PIECES + FIRST + piece) * 16
-                    async_atomic_add(dq_tiles, [to, 0], shared.dq.index(place))
+                    async_atomic_add(tiles.dq, [to, 0], shared.dq.index(place))
                     tma.store_wait(0)
                     hardware_barrier("arrive", DQ_EMPTY + place, 160)
                 if PLAN.ordered:

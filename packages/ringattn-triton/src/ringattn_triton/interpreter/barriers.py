@@ -23,6 +23,7 @@ class Team:
         self.waiting: set[int] = set()
         self.fetched: set[Barrier] = set()
         self.hardware: dict[int, Barrier] = {}
+        self.covers: dict[Any, Any] = {}
 
     def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
         """Runs one partition in this thread, or a program before it has started partitions."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of Gluon over NumPy arrays and threads: shared memory, barriers, TMA fetches, asynchronous products.
 
-The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
-as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
-one may. So a place of theirs that is given up too early, or read too early, shows. What a partition itself puts into
-shared memory is there for its products after a fence. Where all partitions wait for each other an error says so.
+The partitions of a program run as threads. An asynchronous product reads its operands only when a partition waits for
+it, as late as a device may. A fetch overwrites its place with NaN at once, and fills it only when a partition waits for
+its barrier. So a kernel that releases or reads a place too early gets wrong results. Products see what a partition
+itself stores in shared memory only after a fence. If all partitions wait for each other, an error says so.
 """
 
 import operator
@@ -24,9 +24,11 @@ from .values import Pointer, Tensor, cast, constant, plain
 class Shared:
     """Shared memory of one type, or a part of it."""
 
-    def __init__(self, data: np.ndarray, dtype: Any) -> None:
+    def __init__(self, data: np.ndarray, dtype: Any, covered: np.ndarray | None = None) -> None:
+        """`covered`: what lies in the same place as values of another type; NaN while this memory is in use."""
         self.data = data
         self.dtype = dtype
+        self.covered = covered
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,9 +56,20 @@ class Shared:
         view = self.data.reshape([plain(size) for size in shape])
         if not np.may_share_memory(view, self.data):
             raise error(f"reshapes {list(self.data.shape)}, which does not lie in one piece")
-        return Shared(view, self.dtype)
+        return Shared(view, self.dtype, self.covered)
+
+    def reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> "Shared":
+        """The same place for values of another type. Whoever writes one of the two spoils the other."""
+        sizes = tuple(plain(size) for size in shape)
+        self.spoil()
+        key = self.data.ctypes.data, dtype.name, sizes
+        return Shared(current.team.covers.setdefault(key, np.empty(sizes, held(dtype))), dtype, self.data)
+
+    _reinterpret = reinterpret
 
     def load(self, layout: Any) -> Tensor:
+        if self.covered is not None and not np.isnan(self.covered).all():
+            self.spoil()
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
@@ -130,10 +143,10 @@ class Descriptor:
         inside = np.logical_and.reduce([(r >= 0) & (r < size) for r, size in zip(ranges, self.shape, strict=True)])
         return inside, sum(r * step for r, step in zip(ranges, self.strides, strict=True))
 
-    def write(self, at: Sequence[Any], source: Shared) -> None:
+    def put(self, at: Sequence[Any], source: Shared) -> None:
         """Writes a tile to memory, without its elements past the end."""
         inside, offsets = self._places(at)
-        self.base.buffer.store(self.base.data + np.where(inside, offsets, 0), source.data, inside)
+        self.base.buffer.store(self.base.data + np.where(inside, offsets, 0), source.load(None).data, inside)
 
     def add(self, at: Sequence[Any], source: Shared) -> None:
         """Adds a tile to memory, without its elements past the end."""
@@ -237,10 +250,13 @@ def async_atomic_add(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared)
     current.additions.append(lambda: tensor_desc.add(at, src))
 
 
-def async_copy_shared_to_global(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
-    """Begins to write a tile to memory. The tile is read from shared memory as late as a device may read it."""
+def async_store(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
+    """Begins to write a tile to memory, as `async_atomic_add` begins to add one."""
     at = [_integer(start) for start in coord]
-    current.additions.append(lambda: tensor_desc.write(at, src))
+    current.additions.append(lambda: tensor_desc.put(at, src))
+
+
+async_copy_shared_to_global = async_store
 
 
 def store_wait(pendings: Any) -> None:
@@ -269,6 +285,10 @@ def hardware_barrier(action: str, number: Any, threads: Any) -> None:
         barrier.arrived(current.threads)
     if action == "sync":
         team.wait(barrier, before)
+
+
+def hardware_barrier_of(action: str, first: Any, place: Any, threads: Any) -> None:
+    hardware_barrier(action, _integer(first) + (_integer(place) != 0), threads)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
