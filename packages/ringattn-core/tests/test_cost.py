@@ -66,6 +66,25 @@ def test_bytes_pairs_and_memory_are_those_of_the_analysis(name: str) -> None:
     assert ring.memory == call + max(held["forward", TOGETHER], held["backward", TOGETHER])
 
 
+def test_sums_are_float32_and_keys_and_messages_are_held_twice() -> None:
+    made = work(4, heads=8, kv_heads=2)
+    rows = made.q_length * 8
+    queries, keys = rows * 128, made.kv_length * 2 * 256
+    assert cost.engine_arrays(made) == {
+        "forward": {
+            "K,V in use, and K,V arriving": 2 * 2 * keys,
+            "partial output and lse, float32": 4 * (queries + rows),
+        },
+        "backward": {
+            "messages being sent and received": 2 * (2 + 4) * keys,
+            "dk, dv of the hop, float32": 4 * keys,
+            "dk, dv of half of the own heads": 0,
+            "dq, float32": 4 * queries,
+            "output, lse, delta kept": 2 * queries + 8 * rows,
+        },
+    }
+
+
 def test_separate_sends_begin_behind_half_of_the_own_heads() -> None:
     with discovery.registered(SEPARATE, SeparateSends()):
         found = analysed(CALLS["causal"], "separate")

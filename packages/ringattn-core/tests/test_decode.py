@@ -230,7 +230,7 @@ def test_no_key_travels() -> None:
 SHORT = {"key_cache": KEY[:, :30], "value_cache": VALUE[:, :30]}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "longer than the cache": ({"lengths": [5, 33, 1]}, InputError, "lengths: has values from 1 to 33. .* from 0 to 32"),
-    "negative": ({"lengths": -1}, InputError, "lengths: has values from -1 to -1"),
+    "negative": ({"lengths": -1}, InputError, "lengths: has the value -1"),
     "of another batch": ({"lengths": [1, 2]}, InputError, r"lengths: has shape \(2,\). Pass one integer, or 3"),
     "fractions": ({"lengths": 1.5}, InputError, "lengths: has dtype float64. It needs integers"),
     "longer than a short cache": (SHORT, InputError, "lengths: .* to 30"),
@@ -246,6 +246,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "other sinks": ({"sinks": SINKS}, InputError, "sinks: is not an argument of decode_attention. Pass softmax_aux"),
     "a mask": ({"mask": 1}, InputError, "mask: is not an argument of decode_attention. Its arguments are query, key_c"),
     "ids": ({"segment_ids": 1}, InputError, "segment_ids: is not an argument of decode_attention. Its arguments are"),
+    "an option of ring_attention": ({"bias": 1}, InputError, "bias: .* call ring_attention with .* query_offset="),
+    "specs": ({"in_specs": 1}, InputError, "in_specs: is not an argument of decode_attention. Leave it out, or call"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
 
@@ -271,9 +273,26 @@ def test_arrays_that_are_split_where_they_should_be_whole_are_refused(query: P, 
         mapped(QUERY, KEY, VALUE)
 
 
-def test_a_derivative_is_refused() -> None:
-    with pytest.raises(DerivativeError, match="decode_attention has no derivative"):
-        jax.grad(lambda query: decode_attention(query, KEY, VALUE, LENGTHS).sum())(QUERY)
+@pytest.mark.parametrize("options", [{"lengths": 30, "axis_name": None}, {"lengths": 30, "mesh": mesh_of(2)}])
+def test_in_a_shard_map_a_wrong_axis_or_mesh_is_named_before_lengths_that_the_shard_cannot_hold(options: Any) -> None:
+    given = {"axis_name": "sp"} | options
+    cache = P(None, "sp")
+    mapped = jax.shard_map(
+        lambda q, k, v: decode_attention(q, k, v, **given),
+        mesh=mesh_of(2), in_specs=(P(), cache, cache), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    with pytest.raises(MeshError, match=r"axes .* may split the arrays|mesh= is for global arrays"):
+        mapped(QUERY, KEY, VALUE)
+
+
+@pytest.mark.parametrize("mesh", [None, mesh_of(2)])
+def test_a_derivative_is_refused(mesh: Any) -> None:
+    def attend(query: Any) -> Any:
+        return decode_attention(query, KEY, VALUE, LENGTHS, mesh=mesh, axis_name="sp" if mesh else None)
+
+    for differentiate in (jax.grad(lambda x: attend(x).sum()), lambda x: jax.jvp(attend, (x,), (x,))):
+        with pytest.raises(DerivativeError, match="decode_attention has no derivative"):
+            differentiate(QUERY)
 
 
 def test_a_backend_that_drives_its_own_ring_is_refused() -> None:

@@ -87,12 +87,12 @@ OPTIONS = {
     "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is not an array"),
     "a seed beyond 32 bits, without dropout": (
         dict(dropout_seed=2**32),
-        "dropout_seed: has values from 4294967296 to 4294967296. Pass an integer of 32 bits",
+        "dropout_seed: has the value 4294967296. Pass an integer of 32 bits",
     ),
-    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: has values from -118059"),
+    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: has the value -118059"),
     "a seed of 64 bits": (
         dict(dropout_prob=0.1, dropout_seed=np.uint64(2**40)),
-        "dropout_seed: has values from 1099511",
+        "dropout_seed: has the value 1099511",
     ),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
     "dropout of less than a step": (dict(dropout_prob=2.0**-17, dropout_seed=0), "dropout_prob: got 7.62939453125e-06"),
@@ -105,28 +105,28 @@ OPTIONS = {
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
     "segment ids beyond int32": (
         dict(q_segment_ids=np.full((B, T), 2**32 + 5)),
-        "q_segment_ids: has values from 4294967301 to 4294967301. Pass values that fit int32",
+        "q_segment_ids: has the value 4294967301. Pass values that fit int32",
     ),
     "segment ids that would wrap": (
         dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
-        "q_segment_ids: has values from 2147483649",
+        "q_segment_ids: has the value 2147483649",
     ),
     "rows of segment ids beyond int32": (
         dict(q_segment_ids=[np.array([2**32 + 5] * T)] * B),
-        "q_segment_ids: has values from 4294967301",
+        "q_segment_ids: has the value 4294967301",
     ),
-    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has values from 1099511627776"),
+    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has the value 1099511627776"),
     "positions of 2^30": (
         dict(q_positions=np.arange(T) + 2**30),
         "q_positions: has values from 1073741824 to 1073741831. Pass positions below 2^30",
     ),
     "positions on the device": (
         lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))),
-        "kv_positions: has values from -1073741824",
+        "kv_positions: has the value -1073741824",
     ),
     "mask_info with positions of 2^30": (
         lambda: dict(mask_info=MaskInfo.from_positions(np.full(T, 2**30))),
-        "q_positions: has values from 1073741824",
+        "q_positions: has the value 1073741824",
     ),
     "short key positions": (dict(kv_positions=np.arange(3)), "kv_positions: has shape (3,)"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
@@ -160,7 +160,7 @@ OPTIONS = {
     ),
     "mask_info whose ids would wrap": (
         lambda: dict(mask_info=MaskInfo.from_segments(jnp.full((B, T), 2**31 + 1, jnp.uint32))),
-        "has values from 2147483649",
+        "has the value 2147483649",
     ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),

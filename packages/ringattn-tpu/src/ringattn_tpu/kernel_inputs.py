@@ -54,11 +54,6 @@ class Settings:
         cap = self.rule.soft_cap
         return self.rule.scale * self.unit if cap is None else self.rule.scale / cap
 
-    @property
-    def keep_weight(self) -> float:
-        """The factor of a probability that dropout keeps."""
-        return 1.0 / (1.0 - self.rule.dropout)
-
 
 class KernelInputs(NamedTuple):
     """A block, padded to whole tiles, and the arrays that every kernel reads, each with a letter for each axis.

@@ -172,7 +172,6 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     factor = rule.soft_cap if rule.soft_cap is not None else rule.scale
     plain = bias is None and slopes is None and factor > 0
     narrow = block.q.dtype != jnp.float32
-    threshold = dropout.threshold(rule.dropout)
     arrays: dict[str, Any] = {
         "q": block.q,
         "k": k,
@@ -233,8 +232,8 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout),
-        threshold=threshold,
-        keep_weight=1.0 / (1.0 - threshold / dropout.LEVELS),
+        threshold=dropout.threshold(rule.dropout),
+        keep_weight=rule.keep_weight,
         bias=bias is not None,
         bias_batch=_stride(bias, 0),
         bias_head=_stride(bias, 1),

@@ -55,7 +55,7 @@ def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
     dp = product(v, dout, 3, tile)
     dropped = p
     if rule.dropout:
-        keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), 1.0 / (1.0 - rule.dropout), 0.0)
+        keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), rule.keep_weight, 0.0)
         dropped, dp = p * keep, dp * keep
     ds = p * (dp - read["delta"][:, :, None])
     added = {f"d{name}": x for name, x in term_gradients(ds, tile, by_keys=True).items()}

@@ -3,13 +3,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.protocol import LETTERS, Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import near_equal, tiles
 from ringattn_core.contract.visibility import span
@@ -34,11 +34,7 @@ class Cut(NamedTuple):
 
 
 BLOCK_AXES: Final = {
-    field.name: "".join(axis[0].upper() for axis in letters.split())
-    for field in dataclasses.fields(Block)
-    if field.name not in ("kv", "shift")
-    for array in (field.type, *get_args(field.type))
-    if (letters := getattr(array, "dim_str", None))
+    name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items() if name != "shift"
 }
 """A letter for each axis of each array of a block, but for `kv`, whose form varies, and `shift`, which is in rows."""
 

@@ -15,7 +15,7 @@ from ..placement.layout import pieces, refuse_indivisible
 from ..ring import cache
 from ..tuning.choice import with_parameters
 from .mesh_roles import check_mesh, mesh_of, ranks_of
-from .options import DEFAULTS, OPTIONS, CacheOptions, configured, refuse_unknown
+from .options import DEFAULTS, OPTIONS, CacheOptions, Options, configured, refuse_unknown
 from .shard_map import refuse_replicated, refuse_sharded, refuse_unnamed_axes
 from .validation import checked_operands
 
@@ -49,11 +49,14 @@ def checked(function: Any, operands: dict[str, Any], lengths: Any, options: dict
     values = DEFAULTS | given | {"causal": True}
     call = Call(query=q, key=k, value=v, **{x.name: x.canonical(values[x.name], sizes) for x in OPTIONS})
     remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
+    if mesh is None:
+        refuse_unnamed_axes(call)
+    else:
+        check_mesh(call, mesh)
     known = as_int32("lengths", lengths, (0, room, remedy))
     if known.shape not in ((), q.shape[:1]):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {q.shape[0]}, one for each row")
     if mesh is not None:
-        check_mesh(call, mesh)
         _refuse_uneven_cache(call, ranks_of(mesh, call.axis_name or ()))
     else:
         _check_shard(call, arrays, known, room // k.shape[1], sharded)
@@ -79,6 +82,9 @@ def _refuse_unknown(function: Any, options: dict[str, Any]) -> None:
         if name in options:
             remedy = "Leave it out: attention to a cache is always causal"
             raise InputError(name, f"is not an argument of {function.__name__}", remedy)
+    for name in options.keys() & {"bias", *Options.__annotations__} - CacheOptions.__annotations__.keys():
+        remedy = "Leave it out, or call ring_attention with causal=True and query_offset=lengths - query.shape[1]"
+        raise InputError(name, f"is not an argument of {function.__name__}", remedy)
     named = [name for name in function.__annotations__ if name not in ("options", "return")]
     refuse_unknown(options, (*named, *CacheOptions.__annotations__), function.__name__)
 
@@ -95,7 +101,6 @@ def _check_shard(call: Call, operands: dict[str, jax.Array], lengths: jax.Array,
         whole |= {query: call.query}
     refuse_replicated(call, {name: operands[name] for name in split})
     refuse_sharded(call, whole)
-    refuse_unnamed_axes(call)
 
 
 def _refuse_uneven_cache(call: Call, ranks: int) -> None:

@@ -77,7 +77,10 @@ def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     least, most, _ = POSITION
     most -= max(sizes.lengths[0] - 1, 0)
     remedy = f"Pass offsets from {least} to {most}: query i has the position query_offset + i, which must be below 2^30"
-    return array(argument, x, arrays.QueryOffset, sizes, (least, most, remedy))
+    found, rows = as_int32(argument, x, (least, most, remedy)), sizes.of["B"]
+    if found.shape not in ((), (1,), (rows,)):
+        raise InputError(argument, f"has shape {found.shape}", f"Pass one integer, or {rows}, one for each row")
+    return found
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:

@@ -15,6 +15,7 @@ from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
+from ..ring.cache import not_differentiable
 from .cache import Lengths, attend, checked
 from .mesh_roles import named_roles, ranks_of, refuse_indivisible_axes
 from .options import ARRAYS, CacheOptions, needs
@@ -63,7 +64,7 @@ def decode_attention(
     given: dict[str, Any] = options | {"softmax_aux": softmax_aux, "mesh": mesh, "backend": backend, "cfg": cfg}
     call, first, mesh, backend = checked(decode_attention, operands, lengths, given, sharded=False)
     positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
-    call = dataclasses.replace(call, q_positions=positions)
+    call = not_differentiable(dataclasses.replace(call, q_positions=positions))
     registration = select(backend, needs(call), platform_of(mesh, (call.query, call.key, call.value)))
     return attend(registration, call) if mesh is None else _sharded(registration, call, of_context(mesh, call.query))
 

@@ -55,8 +55,8 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
         if unused:
             warnings.warn(
                 f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
-                f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence; () means "
-                f"that none does",
+                f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= "
+                f"if none does. axis_name=() says that the arrays are local",
                 stacklevel=3,
             )
     return found

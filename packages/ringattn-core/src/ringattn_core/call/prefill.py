@@ -11,6 +11,7 @@ from ..contract.call import Call
 from ..errors import InputError
 from ..placement import arrays
 from ..placement.platforms import platform_of
+from ..ring.cache import not_differentiable
 from .cache import Lengths, attend, checked
 from .dispatch import answer
 from .options import CacheOptions, needs
@@ -68,19 +69,29 @@ def prefill_attention(
     call, first, mesh, backend = checked(prefill_attention, operands, lengths, given, sharded=True)
     call = dataclasses.replace(call, query_offset=first)
     sends_queries = send == "queries" or (send == "auto" and queries_are_fewer_bytes(call))
-    work = attend if sends_queries and call.axis_name else answer  # on one device nothing travels
+    work = answer
+    if sends_queries and call.axis_name:  # on one device nothing travels
+        work, call = attend, not_differentiable(call)
     if mesh is not None:
         return sharded(call, backend, mesh, None, None, work)
     return work(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
 def queries_are_fewer_bytes(call: Call) -> bool:
-    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values.
+    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values."""
+    of_keys, of_queries = bytes_to_send(call)
+    return of_queries < of_keys
 
-    Either way a rank sends the same share of the tokens. Each head of a query sends back a float32 output, and its
-    log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum (4 bytes).
+
+def bytes_to_send(call: Call) -> tuple[int, int]:
+    """The bytes of the keys and values of a call, and those of its queries and their partial results.
+
+    Whichever travels, a rank sends its share of them to each of the other ranks. Each head of a query sends back a
+    float32 output, and its log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum
+    (4 bytes).
     """
-    _, tokens, heads, size = call.query.shape
+    batch, tokens, heads, size = call.query.shape
     _, room, key_heads, value_size = call.value.shape
     bytes_of = call.query.dtype.itemsize
-    return tokens * heads * (size * bytes_of + 4 * value_size + 12) < room * key_heads * (size + value_size) * bytes_of
+    of_keys = room * key_heads * (size + value_size) * bytes_of
+    return batch * of_keys, batch * tokens * heads * (size * bytes_of + 4 * value_size + 12)

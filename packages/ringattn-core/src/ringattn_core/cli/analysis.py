@@ -26,14 +26,25 @@ SKIPPED, MASKED, WHOLE = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """The hop at which rank `r` computes with the keys of rank `r - offset`.
+    """The hop at which keys have travelled `offset` to each rank, in the direction of `sign`.
 
-    If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads.
+    If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads. Inner
+    rings have `inner` ranks, all of them if the ring is flat.
     """
 
     number: int
     offset: int
+    sign: int
     ways: int
+    inner: int
+    ranks: int
+
+    @property
+    def keys_of(self) -> str:
+        """Whose keys rank `r` computes with; in two levels also of which group, for a rank of group `g`."""
+        groups, ranks = divmod(self.offset, self.inner)
+        name = rank(-self.sign * ranks)
+        return f"{rank(-self.sign * groups, 'g')}, {name}" if self.inner < self.ranks else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +81,10 @@ class CallAnalysis:
         return self.call.ring
 
     @property
+    def plan(self) -> Plan:
+        return self.shard.ring.plan
+
+    @property
     def tiles(self) -> np.ndarray:
         """The number of tiles that each rank computes at each hop, `[hops, ranks]`."""
         return (self.states >= MASKED).sum((2, 3)).T
@@ -86,8 +101,8 @@ class CallAnalysis:
         pairs = np.zeros((self.ranks, self.ranks))
         rank = np.arange(self.ranks)
         for hop, tiles in zip(self.hops, self.tiles, strict=True):
-            pairs[rank, (rank - hop.offset) % self.ranks] = tiles * np.prod(self.tile)
-        return Work.of_call(self.shard.call, self.shard.ring.plan, pairs)
+            pairs[rank, self.plan.source(rank, hop.offset, hop.sign)] = tiles * np.prod(self.tile)
+        return Work.of_call(self.shard.call, self.plan, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -114,12 +129,13 @@ def analyse(
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     plan, sizes = local.ring.plan, tile_size(local, tile)
     hops = [
-        Hop(number, sign * offset, len(signs))
+        Hop(number, offset, sign, len(signs), plan.inner, plan.ranks)
         for number, offset in enumerate(plan.offsets)
         for signs in [plan.signs if offset else (1,)]
         for sign in signs
     ]
-    ranks = np.arange(call.ring)[:, None]
+    ranks = np.arange(call.ring)
+    sources = np.stack([plan.source(ranks, hop.offset, hop.sign) for hop in hops], 1)
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
     return CallAnalysis(
         call=call,
@@ -138,7 +154,7 @@ def analyse(
         memory=held(local, Work.of_call(local.call, plan, np.zeros((plan.ranks, plan.ranks)))),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         shard=local,
-        states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
+        states=tile_states(call, local, sizes)[ranks[:, None], :, sources],
     )
 
 
@@ -171,7 +187,8 @@ def _sent(plan: Plan, shard: Shard) -> Rows:
 
     def row(phase: str, send: Send, times: int) -> dict[str, Any]:
         count = send.bytes(shard.elements, shard.call.key.dtype.itemsize)
-        return {"pass": phase, "times": times, "what": contents(send), "to": rank(send.shift), "bytes": Bytes(count)}
+        to = rank(send.shift, "g" if send.outer else "r")
+        return {"pass": phase, "times": times, "what": contents(send), "to": to, "bytes": Bytes(count)}
 
     passes = {"forward": plan.forward, "backward": plan.backward}
     return [row(phase, *found) for phase, sends in passes.items() for found in Counter(sends).items()]
@@ -181,6 +198,6 @@ def contents(send: Send) -> str:
     return " with ".join(["K,V"] * send.keys + ["dk,dv"] * send.gradients)
 
 
-def rank(distance: int) -> str:
-    """The name of the rank `distance` onward from rank `r`, such as `r + 2`."""
-    return f"r {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "r"
+def rank(distance: int, letter: str = "r") -> str:
+    """The name of the rank `distance` onward from rank `r`, such as `r + 2`; or with another `letter`, of a group."""
+    return f"{letter} {'+' if distance > 0 else '-'} {abs(distance)}" if distance else letter

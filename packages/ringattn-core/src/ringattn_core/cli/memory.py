@@ -7,14 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 from ..contract.features import Feature
 from ..errors import InputError
 from ..strategies.cost import engine_arrays
 from ..strategies.work import Work, data_bytes
-from .abstract_call import AXIS, AbstractCall
+from .abstract_call import AbstractCall
 from .output import Bytes, Rows
 from .shards import Shard
 
@@ -69,7 +67,7 @@ def program(call: AbstractCall, backend: str, passes: int) -> jax.stages.Compile
     """The compiled call, of its differentiable inputs. With two `passes` it also takes a cotangent of the output, and
     returns all gradients.
     """
-    mesh = Mesh(np.array(jax.devices()[: call.ring]), (AXIS,))
+    mesh = call.mesh_of(jax.devices())
 
     def forward(floating: dict[str, jax.Array]) -> Any:
         return call.attend(floating, mesh, backend)

@@ -80,7 +80,7 @@ class Interpreter:
 
     @property
     def advice(self) -> str:
-        """How to allow kernels to be interpreted: the end of an error message, after "or"."""
+        """The end of an error message, after "or", about how to allow kernels to be interpreted."""
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
 
     def why_no_device(self, devices: Sequence[Any], platforms: Collection[str]) -> str | None:

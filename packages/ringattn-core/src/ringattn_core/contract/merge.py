@@ -3,12 +3,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from ..errors import InputError
 from ..placement import axes
 from . import ordering
 from .protocol import SHIFT_BELOW, Block, Partial
@@ -29,9 +30,24 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Associative and commutative up to rounding; `empty` is the identity.
     """
+    for argument, x in (("a", a), ("b", b)):
+        _refuse_misfit(argument, x, a)
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
+
+
+def _refuse_misfit(argument: str, x: Any, first: Any) -> None:
+    """Raises unless `x` is a partial result whose arrays fit together and have the shapes of `first`."""
+    if not isinstance(x, Partial):
+        raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
+    out, lse = jnp.shape(x.out), jnp.shape(x.lse)
+    if out != jnp.shape(first.out) or len(out) != 4 or lse != (out[0], out[2], out[1]):
+        raise InputError(
+            argument,
+            f"has out {out} and lse {lse}",
+            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes",
+        )
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
@@ -53,7 +69,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse` of every rank, along a new second axis. Only zeros are added, so the sum is exact."""
     packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)[:, None]
-    own = (jnp.arange(ranks) == axes.coordinate(axis))[None, :, None, None, None]
+    own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[None, :, None, None, None]
     packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
     return packed[..., :-1], jnp.swapaxes(packed[..., -1], 2, 3)
 

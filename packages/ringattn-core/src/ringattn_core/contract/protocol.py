@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from ..placement.arrays import axes_with
+from ..placement.arrays import axes_with, letters_of
 from .packing import Packed, unpack
 from .rule import Rule
 from .tile_padding import padded
@@ -144,6 +144,8 @@ class Block:
         return dataclasses.replace(self, **{n: f(x, axis) for n, (x, axis) in given.items() if x.shape[axis] == length})
 
 
+LETTERS: Final = letters_of(Block)
+"""The letters of the axes of each array of a block; without `kv`, whose form varies."""
 SHIFT_BELOW: Final = -4096.0
 """A row whose largest score is lower than this has a `shift`: `lse` in float32 would lose its digits there."""
 

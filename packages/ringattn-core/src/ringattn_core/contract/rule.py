@@ -48,3 +48,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dropout", math.floor(self.dropout * 2**16) / 2**16)
+
+    @property
+    def keep_weight(self) -> float:
+        """The factor of a probability that dropout keeps."""
+        return 1.0 / (1.0 - self.dropout)

@@ -32,9 +32,13 @@ def attend(kernel: BlockKernel, call: Call) -> Result:
     If the call has a `query_offset`, queries are sharded like the cache. Every rank then gets all queries, and each its
     share of the merged result. Else every rank has the same few queries.
     """
-    call = (_few_queries if call.query_offset is None else _sharded_queries)(call)
     with jax.debug_infs(False):  # -inf is a valid score and a valid lse
         return _attend(kernel, call)
+
+
+def not_differentiable(call: Call) -> Call:
+    """The call of `attend`, except that differentiating it raises `DerivativeError`."""
+    return (_few_queries if call.query_offset is None else _sharded_queries)(call)
 
 
 _few_queries = without_derivative("decode_attention has no derivative. For training, call ring_attention")

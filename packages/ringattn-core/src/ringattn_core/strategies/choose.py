@@ -93,10 +93,11 @@ def reckoned(
 ) -> tuple[Cost, ...]:
     """The cost of every plan of a call, including plans that the call cannot use.
 
-    "ulysses" exchanges heads for tokens within groups of `inner` ranks, the size of the last axis of the ring; by
-    default all ranks are one group. `refusals` gives the strategies that the backend cannot run, each with the reason.
+    `inner` is the size of the last axis of the ring; by default all ranks are one group. "ring" then has two levels,
+    and "ulysses" exchanges heads for tokens within groups of `inner` ranks. `refusals` gives the strategies that the
+    backend cannot run, each with the reason.
     """
-    plans = [cost.ring(work, device)]
+    plans = [cost.ring(dataclasses.replace(work, plan=work.plan.over(inner or work.ranks)), device)]
     if work.ranks > 1:
         others = [cost.all_gather(work, device), cost.ulysses(work, device, inner or work.ranks)]
         plans += [dataclasses.replace(plan, refusal=refusals.get(plan.strategy, plan.refusal)) for plan in others]

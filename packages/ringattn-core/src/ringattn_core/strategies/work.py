@@ -96,7 +96,7 @@ class Work:
         signs = self.plan.signs
         return np.stack(
             [
-                np.mean([self.pairs[rank, (rank - sign * offset) % self.ranks] for sign in signs], 0)
+                np.mean([self.pairs[rank, self.plan.source(rank, offset, sign)] for sign in signs], 0)
                 for offset in self.plan.offsets
             ]
         )

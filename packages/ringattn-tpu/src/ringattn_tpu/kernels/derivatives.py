@@ -40,7 +40,7 @@ def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
     weight = power(mask_out(part, logarithm) if masked else logarithm, settings)
     p = weight
     if settings.rule.dropout:
-        keep = kept(part, settings.keep_weight)
+        keep = kept(part, settings.rule.keep_weight)
         p, dp = weight * keep, dp * keep
     ds = weight * (dp - row(DELTA))
     return Derivatives(p, ds, ds if settings.rule.soft_cap is None else ds * (1.0 - bent * bent))

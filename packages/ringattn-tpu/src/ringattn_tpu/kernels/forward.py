@@ -46,7 +46,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
         keep_columns(inputs.get("q_integers"), columns)
         if "out" in inputs:
             before = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :])
-            acc[...] = inputs["out"][...] * to_width(before / settings.keep_weight, acc.shape[1])
+            acc[...] = inputs["out"][...] * to_width(before / settings.rule.keep_weight, acc.shape[1])
             largest[...] = to_column(inputs["softmax"][LARGEST : LARGEST + 1, :])
             total[...] = before / LANES
         else:
@@ -62,7 +62,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
     @pl.when(step.has(LAST))
     def _():
         weight = jnp.broadcast_to(total[...].sum(-1, keepdims=True), total.shape)
-        share = settings.keep_weight / jnp.where(weight == 0.0, 1.0, weight)
+        share = settings.rule.keep_weight / jnp.where(weight == 0.0, 1.0, weight)
         outputs["out"][...] = (acc[...] * to_width(share, acc.shape[1])).astype(outputs["out"].dtype)
         outputs["softmax"][LARGEST : LARGEST + 1, :] = to_row(largest[...])
         outputs["softmax"][TOTAL : TOTAL + 1, :] = to_row(weight)

@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from ringattn_core.contract import protocol
 
+from .. import kernel_inputs
 from .tokens import as_queries, visible, wide_rows
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E: tl.constexpr = tl.constexpr(kernel_inputs.LOG2_E)
 SHIFT_BELOW: tl.constexpr = tl.constexpr(protocol.SHIFT_BELOW)
 
 
