@@ -203,7 +203,7 @@ def _step_of(
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     hardware_barrier("sync", DS_FULL, 256)
-    fence_async_shared()  # after the barrier, where nobody waits for stores any more; it covers the other consumer's too
+    fence_async_shared()  # for both consumers' ds; after the barrier no thread waits for its stores any more
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
