@@ -146,7 +146,7 @@ def _write_results(shared, place, out_tiles, S: gl.constexpr):
     for number in gl.static_range(S[0]):
         at = [batch, head, row + number * CONSUMER_ROWS, 0]
         mine = shared.q.index(place * S[0] + number).reshape((1, 1, CONSUMER_ROWS, shared.q.shape[2]))
-        tma.async_copy_shared_to_global(out_tiles, at, mine)
+        store(out_tiles, at, mine)
 
 
 @gluon.jit
