@@ -367,3 +367,17 @@ def test_it_takes_what_has_enough_to_do_in_each_tile(
     blocks = {dim: make_block(1, **(usual | fields), dim=dim) for dim in DIMS}
     taken = {dim for dim, block in blocks.items() if family.HOPPER.why_not_forward(block, TARGET) is None}
     assert taken == heads
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_turns(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave through shared memory; the last tile of a row must not reach into the next row."""
+    monkeypatch.setattr(schedules, "PROGRAMS", 1)
+    block = make_block(2, 500, 150, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=True)
+    got = computed(dataclasses.replace(block, final=True))
+    want = ringattn_xla.block.KERNEL.forward(block, None)
+    assert got.out.dtype == HALF
+    near("out", got.out, want.out, TOLERANCE["bfloat16"])
+    near("lse", got.lse, want.lse, TOLERANCE["float32"])
