@@ -10,7 +10,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..kernels.tile_loop import owned
 from .backward_memory import (
@@ -202,6 +202,7 @@ def add_dq(
                         pass
                 for half in gl.static_range(2):
                     hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                    fence_async_shared()
                     async_atomic_add(tiles.dq, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
@@ -215,6 +216,7 @@ def add_dq(
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                fence_async_shared()
                 if done % PLAN.writers == NUMBER:
                     _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
                 else:

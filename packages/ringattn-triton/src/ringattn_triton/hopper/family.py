@@ -86,6 +86,7 @@ class HopperFamily:
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
             BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
+            STORED=_stored(block, constants, schedule),
             REGISTERS=schedule.registers,
         )
         return Partial(out, lse, shift if constants.bias else None)
@@ -135,6 +136,12 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
     if constants.bias and (constants.slopes or constants.dropout):
         return "a bias leaves no registers for ALiBi or dropout"
     return "each tile has too little to do" if _too_little(constants) else None
+
+
+def _stored(block: Block, constants: BlockConstants, schedule: schedules.HopperSchedule) -> bool:
+    """Whether results have the form of the queries, whose place they can take in shared memory."""
+    alike = block.final and constants.head_dim == constants.value_dim
+    return alike and schedule.q_places == 2 and not constants.bias
 
 
 def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:

@@ -8,11 +8,12 @@ the others' products. The order changes no result. A barrier of shared memory wo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 
-from .hardware_barriers import hardware_barrier
+from .hardware_barriers import FIRST_FREE, hardware_barrier
 
-FIRST_BARRIER: gl.constexpr = gl.constexpr(8)
-"""The number of the first consumer's hardware barrier. Triton's own begin at 0, and there are 16."""
+FIRST_BARRIER: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
+"""The number of the first consumer's hardware barrier: there may be one partition more than in the backward pass."""
 
 
 @gluon.jit
@@ -25,3 +26,15 @@ def wait_for_order(NUMBER: gl.constexpr):
 def pass_order(NUMBER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Lets the next consumer multiply."""
     hardware_barrier("arrive", FIRST_BARRIER + (NUMBER + 1) % CONSUMERS, 256)
+
+
+@builtin
+def softmax_first(step, _semantic=None):
+    """Keeps the assembler from waiting for the weighted values of the last tile before it takes exponentials.
+
+    It waits as soon as it may, but no sooner than the next thing that is done at a barrier, which it does late. So here
+    is one: an arrival that never happens, since no `step` is negative.
+    """
+    at, result = _semantic.to_tensor(step).handle, _semantic.builder.get_int32_ty()
+    assembly = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; } mov.u32 $0, 0;"
+    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)

@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.scores import bent, in_log2
+from ..kernels.scores import LOG2_E, bent, in_log2
 from ..kernels.tokens import visible
 from .dropout import kept
 from .schedules import CONSUMER_ROWS
@@ -16,7 +16,9 @@ from .schedules import CONSUMER_ROWS
 def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
     """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
-    Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor, 1, is not used.
+    A maximum stands until a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives the
+    same results, and sums that need no factor need no multiplication. Where scores are `BOUNDED` half of the bound
+    stands for all maxima, and the factor, 1, is not used.
     """
     KV_TILE: gl.constexpr = S[1]
     BOUNDED: gl.constexpr = S[7]
@@ -36,6 +38,8 @@ def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.
         return s, top, top, top
     else:
         now = gl.maximum(top, gl.max(s, 1) * FOLD)
+        SLACK: gl.constexpr = 8.0 / LOG2_E if F.bias else 8.0
+        now = gl.where(now > top + SLACK, now, top)
         base = now
         if MASKED or F.bias:
             base = gl.where(now == -float("inf"), 0.0, now)
