@@ -267,16 +267,17 @@ def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
     """
     plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
     sent = plan.most_sent(work.keys, work.itemsize)
-    ahead = "the same along the outer ring"
+    between_groups = "messages to and from other groups"
+    ahead = 2 * plan.most_sent(work.keys, work.itemsize, outer=True)
     return {
         "forward": {
             **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
-            ahead: 2 * keys * (plan.outer > 1),
+            **({between_groups: 2 * keys} if ahead else {}),
             "partial output and lse, float32": 4 * (work.outputs + work.rows),
         },
         "backward": {
             **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
-            ahead: 2 * plan.most_sent(work.keys, work.itemsize, outer=True),
+            **({between_groups: ahead} if ahead else {}),
             "dk, dv of the hop, float32": gradients,
             "dk, dv of half of the own heads": plan.halves(work.kv_heads) * gradients // 2,
             "dq, float32": 4 * work.queries,
