@@ -51,14 +51,15 @@ def saboteurs() -> str:
     sys.path.insert(0, str(SABOTEURS))
     try:
         broken = importlib.import_module("saboteurs").SABOTEURS
-        partly = importlib.import_module("broken_blocks").BREAKS
+        partly = importlib.import_module("test_broken_blocks_are_caught").BREAKS
     finally:
         sys.path.remove(str(SABOTEURS))
     rows = ["| saboteur | how it is broken | caught by |", "|---|---|---|"]
     for name, sabotage in broken.items():
         tests = ", ".join(f"`{test}`" for test in dict.fromkeys(short(test) for test in sabotage.caught_by))
         rows.append(f"| `{name}` | {inspect.getdoc(type(sabotage.kernel))} | {tests} |")
-    rows += [f"| `{name}` | {one.fault} | {one.caught_by} |" for name, one in partly.items()]
+    of_tier = {True: "calls of the core tier", False: "calls of the full tier"}
+    rows += [f"| `{name}` | {one.fault} | {of_tier[one.core]} |" for name, one in partly.items()]
     return "\n".join(rows)
 
 

@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "other sinks": ({"sinks": SINKS}, InputError, "sinks: is not an argument of decode_attention. Pass softmax_aux"),
     "a mask": ({"mask": 1}, InputError, "mask: is not an argument of decode_attention. Its arguments are query, key_c"),
     "ids": ({"segment_ids": 1}, InputError, "segment_ids: is not an argument of decode_attention. Its arguments are"),
-    "an option of ring_attention": ({"bias": 1}, InputError, "bias: .* call ring_attention with .* query_offset=lengths"),
+    "an option of ring_attention": ({"bias": 1}, InputError, "bias: .* call ring_attention with .* query_offset="),
     "specs": ({"in_specs": 1}, InputError, "in_specs: is not an argument of decode_attention. Leave it out, or call"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
@@ -281,7 +281,7 @@ def test_in_a_shard_map_a_wrong_axis_or_mesh_is_named_before_lengths_that_the_sh
         lambda q, k, v: decode_attention(q, k, v, **given),
         mesh=mesh_of(2), in_specs=(P(), cache, cache), out_specs=P(), check_vma=False,
     )  # fmt: skip
-    with pytest.raises(MeshError, match="axes .* may split the arrays|mesh= is for global arrays"):
+    with pytest.raises(MeshError, match=r"axes .* may split the arrays|mesh= is for global arrays"):
         mapped(QUERY, KEY, VALUE)
 
 

@@ -229,7 +229,7 @@ def test_results_that_do_not_fit_are_refused(name: str) -> None:
     wrong, told = WRONG[name]
     with pytest.raises(InputError, match=told):
         merge(partial(0.0), wrong)
-    with pytest.raises(InputError, match="^a: has|^a: is|^b: has out"):
+    with pytest.raises(InputError, match=r"^a: has|^a: is|^b: has out"):
         merge(wrong, partial(0.0))
 
 
@@ -237,5 +237,5 @@ def test_a_pair_of_arrays_is_not_a_partial_result() -> None:
     pair: Any = (partial(0.0).out, partial(0.0).lse)
     unchecked = inspect.unwrap(merge)  # these tests check types at run time, and users do not
     for given in ((pair, partial(0.0)), (partial(0.0), pair)):
-        with pytest.raises(InputError, match="^[ab]: is tuple. Pass Partial"):
+        with pytest.raises(InputError, match=r"^[ab]: is tuple. Pass Partial"):
             unchecked(*given)

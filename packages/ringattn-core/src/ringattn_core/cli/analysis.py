@@ -81,6 +81,10 @@ class CallAnalysis:
         return self.call.ring
 
     @property
+    def plan(self) -> Plan:
+        return self.shard.ring.plan
+
+    @property
     def tiles(self) -> np.ndarray:
         """The number of tiles that each rank computes at each hop, `[hops, ranks]`."""
         return (self.states >= MASKED).sum((2, 3)).T
@@ -97,8 +101,8 @@ class CallAnalysis:
         pairs = np.zeros((self.ranks, self.ranks))
         rank = np.arange(self.ranks)
         for hop, tiles in zip(self.hops, self.tiles, strict=True):
-            pairs[rank, self.shard.ring.plan.source(rank, hop.offset, hop.sign)] = tiles * np.prod(self.tile)
-        return Work.of_call(self.shard.call, self.shard.ring.plan, pairs)
+            pairs[rank, self.plan.source(rank, hop.offset, hop.sign)] = tiles * np.prod(self.tile)
+        return Work.of_call(self.shard.call, self.plan, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:

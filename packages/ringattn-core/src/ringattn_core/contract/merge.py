@@ -69,7 +69,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse` of every rank, along a new second axis. Only zeros are added, so the sum is exact."""
     packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)[:, None]
-    own = (jnp.arange(ranks) == axes.coordinate(axis))[None, :, None, None, None]
+    own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[None, :, None, None, None]
     packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
     return packed[..., :-1], jnp.swapaxes(packed[..., -1], 2, 3)
 

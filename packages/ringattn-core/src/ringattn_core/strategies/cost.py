@@ -8,6 +8,7 @@ so each step takes as long as on its busiest rank.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from ..ring.hops import Hop, Send
 from .devices import Device, Link
 from .ulysses import misfit
 from .work import Work
+
+ALONG_OUTER: Final = "the same along the outer ring"
+"""What the messages between groups are called in the list of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,18 +270,16 @@ def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
     Without the gradient of a bias, and without copies or reuse by XLA.
     """
     plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
-    sent = plan.most_sent(work.keys, work.itemsize)
-    between_groups = "messages to and from other groups"
-    ahead = 2 * plan.most_sent(work.keys, work.itemsize, outer=True)
+    sent, ahead = (plan.most_sent(work.keys, work.itemsize, outer) for outer in (False, True))
     return {
         "forward": {
             **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
-            **({between_groups: 2 * keys} if ahead else {}),
+            **({ALONG_OUTER: 2 * keys} if plan.outer > 1 else {}),
             "partial output and lse, float32": 4 * (work.outputs + work.rows),
         },
         "backward": {
             **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
-            **({between_groups: ahead} if ahead else {}),
+            **({ALONG_OUTER: 2 * ahead} if ahead else {}),
             "dk, dv of the hop, float32": gradients,
             "dk, dv of half of the own heads": plan.halves(work.kv_heads) * gradients // 2,
             "dq, float32": 4 * work.queries,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.dropout import half_of, philox
+from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent
-from ..kernels.tokens import first_counter, of_columns, of_rows, unsigned, visible
-from .dropout import of_draws
+from ..kernels.tokens import first_counter, of_columns, of_rows, visible
+from .dropout import kept, of_draws, own_draw
 from .softmax import parts_of_rows, sums_of_parts
 
 
@@ -86,7 +86,7 @@ def probabilities(
             seen = seen & _spread(tile.bits, PLAN.q_tile, SCORES)
         p = gl.where(seen, p, 0.0)
     if F.dropout:
-        p = gl.where(_kept(tile.first, tile.second, F, PLAN.q_tile, SCORES), p, -p)
+        p = gl.where(kept(tile.first, tile.second, F, PLAN.q_tile, SCORES, True), p, -p)
     steep = p
     if F.capped:
         steep = p * (1.0 - bend * bend)
@@ -183,29 +183,8 @@ def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constex
     if (of_queries >= 0) & (of_keys >= 0):
         first, second = philox((of_queries + columns)[None, :], (of_keys + NUMBER * 32 + rows)[:, None], key, F)
     else:
-        i = q_start + (columns >> 3) * 16 + (columns & 7)
-        j = kv_start + (rows >> 3) * 16 + (rows & 7)
-        first = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
-        second = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+        i = (q_start + (columns >> 3) * 16 + (columns & 7))[None, :]
+        j = (kv_start + (rows >> 3) * 16 + (rows & 7))[:, None]
+        first = own_draw(P, batch, i, j, key, F) | (own_draw(P, batch, i, j + 8, key, F) << 16)
+        second = own_draw(P, batch, i + 8, j, key, F) | (own_draw(P, batch, i + 8, j + 8, key, F) << 16)
     return first, second
-
-
-@gluon.jit
-def _own_draw(P, batch, row, column, key, F: gl.constexpr):
-    """The 16 bits of each entry of these queries and keys."""
-    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
-    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
-    return half_of(unsigned(i)[None, :], unsigned(j)[:, None], key, F)
-
-
-@gluon.jit
-def _kept(first, second, F: gl.constexpr, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether each entry of a tile of scores survives."""
-    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
-    LEAST: gl.constexpr = F.threshold << 16
-    in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
-    in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
-    four = gl.reshape(gl.join(in_first, in_second), [4, 8, Q_TILE // 16, 8, 2, 2])
-    # The halves of a word are for keys 8 apart, the words for queries 8 apart.
-    whole = gl.reshape(gl.permute(four, (0, 4, 1, 2, 5, 3)), [64, Q_TILE])
-    return gl.convert_layout(whole, SCORES)

@@ -54,7 +54,8 @@ def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexp
         first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, IN_DRAWS)
         second = first
         for number in range(4):
-            bits = _own_draw(P, batch, i + number // 2 * 8, j + number % 2 * 8, key, F) << (number % 2 * 16)
+            bits = own_draw(P, batch, (i + number // 2 * 8)[:, None], (j + number % 2 * 8)[None, :], key, F)
+            bits = bits << (number % 2 * 16)
             first = first | gl.where(number < 2, bits, 0)
             second = second | gl.where(number < 2, 0, bits)
         return first, second
@@ -64,20 +65,22 @@ def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexp
 
 
 @gluon.jit
-def _own_draw(P, batch, row, column, key, F: gl.constexpr):
-    """The 16 bits of each entry of these rows and columns."""
-    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
-    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
-    return half_of(unsigned(i)[:, None], unsigned(j)[None, :], key, F)
+def own_draw(P, batch, query, key_number, key, F: gl.constexpr):
+    """The 16 bits of each pair of these queries and keys, which are broadcast against each other."""
+    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(query, F.q_length - 1)))
+    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(key_number, F.kv_length - 1)))
+    return half_of(unsigned(i), unsigned(j), key, F)
 
 
 @gluon.jit
-def kept(first, second, F: gl.constexpr, KV_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether each entry of a tile of scores survives."""
+def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, BY_KEYS: gl.constexpr = False):
+    """Whether each entry of a tile of scores survives; `BY_KEYS`: its rows are keys."""
     # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
-    four = gl.reshape(gl.join(in_first, in_second), [CONSUMER_ROWS // 16, 8, KV_TILE // 16, 8, 2, 2])
-    whole = gl.reshape(gl.permute(four, (0, 5, 1, 2, 4, 3)), [CONSUMER_ROWS, KV_TILE])
+    four = gl.reshape(gl.join(in_first, in_second), [CONSUMER_ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    # The halves of a word are for keys 8 apart, the words for queries 8 apart.
+    ROWS: gl.constexpr = 4 if BY_KEYS else 5
+    whole = gl.reshape(gl.permute(four, (0, ROWS, 1, 2, 9 - ROWS, 3)), [CONSUMER_ROWS, COLUMNS])
     return gl.convert_layout(whole, SCORES)

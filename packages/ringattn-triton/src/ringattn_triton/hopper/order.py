@@ -8,28 +8,20 @@ the others' products. The order changes no result. A barrier of shared memory wo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+
+from .hardware_barriers import hardware_barrier
 
 FIRST_BARRIER: gl.constexpr = gl.constexpr(8)
 """The number of the first consumer's hardware barrier. Triton's own begin at 0, and there are 16."""
 
 
-@builtin
-def hardware_barrier(ACTION, NUMBER, _semantic=None):
-    """Waits at a hardware barrier (`sync`), or lets another group of four warps pass it (`arrive`)."""
-    action, number = _unwrap_if_constexpr(ACTION), _unwrap_if_constexpr(NUMBER)
-    result = _semantic.builder.get_int32_ty()
-    assembly = f"bar.{action} {number}, 256; mov.u32 $0, 0;"
-    _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
-
-
 @gluon.jit
 def wait_for_order(NUMBER: gl.constexpr):
     """Waits until it is this consumer's time to multiply."""
-    hardware_barrier("sync", FIRST_BARRIER + NUMBER)
+    hardware_barrier("sync", FIRST_BARRIER + NUMBER, 256)
 
 
 @gluon.jit
 def pass_order(NUMBER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Lets the next consumer multiply."""
-    hardware_barrier("arrive", FIRST_BARRIER + (NUMBER + 1) % CONSUMERS)
+    hardware_barrier("arrive", FIRST_BARRIER + (NUMBER + 1) % CONSUMERS, 256)

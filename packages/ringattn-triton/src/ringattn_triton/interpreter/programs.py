@@ -24,8 +24,9 @@ from .values import Pointer, Tensor, constant
 class Launch:
     """One launch of a kernel over a grid."""
 
-    def __init__(self, name: str, grid: Sequence[int]) -> None:
+    def __init__(self, name: str, grid: Sequence[int], warps: int) -> None:
         self.name = name
+        self.warps = warps
         self.grid = (*grid, *(1,) * (3 - len(grid)))
         self.where = (0, 0, 0)
         self.program = 0
@@ -40,9 +41,10 @@ def run(
     aliases: Mapping[int, int],
     name: str,
     constants: Mapping[str, Any],
+    warps: int = 4,
 ) -> None:
     """Runs every program of the grid, one after the other, and fills the outputs."""
-    launch = Launch(name, grid)
+    launch = Launch(name, grid, warps)
     names = list(inspect.signature(kernel.fn).parameters)
     given = len(operands) + len(outputs)
     function = interpreted(kernel)

@@ -38,6 +38,7 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
                 aliases=dict(call.aliases),
                 name=call.name,
                 constants=dict(call.constants),
+                warps=call.warps,
             )
         except Exception:
             if call.among == 1:

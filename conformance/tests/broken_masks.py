@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportGeneralTypeIssues=false
+"""Kernels that see a wrong set of keys, for some masks, sizes or dtypes only."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from breaks import Break, Condition, always, changed, dtype, has, masked, wrong_in
+from numpy_ring import Block, Dense, Pair
+
+Ids = Callable[[Any, Any], Any]
+
+
+def coordinates(block: Block) -> Pair:
+    return block.q_positions[:, None, :, None], block.kv_positions[:, None, None, :]
+
+
+def indices(block: Block) -> Pair:
+    return block.q_index[None, None, :, None], block.kv_index[None, None, None, :]
+
+
+def causal(at: Pair) -> np.ndarray:
+    return at[1] <= at[0]
+
+
+def window(at: Pair, sides: Any) -> np.ndarray:
+    (i, j), (left, right) = at, sides
+    return (j >= i - (2**40 if left is None else left)) & (j <= i + (2**40 if right is None else right))
+
+
+def truncated_chunk(block: Block) -> np.ndarray:
+    i, j = coordinates(block)
+    assert block.chunk is not None
+    return (np.trunc(i / block.chunk) == np.trunc(j / block.chunk)) & (j <= i)
+
+
+def chunk_from(block: Block, at: Pair, start: int = 0) -> np.ndarray:
+    i, j = at
+    return ((i - start) // block.chunk == (j - start) // block.chunk) & (j <= i)
+
+
+def lost(name: str, when: Condition = always) -> Dense:
+    """A kernel that ignores one mask under a condition."""
+    return masked(name, lambda block, right: np.ones((1, 1, 1, 1), bool), when)
+
+
+def either(name: str, other: str) -> Dense:
+    """A kernel that lets a pair through where either of two masks does."""
+
+    def masks(right: Any, block: Block) -> Any:
+        found = right(block)
+        if name in found and other in found:
+            found[name] = found[name] | found.pop(other)
+        return found
+
+    return wrong_in("masks", masks)
+
+
+def of_ids(wrong: Ids, when: Condition = always) -> Dense:
+    """A kernel that compares ids wrongly."""
+    return wrong_in("same", lambda right, block, q, kv: wrong(q, kv) if when(block) else right(block, q, kv))
+
+
+def real(q: Any, kv: Any) -> Any:
+    return (q >= 0) & (kv >= 0)
+
+
+def through(narrow: Any) -> Ids:
+    return lambda q, kv: real(q, kv) & (q.astype(narrow) == kv.astype(narrow))
+
+
+def with_ids(change: Callable[[Any], Any]) -> Dense:
+    return changed(has("q_ids"), q_ids=lambda block: change(block.q_ids), kv_ids=lambda block: change(block.kv_ids))
+
+
+def with_positions(change: Callable[[Any], Any], when: Condition = always) -> Dense:
+    return changed(
+        when,
+        q_positions=lambda block: change(block.q_positions),
+        kv_positions=lambda block: change(block.kv_positions),
+    )
+
+
+def with_window(change: Callable[[Any], Any], when: Condition = always) -> Dense:
+    return changed(has("window", and_also=when), window=lambda block: change(block.window))
+
+
+def without_tail(size: int, when: Condition = always) -> Dense:
+    """A kernel that leaves out the keys after the last full tile of this size."""
+
+    def masks(right: Any, block: Block) -> Any:
+        length = block.kv_index.size
+        seen = np.arange(length) < length // size * size
+        return right(block) | ({"tail": seen[None, None, None]} if when(block) and length > size else {})
+
+    return wrong_in("masks", masks)
+
+
+def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
+    """The mask of a builder by the places in the shard."""
+    assert block.case.builder is not None
+    (rows, columns), heads = (block.q_index.size, block.kv_index.size), block.q.shape[2]
+    i, j = np.arange(rows)[None, :, None], np.arange(columns)[None, None]
+    each = [block.case.builder.seen(i, j, i[0], j[0], head, block.group) for head in range(heads)]
+    return np.stack([np.broadcast_to(one, (1, rows, columns)) for one in each], 1)
+
+
+half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
+
+WINDOWS: Final = {
+    "window-ignored-in-half": Break("In half precision the window is ignored.", lost("window", half)),
+    "window-lost-with-causal": Break("With `causal` the window is ignored.", lost("window", has("causal"))),
+    "window-lost-with-groups": Break(
+        "With grouped heads the window is ignored.", lost("window", lambda block: block.group > 1)
+    ),
+    "window-lost-with-ids": Break("With segment ids the window is ignored.", lost("window", has("q_ids"))),
+    "window-lost-both-ways": Break(
+        "On a ring that sends keys both ways the window is ignored.",
+        lost("window", lambda block: block.placement.two_way),
+    ),
+    "open-window-misread": Break(
+        "A side of a window that is `None` is taken for 0.",
+        with_window(lambda sides: tuple(side or 0 for side in sides), lambda block: None in block.window),
+    ),
+    "left-zero-is-open": Break(
+        "A left side of 0 is taken for `None`.", with_window(lambda sides: (sides[0] or None, sides[1]))
+    ),
+    "right-zero-is-open": Break(
+        "A right side of 0 is taken for `None`.", with_window(lambda sides: (sides[0], sides[1] or None))
+    ),
+    "right-side-off-by-one": Break(
+        "The right end of a window is one key too far.",
+        with_window(lambda sides: (sides[0], sides[1] and sides[1] + 1)),
+    ),
+    "right-side-short-in-half": Break(
+        "In half precision the right end of a window is exclusive.",
+        with_window(lambda sides: (sides[0], sides[1] and sides[1] - 1), half),
+    ),
+    "sides-swapped": Break("The sides of a window are swapped.", with_window(lambda sides: sides[::-1])),
+    "window-by-index": Break(
+        "A window compares indices where positions are given.",
+        masked("window", lambda block, right: window(indices(block), block.window)),
+    ),
+    "window-or-causal": Break("A key passes if the window or `causal` allows it.", either("window", "causal")),
+    "window-or-chunk": Break("A key passes if the window or the chunk allows it.", either("window", "chunk")),
+    "window-lost-zigzag-float16": Break(
+        "With `causal`, in float16 and zigzag layout the window is ignored.",
+        lost("window", has("causal", and_also=lambda block: float16(block) and block.placement.layout == "zigzag")),
+    ),
+    "window-lost-with-chunk-ids-float16": Break(
+        "With chunks and segment ids in float16 the window is ignored.",
+        lost("window", has("chunk", "q_ids", and_also=float16)),
+    ),
+}
+POSITIONS: Final = {
+    "causal-by-index": Break(
+        "`causal` compares indices in half precision.",
+        masked("causal", lambda block, right: causal(indices(block)), half),
+    ),
+    "causal-strict-zigzag": Break(
+        "In zigzag layout a query does not see its own key.",
+        masked(
+            "causal",
+            lambda block, right: right & ~causal(coordinates(block)[::-1]),
+            lambda block: block.placement.layout == "zigzag",
+        ),
+    ),
+    "causal-lost-with-window-and-ids": Break(
+        "With a window and segment ids `causal` is ignored.", lost("causal", has("window", "q_ids"))
+    ),
+    "causal-lost-with-bias": Break(
+        "With a bias in bfloat16 `causal` is ignored.", lost("causal", has("bias", and_also=bfloat16))
+    ),
+    "causal-lost-with-dense-mask": Break(
+        "With a dense mask in float16 `causal` is ignored.", lost("causal", has("mask", and_also=float16))
+    ),
+    "chunk-by-index": Break(
+        "Chunks compare indices where positions are given.",
+        masked("chunk", lambda block, right: chunk_from(block, indices(block))),
+    ),
+    "chunk-from-the-shard": Break(
+        "Chunks are counted from the first position of the shard.",
+        masked("chunk", lambda block, right: chunk_from(block, coordinates(block), block.q_positions.min())),
+    ),
+    "chunk-not-causal": Break(
+        "A query sees its whole chunk.",
+        masked(
+            "chunk",
+            lambda block, right: right | np.swapaxes(right, 2, 3) if right.shape[2] == right.shape[3] else right,
+        ),
+    ),
+    "chunk-rounds-to-zero": Break(
+        "In half precision negative positions are divided towards zero.",
+        masked("chunk", lambda block, right: truncated_chunk(block), half),
+    ),
+    "chunk-lost-with-window": Break(
+        "With a window in half precision the chunk is ignored.", lost("chunk", has("window", and_also=half))
+    ),
+    "chunk-lost-with-ids": Break(
+        "With segment ids in bfloat16 the chunk is ignored.",
+        lost("chunk", has("q_ids", and_also=bfloat16)),
+        core=False,
+    ),
+    "positions-of-16-bits": Break(
+        "Positions have 16 bits.", with_positions(lambda x: x.astype(np.int16).astype(np.int64))
+    ),
+    "positions-of-16-bits-past-rank-0": Break(
+        "From the second rank on, positions have 16 bits.",
+        with_positions(lambda x: x.astype(np.int16).astype(np.int64), lambda block: block.rank > 0),
+    ),
+    "positions-in-float32": Break("Positions are compared in float32.", with_positions(lambda x: x.astype(np.float32))),
+    "positions-of-the-first-row": Break(
+        "All rows of the batch have the positions of the first.", with_positions(lambda x: x[:1])
+    ),
+    "negative-positions-clipped": Break(
+        "In half precision negative positions are taken for 0.", with_positions(lambda x: np.maximum(x, 0), half)
+    ),
+    "positions-of-queries-alone": Break(
+        "Only queries have the positions that are given.", changed(kv_positions=lambda block: block.kv_index[None])
+    ),
+    "odd-last-key": Break("Of an odd number of keys the last is left out in bfloat16.", without_tail(2, bfloat16)),
+    "keys-after-the-last-8": Break(
+        "The keys after the last multiple of 8 are left out in half precision.", without_tail(8, half)
+    ),
+    "keys-after-the-last-128": Break(
+        "The keys after the last multiple of 128 are left out in half precision.", without_tail(128, half), core=False
+    ),
+}
+IDS: Final = {
+    "ids-of-8-bits": Break("Segment ids have 8 bits.", of_ids(through(np.uint8))),
+    "ids-of-16-bits": Break("Segment ids have 16 bits.", of_ids(through(np.uint16))),
+    "ids-in-float32": Break("Segment ids are compared in float32.", of_ids(through(np.float32))),
+    "ids-without-their-last-bit": Break(
+        "The last bit of segment ids is lost.", of_ids(lambda q, kv: real(q, kv) & (q >> 1 == kv >> 1))
+    ),
+    "id-zero-is-padding": Break(
+        "In half precision the id 0 is padding.", of_ids(lambda q, kv: (q == kv) & (q > 0), half)
+    ),
+    "second-negative-id": Break("Only the id -1 is padding.", of_ids(lambda q, kv: (q == kv) & (q != -1))),
+    "padding-sees-padding-in-half": Break(
+        "In half precision padding sees padding of its own id.", of_ids(lambda q, kv: q == kv, half)
+    ),
+    "padding-is-seen": Break(
+        "In half precision every query sees the keys in padding.",
+        of_ids(lambda q, kv: real(q, kv) & (q == kv) | (kv < 0), half),
+    ),
+    "earlier-documents-seen": Break(
+        "A query sees all documents before its own.", of_ids(lambda q, kv: real(q, kv) & (q >= kv))
+    ),
+    "ids-of-the-second-row": Break(
+        "From the third row of the batch on, the ids are those of the second.",
+        with_ids(lambda ids: ids[np.minimum(np.arange(len(ids)), 1)]),
+    ),
+    "ids-lost-with-slopes": Break(
+        "With ALiBi in half precision segment ids are ignored.", lost("ids", has("slopes", and_also=half))
+    ),
+    "ids-lost-with-a-builder-and-a-dense-mask": Break(
+        "With `mask_builder` and a dense mask segment ids are ignored.", lost("ids", has("built", "mask"))
+    ),
+    "ids-lost-at-256": Break(
+        "With `causal` and heads of 256 in float16 segment ids are ignored.",
+        lost("ids", has("causal", and_also=lambda block: float16(block) and block.q.shape[-1] == 256)),
+    ),
+}
+GIVEN: Final = {
+    "builder-by-local-index": Break(
+        "The mask of `mask_builder` is read at the places in the shard.", masked("built", local_builder)
+    ),
+    "builder-of-the-first-head": Break(
+        "All heads have the mask of the first.", masked("built", lambda block, right: right[:, :1])
+    ),
+    "builder-of-key-heads": Break(
+        "`mask_of_head` is read by key heads.",
+        masked("built", lambda block, right: right[:, np.arange(block.q.shape[2]) // block.group]),
+    ),
+    "builder-or-window": Break(
+        "A key passes if the mask of `mask_builder` or the window allows it.", either("built", "window")
+    ),
+    "builder-or-dense-mask": Break(
+        "A key passes if the mask of `mask_builder` or the dense mask allows it.", either("built", "mask")
+    ),
+    "builder-lost-with-window": Break(
+        "With a window in float16 the mask of `mask_builder` is ignored.",
+        lost("built", has("window", and_also=float16)),
+    ),
+    "dense-mask-of-the-first-head": Break(
+        "All heads have the dense mask of the first.", masked("mask", lambda block, right: right[:, :1])
+    ),
+    "dense-mask-of-the-first-row": Break(
+        "All rows of the batch have the dense mask of the first.", masked("mask", lambda block, right: right[:1])
+    ),
+    "dense-mask-of-all-heads-lost": Break(
+        "In half precision a dense mask that all heads share is ignored.",
+        lost("mask", lambda block: half(block) and block.mask.shape[1] == 1),
+    ),
+    "dense-mask-of-all-rows-lost": Break(
+        "In half precision a dense mask that all rows of the batch share is ignored.",
+        lost("mask", lambda block: half(block) and block.mask.shape[0] == 1),
+    ),
+    "dense-mask-lost-with-dropout": Break("With dropout the dense mask is ignored.", lost("mask", has("kept"))),
+}

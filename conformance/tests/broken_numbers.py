@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportGeneralTypeIssues=false
+"""Kernels whose scores, sums or derivatives are wrong, for some options, sizes or dtypes only."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from breaks import Break, Condition, always, changed, dtype, has, wrong_in
+from numpy_ring import Block, Dense, finite, log_sum_exp, per_pair, summed_to
+
+LARGEST_FLOAT16: Final = 65504.0
+half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
+
+
+def signed(block: Block) -> np.ndarray:
+    return (block.q_positions[:, None, :, None] - block.kv_positions[:, None, None, :]).astype(np.float64)
+
+
+def by_index(block: Block) -> np.ndarray:
+    return np.abs(block.q_index[:, None] - block.kv_index[None]).astype(np.float64)[None, None]
+
+
+def of_distance(wrong: Callable[[Block, Any], Any]) -> Dense:
+    return wrong_in("distance", lambda right, block: wrong(block, right(block)))
+
+
+def of_slopes(wrong: Callable[[Block, Any], Any]) -> Dense:
+    return wrong_in("of_slopes", lambda right, block, ds: wrong(block, ds))
+
+
+def of_bias(wrong: Callable[[Block, Any], Any], when: Condition = always) -> Dense:
+    return wrong_in("of_bias", lambda right, block, ds: wrong(block, ds) if when(block) else right(block, ds))
+
+
+def of_keep(wrong: Callable[[Block, bool, Any], Any], when: Condition = always) -> Dense:
+    """A kernel whose factors of dropout are `wrong(block, backward, right)`."""
+
+    def keep(right: Any, block: Block, backward: bool) -> Any:
+        found = right(block, backward)
+        return wrong(block, backward, found) if block.kept is not None and when(block) else found
+
+    return wrong_in("keep", keep)
+
+
+def of_kept(change: Callable[[Any, Block], Any], when: Condition = always, **passes: Any) -> Dense:
+    return changed(has("kept", and_also=when), kept=lambda block: change(block.kept, block), **passes)
+
+
+def of_bias_values(change: Callable[[Any], Any], when: Condition = always) -> Dense:
+    return changed(has("bias", and_also=when), bias=lambda block: np.broadcast_to(change(block.bias), block.bias.shape))
+
+
+def of_results(wrong: Callable[[Block, Any, Any], Any], when: Condition = always) -> Dense:
+    """A kernel whose forward pass returns `wrong(block, out, lse)`."""
+
+    def forward(right: Any, block: Block, partial: Any) -> Any:
+        found = right(block, partial)
+        return wrong(block, *found) if when(block) else found
+
+    return wrong_in("forward", forward)
+
+
+def of_gradients(name: str, wrong: Callable[[Block, Any], Any], when: Condition = always) -> Dense:
+    """A kernel with one wrong gradient."""
+
+    def backward(right: Any, block: Block, *arrays: Any) -> Any:
+        found = right(block, *arrays)
+        return found | {name: wrong(block, found[name])} if when(block) else found
+
+    return wrong_in("backward", backward)
+
+
+def empty(block: Block, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """The rows that see no key yet, as the output has them."""
+    return np.isneginf(np.swapaxes(lse, 1, 2))[..., None]
+
+
+def last(block: Block) -> bool:
+    return block.hop == block.placement.ring - 1
+
+
+def cut(x: np.ndarray, size: int) -> np.ndarray:
+    """`x` with zeros after this many entries of its last axis."""
+    return np.where(np.arange(x.shape[-1]) < size, x, 0)
+
+
+def rows_cut(size: int) -> Any:
+    """Zeros in the rows after the last full tile of this size."""
+
+    def wrong(block: Block, out: np.ndarray, lse: np.ndarray) -> Any:
+        rows = np.arange(block.q_index.size) < block.q_index.size // size * size
+        return (np.where(rows[:, None, None], out, 0) if rows.any() else out), lse
+
+    return wrong
+
+
+def kernel_of_scores(wrong: Callable[[Block, Any, Any], Any]) -> Dense:
+    return wrong_in("scores", lambda right, block, backward=False: wrong(block, *right(block, backward)))
+
+
+def cap_elsewhere(before_scale: bool) -> Dense:
+    """A kernel that caps scores before the scale, or after the bias."""
+
+    def scores(right: Any, block: Block, backward: bool = False) -> Any:
+        s, slope = right(block, backward)
+        if block.soft_cap is None:
+            return s, slope
+        raw = per_pair(block.q, np.repeat(block.k, block.group, 2)) * (1 if before_scale else block.scale)
+        bias = 0.0 if block.bias is None else block.bias
+        rest = 0.0 if block.slopes is None else block.slopes[:, None, None] * Dense().distance(block)
+        bent = np.tanh((raw if before_scale else raw + finite(bias)) / block.soft_cap)
+        capped = block.soft_cap * bent * (block.scale if before_scale else 1)
+        return np.where(np.isneginf(s), s, capped + (bias if before_scale else 0.0) - rest), 1 - bent**2
+
+    return wrong_in("scores", scores)
+
+
+def overflowing(block: Block, s: Any, slope: Any) -> Any:
+    raw = per_pair(block.q, np.repeat(block.k, block.group, 2))
+    beyond = float16(block) & (np.abs(raw) > LARGEST_FLOAT16) & ~np.isneginf(s)
+    return np.where(beyond, np.inf, s), slope
+
+
+def without_maximum(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    found = right(block, s)
+    return np.where(np.isinf(np.exp(s.max(-1, initial=-np.inf).astype(np.float32))), np.nan, found)
+
+
+def key_heads(block: Block) -> np.ndarray:
+    """The key head of each query head."""
+    return np.arange(block.q.shape[2]) // block.group
+
+
+SCORES: Final = {
+    "scale-ignored": Break(
+        "`softmax_scale` is ignored.", changed(scale=lambda block: block.q.shape[-1] ** -0.5)
+    ),
+    "scale-ignored-under-grad": Break(
+        "The backward pass ignores `softmax_scale`.",
+        changed(passes=("backward",), scale=lambda block: block.q.shape[-1] ** -0.5),
+    ),
+    "scale-without-its-sign": Break("A negative scale is taken for a positive one.",
+                                    changed(scale=lambda block: abs(block.scale))),
+    "scale-of-a-padded-head": Break(
+        "The default scale is that of the next power of two.",
+        changed(
+            lambda block: block.case.scale is None,
+            scale=lambda block: 2.0 ** (-np.ceil(np.log2(block.q.shape[-1])) / 2),
+        ),
+    ),
+    "cap-before-the-scale": Break("The soft cap is applied before the scale.", cap_elsewhere(True)),
+    "cap-after-the-bias": Break("The soft cap is applied after the bias.", cap_elsewhere(False)),
+    "cap-without-derivative": Break(
+        "The derivative of the soft cap is 1.", kernel_of_scores(lambda block, s, slope: (s, 1.0))
+    ),
+    "cap-lost-with-bias": Break(
+        "With a bias in half precision the soft cap is ignored.",
+        changed(has("bias", and_also=half), soft_cap=lambda block: None),
+    ),
+    "bias-of-the-first-row": Break(
+        "All rows of the batch have the bias of the first.", of_bias_values(lambda bias: bias[:1])
+    ),
+    "bias-of-the-first-head": Break("All heads have the bias of the first.", of_bias_values(lambda bias: bias[:, :1])),
+    "bias-of-all-heads-lost": Break(
+        "In half precision a bias that all heads share is ignored.",
+        of_bias_values(lambda bias: 0 * finite(bias), lambda block: half(block) and block.bias.shape[1] == 1),
+    ),
+    "bias-of-all-queries-lost": Break(
+        "In half precision a bias that all queries share is ignored.",
+        of_bias_values(lambda bias: 0 * finite(bias), lambda block: half(block) and block.bias.shape[2] == 1),
+    ),
+    "bias-of-all-rows-lost": Break(
+        "From three rows on, a bias that the batch shares is ignored.",
+        of_bias_values(lambda bias: 0 * finite(bias), lambda block: block.bias.shape[0] == 1 and len(block.q) > 2),
+    ),
+    "bias-in-float32-lost": Break(
+        "A bias of float32 beside queries in half precision is ignored.",
+        of_bias_values(
+            lambda bias: 0 * finite(bias), lambda block: half(block) and block.case.bias_dtype == "float32"
+        ),
+    ),
+    "bias-of-minus-infinity-lost": Break(
+        "In half precision a bias of -inf is taken for 0.", of_bias_values(finite, half)
+    ),
+    "bias-scaled": Break("The bias is multiplied by the scale.",
+                         changed(has("bias"), bias=lambda block: block.bias * block.scale)),
+    "slopes-of-signed-distances": Break("ALiBi counts keys after the query negatively.",
+                                        of_distance(lambda block, right: signed(block))),
+    "slopes-by-index": Break(
+        "ALiBi in half precision counts indices where positions are given.",
+        of_distance(lambda block, right: by_index(block) if half(block) else right),
+    ),
+    "slopes-cut-at-128": Break(
+        "ALiBi counts no distance beyond 128.", of_distance(lambda block, right: np.minimum(right, 128)), core=False
+    ),
+    "slopes-without-their-sign": Break("A negative slope is taken for a positive one.",
+                                       changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))),
+    "slopes-of-key-heads": Break(
+        "The heads of a group have one slope.",
+        changed(has("slopes"), slopes=lambda block: block.slopes[key_heads(block) * block.group]),
+    ),
+    "slopes-lost-with-dropout-bfloat16": Break(
+        "With dropout and grouped heads in bfloat16 ALiBi is ignored.",
+        changed(
+            has("slopes", "kept", and_also=lambda block: bfloat16(block) and block.group > 1),
+            slopes=lambda block: 0 * block.slopes,
+        ),
+    ),
+    "scores-overflow-float16": Break(
+        "Products of float16 are summed in float16, before the scale.", kernel_of_scores(overflowing)
+    ),
+    "no-maximum": Break("No maximum is subtracted from the scores.", wrong_in("lse", without_maximum)),
+}  # fmt: skip
+DROPOUT: Final = {
+    "dropout-unscaled": Break("What dropout keeps is not divided by the probability to keep it.",
+                              of_keep(lambda block, backward, right: right > 0)),
+    "dropout-scaled-forward-only": Break(
+        "The backward pass does not divide what dropout keeps by the probability to keep it.",
+        of_keep(lambda block, backward, right: right > 0 if backward else right),
+    ),
+    "dropout-forward-only": Break(
+        "In float16 the backward pass drops nothing.",
+        of_keep(lambda block, backward, right: 1.0 if backward else right, float16),
+    ),
+    "dropout-of-the-first-head": Break("All heads drop what the first drops.",
+                                       of_kept(lambda kept, block: np.broadcast_to(kept[:, :1], kept.shape))),
+    "dropout-of-key-heads": Break("The heads of a group drop the same.",
+                                  of_kept(lambda kept, block: kept[:, key_heads(block) * block.group])),
+    "dropout-of-the-first-row": Break("All rows of the batch drop what the first drops.",
+                                      of_kept(lambda kept, block: np.broadcast_to(kept[:1], kept.shape))),
+    "dropout-of-another-rank": Break("From the second rank on, dropout draws other bits.",
+                                     of_kept(lambda kept, block: kept[:, :, ::-1], lambda block: block.rank > 0)),
+    "dropout-drawn-again": Break(
+        "From the second hop on, the backward pass draws other bits.",
+        of_kept(lambda kept, block: kept[:, :, ::-1], lambda block: block.hop > 0, passes=("backward",)),
+    ),
+    "dropout-in-the-denominator": Break(
+        "Dropped keys are left out of the softmax.",
+        wrong_in("lse", lambda right, block, s: right(block, s) if block.kept is None
+                 else log_sum_exp(np.where(block.kept, s, -np.inf), -1)),
+    ),
+    "dropout-lost-with-window": Break(
+        "With a window in bfloat16 the backward pass drops nothing.",
+        of_keep(lambda block, backward, right: 1.0 if backward else right, has("window", and_also=bfloat16)),
+    ),
+}  # fmt: skip
+RESULTS: Final = {
+    "lse-in-log2-in-half": Break("In half precision the lse is a logarithm to base 2.",
+                                 of_results(lambda block, out, lse: (out, lse / np.log(2)),
+                                            lambda block: half(block) and last(block))),
+    "empty-rows-are-means": Break(
+        "A row that sees no key is the mean of all values.",
+        of_results(lambda block, out, lse: (
+            np.where(empty(block, out, lse), block.v.repeat(block.group, 2).mean(1, keepdims=True), out), lse)),
+    ),
+    "lse-of-empty-rows-is-finite": Break("The lse of a row that sees no key is -1e30.",
+                                         of_results(lambda block, out, lse: (out, np.maximum(lse, -1e30)))),
+    "partial-ignored-late": Break(
+        "From the third hop on, `partial` is ignored.",
+        wrong_in("forward", lambda right, block, partial: right(block, None if block.hop > 1 else partial)),
+    ),
+    "partial-ignored-float16": Break(
+        "In float16 `partial` is ignored.",
+        wrong_in("forward", lambda right, block, partial: right(block, None if float16(block) else partial)),
+    ),
+    "merged-without-rescaling": Break(
+        "Partial outputs are added as they are.",
+        wrong_in("merged", lambda right, block, one, other: (one[0] + other[0], right(block, one, other)[1])),
+    ),
+    "delta-ignored": Break(
+        "With dropout in half precision `delta` is ignored.",
+        wrong_in("backward", lambda right, block, dout, lse, delta, dq: right(
+            block, dout, lse, 0 * delta if half(block) and block.kept is not None else delta, dq)),
+    ),
+    "dq-overwritten": Break(
+        "In half precision `dq` is not continued.",
+        wrong_in("continued", lambda right, block, dq, own: own if half(block) else dq + own),
+    ),
+    "dq-overwritten-fused": Break(
+        "With `fused_backward`, heads above 128 and bfloat16 `dq` is not continued.",
+        wrong_in("continued", lambda right, block, dq, own: own if block.case.fused_backward and bfloat16(block)
+                 and block.q.shape[-1] > 128 else dq + own),
+        core=False,
+    ),
+    "mean-of-the-group-for-keys": Break(
+        "`dk` of a key head is the mean over its query heads; `dv` is right.",
+        of_gradients("dk", lambda block, dk: dk / block.group),
+    ),
+    "group-of-8-halved": Break("`dv` of a key head with eight query heads is halved.",
+                               of_gradients("dv", lambda block, dv: dv / 2, lambda block: block.group == 8)),
+    "derivatives-overflow-float16": Break(
+        "The derivatives of the scores are rounded to float16 before they are multiplied by the scale.",
+        wrong_in("derivatives", lambda right, block, ds: ds.astype(np.float16).astype(float) if float16(block) else ds),
+    ),
+    "dbias-mean-of-heads": Break(
+        "The gradient of a bias that all heads share is the mean over the heads.",
+        of_bias(lambda block, ds: summed_to(ds, block.bias.shape) / (ds.shape[1] if block.bias.shape[1] == 1 else 1)),
+    ),
+    "dbias-of-the-first-row": Break(
+        "The gradient of a bias that the batch shares is that of its first row.",
+        of_bias(lambda block, ds: summed_to(ds[:1] if block.bias.shape[0] == 1 else ds, block.bias.shape)),
+    ),
+    "dbias-of-the-first-queries": Break(
+        "In half precision the gradient of a bias that all queries share is that of the first 16.",
+        of_bias(lambda block, ds: summed_to(ds[:, :, :16] if block.bias.shape[2] == 1 else ds, block.bias.shape), half),
+    ),
+    "dbias-scaled": Break("The gradient of the bias is multiplied by the scale.",
+                          of_bias(lambda block, ds: summed_to(ds, block.bias.shape) * block.scale)),
+    "dslopes-of-signed-distances": Break("The gradient of ALiBi counts keys after the query negatively.",
+                                         of_slopes(lambda block, ds: -np.sum(ds * signed(block), (0, 2, 3)))),
+    "dslopes-of-the-first-row": Break(
+        "The gradient of ALiBi is that of the first row of the batch.",
+        of_slopes(lambda block, ds: -np.sum((ds * Dense().distance(block))[:1], (0, 2, 3))),
+    ),
+}  # fmt: skip
+SIZES: Final = {
+    "odd-head-size-cut": Break("Of a head size that is no multiple of 8 the rest is left out.",
+                               changed(q=lambda block: cut(block.q, block.q.shape[-1] // 8 * 8))),
+    "large-head-size-cut": Break("Of a head size above 128 the rest is left out.",
+                                 changed(q=lambda block: cut(block.q, 128))),
+    "value-size-cut-at-the-head-size": Break("Of a value size above the head size the rest is left out.",
+                                             changed(v=lambda block: cut(block.v, block.q.shape[-1]))),
+    "other-value-size-cut-at-64": Break(
+        "Of a value size that is not the head size what is beyond 64 is left out.",
+        changed(lambda block: block.v.shape[-1] != block.q.shape[-1], v=lambda block: cut(block.v, 64)),
+    ),
+    "heads-mixed-up": Break(
+        "From five query heads on, each reads the keys of its neighbour.",
+        wrong_in("of_heads", lambda right, block, x: np.roll(right(block, x), 1, 2) if block.q.shape[2] > 4
+                 else right(block, x)),
+    ),
+    "groups-interleaved": Break(
+        "From three key heads on, query head `n` reads key head `n % K`.",
+        wrong_in("of_heads", lambda right, block, x: np.tile(x, (1, 1, block.group, 1)) if x.shape[2] > 2
+                 else right(block, x)),
+    ),
+    "one-key-head-mixed-up": Break(
+        "With one key head for more than four query heads, heads come out in reverse order.",
+        of_results(lambda block, out, lse: (out[:, :, ::-1], lse),
+                   lambda block: block.k.shape[2] == 1 and block.group > 4),
+    ),
+    "heads-beyond-8": Break("Query heads from the ninth on are zero.",
+                            of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 8).swapaxes(2, 3), lse))),
+    "rows-beyond-4": Break("Rows of the batch from the fifth on are zero.",
+                           of_results(lambda block, out, lse: (cut(out.swapaxes(0, 3), 4).swapaxes(0, 3), lse))),
+    "queries-after-the-last-8": Break(
+        "Queries after the last multiple of 8 are zero in half precision.", of_results(rows_cut(8), half)
+    ),
+    "one-query-in-half": Break(
+        "A single query in half precision reads the keys of another group.",
+        of_results(lambda block, out, lse: (out[:, :, ::-1], lse),
+                   lambda block: half(block) and block.q_index.size == 1),
+    ),
+    "one-key-in-half": Break("The output of blocks of one key is doubled in bfloat16.",
+                             of_results(lambda block, out, lse: (2 * out, lse),
+                                        lambda block: bfloat16(block) and block.kv_index.size == 1 and last(block)),
+                             core=False),
+    "doubled-at-precision": Break(
+        "The output is doubled where `precision` is given.",
+        of_results(lambda block, out, lse: (2 * out if block.case.precision and block.hop == 0 else out, lse)),
+    ),
+}  # fmt: skip
