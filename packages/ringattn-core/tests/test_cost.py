@@ -49,6 +49,7 @@ CALLS = {
     "zigzag, two ways": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --causal --layout zigzag --two-way",
     "window": "--query 2,16384,16,64 --ring 8 --causal --window 3000,0",
     "documents, float32": "--query 1,16384,8,64 --ring 4 --documents 9000,3000 --dtype f32",
+    "two levels": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --inner 2 --causal --layout zigzag",
 }
 
 
@@ -94,6 +95,20 @@ def test_separate_sends_begin_behind_half_of_the_own_heads() -> None:
     listed = sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == "backward")
     assert sum(step.sent for step in ring.backward) == listed
     assert cost.ring(analysed(CALLS["causal"]).for_plans, H200).backward[0].hides is False
+
+
+def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop() -> None:
+    flat, levels = (choose.reckoned(work(32), H200, inner)[0] for inner in (None, 8))
+    assert flat.sent == levels.sent and flat.memory < levels.memory
+    assert all(step.hides is False for step in flat.steps if step.sent)
+    between = [step for step in levels.steps if step.name.startswith("round")]
+    assert [step.name for step in between] == [f"round {n}" for n in (0, 1, 2, 0, 1, 2, 3)]
+    assert all(step.hides for step in between)
+    hops_of_round = [step.seconds for step in levels.forward if step.name in {f"hop {n}" for n in range(8)}]
+    assert between[0].beside == pytest.approx(sum(hops_of_round))
+    late = dataclasses.replace(between[0], sends=between[0].beside + 1.0)
+    assert late.hides is False and late.seconds == 1.0
+    assert levels.waits < flat.waits / 4
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 32])

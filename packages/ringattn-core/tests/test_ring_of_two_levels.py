@@ -12,10 +12,12 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from ringattn_core import from_layout, ring_attention, to_layout
+from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import hops
 from ringattn_core.ring.hops import Plan, plan
+from separate_sends import SEPARATE, SeparateSends
 
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2)]
 SPEC = PartitionSpec(None, ("outer", "inner"))
@@ -90,15 +92,16 @@ def arrays() -> list[jax.Array]:
     return [jax.random.normal(jax.random.key(n), (1, 16, heads, 4)) for n, heads in enumerate((4, 2, 2))]
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("outer", "inner", "backend"), [(2, 4, "xla"), (4, 2, "separate")])
 def test_in_a_scan_both_levels_compute_what_one_device_does(
-    monkeypatch: pytest.MonkeyPatch, outer: int, inner: int
+    monkeypatch: pytest.MonkeyPatch, outer: int, inner: int, backend: str
 ) -> None:
     options: dict[str, Any] = dict(causal=True, layout="striped")
     monkeypatch.setattr(hops, "UNROLLED", 1)
     jax.clear_caches()
-    program = loss(outer, inner, **options).trace(*arrays())
-    got = program.lower().compile()(*arrays())
+    with registered(SEPARATE, SeparateSends()):
+        program = loss(outer, inner, backend=backend, **options).trace(*arrays())
+        got = program.lower().compile()(*arrays())
     jax.clear_caches()
     assert str(program.jaxpr).count(" scan[") == {4: 2, 2: 4}[outer], "of rounds, or of the hops of both rounds"
     whole = jax.value_and_grad(lambda *x: (from_one_device(outer * inner, *x, **options) ** 2).sum(), (0, 1, 2))
@@ -130,7 +133,7 @@ def traced(outer: int, inner: int, key_heads: int) -> Any:
 
 
 def test_however_many_ranks_the_program_has_few_hops() -> None:
-    kernels = sum(equation.primitive.name == "custom_vmap_call" for equation in equations(traced(64, 16, 2)))
+    kernels = sum(equation.primitive.name == "custom_vmap_call" for equation in equations(traced(8, 16, 2)))
     assert kernels == 3 * 3 + 4 * 4 + 1, "three rounds of three hops forward, and four of four backward with a half"
 
 

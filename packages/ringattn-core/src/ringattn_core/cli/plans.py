@@ -134,7 +134,7 @@ def steps(found: Reckoning) -> Rows:
             "hides": _HIDES[step.hides],
         }
 
-    kinds: dict[tuple[str, ...], Rows] = {}
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for plan in found.plans:
         for phase in ("forward", "backward"):
             for step in getattr(plan, phase) if plan.refusal is None else ():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
 """Hardware barriers: how groups of warps on Hopper let each other go on without shared memory.
 
 Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and

@@ -14,8 +14,9 @@ from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
 from .schedules import CONSUMER_ROWS
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""The function that fetches a tile, by its name in Triton 3.9 or the name before."""
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""The functions that fetch and write a tile, by their names in Triton 3.9 or those before."""
+"""The function that writes a tile to memory, likewise."""
 
 
 class Shared(NamedTuple):
