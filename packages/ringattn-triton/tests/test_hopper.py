@@ -381,3 +381,14 @@ def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_tu
     assert got.out.dtype == HALF
     near("out", got.out, want.out, TOLERANCE["bfloat16"])
     near("lse", got.lse, want.lse, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("growth", [5.0, 12.0])
+@pytest.mark.parametrize("added", [{}, {"bias": half_bias(1, 1, 128, 512)}], ids=["plain", "bias"])
+def test_maxima_may_grow_by_little_or_much_from_tile_to_tile(growth: float, added: dict[str, Any]) -> None:
+    """In units of log2; sums are multiplied only where a maximum grew by more than 8. Every third row has no growth."""
+    block = make_block(1, 128, 512, heads=1, kv_heads=1, dim=128, dtype=HALF, scale=1.0, **added)
+    q = jnp.zeros_like(block.q).at[..., 0].set(jnp.asarray(np.arange(128) % 3 > 0, HALF)[None, :, None])
+    rises = jnp.asarray(np.arange(512) // 64 * growth * np.log(2), HALF)
+    k = jnp.zeros_like(block.k).at[..., 0].set(rises[None, :, None])
+    check(dataclasses.replace(block, q=q, kv=jnp.stack([k, block.v])), f"{growth}")
