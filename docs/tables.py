@@ -90,7 +90,7 @@ def written(kind: Any) -> str:
 
 
 def formatted(kind: Any) -> str:
-    """A type that is no array, without the names of modules."""
+    """A type that is not an array, without the names of modules."""
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
     return re.sub(r"\b(?:\w+\.)+", "", text)
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportGeneralTypeIssues=false
 """Kernels that see a wrong set of keys, for some masks, sizes or dtypes only."""
 
 from collections.abc import Callable

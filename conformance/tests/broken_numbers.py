@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportGeneralTypeIssues=false
 """Kernels whose scores, sums or derivatives are wrong, for some options, sizes or dtypes only."""
 
 from collections.abc import Callable

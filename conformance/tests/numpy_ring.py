@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false, reportGeneralTypeIssues=false
 """A ring of a dense block kernel in NumPy: it does with a kernel what core does, and compiles nothing."""
 
 import dataclasses

@@ -229,6 +229,38 @@ class HalfPrecisionProducts(Dense):
         return super().forward(narrow, partial)
 
 
+class PositionsOfTheFirstRow(Dense):
+    """All batch rows have the positions of the first."""
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        return super().forward(_positions_of_first_row(block), partial)
+
+    def backward(self, block: Block, *arrays: Any) -> Gradients:
+        return super().backward(_positions_of_first_row(block), *arrays)
+
+
+class AtMostAsManyQueries(Dense):
+    """Queries beyond the number of keys see no key."""
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        found = super().forward(block, partial)
+        beyond = jnp.arange(block.q_length) >= block.kv_length
+        out = jnp.where(beyond[:, None, None], 0.0, found.out)
+        return dataclasses.replace(found, out=out, lse=jnp.where(beyond, -jnp.inf, found.lse))
+
+
+class OneQueryAfterAnother(Dense):
+    """Every query is one position after the query before it."""
+
+    def forward(self, block: Block, partial: Partial | None) -> Partial:
+        counted = block.q_positions[:, :1] + jnp.arange(block.q_length, dtype=jnp.int32)
+        return super().forward(dataclasses.replace(block, q_positions=counted), partial)
+
+
+def _positions_of_first_row(block: Block) -> Block:
+    return dataclasses.replace(block, q_positions=block.q_positions[:1])
+
+
 def _with_rule(block: Block, **changes: Any) -> Block:
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, **changes))
 
@@ -288,6 +320,9 @@ _HUGE: Final = "test_numerics::test_rows_of_hugely_negative_scores_are_those_of_
 _PADDING: Final = "test_numerics::test_what_padding_holds_harms_nobody[{}-%s]"
 _BITS: Final = "test_dropout::test_the_bits_are_those_of_the_specification[{}-%s]"
 _HALF_BITS: Final = "test_dropout::test_they_are_the_same_in_half_precision[{}-4-striped]"
+_OFFSET: Final = "test_inference::test_an_offset_places_queries_in_a_longer_sequence[{}-plain]"
+_PREFILL: Final = "test_inference::test_prefill_that_sends_the_queries[{}-plain]"
+_DECODE: Final = "test_inference::test_decoding_from_a_cache[{}-%s]"
 _PLAIN: Final = _point("causal")
 
 SABOTEURS: Final[dict[str, Sabotage]] = {
@@ -313,6 +348,9 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "last-hop-missing": Sabotage(LastHopMissing(), (_point("gqa"),), _BITS % "ring1-contiguous"),
     "nan-hidden": Sabotage(NanHidden(), (_NAN % "k-nan",), _PLAIN),
     "soft-cap-ignored": Sabotage(SoftCapIgnored(), (_point("soft-cap"),), _PLAIN),
+    "positions-of-the-first-row": Sabotage(PositionsOfTheFirstRow(), (_OFFSET,), _PLAIN),
+    "at-most-as-many-queries": Sabotage(AtMostAsManyQueries(), (_PREFILL,), _PLAIN),
+    "one-query-after-another": Sabotage(OneQueryAfterAnother(), (_DECODE % "3-plain",), _DECODE % "1-heads-alike"),
     "products-in-bfloat16": Sabotage(HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
 }
 REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gathering()}

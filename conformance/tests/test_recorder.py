@@ -189,7 +189,7 @@ def test_a_file_of_expectations_that_is_no_toml_stops_the_run(ran: SmallSuite, t
     (tmp_path / "acme.toml").write_text("expected-failures =")
     done = ran("--ringattn-expectations", "acme.toml")
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "acme.toml is no TOML: Invalid value" in done.text
+    assert "acme.toml is not TOML: Invalid value" in done.text
 
 
 def test_a_file_of_expectations_that_is_named_must_be_there(ran: SmallSuite):

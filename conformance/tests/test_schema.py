@@ -25,7 +25,7 @@ def test_a_field_that_it_does_not_know_is_let_through(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "has the format None, this program reads 2. Run the suite again"),
         (json.dumps({**report(), "format": 1}), "has the format 1, this program reads 2"),
         (json.dumps({**report(), "crashes": "many"}), "the report['crashes'] is 'many', not a list"),

@@ -21,7 +21,7 @@ _WIDE: Final = frozenset("mwMWGOQ%@")
 
 
 def svg(name: str, backend: BackendReport, report: Report) -> str:
-    """The image; its title is the verdict in full."""
+    """The badge as SVG text; its title is the full verdict."""
     right, colour = _message(backend, report)
     whole = f"{name} {backend['version']}: {summary.verdict(backend)}"
     left_text, right_text = _width(LEFT), _width(right)
@@ -43,7 +43,7 @@ def svg(name: str, backend: BackendReport, report: Report) -> str:
 
 
 def _message(backend: BackendReport, report: Report) -> tuple[str, str]:
-    """The words and the colour of the right half; no case is told by its colour alone."""
+    """The words and the colour of the right half. Words alone tell all cases apart."""
     certificate, factor = backend["certificate"], report["options"]["tolerance_factor"]
     supported = sum(feature["support"] == "FULL" for feature in backend["features"].values())
     stretched = f", tolerances x{factor:g}" if factor != 1 else ""

@@ -57,7 +57,7 @@ def make_block(
 
 
 def random_ids(batch: int, length: int) -> np.ndarray:
-    """Segment ids of documents that differ by batch row; the last fifth is padding."""
+    """Segment ids `[batch, length]` of packed documents, others in each row; the last fifth is padding (-1)."""
     found = np.sort(np.random.default_rng(length).integers(0, 3, (batch, length)), -1)
     found[:, length - length // 5 :] = -1
     return found.astype(np.int32)

@@ -18,7 +18,7 @@ Positions = Callable[[int, int, int], Pair]
 
 
 def _documents(batch: int, length: int, shares: tuple[float, ...]) -> np.ndarray:
-    """Packed documents, whose borders differ by batch row."""
+    """Packed documents, whose boundaries differ between batch rows."""
     rows = []
     for row in range(batch):
         ends = (np.cumsum(shares) * length).astype(int) + row

@@ -294,7 +294,7 @@ COMBINED: Final = (
     Case("one-query", q_length=1, kv_length=9, per_rank=True, window=(3, 4)),
     Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1),
     Case("large-scores", lse=True, gain=20.0, causal=True, core=True),
-    # The derivatives of the scores are beyond float16 until they are multiplied by the scale.
+    # The gradients of the scores exceed float16 unless they are multiplied by the scale first.
     Case("float16-derivatives", dtype="float16", head_dim=192, value_dim=192, window=(1, 0), scale=2.0**-10,
          cotangent_gain=8192.0, core=True),
     Case("logits-1e4", lse=True, gain=1e4, causal=True),

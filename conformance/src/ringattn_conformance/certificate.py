@@ -7,11 +7,11 @@ from .schema import BackendReport, Certificate, Report
 from .tiers import RINGS
 
 _COMPLETE: Final = (0, 1)
-"""The exit statuses of a pytest that came to its end."""
+"""The exit statuses of pytest runs that were completed."""
 
 
 def judged(backend: BackendReport, report: Report) -> Certificate:
-    """Expected failures with a reason do not spoil it; they are part of it."""
+    """Decides on the certificate. Expected failures with a reason do not prevent it; they are listed with it."""
     spoiled = [
         _counted(backend["failed"], "failed"),
         _counted(report["crashes"], "ended the process that ran it", "ended the processes that ran them"),

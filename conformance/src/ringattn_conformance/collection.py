@@ -55,8 +55,8 @@ def modules() -> list[str]:
 class Collection:
     """The tests that one process of pytest has collected.
 
-    `known` are the suite's tests of every tier, `wanted` those of the tier asked for, before anybody deselects, and
-    `selected` the node ids that are left to run.
+    `known` are the suite's tests of all tiers, `wanted` those of the tier of this run before any are deselected, and
+    `selected` the node ids that will run.
     """
 
     modules: set[str] = dataclasses.field(default_factory=set)

@@ -42,7 +42,7 @@ def tried(feature: str, passes: Iterable[frozenset[str]]) -> dict[str, int]:
 
 
 def untried(declared: Collection[str], passes: Collection[frozenset[str]]) -> list[str]:
-    """The declared features that no passing test needed in one of the declared dtypes, as sentences."""
+    """A sentence for each declared feature and declared dtype that no passing test had together."""
     found = []
     for feature in declared:
         counts = tried(feature, passes)
@@ -54,7 +54,7 @@ def untried(declared: Collection[str], passes: Collection[frozenset[str]]) -> li
 
 
 def uncovered(declared: Iterable[str], passes: Collection[frozenset[str]]) -> list[str]:
-    """The pairs of declared features, layouts and rings that the contract allows, but no passing test had together."""
+    """Pairs out of declared features, layouts and ring sizes that a call can combine, but no passing test combined."""
     items = [*declared, LAYOUTS[0], *_RINGS]
     met = {frozenset(pair) for found in passes for pair in itertools.combinations(sorted(found), 2)}
     impossible = _IMPOSSIBLE | {frozenset(pair) for group in _ONE_OF for pair in itertools.combinations(group, 2)}

@@ -35,7 +35,7 @@ def read(given: Path | None, folder: Path) -> Expectations:
     except OSError as error:
         raise pytest.UsageError(f"--ringattn-expectations {path}: {error.strerror}. Name a pyproject.toml") from error
     except tomllib.TOMLDecodeError as error:
-        raise pytest.UsageError(f"{path} is no TOML: {error}. Mend it, or name another file") from error
+        raise pytest.UsageError(f"{path} is not TOML: {error}. Correct it, or name another file") from error
     table = content.get("tool", {}).get(TABLE, {})
     unknown = sorted(set(table) - {KEY})
     if unknown:

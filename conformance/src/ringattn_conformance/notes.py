@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 Worst = dict[str, dict[str, dict[str, float]]]
-"""By dtype and result: the error that is nearest to its tolerance, and that tolerance."""
+"""By dtype and result: the error that is the largest part of its tolerance, and that tolerance."""
 
 
 class _Notes(NamedTuple):
@@ -47,7 +47,7 @@ def share(found: Any) -> float:
 
 
 def take() -> dict[str, Any]:
-    """Returns the records since the last call as plain data, and clears them."""
+    """Returns what the current test has recorded so far, as plain data, and clears it for the next test."""
     found = {
         "needed": sorted(_NOTES.needed),
         "refused": sorted(_NOTES.refused),

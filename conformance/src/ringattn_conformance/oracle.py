@@ -241,4 +241,4 @@ def order(layout: str, ranks: int, length: int) -> np.ndarray:
         half = each // 2
         starts = [(rank * half, (2 * ranks - 1 - rank) * half) for rank in range(ranks)]
         return np.concatenate([start + np.arange(half) for pair in starts for start in pair])
-    raise ValueError(f"layout {layout!r} is none of contiguous, zigzag, striped")
+    raise ValueError(f"layout {layout!r} is not one of contiguous, zigzag, striped")

@@ -25,7 +25,7 @@ FORWARD_MIXTURE: Final = "ringattn_forward_mixture"
 COVERS: Final = 2
 """How many covers of mixtures the full tier has; the core tier has one."""
 FORWARD_STEP: Final = 8
-"""Of so many mixtures one also runs without gradients, which is another program."""
+"""One of this many mixtures also runs without gradients, which is another program."""
 DEVICES: Final = tiers.RINGS[-1]
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"

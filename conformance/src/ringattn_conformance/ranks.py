@@ -75,7 +75,7 @@ class Placement:
         return Mesh(devices.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":
-        """This placement, emulated where there are too few devices."""
+        """This placement, emulated if there are too few devices."""
         enough = self.devices <= len(jax.devices())
         return self if enough else dataclasses.replace(self, emulated=True, data=1, heads=1)
 
@@ -117,7 +117,7 @@ class Placed:
 
     def laid_out(self, name: str, x: Any, inverse: bool = False) -> np.ndarray:
         """An array whose sequence axis goes from natural order to the order of the layout, or back."""
-        axis = _axis_of_tokens(name, np.shape(x))
+        axis = self.axis_of_tokens(name, np.shape(x))
         if axis is None:
             return np.asarray(x)
         order = oracle.order(self.placement.layout, self.placement.ring, np.shape(x)[axis])
@@ -126,6 +126,11 @@ class Placed:
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """The sharding of an array over the mesh; broadcast axes of length 1 are replicated."""
         return ROLES.spec(KINDS[name], shape)
+
+    def axis_of_tokens(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The axis that the ring splits; `None` if the ring splits no axis of this array."""
+        names = self.spec(name, shape)
+        return names.index(RING) if RING in names else None
 
     def local(self, operands: Arrays, fixed: Arrays, **more: Any) -> tuple[jax.Array, ...]:
         """The call of one rank."""
@@ -167,18 +172,21 @@ class Placed:
         ring = self.placement.ring
 
         def split(name: str, x: jax.Array) -> jax.Array:
-            axis = _axis_of_tokens(name, x.shape)
+            axis = self.axis_of_tokens(name, x.shape)
             if axis is None:
                 return x
             return jnp.moveaxis(x.reshape(*x.shape[:axis], ring, x.shape[axis] // ring, *x.shape[axis + 1 :]), axis, 0)
 
         trees = (operands, fixed)
         shards = [{name: split(name, x) for name, x in tree.items()} for tree in trees]
-        axes = [{n: None if _axis_of_tokens(n, x.shape) is None else 0 for n, x in tree.items()} for tree in trees]
+        axes = [{n: None if self.axis_of_tokens(n, x.shape) is None else 0 for n, x in tree.items()} for tree in trees]
         found = jax.vmap(local, tuple(axes), axis_name=RING)(*shards)
         whole = []
         for name, x in zip(self.outputs, found, strict=True):
-            axis = 2 if name == "lse" else 1
+            axis = self.axis_of_tokens(name, x.shape[1:])
+            if axis is None:
+                whole.append(x[0])
+                continue
             x = jnp.moveaxis(x, 0, axis)
             whole.append(x.reshape(*x.shape[:axis], ring * x.shape[axis + 1], *x.shape[axis + 2 :]))
         return tuple(whole)
@@ -215,9 +223,9 @@ def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Arr
     return both
 
 
-def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
-    """The outputs and, by name, every gradient of one compiled call, in natural order."""
-    everywhere = placed.everywhere()
+def run(placed: Placed, gradients: bool = True, local: Local | None = None) -> dict[str, np.ndarray]:
+    """The outputs and, by name, every gradient of one compiled call of `local`, in natural order."""
+    everywhere = placed.everywhere(local)
     notes.ring(placed.placement.ring, placed.placement.emulated)
     if not gradients:
         outputs = jax.jit(everywhere)(placed.operands, placed.fixed)
@@ -229,7 +237,7 @@ def run(placed: Placed, gradients: bool = True) -> dict[str, np.ndarray]:
 
 
 def static_options(case: Case) -> dict[str, Any]:
-    """The keyword arguments of the case that are no arrays."""
+    """The keyword arguments of the case that are not arrays."""
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
@@ -242,9 +250,3 @@ def static_options(case: Case) -> dict[str, Any]:
 
 def _blocks_of(size: int) -> RingAttentionConfig:
     return RingAttentionConfig(FwdParams(size, size), BwdParams(size, size))
-
-
-def _axis_of_tokens(name: str, shape: tuple[int, ...]) -> int | None:
-    """The axis that the ring splits; `None` if the ring splits no axis of this array."""
-    names = ROLES.spec(KINDS[name], shape)
-    return names.index(RING) if RING in names else None

@@ -138,7 +138,7 @@ def _feature(feature: str, support: Any, tests: list[Ran], passes: Any) -> Featu
 
 
 def _worst(tests: list[Ran]) -> dict[str, dict[str, Error]]:
-    """For each dtype and result the error that is nearest to its tolerance."""
+    """For each dtype and result, of all errors, the one that is the largest part of its tolerance."""
     worst: dict[str, dict[str, Error]] = {}
     for ran in tests:
         for dtype, results in ran.notes.get("worst", {}).items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NotRequired, TypedDict, get_args, get_origin
 
 FORMAT: Final = 2
-"""Changes with any field that goes or changes its meaning; a new field, `NotRequired`, does not change it."""
+"""The version of the format: raised when a field is removed or changes its meaning, not when one is added."""
 
 UNDECLARED: Final = "UNDECLARED"
 """The support of a feature of which the backend's descriptor says nothing."""
@@ -17,7 +17,7 @@ Outcome = Literal["passed", "failed", "expected_failure", "unexpected_pass", "sk
 
 
 class Error(TypedDict):
-    """How far a result was from the oracle's, within the tolerance that it had. `test` is where."""
+    """How far a result was from the oracle's, its tolerance, and the id of the test."""
 
     error: float
     tolerance: float
@@ -25,14 +25,14 @@ class Error(TypedDict):
 
 
 class Nearest(Error):
-    """Of all results that needed a feature, the one that came nearest to its tolerance."""
+    """Of all results of tests that need a feature, the one whose error is the largest part of its tolerance."""
 
     dtype: str
     result: str
 
 
 class FeatureReport(TypedDict):
-    """A feature: how it is declared, what became of the tests that need it, and how many demand a refusal for its lack.
+    """A feature: how it is declared, the outcomes of the tests that need it, and how many tests expect a refusal.
 
     `support` is a name of `ringattn_core.Support`, or `UNDECLARED`. `tried` counts by dtype the tests that passed and
     compared the numbers of a call that needs the feature.
@@ -54,10 +54,11 @@ class Certificate(TypedDict):
 
 
 class BackendReport(TypedDict):
-    """One backend: what it is, what was tried and left out, by test id, and what came of it.
+    """One backend: what it is, the results of its tests, and which tests did not run, by id.
 
-    `untried` are declared features that no passing test compared with the oracle in a declared dtype, `uncovered` the
-    pairs of features, layouts and rings that no such test had together. `half_partials` is the descriptor's.
+    `untried` has a sentence, such as "BIAS in bfloat16", for each declared feature and declared dtype that no passing
+    test compared with the oracle. `uncovered` has one, such as "BIAS with ring of 4", for each two of the features,
+    layouts and ring sizes that no such test had together. `half_partials` is copied from the backend's descriptor.
     """
 
     distribution: str
@@ -89,7 +90,7 @@ class Devices(TypedDict):
 
 
 class Options(TypedDict):
-    """How the run was asked for."""
+    """The options of the run."""
 
     tier: str
     largest_ring: int
@@ -112,13 +113,13 @@ class Report(TypedDict):
 
 
 def read(path: Path) -> Report:
-    """The report in a file; raises ValueError, with what to do, where it is none of this format."""
+    """Reads the report in a file. Raises ValueError, with a remedy, if the file is not a report of this format."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}. Name a report that --ringattn-report wrote") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}. Name a report that --ringattn-report wrote") from error
+        raise ValueError(f"{path} is not JSON: {error}. Name a report that --ringattn-report wrote") from error
     given = content.get("format") if isinstance(content, dict) else None
     if given != FORMAT:
         raise ValueError(f"{path} has the format {given!r}, this program reads {FORMAT}. Run the suite again")
@@ -129,7 +130,7 @@ def read(path: Path) -> Report:
 
 
 def fault(value: Any, kind: Any, where: str) -> str | None:
-    """The first place where a value of JSON is not of a kind, or `None`. Fields without a kind may be there."""
+    """The first place where a JSON value does not match the type `kind`, or `None`. Unknown fields are allowed."""
     if typing.is_typeddict(kind):
         return _fault_of_fields(value, kind, where)
     origin, arguments = get_origin(kind), get_args(kind)

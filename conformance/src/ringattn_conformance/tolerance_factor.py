@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What multiplies tolerances: a factor of the command line, and whether the backend under test has half partials."""
+"""The settings that widen tolerances: a factor of the command line, and whether the backend has half partials."""
 
 import math
 

@@ -15,7 +15,7 @@ FORWARD: Final = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, relative to its largest element or 0.1."""
 HALF_PARTIALS: Final = 2.0
-"""What `Backend.half_partials` multiplies the tolerances of half precision by: such results are rounded twice."""
+"""The factor of half-precision tolerances for a backend with `half_partials`, whose results are rounded twice."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
 

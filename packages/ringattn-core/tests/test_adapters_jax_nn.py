@@ -244,7 +244,7 @@ class TestWhatItRefuses:
 
     @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
     def test_a_misspelt_name_and_suggests_the_right_one(self, name: str, meant: str):
-        with pytest.raises(errors.InputError, match=rf"{name}: is no option of this adapter \(did you mean {meant}\?"):
+        with pytest.raises(errors.InputError, match=rf"{name}: is no option .*'{meant}'\?"):
             dot_product_attention(*operands(), **{name: True})
 
     def test_lengths_of_another_batch(self):

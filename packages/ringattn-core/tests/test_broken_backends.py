@@ -81,7 +81,10 @@ FIELDS = {
     "a platform with a space": ("platforms=('c pu',)", "platforms=('c pu',) must be"),
     "features of None": ("features=None", "features=None must be a mapping"),
     "features in a set": ("features={Feature.CAUSAL}", "must be a mapping from Feature to Support"),
-    "features by text": ("features={'CAUSAL': FULL}", "features has the key 'CAUSAL', which is no member of Feature"),
+    "features by text": (
+        "features={'CAUSAL': FULL}",
+        "features has the key 'CAUSAL', which is not a member of Feature",
+    ),
     "support by text": ("features={Feature.CAUSAL: 'supported'}", "='supported' must be a member of Support"),
     "support of True": ("features={Feature.CAUSAL: True}", "=True must be a member of Support"),
     "support of None": ("features={Feature.BFLOAT16: None}", "features[Feature.BFLOAT16]=None must be"),

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from ringattn_core.backends import discovery
 from ringattn_core.cli import analysis, memory
-from ringattn_core.cli.abstract_call import AXIS, AbstractCall
+from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.analysis import CallAnalysis
 from ringattn_core.cli.main import parsed
 from ringattn_core.contract.backend import Backend
@@ -26,6 +25,7 @@ from separate_sends import SEPARATE, SeparateSends
 
 SIZES = {"f32": 4, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 MOVED = re.compile(r"= ([^=]*?) (collective-permute|all-gather)(-start)?\(")
+PAIR = re.compile(r" collective-permute(?:-start)?\(.*source_target_pairs=\{\{(\d+),(\d+)\}")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -47,6 +47,7 @@ REQUESTS = {
     "no hop by chunk": asked("--chunk 16"),
     "one hop by chunk": asked("--chunk 9"),
     "many queries": asked("--causal --window 20,0", 128, kv="64,2"),
+    "an offset": asked("--causal --query-offset 32 --layout zigzag", 32, kv="64,2"),
     "documents": asked("--documents 30,20,9 --causal --layout zigzag"),
     "documents whose positions restart": asked("--documents 30,20,9 --causal --restart-positions"),
     "prefix": asked("--prefix 20"),
@@ -57,12 +58,14 @@ REQUESTS = {
     "two ways, one of them": asked("--window 5,0 --two-way"),
     "two ways of three": asked("--causal --two-way", 48, ring=3, kv="48,2,5"),
     "ring of eight": asked("--causal", ring=8),
+    "two levels": asked("--causal --layout zigzag --inner 4", ring=8),
+    "two levels, two ways": asked("--dtype bf16 --two-way --inner 2", ring=8),
     "alone": asked("--causal", ring=1),
 }
 PLANS = (
     "causal zigzag", "causal striped", "bfloat16", "far hops by window", "three hops by window", "no hop by chunk",
     "many queries", "documents whose positions restart", "padded keys", "everything else", "alone",
-    "two ways", "two ways, one of them",
+    "two ways", "two ways, one of them", "two levels", "two levels, two ways",
 )  # fmt: skip
 """The requests whose programs differ in their sends."""
 
@@ -106,6 +109,8 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
     found = explained(name)
     text = program(REQUESTS[name], gradients=True)
     assert moved(text, "collective-permute") == messages(found)
+    groups = ({int(rank) // found.shard.ring.plan.inner for rank in pair} for pair in PAIR.findall(text))
+    assert sum(len(group) == 2 for group in groups) == sum(row["times"] for row in found.sent if "g" in row["to"])
     sends = {hop.number for hop in found.hops if hop.offset}
     assert messages(found, "forward").total() == len(sends) * max(hop.ways for hop in found.hops)
 
@@ -155,7 +160,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     recorder = Recorder(found.tile)
     features = dict.fromkeys(Feature, Support.FULL)
     backend = Backend("recorder", 1, ("cpu",), features, kernel="nowhere:KERNEL")
-    mesh = Mesh(np.array(jax.devices()[: request.ring]), (AXIS,))
+    mesh = request.mesh_of(jax.devices())
     floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating.items()}
     with discovery.registered(backend, recorder):
         jax.block_until_ready(jax.jit(lambda x: request.attend(x, mesh, "recorder"))(floating))
@@ -169,7 +174,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     ways, expected = max(hop.ways for hop in found.hops), Counter()
     for rank in range(request.ring):
         for number, hop in enumerate(found.hops):
-            place = rank, (rank - hop.offset) % request.ring
+            place = rank, found.shard.ring.plan.source(rank, hop.offset, hop.sign)
             expected[place] += ways // hop.ways
             for row in np.concatenate(got[place]):
                 np.testing.assert_array_equal(row, found.states[rank, number], f"rank {rank}, hop {number}")

@@ -256,7 +256,7 @@ def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> N
 def test_the_command_line_takes_every_option_of_a_call() -> None:
     named = {name for name, _ in option_arguments()}
     otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
-    never = {"attention_mask", "query_offset"}
+    never = {"attention_mask"}
     never |= {"axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
     assert sorted([*named, *otherwise, *never, "dropout_seed"]) == sorted(option.name for option in OPTIONS)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ringattn_core.cli import output
 from ringattn_core.cli.main import main
-from ringattn_core.cli.output import Title, show
+from ringattn_core.cli.output import Bytes, Title, show
 
 CALL = ["explain", "--query", "1,64,4,8", "--ring", "4", "--causal"]
 
@@ -43,7 +43,7 @@ def test_a_table_aligns_its_columns_and_wraps_at_the_width_of_a_page(capsys, mon
 
 
 def test_facts_and_bytes_are_words(capsys) -> None:
-    show({"a": True, "b": None, "c": ("x", "y"), "d": ()}, [{"bytes": 2048}])
+    show({"a": True, "b": None, "c": ("x", "y"), "d": ()}, [{"bytes": Bytes(2048)}])
     lines = ["a  yes", "b  -", "c  x, y", "d  -", "  bytes", "2.0 KiB"]
     assert capsys.readouterr().out.splitlines() == lines
 

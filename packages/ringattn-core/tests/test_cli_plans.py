@@ -57,17 +57,12 @@ def test_the_marked_plan_is_that_of_the_call_and_auto_is_named(capsys: pytest.Ca
     assert auto["plan"] == cheapest["plan"]
 
 
-def hops_of(step: str) -> int:
-    """How many steps a row stands for: `hop 2 to 6` is five."""
-    numbers = [int(word) for word in step.split() if word.isdigit()]
-    return numbers[-1] - numbers[0] + 1 if " to " in step and numbers else 1
-
-
 def test_a_row_of_several_hops_stands_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "--device h200")
-    for plan in found["plans"]:
-        rows = [row for row in found["steps"] if row["plan"] == plan["plan"]]
-        assert sum((row["sent"] or 0) * hops_of(row["step"]) for row in rows) == plan["sent"], plan["plan"]
+    for words in ("", "--inner 4"):
+        found = told(capsys, f"--device h200 {words}")
+        for plan in found["plans"]:
+            rows = [row for row in found["steps"] if row["plan"] == plan["plan"]]
+            assert sum((row["sent"] or 0) * row["times"] for row in rows) == plan["sent"], plan["plan"]
 
 
 def test_durations_have_a_unit() -> None:

@@ -9,12 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from ringattn_core import Backend, Feature, Gradients, Partial, Support, masks, ring_attention
+from ringattn_core import Backend, Block, BlockKernel, Feature, Gradients, Partial, Support, masks, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
 
 EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=dict.fromkeys(Feature, Support.FULL))
+
+
+def test_a_kernel_can_be_written_with_thirty_names():
+    """Fields with a default and the other helpers of `Block` are for some options, or only for convenience."""
+    kinds = (Block, Partial, Gradients)
+    fields = [
+        f"{kind.__name__}.{field.name}"
+        for kind in kinds
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING
+    ]
+    views = [Block.k, Block.v]
+    methods = [name for name in vars(BlockKernel) if name in ("forward", "backward")]
+    assert len(fields) + len(views) + len(methods) + len([*kinds, BlockKernel]) <= 30, fields
 
 
 class Odd:

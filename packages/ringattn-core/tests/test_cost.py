@@ -49,6 +49,7 @@ CALLS = {
     "zigzag, two ways": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --causal --layout zigzag --two-way",
     "window": "--query 2,16384,16,64 --ring 8 --causal --window 3000,0",
     "documents, float32": "--query 1,16384,8,64 --ring 4 --documents 9000,3000 --dtype f32",
+    "two levels": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --inner 2 --causal --layout zigzag",
 }
 
 
@@ -66,6 +67,25 @@ def test_bytes_pairs_and_memory_are_those_of_the_analysis(name: str) -> None:
     assert ring.memory == call + max(held["forward", TOGETHER], held["backward", TOGETHER])
 
 
+def test_sums_are_float32_and_keys_and_messages_are_held_twice() -> None:
+    made = work(4, heads=8, kv_heads=2)
+    rows = made.q_length * 8
+    queries, keys = rows * 128, made.kv_length * 2 * 256
+    assert cost.engine_arrays(made) == {
+        "forward": {
+            "K,V in use, and K,V arriving": 2 * 2 * keys,
+            "partial output and lse, float32": 4 * (queries + rows),
+        },
+        "backward": {
+            "messages being sent and received": 2 * (2 + 4) * keys,
+            "dk, dv of the hop, float32": 4 * keys,
+            "dk, dv of half of the own heads": 0,
+            "dq, float32": 4 * queries,
+            "output, lse, delta kept": 2 * queries + 8 * rows,
+        },
+    }
+
+
 def test_separate_sends_begin_behind_half_of_the_own_heads() -> None:
     with discovery.registered(SEPARATE, SeparateSends()):
         found = analysed(CALLS["causal"], "separate")
@@ -75,6 +95,20 @@ def test_separate_sends_begin_behind_half_of_the_own_heads() -> None:
     listed = sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == "backward")
     assert sum(step.sent for step in ring.backward) == listed
     assert cost.ring(analysed(CALLS["causal"]).for_plans, H200).backward[0].hides is False
+
+
+def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop() -> None:
+    flat, levels = (choose.reckoned(work(32), H200, inner)[0] for inner in (None, 8))
+    assert flat.sent == levels.sent and flat.memory < levels.memory
+    assert all(step.hides is False for step in flat.steps if step.sent)
+    between = [step for step in levels.steps if step.name.startswith("round")]
+    assert [step.name for step in between] == [f"round {n}" for n in (0, 1, 2, 0, 1, 2, 3)]
+    assert all(step.hides for step in between)
+    hops_of_round = [step.seconds for step in levels.forward if step.name in {f"hop {n}" for n in range(8)}]
+    assert between[0].beside == pytest.approx(sum(hops_of_round))
+    late = dataclasses.replace(between[0], sends=between[0].beside + 1.0)
+    assert late.hides is False and late.seconds == 1.0
+    assert levels.waits < flat.waits / 4
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 32])

@@ -19,7 +19,7 @@ from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Support, decode_attention, ring_attention, to_layout
 from ringattn_core.backends import discovery
 from ringattn_core.errors import DerivativeError, InputError, MeshError
-from ringattn_core.ring import decode
+from ringattn_core.ring import cache
 from ringattn_xla.block import KERNEL as XLA
 
 B, T, S, N, K, H, HV = 3, 2, 32, 4, 2, 8, 6
@@ -94,12 +94,12 @@ def test_it_equals_the_oracle_on_global_arrays_and_in_a_shard_map(name: str, ran
 def test_a_cache_that_is_cut_into_chunks_gives_the_same(
     name: str, keys: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "SHORTEST_CHUNK", keys)
-    monkeypatch.setattr(decode, "MOST_CHUNKS", most)
+    monkeypatch.setattr(cache, "SHORTEST_CHUNK", keys)
+    monkeypatch.setattr(cache, "MOST_CHUNKS", most)
     jax.clear_caches()
     seen = []
-    chunked = decode._chunked
-    monkeypatch.setattr(decode, "_chunked", lambda block, count: seen.append(count) or chunked(block, count))
+    chunked = cache._chunked
+    monkeypatch.setattr(cache, "_chunked", lambda block, count: seen.append(count) or chunked(block, count))
     over = {"mesh": mesh_of(2), "axis_name": "sp"}
     got = decode_attention(QUERY, KEY, VALUE, LENGTHS, return_lse=True, **over, **OPTIONS[name])
     agrees(got, expected(LENGTHS, **OPTIONS[name]))
@@ -230,22 +230,24 @@ def test_no_key_travels() -> None:
 SHORT = {"key_cache": KEY[:, :30], "value_cache": VALUE[:, :30]}
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "longer than the cache": ({"lengths": [5, 33, 1]}, InputError, "lengths: has values from 1 to 33. .* from 0 to 32"),
-    "negative": ({"lengths": -1}, InputError, "lengths: has values from -1 to -1"),
+    "negative": ({"lengths": -1}, InputError, "lengths: has the value -1"),
     "of another batch": ({"lengths": [1, 2]}, InputError, r"lengths: has shape \(2,\). Pass one integer, or 3"),
     "fractions": ({"lengths": 1.5}, InputError, "lengths: has dtype float64. It needs integers"),
     "longer than a short cache": (SHORT, InputError, "lengths: .* to 30"),
     "uneven": ({**SHORT, "lengths": 1}, InputError, "key_cache: has room for 30 tokens, .* into 4. Allocate 32"),
     "uneven zigzag": ({**SHORT, "lengths": 1, "layout": "zigzag"}, InputError, "cannot split into 8. Allocate 32"),
     "heads": ({"key_cache": KEY[:, :, :1]}, InputError, r"value_cache: has shape .*It needs \(3, 32, 1, Hv\)"),
-    "unknown": ({"causal": True}, InputError, "causal: is no argument of decode_attention"),
-    "misspelt": ({"window": 3}, InputError, "window: is no argument of decode_attention. Pass sliding_window"),
+    "unknown": ({"causal": True}, InputError, "causal: is not an argument of decode_attention"),
+    "misspelt": ({"window": 3}, InputError, "window: is not an argument of decode_attention. Pass sliding_window"),
     "axis": ({"axis_name": "ring"}, MeshError, "axis_name='ring' is not an axis of the mesh"),
     "one axis twice": ({"head_axis_name": "sp"}, InputError, "share a mesh axis"),
-    "always causal": ({"is_causal": True}, InputError, "is_causal: is no .* Leave it out: .* always causal"),
-    "other scale": ({"scale": 1.0}, InputError, "scale: is no argument of decode_attention. Pass softmax_scale"),
-    "other sinks": ({"sinks": SINKS}, InputError, "sinks: is no argument of decode_attention. Pass softmax_aux"),
-    "a mask": ({"mask": 1}, InputError, "mask: is no argument of decode_attention. Its arguments are query, key_cache"),
-    "ids": ({"segment_ids": 1}, InputError, "segment_ids: is no argument of decode_attention. Its arguments are"),
+    "always causal": ({"is_causal": True}, InputError, "is_causal: is not an .* Leave it out: .* always causal"),
+    "other scale": ({"scale": 1.0}, InputError, "scale: is not an argument of decode_attention. Pass softmax_scale"),
+    "other sinks": ({"sinks": SINKS}, InputError, "sinks: is not an argument of decode_attention. Pass softmax_aux"),
+    "a mask": ({"mask": 1}, InputError, "mask: is not an argument of decode_attention. Its arguments are query, key_c"),
+    "ids": ({"segment_ids": 1}, InputError, "segment_ids: is not an argument of decode_attention. Its arguments are"),
+    "an option of ring_attention": ({"bias": 1}, InputError, "bias: .* call ring_attention with .* query_offset="),
+    "specs": ({"in_specs": 1}, InputError, "in_specs: is not an argument of decode_attention. Leave it out, or call"),
     "no axis": ({"axis_name": None}, MeshError, "axis_name is missing"),
 }  # fmt: skip
 
@@ -271,9 +273,26 @@ def test_arrays_that_are_split_where_they_should_be_whole_are_refused(query: P, 
         mapped(QUERY, KEY, VALUE)
 
 
-def test_a_derivative_is_refused() -> None:
-    with pytest.raises(DerivativeError, match="decode_attention has no derivative"):
-        jax.grad(lambda query: decode_attention(query, KEY, VALUE, LENGTHS).sum())(QUERY)
+@pytest.mark.parametrize("options", [{"lengths": 30, "axis_name": None}, {"lengths": 30, "mesh": mesh_of(2)}])
+def test_in_a_shard_map_a_wrong_axis_or_mesh_is_named_before_lengths_that_the_shard_cannot_hold(options: Any) -> None:
+    given = {"axis_name": "sp"} | options
+    cache = P(None, "sp")
+    mapped = jax.shard_map(
+        lambda q, k, v: decode_attention(q, k, v, **given),
+        mesh=mesh_of(2), in_specs=(P(), cache, cache), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    with pytest.raises(MeshError, match=r"axes .* may split the arrays|mesh= is for global arrays"):
+        mapped(QUERY, KEY, VALUE)
+
+
+@pytest.mark.parametrize("mesh", [None, mesh_of(2)])
+def test_a_derivative_is_refused(mesh: Any) -> None:
+    def attend(query: Any) -> Any:
+        return decode_attention(query, KEY, VALUE, LENGTHS, mesh=mesh, axis_name="sp" if mesh else None)
+
+    for differentiate in (jax.grad(lambda x: attend(x).sum()), lambda x: jax.jvp(attend, (x,), (x,))):
+        with pytest.raises(DerivativeError, match="decode_attention has no derivative"):
+            differentiate(QUERY)
 
 
 def test_a_backend_that_drives_its_own_ring_is_refused() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of `import ringattn_core`: it imports no backend and nothing heavy, touches no device, writes nothing."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -100,3 +101,11 @@ def test_the_test_above_sees_an_initialised_backend() -> None:
 def test_the_test_above_sees_a_file_that_is_written(tmp_path: Path) -> None:
     after("import pathlib; (pathlib.Path.home() / 'cache').write_text('x')", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_star_import_brings_the_public_names_and_nothing_else() -> None:
+    found: dict[str, object] = {}
+    exec("from ringattn_core import *", found)
+    names = {name for name in found if not name.startswith("__")}
+    assert {"ring_attention", "to_layout", "errors"} < names
+    assert names == {name for name in vars(importlib.import_module("ringattn_core.call.public")) if name[0] != "_"}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core.contract.launch import Interpreter, launch_primitive
 from ringattn_core.contract.varying import align, axes_of
 
-INTERPRETER = Interpreter("RINGATTN_MADE_UP_INTERPRET", "Mosaic", "TPU", values=("1", "simulate"))
+INTERPRETER = Interpreter("RINGATTN_MADE_UP_INTERPRET", "Mosaic", "TPU", "jax[tpu]", values=("1", "simulate"))
 
 
 def on_cpu(x: jax.Array, y: jax.Array, factor: int) -> list[jax.Array]:

@@ -124,7 +124,7 @@ class TestReordering:
             unchecked(np.zeros((1, 8)), "striped", 2, axis)
 
     def test_what_is_no_array_is_refused(self) -> None:
-        with pytest.raises(InputError, match="x: str is no array"):
+        with pytest.raises(InputError, match="x: str is not an array"):
             reorder.to_layout("tokens", "striped", 2)
 
     def test_an_unknown_layout_is_refused_with_those_that_are_known(self) -> None:

@@ -40,7 +40,7 @@ class TestSegments:
             ([1, 2], r"has shape \(2,\)\. Pass \[B, T\]"),
             ([[1.0]], "has dtype float64"),
             ([[True]], "has dtype bool"),
-            ([[2**31]], "has values from 2147483648"),
+            ([[2**31]], "has the value 2147483648"),
             ([[1], [1, 2]], "is not an array"),
         ],
     )
@@ -161,7 +161,7 @@ class TestPositions:
 
     @pytest.mark.parametrize("far", [2**30, -(2**30), 2**40])
     def test_positions_that_are_too_far_are_refused(self, far: int) -> None:
-        with pytest.raises(InputError, match=r"kv_positions: has values from .* Pass positions below 2\^30"):
+        with pytest.raises(InputError, match=r"kv_positions: has the value .* Pass positions below 2\^30"):
             MaskInfo.from_positions([0], np.array([far]))
 
     def test_three_axes_are_refused(self) -> None:

@@ -2,6 +2,8 @@
 """Promises of merging: a commutative monoid, and merging all parts gives the softmax over all keys and sinks."""
 
 import dataclasses
+import inspect
+import re
 from typing import Any
 
 import hypothesis
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.merge import combined, merge, merging, with_sinks
 from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.errors import InputError
 
 B, T, N, H = 2, 3, 2, 4
 INF = np.float32(np.inf)
@@ -154,10 +157,28 @@ class TestCombined:
         assert tuple(float(x) for x in combined(jnp.float32(a), jnp.float32(b))[1:]) == shares
 
 
+def block_with(kv: jax.Array) -> Block:
+    """A block of which only the keys and values are there."""
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(Block) if field.init)
+    return Block(**{**fields, "kv": kv})  # pyright: ignore[reportArgumentType]
+
+
 def test_merging_makes_a_kernel_of_one_block_continue() -> None:
     own, before = partial(1.0, 1), partial(2.0, 2)
-    block = object.__new__(Block)
+    block = block_with(jnp.zeros((B, T, N, H)))
     jax.tree.map(np.testing.assert_array_equal, merging(lambda _: own)(block, before), merge(before, own))
+
+
+def test_a_merged_kernel_runs_after_the_partial_result() -> None:
+    def keys_of_the_kernel(kv: jax.Array, before: Partial) -> jax.Array:
+        seen = []
+        merging(lambda block: seen.append(block.kv) or partial(1.0))(block_with(kv), before)
+        return seen[0]
+
+    kv, before = jnp.ones((B, T, N, 2 * H)), partial(2.0)
+    np.testing.assert_array_equal(keys_of_the_kernel(kv, before), kv)
+    text = jax.jit(keys_of_the_kernel).lower(kv, before).compile().as_text() or ""
+    assert re.search(r"f32\[2,2,3\]\S* parameter", text), "the keys do not depend on the partial result"
 
 
 def test_merging_makes_a_kernel_of_one_block_start_without_a_partial() -> None:
@@ -191,3 +212,30 @@ class TestShift:
         got = with_sinks(self.low(-1e9, 0.0, 1), jnp.zeros((N, 2)))
         assert (got.out == 0).all() and (got.shift == 0).all()
         np.testing.assert_allclose(got.lse, np.log(2), rtol=1e-6)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "an lse like the output": (
+        Partial(jnp.zeros((B, T, N, H)), jnp.zeros((B, T, N))),
+        r"b: has out .* lse \(B, N, T\)",
+    ),
+    "other tokens": (Partial(jnp.zeros((B, T + 1, N, H)), jnp.zeros((B, N, T + 1))), "b: has out .* of equal sizes"),
+    "no heads": (Partial(jnp.zeros((B, T, H)), jnp.zeros((B, T))), r"b: has out \(2, 3, 4\) and lse \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_results_that_do_not_fit_are_refused(name: str) -> None:
+    wrong, told = WRONG[name]
+    with pytest.raises(InputError, match=told):
+        merge(partial(0.0), wrong)
+    with pytest.raises(InputError, match=r"^a: has|^a: is|^b: has out"):
+        merge(wrong, partial(0.0))
+
+
+def test_a_pair_of_arrays_is_not_a_partial_result() -> None:
+    pair: Any = (partial(0.0).out, partial(0.0).lse)
+    unchecked = inspect.unwrap(merge)  # these tests check types at run time, and users do not
+    for given in ((pair, partial(0.0)), (partial(0.0), pair)):
+        with pytest.raises(InputError, match=r"^[ab]: is tuple. Pass Partial"):
+            unchecked(*given)

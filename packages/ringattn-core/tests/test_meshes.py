@@ -38,7 +38,8 @@ def mesh_of(kind: str = "automatic", **axes: int) -> jax.sharding.Mesh:
 
 
 def loss_of(**options: Any) -> Any:
-    """A loss of query, key, value and sinks, and the output."""
+    """A loss of query, key, value and sinks, and the output. Without options, the call runs on one device."""
+    options = options or {"axis_name": ()}
 
     def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         out = ring_attention(q, k, v, softmax_aux=sinks, causal=True, **options)
@@ -87,7 +88,7 @@ def test_without_jit_too(kind: str, given: bool) -> None:
 def test_an_abstract_mesh_without_jit_is_that_of_the_context() -> None:
     x, mesh = [jax.device_put(a, jax.devices()[3]) for a in arrays()], mesh_of()
     with jax.set_mesh(mesh):
-        same(ring_attention(*x, mesh=mesh.abstract_mesh, axis_name="sp"), ring_attention(*arrays()))
+        same(ring_attention(*x, mesh=mesh.abstract_mesh, axis_name="sp"), ring_attention(*arrays(), axis_name=()))
     with pytest.raises(MeshError, match=r"the mesh is abstract, and has no devices\. Call inside `jax.set_mesh`"):
         ring_attention(*x, mesh=mesh.abstract_mesh, axis_name="sp")
 
@@ -217,3 +218,24 @@ def test_within_a_manual_axis_dropout_needs_the_names_of_batch_and_heads() -> No
         with pytest.raises(MeshError, match=r"\('pp',\) .* Name them in batch_axis_name or head_axis_name"):
             stages()
         assert stages(batch_axis_name=(), head_axis_name=()).shape == x[0].shape
+
+
+def test_a_call_that_names_no_axis_of_the_mesh_that_is_set_warns() -> None:
+    wanted = ring_attention(*arrays(), causal=True)
+    with jax.set_mesh(mesh_of(dp=2, sp=4)):
+        with pytest.warns(UserWarning, match="axes 'dp', 'sp', and the call names none .* Pass axis_name="):
+            out = ring_attention(*arrays(), causal=True)
+        same(out, wanted)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ring_attention(*arrays(), causal=True, axis_name=())
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_another_mesh_than_the_one_that_is_set_is_refused(jit: bool) -> None:
+    def call(*x: Any) -> Any:
+        return ring_attention(*x, mesh=mesh_of(dp=2, sp=4), axis_name="sp")
+
+    message = r"mesh= has the axes dp=2 \(Auto\), sp=4 \(Auto\), but jax.set_mesh has set another .* x=8 \(Auto\)"
+    with jax.set_mesh(mesh_of(x=8)), pytest.raises(MeshError, match=message):
+        (jax.jit(call) if jit else call)(*arrays())

@@ -79,7 +79,7 @@ def test_names_of_other_libraries_are_told_the_right_one(name: str) -> None:
     attend = per_shard("xla") if name == "cfg" else ring_attention
     with pytest.raises(InputError) as error:
         attend(Q, K, V, **{name: 3})
-    assert f"{name}: is no argument of ring_attention. Pass {' and '.join(options.OTHER_NAMES[name])}" == str(
+    assert f"{name}: is not an argument of ring_attention. Pass {' and '.join(options.OTHER_NAMES[name])}" == str(
         error.value
     )
 
@@ -88,7 +88,7 @@ def test_names_of_other_libraries_are_told_the_right_one(name: str) -> None:
     ("name", "remedy"), [("causl", "Pass causal"), ("zzz", "Its arguments are query, key, value, softmax_aux, bias,")]
 )
 def test_a_misspelt_name_is_told_the_nearest_or_all_of_them(name: str, remedy: str) -> None:
-    with pytest.raises(InputError, match=f"{name}: is no argument of ring_attention. {remedy}"):
+    with pytest.raises(InputError, match=f"{name}: is not an argument of ring_attention. {remedy}"):
         ring_attention(Q, K, V, **{name: True})
 
 

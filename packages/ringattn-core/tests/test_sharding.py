@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import masks, per_shard, ring_attention
 from ringattn_core.errors import DerivativeError, InputError, MeshError
+from ringattn_core.placement.arrays import repeated_heads
 
 N, K, H = 4, 2, 8
 
@@ -59,6 +60,18 @@ def test_a_mesh_axis_over_which_nothing_is_split_is_one_warning(named: dict[str,
     (warning,) = caught
     assert "nothing is split over the mesh axes 'other', whose ranks repeat" in str(warning.message)
     assert re.search(remedy, str(warning.message))
+
+
+def test_a_batch_axis_that_was_forgotten_beside_another_is_named_in_the_remedy():
+    with pytest.warns(UserWarning, match=r"'dp', .* Pass batch_axis_name=\('fsdp', 'dp'\) to split over them"):
+        ring_attention(*arrays(), mesh=mesh_of(dp=2, fsdp=2, sp=2), axis_name="sp", batch_axis_name="fsdp")
+
+
+@pytest.mark.parametrize(("axis", "named"), [("dp", "batch_axis_name"), ("tp", "head_axis_name")])
+def test_who_keeps_the_batch_or_the_heads_whole_is_not_warned_of_the_axis_for_them(axis: str, named: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ring_attention(*arrays(), mesh=mesh_of(sp=2, **{axis: 2}), axis_name="sp", **{named: ()})
 
 
 @pytest.mark.parametrize(("axis", "spec"), [("tensor", P(None, "sp", "tensor")), ("replica", P("replica", "sp"))])
@@ -145,7 +158,7 @@ def test_a_mesh_of_explicit_axes_works_like_any_other(jit: bool):
         return ring_attention(q, k, v, causal=True, mesh=mesh, axis_name="sp")
 
     with jax.set_mesh(mesh):
-        close((jax.jit(f) if jit else f)(q, k, v), ring_attention(q, k, v, causal=True))
+        close((jax.jit(f) if jit else f)(q, k, v), ring_attention(q, k, v, causal=True, axis_name=()))
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -274,3 +287,11 @@ def test_a_mesh_inside_shard_map_is_refused():
     spec = P(None, "sp")
     with pytest.raises(MeshError, match="inside shard_map the arrays are local"):
         jax.shard_map(inner, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(*arrays())
+
+
+def test_the_gradients_of_repeated_key_heads_are_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256 again, so that the sum below would be 256."""
+    key, parts = jnp.ones((1, 1, 1, 1), jnp.bfloat16), jnp.array([256, 1, 1, 1], jnp.bfloat16)
+    repeated, pullback = jax.vjp(lambda x: repeated_heads(x, 4), key)
+    assert repeated.dtype == jnp.bfloat16
+    assert pullback(parts.reshape(repeated.shape))[0] == 260

@@ -87,3 +87,16 @@ def test_the_output_and_all_gradients_are_those_of_the_oracle(case: Case, placem
 )
 def test_over_two_axes_ulysses_goes_over_the_inner_and_the_ring_over_the_outer(case: Case, placement: Placement):
     agrees(case, placement, outer=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "placement", "outer"),
+    [
+        (SCORES, Placement(4, "zigzag"), 2),
+        (OF_HEADS, Placement(8, "striped", check_vma=False), 4),
+        (BROADCAST, Placement(8), 2),
+    ],
+    ids=str,
+)
+def test_over_two_axes_a_ring_has_two_levels(case: Case, placement: Placement, outer: int):
+    agrees(case, placement, outer)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.call.validation import validated
@@ -29,7 +30,7 @@ class Strange(Mask):
 
 
 OPERANDS = {
-    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8)"),
+    "query of three axes": ((ones(B, T, H), *arrays()[1:]), "query: has shape (2, 8, 8). It needs (B, T, N, H)"),
     "an empty key": ((arrays()[0], ones(B, 0, K, H), ones(B, 0, K, H)), "key: has shape (2, 0, 2, 8), which is empty"),
     "integers": (arrays(dtype=jnp.int32), "query: has dtype int32"),
     "mixed dtypes": (
@@ -52,8 +53,8 @@ OPERANDS = {
         (arrays()[0], ones(B, T, 3, H), ones(B, T, 3, H)),
         "key: has 3 heads, which do not divide the 4",
     ),
-    "a string": (("q", *arrays()[1:]), "query: str is no array"),
-    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is no array"),
+    "a string": (("q", *arrays()[1:]), "query: str is not an array"),
+    "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is not an array"),
 }
 
 
@@ -83,15 +84,15 @@ OPTIONS = {
     "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
-    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is no array"),
+    "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is not an array"),
     "a seed beyond 32 bits, without dropout": (
         dict(dropout_seed=2**32),
-        "dropout_seed: has values from 4294967296 to 4294967296. Pass an integer of 32 bits",
+        "dropout_seed: has the value 4294967296. Pass an integer of 32 bits",
     ),
-    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: has values from -118059"),
+    "a seed beyond 64 bits": (dict(dropout_prob=0.1, dropout_seed=-(2**70)), "dropout_seed: has the value -118059"),
     "a seed of 64 bits": (
         dict(dropout_prob=0.1, dropout_seed=np.uint64(2**40)),
-        "dropout_seed: has values from 1099511",
+        "dropout_seed: has the value 1099511",
     ),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
     "dropout of less than a step": (dict(dropout_prob=2.0**-17, dropout_seed=0), "dropout_prob: got 7.62939453125e-06"),
@@ -104,28 +105,28 @@ OPTIONS = {
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
     "segment ids beyond int32": (
         dict(q_segment_ids=np.full((B, T), 2**32 + 5)),
-        "q_segment_ids: has values from 4294967301 to 4294967301. Pass values that fit int32",
+        "q_segment_ids: has the value 4294967301. Pass values that fit int32",
     ),
     "segment ids that would wrap": (
         dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
-        "q_segment_ids: has values from 2147483649",
+        "q_segment_ids: has the value 2147483649",
     ),
     "rows of segment ids beyond int32": (
         dict(q_segment_ids=[np.array([2**32 + 5] * T)] * B),
-        "q_segment_ids: has values from 4294967301",
+        "q_segment_ids: has the value 4294967301",
     ),
-    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has values from 1099511627776"),
+    "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has the value 1099511627776"),
     "positions of 2^30": (
         dict(q_positions=np.arange(T) + 2**30),
         "q_positions: has values from 1073741824 to 1073741831. Pass positions below 2^30",
     ),
     "positions on the device": (
         lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))),
-        "kv_positions: has values from -1073741824",
+        "kv_positions: has the value -1073741824",
     ),
     "mask_info with positions of 2^30": (
         lambda: dict(mask_info=MaskInfo.from_positions(np.full(T, 2**30))),
-        "q_positions: has values from 1073741824",
+        "q_positions: has the value 1073741824",
     ),
     "short key positions": (dict(kv_positions=np.arange(3)), "kv_positions: has shape (3,)"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
@@ -159,7 +160,7 @@ OPTIONS = {
     ),
     "mask_info whose ids would wrap": (
         lambda: dict(mask_info=MaskInfo.from_segments(jnp.full((B, T), 2**31 + 1, jnp.uint32))),
-        "has values from 2147483649",
+        "has the value 2147483649",
     ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
@@ -293,3 +294,12 @@ def test_axis_names_must_be_different_strings(axis: Any):
 def test_an_object_that_is_no_mesh_is_refused():
     with pytest.raises(MeshError, match=r"mesh is int\. Pass a jax\.sharding\.Mesh"):
         ring_attention(*arrays(), axis_name="sp", mesh=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_symbolic_sizes_are_refused():
+    batch, tokens = export.symbolic_shape("b, 8*t")
+    x = jax.ShapeDtypeStruct((batch, tokens, 4, 8), jnp.float32)
+    with pytest.raises(
+        InputError, match=r"query: has shape \(b, 8\*t, 4, 8\), with symbolic sizes. Export one program"
+    ):
+        export.export(jax.jit(lambda x: ring_attention(x, x, x)))(x)

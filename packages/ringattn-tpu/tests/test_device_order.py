@@ -105,3 +105,22 @@ def test_as_many_sends_as_there_are_ways_are_under_way_whenever_a_kernel_runs_bu
     under_way = [sum(moved[:n]) for n, (_, loop) in enumerate(steps) if loop]
     assert len(under_way) == 4 * ways
     assert under_way[: 3 * ways] == [ways] * 3 * ways
+
+
+def test_in_a_ring_of_two_levels_a_send_between_groups_is_under_way_during_all_kernels_of_a_round():
+    mesh = Mesh(np.array(devices("v5e:2x4")).reshape(2, 4), ("groups", "sp"))
+    tokens = P(None, ("groups", "sp"))
+    attend = functools.partial(ring_attention, axis_name=("groups", "sp"), backend="xla")
+    ring = jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+    shape = jax.ShapeDtypeStruct((1, 2048 * 8, 4, 128), jnp.bfloat16)
+    text = jax.jit(ring, in_shardings=NamedSharding(mesh, tokens)).lower(*[shape] * 3).compile().as_text() or ""
+    assert "is_scheduled=true" in text
+    steps = re.findall(
+        r"%(\S+) = [^\n]*? (?:collective-permute-start\(.*source_target_pairs=\{\{(\d+),(\d+)\}"
+        r"|collective-permute-done\(%(\S+)\)|while\()",
+        text[text.index("\nENTRY") :],
+    )
+    (between,) = [name for name, sender, receiver, _ in steps if sender and int(sender) // 4 != int(receiver) // 4]
+    start, done = ([step[column] for step in steps].index(between) for column in (0, 3))
+    kernels = [number for number, (_, sender, _, ends) in enumerate(steps) if not sender and not ends]
+    assert len(kernels) == 8 and start < kernels[0] and kernels[3] < done < kernels[4]

@@ -6,6 +6,7 @@
 from typing import Any, NamedTuple
 
 from ringattn_triton.hopper.backward_transfers import async_atomic_add
+from ringattn_triton.hopper.hardware_barriers import hardware_barrier
 from ringattn_triton.hopper.head_tiles import tiles_of_heads
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +25,8 @@ TILE: gl.constexpr = gl.constexpr(32)
 DIM: gl.constexpr = gl.constexpr(64)
 ONE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 """One number, which all threads of a warpgroup hold."""
+ALONE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+"""The same for a single warp."""
 
 
 class Ring(NamedTuple):
@@ -356,3 +359,32 @@ def added(OUT_BEFORE, OUT, ROW: gl.constexpr, FAULT: gl.constexpr):
             tma.store_wait(0)
     if FAULT != "ends unread":
         tma.store_wait(0)
+
+
+@gluon.jit
+def passed_on(OUT, COUNT: gl.constexpr, FAULT: gl.constexpr):
+    """Four warps hand `COUNT` numbers to one warp, which writes them out, by two hardware barriers of 160 threads."""
+    place = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    gl.warp_specialize(
+        [(_hand_numbers, (place, COUNT, FAULT)), (_write_numbers, (place, OUT, COUNT, FAULT))],
+        [1],
+        [24],
+    )
+
+
+@gluon.jit
+def _hand_numbers(place, COUNT: gl.constexpr, FAULT: gl.constexpr):
+    for number in range(COUNT):
+        if FAULT != "never waits":
+            hardware_barrier("sync", 7, 160 if FAULT != "other threads" else 192)
+        place.store(gl.full([1], number, gl.int32, ONE))
+        hardware_barrier("arrive", 5 + number // COUNT, 160)
+
+
+@gluon.jit
+def _write_numbers(place, OUT, COUNT: gl.constexpr, FAULT: gl.constexpr):
+    for number in range(COUNT):
+        if FAULT != "never empties":
+            hardware_barrier("arrive", 7, 160)
+        hardware_barrier("sync", 5, 160)
+        gl.store(OUT + number + gl.arange(0, 1, ALONE), place.load(ALONE))

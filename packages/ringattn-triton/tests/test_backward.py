@@ -254,7 +254,7 @@ def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeyp
     block = dataclasses.replace(block, kv=block.kv.at[0, 0, 30].multiply(1e-5))
     given = given_to(block)
     want = backward(KERNEL, block, *given)
-    monkeypatch.setattr(schedules, "_may_hold_keys", lambda *_: True)
+    monkeypatch.setattr(schedules, "_keys_fit_registers", lambda *_: True)
     jax.clear_caches()
     for name, x in backward(KERNEL, block, *given).items():
         np.testing.assert_array_equal(x, want[name], name)
@@ -271,7 +271,7 @@ def test_documents_on_hopper_have_two_small_programs_on_a_multiprocessor(
     fields = {**fields, "q_segments": ids, "kv_segments": ids} if fields.pop("segments", False) else fields
     block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, causal=True, **fields)
     found = schedules.backward_keys(kernel_inputs.of_block(block).constants, 2, BwdParams(), Target("cuda", capability))
-    assert found == (Schedule(32, 64, 4, 3, held=True) if held else Schedule(64, 128, 8, 3))
+    assert found == (Schedule(32, 64, 4, 3, in_registers=True) if held else Schedule(64, 128, 8, 3))
 
 
 @pytest.mark.parametrize("asked", [{"kv_blocksize": 128}, {"q_blocksize": 64}, {"num_warps": 8}], ids=str)
@@ -322,6 +322,6 @@ def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
     params = BwdParams(q_blocksize=16, kv_blocksize=16, num_warps=4, num_stages=3, extra=own)
     block = with_option("all at once", 70, 50, bwd_params=params)
     facts, target = kernel_inputs.of_block(block).constants, Target("cuda", 90)
-    assert schedules.backward_keys(facts, 4, params, target) == Schedule(16, 16, 4, 3, held=False)
-    assert schedules.backward_queries(facts, 4, params, target) == Schedule(64, 32, 2, 1, held=False)
+    assert schedules.backward_keys(facts, 4, params, target) == Schedule(16, 16, 4, 3, in_registers=False)
+    assert schedules.backward_queries(facts, 4, params, target) == Schedule(64, 32, 2, 1, in_registers=False)
     check(block, "two schedules")

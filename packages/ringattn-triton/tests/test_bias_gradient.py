@@ -23,8 +23,8 @@ SHAPES = [(b, n, t) for b in (1, 2) for n in (1, 4) for t in (1, 40)]
 @pytest.fixture
 def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips of one tile of queries each, however few programs that makes."""
-    monkeypatch.setattr(bias_gradient, "FILLING", 1)
-    monkeypatch.setattr(bias_gradient, "MOST", 99)
+    monkeypatch.setattr(bias_gradient, "PROGRAMS_PER_STRIP", 1)
+    monkeypatch.setattr(bias_gradient, "MOST_STRIPS", 99)
 
 
 def launched(block: Block, *given: Any) -> list[str]:
@@ -72,8 +72,8 @@ def test_strips_change_no_bit_of_any_gradient(dtype: Any, monkeypatch: pytest.Mo
     block = make_block(2, 70, 50, heads=4, dim=16, dtype=dtype, causal=True, bias=bias(1, 1, 70, 50))
     given = given_to(block)
     whole = backward(KERNEL, block, *given)
-    monkeypatch.setattr(bias_gradient, "FILLING", 16)
-    monkeypatch.setattr(bias_gradient, "MOST", 99)
+    monkeypatch.setattr(bias_gradient, "PROGRAMS_PER_STRIP", 16)
+    monkeypatch.setattr(bias_gradient, "MOST_STRIPS", 99)
     jax.clear_caches()
     strips = backward(KERNEL, block, *given)
     assert launched(block, *given).count("ringattn_bias_sums") == 2

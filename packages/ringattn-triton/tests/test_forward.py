@@ -147,7 +147,7 @@ def test_queries_that_are_held_in_registers_give_the_same_bits(dtype: Any, monke
     q = block.q.at[0, 31].multiply(1e-5)
     given = dataclasses.replace(block, q=q), None
     from_memory = KERNEL.forward(*given)
-    monkeypatch.setattr(schedules, "_may_hold", lambda *_: True)
+    monkeypatch.setattr(schedules, "_operand_fits_registers", lambda *_: True)
     held = _forward.__wrapped__(*given, target())
     np.testing.assert_array_equal(held.out, from_memory.out)
     np.testing.assert_array_equal(held.lse, from_memory.lse)

@@ -170,7 +170,7 @@ def test_reductions_run_along_an_axis():
         ("load before the start", r"program \(0, 0, 0\) loads element -32 of operand 'X'"),
         ("store past the end", r"program \(3, 0, 0\) stores element 127 of operand 'OUT' of kernel faulty"),
         ("two programs write", r"\(1, 0, 0\) writes to elements of operand 'OUT' .* another program has written"),
-        ("write to an operand", r"writes to operand 'X' of kernel faulty, which is no output"),
+        ("write to an operand", r"writes to operand 'X' of kernel faulty, which is not an output"),
     ],
 )
 def test_an_access_that_breaks_a_rule_of_memory_names_kernel_program_and_operand(fault, message):

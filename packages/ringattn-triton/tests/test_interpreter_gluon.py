@@ -254,6 +254,27 @@ def test_a_broken_rule_is_an_error_in_seconds(fault, message):
     assert time.monotonic() - begun < 5
 
 
+def passed_on(fault=None):
+    return interpret(kernels.passed_on, [], [((9,), np.int32)], COUNT=9, FAULT=fault)[0]
+
+
+def test_hardware_barriers_hand_numbers_on(hasty):
+    np.testing.assert_array_equal(passed_on(), np.arange(9))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("never waits", "arrives more often at a barrier than the 160 times that it counts"),
+        ("never empties", "waits for ever: its partitions all wait for each other"),
+        ("other threads", "has a hardware barrier for (160 threads and for 192|192 threads and for 160)"),
+    ],
+)
+def test_a_hardware_barrier_that_is_used_wrongly_is_an_error(fault, message):
+    with pytest.raises(RuntimeError, match=message):
+        passed_on(fault)
+
+
 def test_an_error_of_one_launch_leaves_nothing_to_the_next():
     a, b = operands(3)
     for fault in ("never gives up", "never fetches", "ends unfinished", "stored unfinished", "a fetch too many"):
@@ -272,6 +293,7 @@ def test_an_error_of_one_launch_leaves_nothing_to_the_next():
         (kernels.halves_summed, "hhf", {}),
         (kernels.turns, "iiiii", {"TURNS": 3}),
         (kernels.handed_on, "iiiii", {"ROUNDS": 3}),
+        (kernels.passed_on, "i", {"COUNT": 3, "FAULT": None}),
         (kernels.unwritten, "fi", {}),
         (kernels.added, "ff", {"ROW": 0, "FAULT": None}),
     ],

@@ -107,6 +107,12 @@ def test_a_final_block_has_gradients_in_the_dtype_of_its_inputs() -> None:
     assert {x.dtype for x in jax.tree.leaves(final)} == {jnp.dtype(HALF)}
 
 
+@pytest.mark.parametrize(("dims", "lengths"), [((64, 64), (200, 150)), ((128, 128), (72, 300)), ((96, 72), (64, 40))])
+def test_final_gradients_of_ragged_batch_rows_stay_in_their_rows(dims: tuple[int, int], lengths: Any) -> None:
+    block = make_block(2, *lengths, dim=dims[0], value_dim=dims[1], dtype=HALF, causal=True, heads=4, kv_heads=2)
+    computed(dataclasses.replace(block, final=True))
+
+
 def test_rows_and_keys_that_see_nothing_have_gradients_of_zero() -> None:
     got = computed(make_block(1, 256, 256, dim=64, dtype=HALF, causal=True, offset=100))
     assert not np.asarray(got.dq[:, :100]).any() and not np.asarray(got.dk[:, 156:]).any()
@@ -120,6 +126,14 @@ def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     rows, columns = np.indices((4, 6))
     seen = columns * 64 + 63 >= rows * 128
     np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
+
+
+@pytest.mark.parametrize(("length", "heads"), [(2048, 33), (8192, 16), (16384, 16), (32768, 8), (65536, 4)])
+def test_the_longer_the_shard_the_fewer_heads_take_turns_side_by_side(length: int, heads: int) -> None:
+    block = make_block(1, 1, 1, dim=128, dtype=HALF)
+    constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
+    long = dataclasses.replace(constants, q_length=length)
+    assert one_pass._heads_in_order(long, backward_plan.PLANS[128]) == heads
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f".{name}", __name__)
     public = importlib.import_module(".call.public", __name__)
+    if name == "__all__":
+        return [public_name for public_name in vars(public) if not public_name.startswith("_")]
     if name.startswith("_") or name not in vars(public):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = vars(public)[name]

@@ -106,14 +106,9 @@ class FwdParams(_Params):
 
 @dataclasses.dataclass(frozen=True)
 class BwdParams(_Params):
-    """How the backward kernels run. A size that is `None` is left to the backend.
+    """How the backward kernels run.
 
-    Args:
-        q_blocksize: The number of queries in a tile.
-        kv_blocksize: The number of keys in a tile.
-        num_warps: The number of warps of a program (GPU).
-        num_stages: How many tiles are loaded ahead (GPU).
-        extra: Named values that only some backends read: a dict, or pairs of name and value.
+    `q_blocksize`, `kv_blocksize`, `num_warps`, `num_stages` and `extra` mean what they mean in `FwdParams`.
     """
 
 
@@ -145,6 +140,16 @@ class RingAttentionConfig:
             raise InputError(
                 "RingAttentionConfig", f"platform={platform!r} and backend={backend!r} name two backends", "Pass one"
             )
+
+    @classmethod
+    def of(cls, value: Any, argument: str) -> Self:
+        """Converts `value` to a configuration: one as it is, or a mapping of its fields. Errors name the `argument`."""
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        if not isinstance(value, cls):
+            fact = f"got {type(value).__name__}"
+            raise InputError(argument, fact, f"Pass a {cls.__name__}, or a dict of its fields")
+        return value
 
     @property
     def backend_name(self) -> str | None:

@@ -18,13 +18,7 @@ def why_unavailable() -> str | None:
 
 
 def _why(devices: Sequence[Any]) -> str | None:
-    others = sorted({device.platform for device in devices if device.platform != "tpu"})
-    if others and not INTERPRETER.allowed:
-        return (
-            f"JAX sees no TPU in this process, but {', '.join(others)}. Install the JAX of TPUs "
-            f"(pip install 'jax[tpu]') on a machine that has one, or {INTERPRETER.advice}"
-        )
-    return next(filter(None, map(_why_not_on, devices)), None)
+    return INTERPRETER.why_no_device(devices, ("tpu",)) or next(filter(None, map(_why_not_on, devices)), None)
 
 
 def _why_not_on(device: Any) -> str | None:
@@ -34,6 +28,6 @@ def _why_not_on(device: Any) -> str | None:
 
 
 def _generation(kind: str) -> int:
-    """The number in a name such as "TPU v5 lite" or "TPU7x"; unknown names are taken for newer ones."""
+    """The number in a name such as "TPU v5 lite" or "TPU7x"; a name without a number counts as the newest."""
     digits = [letter for letter in kind if letter.isdigit()]
     return int(digits[0]) if digits else OLDEST

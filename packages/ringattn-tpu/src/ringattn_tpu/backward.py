@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward pass of a block: which kernels compute its gradients, and what they are given."""
+"""The backward pass of a block: which kernels compute its gradients, and from which inputs."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ Inputs = dict[str, Operand]
 
 @jax.jit
 def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None) -> Gradients:
-    """The gradients of the block; `dq` continues the one given."""
+    """The gradients of the block; the result's `dq` includes the `dq` given."""
     q_length, kv_length = block.q_length, block.kv_length
     given = prepared(block, block_sizes.choose(block, block.rule.bwd_params))
     given = _with_rows(given, dout, lse, delta)
@@ -44,12 +44,12 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
         each = found["dslopes"].sum((2, 3))
         dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
     if bias is not None:
-        dbias = _bias(given, inputs)[:, :, : bias.shape[2], :kv_length]
+        dbias = _bias_gradient(given, inputs)[:, :, : bias.shape[2], :kv_length]
     return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
 
 
 def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
-    """Adds dout and the row values. A row that sees nothing, or is padding, gets an lse of +inf, so that p is 0."""
+    """Adds dout, lse and delta to the inputs. A row that sees nothing, or is padding, gets lse +inf, so that p is 0."""
     length, settings = given.sizes.q_length, given.settings
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * settings.unit), length, 2, jnp.inf)
     values = [lse, padded(delta, length, 2)]
@@ -64,7 +64,7 @@ def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.
 
 
 def _row_columns(given: KernelInputs) -> dict[str, Any]:
-    """Scratch memory for the row values of the own queries, as columns."""
+    """Scratch memory for lse and delta of the own queries, as columns."""
     return {"row_values": pltpu.VMEM((3 if given.settings.bias else 2, given.sizes.q_tile, LANES), jnp.float32)}
 
 
@@ -75,7 +75,7 @@ def _key_sums(given: KernelInputs) -> dict[str, Any]:
 
 
 def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = None, wide: bool = False) -> Operand:
-    """One gradient as an output; where the block is final it has the dtype of the inputs, unless it must be `wide`."""
+    """One gradient as an output: float32, or if the block is final and not `wide`, in the dtype of the inputs."""
     sizes, block = given.sizes, given.block
     batch, _, heads, head_dim = block.q.shape
     own_axes, shape = {
@@ -88,7 +88,7 @@ def _result(given: KernelInputs, name: str, by_keys: bool, axes: str | None = No
 
 
 def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
-    """Whether vector memory holds the gradients of a head, and the grid visits each head but once."""
+    """Whether the gradients of a head fit vector memory, and the grid visits each head only once."""
     block, sizes = given.block, given.sizes
     wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
     floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
@@ -97,7 +97,7 @@ def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
 
 
 def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
-    """`dq`, `dk` and `dv`, in one pass."""
+    """Computes `dq`, `dk` and `dv` in one pass."""
     block, inputs = given.block, given.operands(by_keys=True)
     if dq is not None:
         inputs["dq"] = given.operand(dq, "BN..", by_keys=True)
@@ -108,14 +108,14 @@ def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
 
 
 def _keys(given: KernelInputs, of_keys: Steps) -> Found:
-    """`dk` and `dv`."""
+    """Computes `dk` and `dv`."""
     grid = Grid(given.block.q.shape[0], given.block.kv_heads, given.block.group)
     inputs, outputs = given.operands(by_keys=True), {name: _result(given, name, True) for name in ("dk", "dv")}
     return given.launch(backward_keys, of_keys, grid, inputs, outputs, _key_sums(given), by_keys=True, products=4)
 
 
 def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found:
-    """`dq`, and `dslopes [B, N, 8, 128]`, to be summed over the last two axes."""
+    """Computes `dq`, and `dslopes [B, N, 8, 128]` as partial sums: the caller sums the last two axes."""
     sizes = given.sizes
     batch, _, heads, head_dim = given.block.q.shape
     outputs = {"dq": _result(given, "dq", False)}
@@ -132,8 +132,11 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
     )
 
 
-def _bias(given: KernelInputs, inputs: Inputs) -> jax.Array:
-    """`dbias` in the shape of the padded bias. The members of the grid share a tile of it."""
+def _bias_gradient(given: KernelInputs, inputs: Inputs) -> jax.Array:
+    """Computes `dbias`, in the shape of the padded bias.
+
+    The batch rows and heads that share a tile of the bias are the last axis of the grid: each adds to the same output.
+    """
     sizes, bias = given.sizes, given.block.bias
     assert bias is not None
     by_rows = bias.shape[2] > 1

@@ -14,7 +14,7 @@ from ringattn_core.errors import InputError
 from . import steps
 
 LANES: Final = 128
-"""Lengths of tiles are multiples of this: rows of queries and keys lie in lanes."""
+"""Tile lengths are multiples of this number of lanes, because the visiting side lies along the lanes."""
 SUBLANES: Final = 8
 LARGEST_HEAD: Final = 256
 _LONGEST: Final = 1024
@@ -24,7 +24,7 @@ _PART: Final = 512
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The tiles of queries and keys, the lengths that they divide, and how much of a visiting tile goes at a time."""
+    """The tile sizes, the padded lengths, and how many tokens of a visiting tile are computed at a time."""
 
     q_tile: int
     kv_tile: int
@@ -65,7 +65,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
 
 
 def refuse_large_heads(block: Block) -> None:
-    """Raises on heads that are too large for the vector memory."""
+    """Raises if heads are too large for vector memory."""
     size = max(block.q.shape[-1], block.value_dim)
     if size > LARGEST_HEAD:
         raise InputError(

@@ -17,7 +17,7 @@ from .steps import steps
 
 @jax.jit
 def forward(block: Block, partial: Partial | None) -> Partial:
-    """`partial` continued with the keys of the block."""
+    """Continues `partial` with the keys of the block."""
     given = prepared(block, block_sizes.choose(block, block.rule.fwd_params))
     sizes, value_dim = given.sizes, block.value_dim
     batch, q_length, heads, _ = block.q.shape
@@ -61,7 +61,7 @@ def _result(given: KernelInputs, out: jax.Array, softmax: jax.Array) -> Partial:
     largest, total = softmax[:, :, 0], softmax[:, :, 1]
     nothing = total == 0.0
     if not given.settings.bias:
-        # Added in units of log2, so that a block which nobody sees gives back the bits of an lse.
+        # Added in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
         return Partial(out, jnp.where(nothing, -jnp.inf, (largest + jnp.log2(total)) / given.settings.unit))
     shift = jnp.where((largest < SHIFT_BELOW) & ~nothing, largest, 0.0)
     return Partial(out, jnp.where(nothing, -jnp.inf, (largest - shift) + jnp.log(total)), shift)

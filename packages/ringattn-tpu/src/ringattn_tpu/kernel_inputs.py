@@ -29,42 +29,38 @@ _LARGEST: Final = 2**31 - 1
 class Settings:
     """What a kernel is compiled for.
 
-    `q_rows` and `kv_rows` name the integers that come with each query and each key: `low` and `high`, the first and the
-    last position that a query sees, `position`, `index` and `segment`.
+    `q_rows` and `kv_rows` name the integers that the kernel reads for each query and each key: `low` and `high` (the
+    first and the last position that a query sees), `position`, `index` and `segment`.
     """
 
     rule: Rule
     q_rows: tuple[str, ...]
     kv_rows: tuple[str, ...]
     precision: str | None
-    """Of products of float32: exact unless the caller asks for less. Products of bfloat16 are exact as they are."""
+    """The precision of float32 products: exact unless the caller asks for less. bfloat16 products are always exact."""
     bias: bool
 
     @property
     def unit(self) -> float:
-        """What natural logarithms are multiplied by in the kernels: they count in log2, to exponentiate by `exp2`.
+        """The factor from natural logarithms to the kernels' units: log2, because the kernels use `exp2`.
 
-        With a bias they count in natural units: a score of -1e6 and its bias must be rounded as `jax.nn` rounds them.
+        With a bias it is 1: the sum of a score and a bias of -1e6 must be rounded as `jax.nn` rounds it.
         """
         return 1.0 if self.bias else LOG2_E
 
     @property
     def product_scale(self) -> float:
-        """What a product of query and key is multiplied by, before the soft cap where there is one."""
+        """The factor of a product of query and key, before a soft cap."""
         cap = self.rule.soft_cap
         return self.rule.scale * self.unit if cap is None else self.rule.scale / cap
 
-    @property
-    def keep_weight(self) -> float:
-        """What dropout multiplies a probability by that survives."""
-        return 1.0 / (1.0 - self.rule.dropout)
-
 
 class KernelInputs(NamedTuple):
-    """A block whose lengths divide by the tiles, and the arrays that every kernel reads, each with its axes.
+    """A block, padded to whole tiles, and the arrays that every kernel reads, each with a letter for each axis.
 
-    Of the axes, `B` are batch rows, `N` and `K` the heads of queries and of keys, `T` and `S` their tokens; a digit is
-    the element of a pair to take, and `.` an axis that every step reads whole. An axis of length 1 broadcasts.
+    `B` is batch rows, `N` and `K` are query and key heads, `T` and `S` are query and key tokens. A digit is an axis of
+    which one element is read, that of this number, and `.` an axis that every step reads whole. An axis of length 1
+    broadcasts.
     """
 
     block: Block
@@ -73,7 +69,7 @@ class KernelInputs(NamedTuple):
     arrays: dict[str, tuple[jax.Array, str]]
 
     def operands(self, by_keys: bool) -> dict[str, Operand]:
-        """The arrays as operands of a kernel whose own side are the queries, or the keys where `by_keys`."""
+        """The arrays as operands of a kernel that owns tiles of queries, or of keys if `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}
         if self.block.rule.masks or self.block.mask is not None:
             tile = self.sizes.kv_tile if by_keys else self.sizes.q_tile
@@ -82,9 +78,9 @@ class KernelInputs(NamedTuple):
         return found
 
     def operand(self, x: Any, axes: str, by_keys: bool) -> Operand:
-        """An input or output of a kernel. The heads of its grid are those of its own side.
+        """An input or output of a kernel. The heads of its grid are query heads, or key heads if `by_keys`.
 
-        Where these are the heads of keys, the query heads that read one of them are the members of its group.
+        The query heads that read one key head are the members of its group.
         """
         group, sizes = self.block.group, self.sizes
         tokens = {"T": (sizes.q_tile, sizes.q_length), "S": (sizes.kv_tile, sizes.kv_length)}
@@ -122,7 +118,7 @@ class KernelInputs(NamedTuple):
         products: int,
         **options: Any,
     ) -> dict[str, jax.Array]:
-        """The outputs of a kernel of this package, which computes `products` matrix products at each step.
+        """Launches a kernel of this package and returns its outputs. It computes `products` matrix products a step.
 
         `scratch` gets room for the integers of the own side as columns.
         """
@@ -192,7 +188,7 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
     if rule.dropout:
         q["index"], kv["index"] = block.q_index, block.kv_index
     if block.q_segments is not None or block.padded:
-        # Negative ids are padding, that never sees and is never seen: one that no key has, one that no query has.
+        # Negative ids are padding, which must equal nothing: one id for queries and another for keys.
         ids, kv_ids = block.q_segments, block.kv_segments
         ids = jnp.zeros_like(block.q_index) if ids is None else jnp.where(ids < 0, -1, ids)
         kv_ids = jnp.zeros_like(block.kv_index) if kv_ids is None else jnp.where(kv_ids < 0, -2, kv_ids)
@@ -201,7 +197,7 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
 
 
 def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"] | None]:
-    """The first and the last position that each query sees, `None` where nothing bounds it; no sum leaves int32."""
+    """The first and the last position that each query sees; `None` if there is no bound. Sums are kept within int32."""
     rule, position = block.rule, block.q_positions
     lows, highs = [], []
     left, right = (None, None) if rule.window is None else rule.window

@@ -18,7 +18,7 @@ from .steps import IDLE, MASKED, Numbering, Steps
 
 SIMULATE: Final = "simulate"
 """The value that asks for the simulator of a TPU, which is far slower than the interpreter."""
-INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", values=("1", SIMULATE))
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Mosaic", "TPU", "jax[tpu]", values=("1", SIMULATE))
 VMEM_LIMIT: Final = 2**25 * 3 // 2
 """How much vector memory a kernel may use: 48 MiB, of the 64 MiB that a core of the smallest of these TPUs has."""
 
@@ -27,7 +27,7 @@ Run = functools.partial[list[jax.Array]]
 
 
 class At(NamedTuple):
-    """Where a step works: a batch row, a head of the grid, a member of its group, its own tile and the visiting one."""
+    """The indices of a step: batch row, head of the grid, member of its group, own tile and visiting tile."""
 
     batch: Any
     head: Any
@@ -40,7 +40,7 @@ class Operand(NamedTuple):
     """An input or output of a kernel: the shape of the `block` that a step works on, and the index of that block.
 
     `None` in the shape is an axis of length 1 that the kernel does not see. Without a `block` the kernel never reads
-    the array: it only lends its memory to an output.
+    the array: only its memory is used, by an output.
     """
 
     array: Any
@@ -52,7 +52,8 @@ class Operand(NamedTuple):
 class Grid:
     """The loops around the steps, outermost first: batch rows, heads, then steps and members of a group.
 
-    `members_inside`: every member of a group makes a step before the next step begins; else each makes all steps.
+    `members_inside`: the loop over members is the innermost; otherwise each member runs all steps before the next
+    member.
     """
 
     batch: int
@@ -99,7 +100,7 @@ def launch(
 
 
 class Step(NamedTuple):
-    """A step as its kernel sees it: its flags, where it works, and how many members there are."""
+    """A step as its kernel sees it: its flags, its indices, and the number of members."""
 
     flags: Any
     at: At

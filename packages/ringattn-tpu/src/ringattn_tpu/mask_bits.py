@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs masks that kernels cannot compute into the bits of words, which lie along a kernel's own side.
+"""Packs masks that kernels cannot compute into the bits of words, along the side that a kernel owns.
 
-Word `w` of a tile holds its rows `w * bits` and up, the first in bit 0: a kernel spreads a word over rows by shifts,
-where bits along the lanes would have to be gathered.
+Word `w` of a tile holds its rows from `w * bits` on, the first in bit 0. A kernel unpacks a word to rows by shifts;
+bits along the lanes would need a gather.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from ringattn_core.contract.visibility import visible
 from .block_sizes import SUBLANES
 
 PAIRS_AT_ONCE: Final = 2**26
-"""How many pairs of a mask are evaluated at a time."""
+"""The most pairs of a mask that are evaluated at a time."""
 
 
 def bits(tile: int) -> int:
-    """How many rows share a word, such that the words of a tile fill whole vector registers."""
+    """The number of rows in a word, chosen so that the words of a tile fill whole vector registers."""
     return 32 if tile % (32 * SUBLANES) == 0 else 16
 
 

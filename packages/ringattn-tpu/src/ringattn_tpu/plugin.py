@@ -7,7 +7,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TPU_INTERPRET"
-"""With the value 1 the kernels are interpreted on a CPU."""
+"""The environment variable that, set to 1, lets the kernels be interpreted on a CPU."""
 _FEATURES: Final = (
     Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.SLIDING_WINDOW, Feature.CHUNKED,
     Feature.SEGMENT_IDS, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK, Feature.GROUPED_HEADS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pairs of tiles a kernel visits, in which order: a list made on the device, with no step for a hidden pair.
+"""Which pairs of tiles a kernel visits, in which order: a list made on the device, without invisible pairs.
 
 A kernel keeps a tile of its own side (queries, or keys where `by_keys`) while tiles of the other side visit it. A step
 is one number, so that the list of a large shard still fits the scalar memory of a core.
@@ -15,26 +15,26 @@ from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import tiles
 
 FIRST: Final = 1
-"""The step is the first of its own tile: what the kernel keeps for it begins here."""
+"""The step is the first of its own tile: the kernel initialises its sums."""
 LAST: Final = 2
-"""The step is the last of its own tile: what the kernel kept is written out."""
+"""The step is the last of its own tile: the kernel writes its outputs."""
 MASKED: Final = 4
 """Not every pair of the two tiles is visible."""
 IDLE: Final = 8
-"""The own tile sees nothing: its outputs are written, and nothing is computed."""
+"""The own tile sees nothing: the kernel only writes its outputs."""
 PAIRED: Final = 16
-"""The indices of both tiles come in runs of 16 from multiples of 16: rows that lie 8 apart share a draw of dropout."""
+"""The indices of both tiles are runs of 16 that begin at multiples of 16: rows 8 apart then share dropout draws."""
 OPENS: Final = 32
 """The step is the first of its batch row."""
 _FLAG_BITS: Final = 6
 _NUMBER_BITS: Final = 31
 MOST_STEPS: Final = 2**17
-"""How many steps a list may hold: half of a core's scalar memory."""
+"""The most steps of a list: they fill half of a core's scalar memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Numbering:
-    """How a step is written as one number: batch row, own tile, visiting tile and flags, in this order."""
+    """How a step is packed into one number: batch row, own tile, visiting tile and flags, in this order."""
 
     own_bits: int
     visiting_bits: int
@@ -72,7 +72,7 @@ def steps(
 ) -> Steps:
     """The steps of a block whose lengths divide by the tiles.
 
-    `every_own` gives each own tile at least an idle step; `one_list` says that batch rows must not differ in theirs.
+    `every_own` gives each own tile at least an idle step; `one_list` makes one list for all batch rows.
     """
     some, full = tiles(block, q_tile, kv_tile)
     paired = (_in_runs(block.q_index, q_tile)[:, None] & _in_runs(block.kv_index, kv_tile))[None]
@@ -99,7 +99,7 @@ def steps(
 
 
 def _in_runs(index: Int32[Array, "b T"], tile: int) -> Bool[Array, " tiles"]:
-    """Whether the indices of each tile, in every batch row, come in runs of 16 from multiples of 16."""
+    """Whether the indices of each tile, in every batch row, are runs of 16 that begin at multiples of 16."""
     runs = index.reshape(index.shape[0], -1, tile // 16, 16)
     regular = (runs == runs[..., :1] + jnp.arange(16, dtype=jnp.int32)) & (runs[..., :1] % 16 == 0)
     return regular.all((0, 2, 3))

@@ -12,11 +12,11 @@ from .block_sizes import cut
 _TILES: Final = (256, 512, 1024, 2048)
 _PARTS: Final = (256, 512, 1024)
 _MOST_SCORES: Final = 2**20
-"""Of a tile: beyond, what a step holds leaves no room in the vector memory."""
+"""The most scores of a tile: the arrays of a step with more would not fit vector memory."""
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """One for each way in which such sizes cut the block, and for each part of a visiting tile that divides it."""
+    """One configuration for each way to cut the block into such tiles, and for each part size that divides them."""
     found: dict[tuple[int, ...], RingAttentionConfig] = {}
     for q in _TILES:
         for kv in _TILES:

@@ -12,6 +12,7 @@ from .launch.target import INTERPRETER
 TRITON_FLOOR: Final = (3, 6)
 CUDA_FLOOR: Final = 80
 ROCM_ARCHITECTURES: Final = ("gfx942", "gfx950")
+_GPUS: Final = ("gpu", "cuda", "rocm")
 _NEEDED: Final = f"NVIDIA GPUs of compute capability 8.0 (Ampere) and later, and AMD {' and '.join(ROCM_ARCHITECTURES)}"
 
 
@@ -21,17 +22,9 @@ def why_unavailable() -> str | None:
 
 
 def _why(devices: Sequence[Any]) -> str | None:
-    on_gpus = all(device.platform in ("gpu", "cuda", "rocm") for device in devices)
-    if not on_gpus and not INTERPRETER.allowed:
-        found = ", ".join(sorted({device.platform for device in devices}))
-        return (
-            f"JAX sees no GPU in this process, but {found}. Install the JAX of your GPU (pip install 'jax[cuda13]'), "
-            f"or {INTERPRETER.advice}"
-        )
-    reason = _why_no_triton()
-    if reason is not None or not on_gpus:
-        return reason
-    return next(filter(None, map(_why_not_on, devices)), None)
+    gpus = [device for device in devices if device.platform in _GPUS]
+    reason = INTERPRETER.why_no_device(devices, _GPUS) or _why_no_triton()
+    return reason or next(filter(None, map(_why_not_on, gpus)), None)
 
 
 def _why_no_triton() -> str | None:

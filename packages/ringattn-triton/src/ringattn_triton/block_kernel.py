@@ -39,7 +39,7 @@ class Family(Protocol):
 
 
 FAMILIES: Final[tuple[Family, ...]] = (HOPPER, PORTABLE)
-"""In this order. The last one takes every block."""
+"""The first family that takes a block computes it. The last one takes every block."""
 
 
 class TritonKernel:
@@ -63,7 +63,7 @@ class TritonKernel:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
-    """Jitted, so that it is traced once for all hops of a ring; so is `_backward`."""
+    """Runs under `jax.jit`, like `_backward`, so that equal blocks of all hops are traced once."""
     family = next(family for family in FAMILIES if family.why_not_forward(block, target) is None)
     return family.forward(block, partial, target)
 

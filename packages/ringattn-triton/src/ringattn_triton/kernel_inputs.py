@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of every kernel: a block's arrays in the order of the kernel's parameters, and compiled-in constants.
+"""The inputs of every kernel: a block's arrays in the order of the kernel's parameters, and compile-time constants.
 
 Nothing is copied or transposed. Shapes and strides are constants, an axis of length 1 has stride 0, and an array that
 the rule does not use is `None` and never read.
@@ -20,22 +20,24 @@ from . import mask_bits
 LOG2_E: Final = math.log2(math.e)
 _INT32: Final = 2**31
 ENOUGH_HEADS: Final = 4
-"""How many heads, of all batch rows, must share a bias for its transpose to be worth the copy."""
+"""The least number of heads, over all batch rows, that must share a bias for its transpose to be worth the copy."""
 
 INPUTS: Final = (
     "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
     "kv_segments", "bias", "shift", "slopes", "mask_words", "mask_of_head", "dropout_keys",
 )  # fmt: skip
-"""The pointers that every kernel begins with, in this order: those after v are fields of its parameter `P`."""
+"""The arrays that every kernel takes first, in this order; those after v are the fields of its parameter `P`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConstants:
     """The constants that a kernel is compiled for; `x_batch` (`_head`, `_query`) is the stride of `x` along that axis.
 
-    `plain`: a score is a positive number times the product, or times the capped product, so that row maxima may be
-    taken of the products; otherwise `unbend` makes it a score. `fold` converts what `scores.scored` returns to units of
-    log2. `below`, `above`: a query sees no key before, or behind, some position. `wide`: offsets need int64.
+    A product `q k` becomes a score by the factor `unbend`, or under a soft cap as `unbend * tanh(bend * q k)`, and a
+    bias and ALiBi are added. `plain`: nothing is added and `unbend` is positive. Kernels then leave `unbend` out,
+    because the largest product has the largest score. `fold` times the result of `scores.scored` is in units of log2.
+    `below`, `above`: a query sees no key before, or after, some position. `wide`: offsets into q, k, v and out need
+    int64; `wide_scores`: so do offsets into an array of queries times keys.
     """
 
     q_length: int
@@ -106,7 +108,7 @@ class BlockConstants:
 
     @property
     def without_masks(self) -> "BlockConstants":
-        """The same without dense masks and predicates, for a kernel that reads their bits in its own way."""
+        """The same without packed masks (`mask_bits`), for a kernel that reads their bits in its own way."""
         return dataclasses.replace(self, masks=False)
 
     @property
@@ -115,7 +117,7 @@ class BlockConstants:
 
 
 class KernelInputs(NamedTuple):
-    """A block as kernels take it: `arrays` in the order of `INPUTS`, without those that depend on the tiles."""
+    """A block as kernels take it: `arrays` in the order of `INPUTS`. Those that depend on tile sizes are `None`."""
 
     arrays: tuple[jax.Array | None, ...]
     constants: BlockConstants
@@ -140,9 +142,9 @@ class KernelInputs(NamedTuple):
         return self.replaced(bias=jnp.swapaxes(bias, 2, 3))._replace(constants=changed)
 
     def in_tiles(self, q_tile: int, kv_tile: int, of_all_keys: bool = False) -> list[jax.Array | None]:
-        """The arrays for a kernel with tiles of these sizes.
+        """The arrays, with the dropout counters of tiles of these sizes.
 
-        `of_all_keys`: tiles of queries have a dropout counter only where all tiles of keys have one.
+        `of_all_keys`: tiles of queries have a counter only if all tiles of keys have one.
         """
         if not self.constants.dropout:
             return list(self.arrays)
@@ -170,7 +172,6 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     factor = rule.soft_cap if rule.soft_cap is not None else rule.scale
     plain = bias is None and slopes is None and factor > 0
     narrow = block.q.dtype != jnp.float32
-    threshold = dropout.threshold(rule.dropout)
     arrays: dict[str, Any] = {
         "q": block.q,
         "k": k,
@@ -231,8 +232,8 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         segments=block.q_segments is not None,
         padded=block.padded,
         dropout=bool(rule.dropout),
-        threshold=threshold,
-        keep_weight=1.0 / (1.0 - threshold / dropout.LEVELS),
+        threshold=dropout.threshold(rule.dropout),
+        keep_weight=rule.keep_weight,
         bias=bias is not None,
         bias_batch=_stride(bias, 0),
         bias_head=_stride(bias, 1),
@@ -251,17 +252,17 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
 
 
 def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b tiles"]:
-    """The dropout counter of each tile's first token: half its index, or -1 where tokens cannot share draws.
+    """The dropout counter of each tile's first token: half its index, or -1 if its tokens cannot share draws.
 
-    They share them where the indices of the tile count on from a multiple of 16.
+    They can if the indices of the tile are consecutive and begin at a multiple of 16 (`kernels.dropout`).
     """
     more = -index.shape[1] % tile
-    # Whatever fills the last tile counts on from the tokens in it.
+    # The padding of the last tile continues its indices.
     filled = jnp.concatenate([index, index[:, -1:] + 1 + jnp.arange(more, dtype=index.dtype)], 1) if more else index
     of_tile = filled.reshape(index.shape[0], -1, tile)
     first = of_tile[:, :, 0]
-    counts_on = (of_tile == first[:, :, None] + jnp.arange(tile, dtype=index.dtype)).all(2)
-    return jnp.where(counts_on & (first >= 0) & (first % 16 == 0), first // 2, -1)
+    consecutive = (of_tile == first[:, :, None] + jnp.arange(tile, dtype=index.dtype)).all(2)
+    return jnp.where(consecutive & (first >= 0) & (first % 16 == 0), first // 2, -1)
 
 
 def padded_dim(size: int) -> int:

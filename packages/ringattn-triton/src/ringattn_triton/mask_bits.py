@@ -11,7 +11,7 @@ from ringattn_core.masks import Coordinates, Mask
 
 BITS: Final = 32
 PAIRS_AT_ONCE: Final = 2**28
-"""How many pairs of a mask that XLA may not fuse are evaluated at a time."""
+"""The most pairs that are evaluated at a time of a mask that XLA may not fuse."""
 
 
 def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:

@@ -7,7 +7,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TRITON_INTERPRET"
-"""With the value 1 the kernels are interpreted on a CPU."""
+"""The environment variable that, set to 1, lets the kernels be interpreted on a CPU."""
 _FEATURES: Final = (
     Feature.GRADIENTS,
     Feature.FLOAT32,
@@ -39,7 +39,7 @@ _FEATURES: Final = (
 BACKEND: Final = Backend(
     name="triton",
     api=1,
-    platforms=("cuda", "rocm", "gpu"),  # interpreted on a CPU only where it is named: no default should be that slow
+    platforms=("cuda", "rocm", "gpu"),  # not "cpu": interpreted kernels are too slow for a default
     features=dict.fromkeys(_FEATURES, Support.FULL),
     kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules that the tuner measures."""
+"""Which tile sizes, warps and pipeline stages the tuner measures."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from ringattn_core.tuning import Problem
 from .kernel_inputs import padded_dim
 
 Tiles = tuple[tuple[int, int, int], ...]
-"""Queries, keys and warps of a program: from what keeps tensor cores busiest to what needs the fewest registers."""
+"""`(queries, keys, warps)` of a program, from the busiest tensor cores to the fewest registers."""
 
 _FORWARD: Final[Tiles] = ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 32, 4))
 _BACKWARD_KEYS: Final[Tiles] = ((64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4))
@@ -22,10 +22,10 @@ _STAGES: Final = (2, 3)
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """Schedules whose tiles are no longer than the block; one that does not fit the device fails when it is tried.
-    None for kernels that are interpreted.
+    """All schedules whose tiles are no longer than the block; an empty list where kernels are interpreted.
 
-    The backward has a kernel that owns keys and one that owns queries: each schedule of one meets each of the other.
+    A schedule that does not fit the device fails when it is tried. The backward pass has a kernel that owns keys and
+    one that owns queries: each schedule of one is combined with each schedule of the other that has as many stages.
     """
     if problem.platform == "cpu":
         return []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiles each program visits, and which of them it need not mask.
+"""Which tiles each program visits, and which of them need a mask.
 
-A table holds ranges where visible tiles form runs, and lists where masks scatter them. Where segment ids may scatter
-them it lists only the tiles to mask: a document is one piece as a rule, and a loop that counts tiles fetches further
-ahead than one that loads their numbers.
+A table holds a range of tiles for each program where the visible tiles form runs, and a list where masks scatter them.
+Segment ids may scatter them too, but the tiles that need no mask still form one run as a rule: then only the tiles that
+need a mask are listed. A loop over a range prefetches further ahead than a loop that loads tile numbers.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from .launch import launch
 from .mask_bits import BITS
 
 PROGRAMS: Final = 4096
-"""Several for each place on the largest devices, so that short tiles are left to fill the end."""
+"""How many programs are enough: several for each slot of the largest devices, so that short ones fill the end."""
 ELEMENTS: Final = 512
-"""Of a bitmap, for one warp at a time: few enough to be held in registers."""
+"""The elements of a bitmap that one warp reads at a time: few enough to stay in registers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TableShape:
     """How a kernel reads a table of `rows` of its own tiles by `columns` of the other side's tiles.
 
-    `grouped`: every batch row has its own table. `listed`: the table lists the tiles to mask, and also the tiles that
-    need no mask, unless these form a `run`. The programs of `together` heads run side by side.
+    `grouped`: every batch row has its own table. `listed`: the table lists the tiles that need a mask, and also those
+    that need none, unless these form a `run`. The programs of `together` heads run side by side.
     """
 
     listed: bool
@@ -46,9 +46,10 @@ class TableShape:
 class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
-    `tiles [g, rows, columns]` lists the tiles to mask, then those that need no mask; it is `None` if `bounds` has only
-    ranges. With a list of tiles to mask and a range of the others, `bounds` is `(masked, before, full_lo, full_hi)`,
-    and the first `before` tiles to mask lie before the range. Entries of a list past its counts are undefined.
+    `tiles [g, rows, columns]` lists the tiles that need a mask, then those that need none; it is `None` if `bounds` has
+    only ranges. With a list of the first kind and a range of the second, `bounds` is `(masked, before, full_lo,
+    full_hi)`, and the first `before` listed tiles lie before the range. Entries of a list past its counts are
+    undefined.
     """
 
     bounds: Int32[Array, "g rows 4"]
@@ -61,8 +62,8 @@ def table(
 ) -> Table:
     """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
 
-    As many heads run side by side as make this number of `programs`. A tile that reaches past the end of the keys, or
-    of the queries with `by_keys`, always needs a mask.
+    As many heads run side by side as it takes to have this number of `programs`. A tile that reaches past the end of
+    the keys, or of the queries with `by_keys`, always needs a mask.
     """
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)
@@ -79,10 +80,10 @@ def of_bitmap(
 ) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"] | None]:
     """`bounds` and `tiles` of a table, in one launch; `listed` and `run` as in `TableShape`.
 
-    The last column of a `ragged` table is not seen whole, whatever the bitmap says.
+    The last column of a `ragged` table always needs a mask, whatever the bitmap says.
     """
     coded = found.some.astype(jnp.int8) + found.full.astype(jnp.int8)
-    # XLA transposes while it computes the bitmap; a kernel that reads across rows would wait for each number.
+    # XLA fuses the transpose with the bitmap; strided loads in the kernel would be slow.
     coded = jnp.swapaxes(coded, 1, 2) if by_keys else coded
     groups, rows, columns = coded.shape
     lines = groups * rows
@@ -119,7 +120,7 @@ def together(rows: int, heads: int, programs: int) -> int:
 
 
 def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles:
-    """Which tiles see each other. A mask that is packed into bits is read from them, not evaluated again."""
+    """Which pairs of tiles are visible, and which in full. Reads packed masks instead of evaluating them again."""
     words = inputs.named("mask_words")
     words = words if kv_tile % BITS == 0 else None
     unmasked = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=()))
@@ -136,7 +137,7 @@ def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles
 def _of_words(
     words: UInt32[Array, "b n T W"], kv_length: int, q_tile: int, kv_tile: int
 ) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
-    """Which tiles have any bit set in any mask, and which all bits in all masks, not counting keys past the end."""
+    """Which tiles have any bit set in any mask, and which all bits in all masks; keys past the end do not count."""
     counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
     valid = jnp.where(counted, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32), 0).sum(-1, dtype=jnp.uint32)
     more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]

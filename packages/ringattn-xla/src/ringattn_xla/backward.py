@@ -22,14 +22,14 @@ def backward(
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"] | None,
 ) -> Gradients:
-    """`dq` continued with the keys of the block, and the gradients that the block adds to everything else."""
+    """The gradients of the block; the result's `dq` includes the `dq` given."""
     asked, before = block, jnp.zeros(block.q.shape, jnp.float32) if dq is None else dq
     given = block, dout, lse, delta, before
     block, dout, lse, delta, before = align(given, axes_of(given))
     size = choose(block, block.rule.bwd_params)
     block = pad(block, size)
     dout = padded(dout, block.q_length, 1)
-    # A row that saw nothing has no probabilities; neither has padding.
+    # For a row that sees nothing, and for padding, lse is +inf, so that its probabilities are 0.
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse), block.q_length, 2, jnp.inf)
     values = {"lse": lse, "delta": padded(delta, block.q_length, 2)}
     values |= {} if block.shift is None else {"shift": block.shift}
@@ -46,7 +46,7 @@ def backward(
 
 
 def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
-    """The gradients so far, with what one tile adds."""
+    """Adds the gradients of one tile to those so far."""
     rule, dtype = tile.rule, tile.q.dtype
     q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(read["dout"], tile)
     s, capped = scores(q, k, tile, by_keys=True)
@@ -55,7 +55,7 @@ def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
     dp = product(v, dout, 3, tile)
     dropped = p
     if rule.dropout:
-        keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), 1.0 / (1.0 - rule.dropout), 0.0)
+        keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), rule.keep_weight, 0.0)
         dropped, dp = p * keep, dp * keep
     ds = p * (dp - read["delta"][:, :, None])
     added = {f"d{name}": x for name, x in term_gradients(ds, tile, by_keys=True).items()}

@@ -17,7 +17,7 @@ _AXES = {"out": "BTN.", "softmax": ".BKR"}
 
 
 def forward(block: Block, partial: Partial | None) -> Partial:
-    """`partial` continued with the keys of the block."""
+    """Continues `partial` with the keys of the block."""
     before = empty(block) if partial is None else partial
     block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
@@ -46,9 +46,9 @@ def _begun(partial: Partial) -> tuple[Any, Any]:
 def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
     """One step of the online softmax: `out` and `total` are sums relative to `exp(largest)`.
 
-    A probability that survives dropout enters `out` unscaled; `forward` divides by the share that survives, in float32.
+    A probability that dropout keeps enters `out` unscaled; `forward` divides by the keep probability, in float32.
 
-    `largest` and `total` are one array: of two, XLA updates the first early and copies all of it at every step.
+    `largest` and `total` are one array: XLA would copy the whole first one of two arrays at every step.
     """
     largest, total = before["softmax"]
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of a tile of queries against a tile of keys, and the layouts that they are computed in.
+"""The scores of a tile of queries against a tile of keys, and the axis orders in which they are computed.
 
-Inside this package a tile of queries is `[b k r h]`: each key head `k` has rows `r`, its query heads within each query,
-so that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` where `by_keys` says so.
+Inside this package a tile of queries is `[b k r h]`. The rows `r` of key head `k` are the queries times the query heads
+that read it, so that every product is one of plain matrices. Scores are `[b k r s]`, or `[b k s r]` if `by_keys`.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, 
 
 
 def terms(block: Block) -> Arrays:
-    """What is added to the scores and is differentiated, in float32."""
+    """The arrays that are added to scores and are differentiated (bias and slopes), in float32."""
     found = {"bias": None if block.bias_fixed else block.bias, "slopes": block.slopes}
     return {name: x.astype(jnp.float32) for name, x in found.items() if x is not None}
 

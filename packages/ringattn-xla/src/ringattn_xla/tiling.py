@@ -3,13 +3,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.protocol import Block
+from ringattn_core.contract.protocol import LETTERS, Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import near_equal, tiles
 from ringattn_core.contract.visibility import span
@@ -34,11 +34,7 @@ class Cut(NamedTuple):
 
 
 BLOCK_AXES: Final = {
-    field.name: "".join(axis[0].upper() for axis in letters.split())
-    for field in dataclasses.fields(Block)
-    if field.name not in ("kv", "shift")
-    for array in (field.type, *get_args(field.type))
-    if (letters := getattr(array, "dim_str", None))
+    name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items() if name != "shift"
 }
 """A letter for each axis of each array of a block, but for `kv`, whose form varies, and `shift`, which is in rows."""
 
@@ -48,7 +44,8 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
     Tiles have nearly equal sizes, so that padding wastes little. They are long, so that matrix products dominate, but
     at most a quarter of a window, because tiles at its edges are half masked. The rows of a tile are its queries times
-    the heads of a group. A step computes several heads and batch rows if its scores stay few; on CPU they fit a cache.
+    the heads of a group. A step computes as many heads and batch rows as keep its scores below a limit: on CPU, so that
+    they fit a cache.
     """
     q, kv = longest(block.rule, block.group)
     q = cut(block.q_length, params.q_blocksize or q)
@@ -87,11 +84,10 @@ def over_visible_tiles(
     carried: Arrays,
     axes: dict[str, str],
 ) -> Arrays:
-    """The `carried` arrays after every step that any query can use, query tile by query tile.
+    """Runs `body` for every visible tile, query tile by query tile; returns the `carried` arrays after the last step.
 
-    `body(tile, read, carried)` gets the parts that belong to a step, and returns those of the carried arrays. `axes`
-    are the letters of all arrays (`_take`). A tile where nothing is visible is not in the list: it costs nothing, and a
-    block without a visible tile is an empty loop.
+    `body(tile, read, carried)` gets the parts of the arrays that belong to a step, and returns new parts of the carried
+    ones. `axes` are the letters of all arrays (`_take`). An invisible tile has no step, so it costs nothing.
     """
     some, _ = tiles(block, size.q, size.kv)
     if some.shape[0] > 1:
@@ -119,7 +115,7 @@ def _divided(number: Any, by: Any) -> tuple[Any, Any]:
 
     `//` and `%` also handle negative numbers, which takes XLA many more instructions.
     """
-    by = jnp.asarray(by, number.dtype)  # with numbers of 64 bits enabled, Python's integers have 64
+    by = jnp.asarray(by, number.dtype)  # with `jax_enable_x64`, Python's integers have 64 bits
     return jax.lax.div(number, by), jax.lax.rem(number, by)
 
 
@@ -140,14 +136,14 @@ def _take(x: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.A
         return x
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return jax.lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
-    # As integers: XLA on CPU cuts no narrow floats, and would keep all of `x` as float32 to cut from.
+    # Sliced as integers: to slice 16-bit floats, XLA on CPU would convert all of `x` to float32.
     whole = jax.lax.bitcast_convert_type(x, jnp.uint16)
     cut = jax.lax.dynamic_slice(whole, starts, sizes, allow_negative_indices=False)
     return jax.lax.bitcast_convert_type(cut, x.dtype)
 
 
 def _put(x: jax.Array, part: jax.Array, axes: str, block: Block, start: Cut, size: Cut) -> jax.Array:
-    """`x` with the part that `_take` gives replaced."""
+    """`x` with the part that `_take` returns replaced by `part`."""
     starts, sizes = _window(x, axes, block, start, size)
     return part if sizes == x.shape else jax.lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
 

@@ -2,7 +2,6 @@
 """Which options of `ring_attention` an adapter takes, under which names; and the dropout seed of a JAX random key."""
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from jaxtyping import Array, UInt32
 
 from ..call.options import AttentionSettings as AttentionSettings
 from ..call.options import RingSettings, TokenOptions
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..placement import arrays
 
 
@@ -40,8 +39,7 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
         if name in renamed:
             raise InputError(name, "has another name here", f"Pass {renamed[name]}")
         if name not in names:
-            close = difflib.get_close_matches(name, sorted({*names, *renamed.values()}), n=1)
-            guess = f" (did you mean {close[0]}?)" if close else ""
+            guess = did_you_mean(name, sorted({*names, *renamed.values()}))
             raise InputError(name, f"is no option of this adapter{guess}", f"Options: {', '.join(sorted(names))}")
     return dict(given)
 

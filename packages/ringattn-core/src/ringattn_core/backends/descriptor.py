@@ -45,7 +45,7 @@ def _wrong_fields(backend: Any, name: str) -> Iterator[str]:
     for field, kind in (("features", Support), ("reasons", str)):
         for key, value in dict(getattr(backend, field)).items():
             if not isinstance(key, Feature):
-                yield f"{field} has the key {_shown(key)}, which is no member of Feature"
+                yield f"{field} has the key {_shown(key)}, which is not a member of Feature"
             elif not isinstance(value, kind):
                 yield f"{field}[{key}]={_shown(value)} must be {'a string' if kind is str else 'a member of Support'}"
 

@@ -215,8 +215,8 @@ def _readable_entry_points() -> list[Any]:
 
 
 def _registration(name: str, entries: list[Any]) -> Registration:
-    owners = [_owner(entry)[0] for entry in entries]
-    owner, version = ", ".join(owners), _owner(entries[0])[1]
+    owners, versions = zip(*map(_owner, entries), strict=True)
+    owner, version = ", ".join(owners), versions[0]
     backend = None
     if len(entries) > 1:
         error: RingAttnError | None = DuplicateBackendError(name, owners)
@@ -235,7 +235,8 @@ def _registration(name: str, entries: list[Any]) -> Registration:
 def _owner(entry: Any) -> tuple[str, str]:
     """The name and the version of the distribution that an entry point belongs to."""
     try:
-        return str(entry.dist.name), str(entry.dist.version)
+        metadata = entry.dist.metadata  # parsed anew at each access
+        return str(metadata["Name"]), str(metadata["Version"])
     except Exception:
         return "an unknown distribution", "unknown"
 

@@ -75,7 +75,7 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
 
 
 def candidates(required: frozenset[Feature], platform: str) -> list[tuple[Registration, str | None]]:
-    """Every registered backend, best first after broken ones, with why it cannot run this call, or `None`."""
+    """Every registered backend, and why it cannot run this call, or `None`: broken ones first, then the best."""
     return [(registration, _why_not(registration, required, platform)) for registration in _ranked()]
 
 
@@ -174,7 +174,7 @@ def _platform(name: str) -> str:
 def _ranked() -> list[Registration]:
     """All backends, best first. Of two with the same priority, ringattn's own goes first, then the first by name.
 
-    Broken backends come first. They never run a call, but so each call tries and logs them before it finds another.
+    Broken backends come first: they never run a call, but each call then logs them before it finds another.
     """
 
     def order(registration: Registration) -> tuple[bool, int, bool, str]:

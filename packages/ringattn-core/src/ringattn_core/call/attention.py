@@ -7,14 +7,13 @@ from typing import Any
 from typing_extensions import Unpack
 
 from ..backends.selection import select
-from ..config import RingAttentionConfig
 from ..errors import InputError, MeshError
 from ..masks.info import MaskInfo
 from ..placement import arrays
 from ..placement.platforms import platform_of
 from .dispatch import answer
 from .mesh_roles import mesh_of
-from .options import DEFAULTS, Options, needs, refuse_unknown
+from .options import DEFAULTS, Options, configured, needs, refuse_unknown
 from .sharding import sharded
 from .validation import validated
 
@@ -52,7 +51,8 @@ def ring_attention(
         kv_positions: `[S]` or `[B, S]`. If only one of the two is given, it serves both.
         query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`.
         alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
-        axis_name: The mesh axis that splits the sequence: the ring. A tuple of names is one ring over their product.
+        axis_name: The mesh axis that splits the sequence: the ring. A tuple of names is a ring of two levels: within
+            the last axis, whose links should be the fastest, and over all others.
         batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
             fsdp, data or replica are the default.
         head_axis_name: The same for heads. With `mesh`, axes named tp, model or tensor are the default.
@@ -96,7 +96,7 @@ def ring_attention(
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(given, _NAMES)
-    config, backend = config_of(given.pop("cfg", None)), given.pop("backend", None)
+    config, backend = configured(given)
     mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
     given = _with_mask_info(given, given.pop("mask_info", None))
     mesh = mesh_of(mesh, given, (query, key, value))
@@ -111,12 +111,11 @@ def ring_attention(
         ranks=None if mesh is None else 1,
         **given,
     )
-    wanted = config.backend_name if backend is None else backend
     if mesh is not None:
-        return sharded(call, wanted, mesh, in_specs, out_specs)
+        return sharded(call, backend, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
         raise MeshError("in_specs and out_specs say how a mesh splits global arrays. Pass mesh= too")
-    return answer(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
+    return answer(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
 _NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -127,16 +126,6 @@ _OPTIONS = [
 _NAMES = [parameter.name for parameter in (*_NAMED, *_OPTIONS)]
 # so that editors and `help` show every option with its default
 ring_attention.__signature__ = inspect.Signature([*_NAMED, *_OPTIONS])  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def config_of(cfg: Any) -> RingAttentionConfig:
-    if cfg is None:
-        return RingAttentionConfig()
-    if isinstance(cfg, dict):
-        return RingAttentionConfig.from_dict(cfg)
-    if not isinstance(cfg, RingAttentionConfig):
-        raise InputError("cfg", f"got {type(cfg).__name__}", "Pass a RingAttentionConfig, or a dict of its fields")
-    return cfg
 
 
 def _with_mask_info(options: dict[str, Any], mask_info: Any) -> dict[str, Any]:

@@ -36,18 +36,6 @@ class Sizes:
     heads: tuple[int, int]
     head_axes: tuple[str, ...] = ()
 
-    @classmethod
-    def of_operands(
-        cls, q: jax.Array, k: jax.Array, lengths: tuple[int, int], head_ranks: int, head_axes: tuple[str, ...]
-    ) -> "Sizes":
-        """The sizes around this query and key, whose heads are one of `head_ranks` equal shares."""
-        return cls(
-            of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": lengths[1]},
-            lengths=lengths,
-            heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
-            head_axes=head_axes,
-        )
-
 
 def array(argument: str, x: Any, wanted: Any, sizes: Sizes, limits: Limits = INT32) -> jax.Array:
     """Converts `x` to an array with the axes and the kind of numbers of `wanted`; integers become int32."""
@@ -63,7 +51,8 @@ def refuse_misfit(argument: str, x: jax.Array, wanted: Any, sizes: Mapping[str, 
         each = [(name, sizes.get(name.upper(), name)) for name in names]
         shape = ", ".join(f"1|{n}" if arrays.broadcasts(name) and n != 1 else str(n) for name, n in each)
         whole = ", and its last axis counts the keys of the whole sequence" if "S_global" in names else ""
-        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}): ({', '.join(names)}){whole}")
+        meant = f": ({', '.join(names)})" if shape != ", ".join(names) else ""
+        raise InputError(argument, f"has shape {x.shape}", f"It needs ({shape}){meant}{whole}")
 
 
 def typed(argument: str, x: Any, wanted: Any) -> jax.Array:
@@ -88,7 +77,10 @@ def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     least, most, _ = POSITION
     most -= max(sizes.lengths[0] - 1, 0)
     remedy = f"Pass offsets from {least} to {most}: query i has the position query_offset + i, which must be below 2^30"
-    return array(argument, x, arrays.QueryOffset, sizes, (least, most, remedy))
+    found, rows = as_int32(argument, x, (least, most, remedy)), sizes.of["B"]
+    if found.shape not in ((), (1,), (rows,)):
+        raise InputError(argument, f"has shape {found.shape}", f"Pass one integer, or {rows}, one for each row")
+    return found
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:

@@ -15,12 +15,10 @@ from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
-from ..ring.decode import decode
-from ..tuning.choice import with_parameters
-from .attention import config_of
-from .cache import CacheOptions, Lengths, checked, refuse_ring_backend
+from ..ring.cache import not_differentiable
+from .cache import Lengths, attend, checked
 from .mesh_roles import named_roles, ranks_of, refuse_indivisible_axes
-from .options import ARRAYS, needs
+from .options import ARRAYS, CacheOptions, needs
 from .sharding import over_shards
 
 
@@ -56,27 +54,19 @@ def decode_attention(
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
-        **options: `sliding_window`, `chunk_size`, `logits_soft_cap`, `softmax_scale`, `alibi_slopes`, `axis_name`,
-            `batch_axis_name`, `head_axis_name`, `layout`, `precision` and `return_lse`, as in `ring_attention`.
+        **options: Options of `ring_attention` for masks by position, scores, axis names, layout, precision and
+            `return_lse`; `ringattn_core.call.options.CacheOptions` lists their names.
 
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
     """
     operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    given: dict[str, Any] = options | {"softmax_aux": softmax_aux}
-    call, mesh, first = checked(decode_attention, operands, lengths, mesh, cfg, given, spread=False)
+    given: dict[str, Any] = options | {"softmax_aux": softmax_aux, "mesh": mesh, "backend": backend, "cfg": cfg}
+    call, first, mesh, backend = checked(decode_attention, operands, lengths, given, sharded=False)
     positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
-    call = dataclasses.replace(call, q_positions=positions)
-    wanted = config_of(cfg).backend_name if backend is None else backend
-    registration = select(wanted, needs(call), platform_of(mesh, (call.query, call.key, call.value)))
-    refuse_ring_backend("decode_attention", registration)
-    return _answer(registration, call) if mesh is None else _sharded(registration, call, of_context(mesh, call.query))
-
-
-def _answer(registration: Registration, call: Call) -> Any:
-    """The result of the call on one rank, whose arrays are local."""
-    out, lse = decode(registration.implementation(), with_parameters(registration, call))
-    return (out, lse) if call.return_lse else out
+    call = not_differentiable(dataclasses.replace(call, q_positions=positions))
+    registration = select(backend, needs(call), platform_of(mesh, (call.query, call.key, call.value)))
+    return attend(registration, call) if mesh is None else _sharded(registration, call, of_context(mesh, call.query))
 
 
 def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
@@ -95,5 +85,5 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
         name: (roles if name in ("key", "value") else whole).spec(ARRAYS[name], x.shape) for name, x in given.items()
     }
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
-    out, *lse = over_shards(_answer, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
+    out, *lse = over_shards(attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
     return (out, *lse) if lse else out

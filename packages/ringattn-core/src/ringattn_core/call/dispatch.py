@@ -18,7 +18,7 @@ from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
 from ..strategies.choose import settled
-from ..strategies.run import refuse_own_ring, run
+from ..strategies.run import run
 from ..tuning.choice import with_parameters
 from .options import needs
 from .validation import validated
@@ -44,7 +44,6 @@ def answer(registration: Registration, call: Call) -> Any:
     backend, implementation = registration.descriptor(), registration.implementation()
     call = settled(registration, call)
     if backend.kernel is None:
-        refuse_own_ring(registration.name, call)
         result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
         result = run(registration, call)

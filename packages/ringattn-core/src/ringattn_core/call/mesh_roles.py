@@ -16,10 +16,10 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import refuse_indivisible
 from ..placement.mesh import surrounding
+from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
-_NAMES: Final = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -43,19 +43,36 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
 def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
     """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
 
-    The latter must have an axis that the options name. `None` means that arrays are local.
+    The latter must have an axis that the options name; if they name none, not even `()`, this warns. `None` means that
+    arrays are local.
     """
     if mesh is not None:
         return mesh
-    named = [name for argument in _NAMES for name in axes.names(options.get(argument), argument)]
-    return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
+    named = [name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)]
+    found = surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
+    if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
+        unused = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
+        if unused:
+            warnings.warn(
+                f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
+                f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= "
+                f"if none does. axis_name=() says that the arrays are local",
+                stacklevel=3,
+            )
+    return found
 
 
 def check_mesh(call: Call, mesh: Any) -> None:
     """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
-    for argument in _NAMES:
+    context = jax.sharding.get_abstract_mesh()
+    if not (context.empty or axes.manual() or mesh.abstract_mesh == context):
+        raise MeshError(
+            f"mesh= has the axes {_described(mesh)}, but jax.set_mesh has set another mesh, with the axes "
+            f"{_described(context)}. Pass mesh= the same mesh, or leave it out"
+        )
+    for argument in AXIS_NAMES:
         named = getattr(call, argument) or ()
         _refuse_unknown_axes(argument, named, mesh)
         if set(named) & axes.manual():
@@ -66,7 +83,7 @@ def check_mesh(call: Call, mesh: Any) -> None:
 
 
 def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
-    """The number of ranks along the product of the mesh axes."""
+    """The product of the sizes of the mesh axes `names`."""
     return math.prod(mesh.shape[name] for name in names)
 
 
@@ -86,15 +103,30 @@ def named_roles(call: Call, mesh: Any) -> Roles:
             f"axis_name is missing. Say which axis of the mesh splits the sequence: one of "
             f"{', '.join(map(repr, idle))}; () means none"
         )
-    idle = [name for name in idle if mesh.shape[name] > 1]
+    kept_whole = (*(BATCH_AXES if batch == () else ()), *(HEAD_AXES if heads == () else ()))
+    idle = [name for name in idle if mesh.shape[name] > 1 and name not in kept_whole]
     if idle and not all_named:
-        unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call, name) is None]
         warnings.warn(
             f"nothing is split over the mesh axes {', '.join(map(repr, idle))}, whose ranks repeat each other's work. "
-            f"Pass {' or '.join(f'{name}={idle[0]!r}' for name in unsaid)} to split over them; () means none",
+            f"Pass {_remedy(call, idle[0])} to split over them; () means none",
             stacklevel=2,
         )
     return Roles(batch, sequence, heads)
+
+
+def _remedy(call: Call, idle: str) -> str:
+    """The arguments with which a call would split something over the `idle` axis of its mesh."""
+    if idle in BATCH_AXES and call.batch_axis_name:
+        return f"batch_axis_name={(*call.batch_axis_name, idle)}"
+    if idle in HEAD_AXES and call.head_axis_name:
+        return f"head_axis_name={(*call.head_axis_name, idle)}"
+    unsaid = [name for name in ("head_axis_name", "batch_axis_name") if getattr(call, name) is None]
+    return " or ".join(f"{name}={idle!r}" for name in unsaid)
+
+
+def _described(mesh: Any) -> str:
+    kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return ", ".join(f"{name}={size} ({kind.name})" for (name, size), kind in kinds)
 
 
 def _refuse_unknown_axes(argument: str, names: tuple[str, ...], mesh: Any) -> None:

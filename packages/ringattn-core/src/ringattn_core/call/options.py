@@ -102,6 +102,13 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
+def configured(given: dict[str, Any]) -> tuple[RingAttentionConfig, Any]:
+    """Takes `cfg` and `backend` out of the keywords `given`; returns the configuration, and the backend asked for."""
+    cfg, backend = given.pop("cfg", None), given.pop("backend", None)
+    config = RingAttentionConfig() if cfg is None else RingAttentionConfig.of(cfg, "cfg")
+    return config, config.backend_name if backend is None else backend
+
+
 class TokenOptions(TypedDict, total=False):
     """Options that are arrays of tokens, batch rows or heads, and for which other libraries have no name."""
 
@@ -152,6 +159,22 @@ class Options(TokenOptions, AttentionSettings, total=False):
     return_lse: bool
 
 
+class CacheOptions(TypedDict, total=False):
+    """The keyword arguments of a call on a cache; they mean what they mean in `ring_attention`."""
+
+    sliding_window: int | tuple[int | None, int | None] | None
+    chunk_size: int | None
+    logits_soft_cap: float | None
+    softmax_scale: float | None
+    alibi_slopes: arrays.Slopes | None
+    axis_name: axes.AxisName
+    batch_axis_name: axes.AxisName
+    head_axis_name: axes.AxisName
+    layout: str
+    precision: Any
+    return_lse: bool
+
+
 OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "is_causal": ("causal",),
     "segment_ids": ("q_segment_ids", "kv_segment_ids"),
@@ -185,4 +208,4 @@ def refuse_unknown(given: Collection[str], known: Collection[str], function: str
         right = [other for other in OTHER_NAMES.get(name, ()) if other in known]
         right = right or difflib.get_close_matches(name, tuple(known), n=1)
         remedy = f"Pass {' and '.join(right)}" if right else f"Its arguments are {', '.join(known)}"
-        raise InputError(name, f"is no argument of {function}", remedy)
+        raise InputError(name, f"is not an argument of {function}", remedy)

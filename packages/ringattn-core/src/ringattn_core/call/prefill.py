@@ -6,18 +6,15 @@ from typing import Any, Final, Literal
 
 from typing_extensions import Unpack
 
-from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..contract.call import Call
 from ..errors import InputError
-from ..placement import arrays, axes
+from ..placement import arrays
 from ..placement.platforms import platform_of
-from ..ring.prefill import prefill
-from ..tuning.choice import with_parameters
-from .attention import config_of
-from .cache import CacheOptions, Lengths, checked, refuse_ring_backend
+from ..ring.cache import not_differentiable
+from .cache import Lengths, attend, checked
 from .dispatch import answer
-from .options import needs
+from .options import CacheOptions, needs
 from .sharding import sharded
 
 SENT: Final = ("auto", "keys", "queries")
@@ -59,8 +56,8 @@ def prefill_attention(
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
-        **options: `sliding_window`, `chunk_size`, `logits_soft_cap`, `softmax_scale`, `alibi_slopes`, `axis_name`,
-            `batch_axis_name`, `head_axis_name`, `layout`, `precision` and `return_lse`, as in `ring_attention`.
+        **options: Options of `ring_attention` for masks by position, scores, axis names, layout, precision and
+            `return_lse`; `ringattn_core.call.options.CacheOptions` lists their names.
 
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
@@ -68,33 +65,33 @@ def prefill_attention(
     if send not in SENT:
         raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
     operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    given: dict[str, Any] = options | {"softmax_aux": softmax_aux}
-    call, mesh, first = checked(prefill_attention, operands, lengths, mesh, cfg, given, spread=True)
+    given: dict[str, Any] = options | {"softmax_aux": softmax_aux, "mesh": mesh, "backend": backend, "cfg": cfg}
+    call, first, mesh, backend = checked(prefill_attention, operands, lengths, given, sharded=True)
     call = dataclasses.replace(call, query_offset=first)
-    wanted = config_of(cfg).backend_name if backend is None else backend
     sends_queries = send == "queries" or (send == "auto" and queries_are_fewer_bytes(call))
-    work = _by_queries if sends_queries else answer
+    work = answer
+    if sends_queries and call.axis_name:  # on one device nothing travels
+        work, call = attend, not_differentiable(call)
     if mesh is not None:
-        return sharded(call, wanted, mesh, None, None, work)
-    return work(select(wanted, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
+        return sharded(call, backend, mesh, None, None, work)
+    return work(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
 
 
 def queries_are_fewer_bytes(call: Call) -> bool:
-    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values.
+    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values."""
+    of_keys, of_queries = bytes_to_send(call)
+    return of_queries < of_keys
 
-    Either way a rank sends the same share of the tokens. Each head of a query sends back a float32 output, and its
-    log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum (4 bytes).
+
+def bytes_to_send(call: Call) -> tuple[int, int]:
+    """The bytes of the keys and values of a call, and those of its queries and their partial results.
+
+    Whichever travels, a rank sends its share of them to each of the other ranks. Each head of a query sends back a
+    float32 output, and its log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum
+    (4 bytes).
     """
-    _, tokens, heads, size = call.query.shape
+    batch, tokens, heads, size = call.query.shape
     _, room, key_heads, value_size = call.value.shape
     bytes_of = call.query.dtype.itemsize
-    return tokens * heads * (size * bytes_of + 4 * value_size + 12) < room * key_heads * (size + value_size) * bytes_of
-
-
-def _by_queries(registration: Registration, call: Call) -> Any:
-    """The result of the call on one rank, where queries travel. The arrays are local."""
-    if not axes.names(call.axis_name):  # nothing travels on one device
-        return answer(registration, call)
-    refuse_ring_backend("prefill_attention with send='queries'", registration)
-    out, lse = prefill(registration.implementation(), with_parameters(registration, call))
-    return (out, lse) if call.return_lse else out
+    of_keys = room * key_heads * (size + value_size) * bytes_of
+    return batch * of_keys, batch * tokens * heads * (size * bytes_of + 4 * value_size + 12)

@@ -13,7 +13,7 @@ from ..errors import InputError, MeshError
 from ..placement import axes
 
 _OF_TOKENS = ("query", "key", "value", "q_positions", "kv_positions")
-_NAMES = ("axis_name", "batch_axis_name", "head_axis_name")
+AXIS_NAMES = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
 def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> None:
@@ -35,7 +35,7 @@ def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> Non
 
 
 def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
-    """Raises if arrays that all ranks of the ring must have alike differ between them, as far as JAX tracks that."""
+    """Raises if JAX tracks that arrays vary over the ring which must be equal on all its ranks."""
     for argument, x in given.items():
         over = tuple(sorted(_tracked(call) & axes.varying(x)))
         if over:
@@ -56,18 +56,18 @@ def refuse_unnamed_axes(call: Call, around: bool = False) -> None:
     """Raises if a mesh axis may split the arrays, and the call does not say what the axis splits.
 
     A forgotten `axis_name` would be local attention, and forgotten axes of batch or heads would pair query heads with
-    wrong key heads, and repeat dropout bits. A call that gives all three names has said it. `axis_name=()` says that
+    wrong key heads, and repeat dropout bits. A call that gives all three names passes. `axis_name=()` says that
     attention is local; then, or where the `shard_map` is `around` a call on global arrays, only dropout and masks that
     differ between heads need the other names. Under `check_vma=False` JAX does not say over which axes arrays vary;
     then any axis counts.
     """
-    unsaid = [name for name in _NAMES if getattr(call, name) is None and not (around and name == "axis_name")]
+    unsaid = [name for name in AXIS_NAMES if getattr(call, name) is None and not (around and name == "axis_name")]
     indexed = call.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1)
     if not unsaid or ((around or call.axis_name == ()) and not indexed):
         return
     operands = (call.query, call.key, call.value)
     split = frozenset().union(*map(axes.varying, operands)) if axes.tracked() else axes.manual()
-    named = {name for argument in _NAMES for name in getattr(call, argument) or ()}
+    named = {name for argument in AXIS_NAMES for name in getattr(call, argument) or ()}
     over = tuple(name for name in sorted(split - named) if jax.lax.axis_size(name) > 1)
     if over:
         local = ", and axis_name=() that attention is local" if "axis_name" in unsaid else ""

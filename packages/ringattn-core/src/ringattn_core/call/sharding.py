@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..contract.call import Call
-from ..contract.varying import align
 from ..errors import RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles, repeated_heads
@@ -30,6 +29,7 @@ from .dispatch import answer, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
 from .options import ARRAYS, needs
 from .shard_map import refuse_unnamed_axes
+from .tracked import within_tracked
 
 Work = Callable[[Registration, Call], Any]
 """The computation of one shard."""
@@ -139,45 +139,12 @@ def _run(
 
     in_specs, out_specs = dict(split), outputs if options.return_lse else outputs[:1]
     if axes.tracked():
-        return _within_tracked(of_rank, mesh, in_specs, out_specs)(placed)
+        return within_tracked(of_rank, mesh, in_specs, out_specs)(placed)
     # check_vma=False: Triton and Pallas kernels do not declare over which axes results vary.
     free = set(mesh.axis_names) - axes.manual()
     return jax.shard_map(
         of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
     )(placed)
-
-
-def _within_tracked(of_rank: Any, mesh: Any, in_specs: dict[str, P], out_specs: tuple[P, ...]) -> Any:
-    """`of_rank` in a `shard_map` within another one that has `check_vma=True`.
-
-    JAX 0.11 cannot differentiate that: it splits residuals over the axes of the outer `shard_map` too. So the forward
-    pass and the backward pass are two `shard_map`s, joined by a `custom_vjp` that hands the residuals on. These then
-    vary over all axes that split the output, so the inputs are made to vary over them from the start.
-    """
-    free = tuple(name for name in mesh.axis_names if name not in axes.manual())
-    over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
-    shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(free), check_vma=True)
-
-    def forward(placed: dict[str, jax.Array]) -> Any:
-        def of_shard(local: dict[str, jax.Array]) -> Any:
-            varied = {name: x for name, x in local.items() if arrays.differentiable(ARRAYS[name])}
-            out, pull = jax.vjp(lambda varied: of_rank(local | align(varied, frozenset(over))), varied)
-            return out, jax.tree.map(lambda x: x[None], align(pull, frozenset(over)))
-
-        return shard(of_shard, in_specs=(in_specs,), out_specs=(out_specs, P(over)))(placed)
-
-    def backward(pull: Any, dout: Any) -> Any:
-        def of_shard(pull: Any, dout: Any) -> Any:
-            (found,) = jax.tree.map(lambda x: x[0], pull)(dout)
-            return found
-
-        floating = {name: spec for name, spec in in_specs.items() if arrays.differentiable(ARRAYS[name])}
-        found = shard(of_shard, in_specs=(P(over), out_specs), out_specs=floating)(pull, dout)
-        return ({name: found.get(name) for name in in_specs},)
-
-    run = jax.custom_vjp(shard(of_rank, in_specs=(in_specs,), out_specs=out_specs))
-    run.defvjp(forward, backward)
-    return run
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:

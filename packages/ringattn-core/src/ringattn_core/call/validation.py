@@ -2,6 +2,7 @@
 """Checks that the arguments of a call fit together, and makes the call in canonical form."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
@@ -14,7 +15,7 @@ from ..placement import arrays, axes
 from ..placement import layout as layouts
 from .checks import Sizes, refuse_misfit
 from .options import OPTIONS, refuse_unknown
-from .shard_map import own_key_heads, refuse_replicated, refuse_unnamed_axes
+from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
 _ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
@@ -27,23 +28,14 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
     given = _named(arguments, options)
-    ring = axes.names(given["axis_name"], "axis_name")
-    batch, heads = (axes.names(given[name], name) for name in ("batch_axis_name", "head_axis_name"))
-    refuse_shared_axes(ring, batch, heads)
-    q, k, v = (arrays.as_array(name, given.pop(name)) for name in ("query", "key", "value"))
-    inside, copies = ranks is None, 1
-    if inside and heads and q.ndim == k.ndim == v.ndim == 4:
-        k, v = (own_key_heads(q, x, heads) for x in (k, v))
-    check_operands({"query": q, "key": k, "value": v})
+    operands = {name: given.pop(name) for name in ("query", "key", "value")}
+    inside = ranks is None
+    operands, sizes = checked_operands(operands, given, ranks)
+    q, k, v = operands.values()
     if inside:
-        ranks = axes.size("axis_name", ring)
-        axes.size("batch_axis_name", batch)
-        copies = axes.size("head_axis_name", heads)
-        for name, x in (("query", q), ("key", k)):
-            layouts.refuse_indivisible(name, x.shape[1] * ranks, layouts.canonical(given["layout"]), ranks)
-    assert ranks is not None
-    lengths = q.shape[1] * ranks, k.shape[1] * ranks
-    sizes = Sizes.of_operands(q, k, lengths, copies, heads if inside else ())
+        layout, ranks = layouts.canonical(given["layout"]), sizes.lengths[0] // q.shape[1]
+        for name, length in zip(operands, sizes.lengths, strict=False):
+            layouts.refuse_indivisible(name, length, layout, ranks)
     found = {option.name: option.canonical(given[option.name], sizes) for option in OPTIONS}
     _pair(found, ("q_segment_ids", "kv_segment_ids"), q, k)
     if found["query_offset"] is None:
@@ -58,15 +50,51 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         )
     if not found["dropout_prob"]:
         found["dropout_seed"] = None
-    if ring and found["bias"] is not None and found["bias"].shape[2] == 1:
+    if found["axis_name"] and found["bias"] is not None and found["bias"].shape[2] == 1:
         # All ranks share its row: their gradients are added in float32, and rounded once.
         found["bias"] = found["bias"].astype(jnp.float32)
     call = Call(query=q, key=k, value=v, **found)
     if inside:
         refuse_replicated(call)
         refuse_unnamed_axes(call)
-        return dataclasses.replace(call, axis_name=ring or None)
+        return dataclasses.replace(call, axis_name=call.axis_name or None)
     return call
+
+
+def checked_operands(
+    given: Mapping[str, Any], options: Mapping[str, Any], ranks: int | None, whole_queries: bool = False
+) -> tuple[dict[str, jax.Array], Sizes]:
+    """Query, key and value as arrays, and their sizes. Raises unless they fit together and the axis names are valid.
+
+    `ranks` is as in `validated`. Errors call the arrays by their names in `given`. With `whole_queries`, every rank has
+    all queries. Inside a `shard_map` where every rank holds all key heads, only those of this rank are returned.
+    """
+    ring, batch, heads = (axes.names(options.get(name), name) for name in AXIS_NAMES)
+    if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
+        raise InputError(
+            "axis_name",
+            f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
+            "Each mesh axis splits one axis of the arrays",
+        )
+    found = {name: arrays.as_array(name, x) for name, x in given.items()}
+    head_ranks, head_axes = 1, ()
+    if ranks is None and heads and all(x.ndim == 4 for x in found.values()):
+        query, *others = found
+        found |= {name: own_key_heads(found[query], found[name], heads) for name in others}
+    _refuse_misfits(found)
+    if ranks is None:
+        ranks, _, head_ranks = (
+            axes.size(name, named) for name, named in zip(AXIS_NAMES, (ring, batch, heads), strict=True)
+        )
+        head_axes = heads
+    q, k, _ = found.values()
+    lengths = q.shape[1] * (1 if whole_queries else ranks), k.shape[1] * ranks
+    return found, Sizes(
+        of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": lengths[1]},
+        lengths=lengths,
+        heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
+        head_axes=head_axes,
+    )
 
 
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -87,13 +115,16 @@ def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any
     return given
 
 
-def check_operands(given: dict[str, jax.Array]) -> None:
+def _refuse_misfits(given: dict[str, jax.Array]) -> None:
     """Raises unless query, key and value fit together. Errors call them by their names in `given`."""
     (query, q), (key, k), _ = given.items()
     if q.dtype.name not in DTYPES:
         raise InputError(query, f"has dtype {q.dtype}", f"Cast query, key and value to one of {', '.join(DTYPES)}")
     sizes: dict[str, int] = {}
     for (name, x), wanted in zip(given.items(), (arrays.Query, arrays.Key, arrays.Value), strict=True):
+        if not all(isinstance(size, int) for size in x.shape):
+            remedy = "Export one program for each shape: kernels must know all sizes"
+            raise InputError(name, f"has shape {x.shape}, with symbolic sizes", remedy)
         refuse_misfit(name, x, wanted, sizes)
         if 0 in x.shape:
             raise InputError(name, f"has shape {x.shape}, which is empty", "Every axis must be at least 1")
@@ -105,16 +136,6 @@ def check_operands(given: dict[str, jax.Array]) -> None:
             key,
             f"has {k.shape[2]} heads, which do not divide the {q.shape[2]} of {query}",
             "Query heads share key heads in equal groups",
-        )
-
-
-def refuse_shared_axes(ring: tuple[str, ...], batch: tuple[str, ...], heads: tuple[str, ...]) -> None:
-    """Raises if one mesh axis would split two axes of an array."""
-    if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
-        raise InputError(
-            "axis_name",
-            f"{ring}, batch_axis_name {batch} and head_axis_name {heads} share a mesh axis",
-            "Each mesh axis splits one axis of the arrays",
         )
 
 

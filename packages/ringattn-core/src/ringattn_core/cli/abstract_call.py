@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import masks
 from ..call.attention import ring_attention
@@ -23,6 +23,8 @@ from ..placement.reorder import to_layout
 from .call_arguments import option_arguments, shape_of
 
 AXIS: Final = "ring"
+GROUPS: Final = "groups"
+"""The outer axis of a ring of two levels."""
 MOST_RANKS: Final = 4096
 """A plan takes time and memory proportional to the square of the number of ranks."""
 _MOST_ELEMENTS: Final = 2**48
@@ -35,12 +37,15 @@ _MOST_TOKENS: Final = 2**26
 class AbstractCall:
     """A call with `mesh=`. Lengths are those of the whole sequence, batch and heads those of one device.
 
+    The last axis of the ring has `inner` ranks: all of them, unless the call names two axes.
+
     `floating` are the shapes of the differentiable inputs. `integers` are segment ids and positions in layout order,
     the same in every batch row; they have values, because they decide what is visible. `options` are the other keyword
     arguments. `said` are the arguments of the command line that differ from their defaults.
     """
 
     ring: int
+    inner: int
     floating: dict[str, jax.ShapeDtypeStruct]
     integers: dict[str, np.ndarray]
     options: dict[str, Any]
@@ -51,6 +56,10 @@ class AbstractCall:
         """The call that a command line describes, by the arguments of `call_arguments`."""
         if not 1 <= arguments.ring <= MOST_RANKS:
             raise InputError("--ring", f"got {arguments.ring}", f"Pass the number of ranks, from 1 to {MOST_RANKS}")
+        inner = getattr(arguments, "inner", None)
+        inner = arguments.ring if inner is None else inner
+        if inner < 1 or arguments.ring % inner:
+            raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {arguments.ring}")
         batch, tokens, heads, dim = arguments.query
         keys, key_heads, *value_dim = arguments.kv or (tokens, heads)
         sizes = {"B": batch, "T": tokens, "N": heads, "H": dim, "S": keys, "K": key_heads}
@@ -79,6 +88,7 @@ class AbstractCall:
         dtypes: dict[str, str] = dict.fromkeys(("query", "key", "value", "bias"), arguments.dtype)
         return cls(
             ring=arguments.ring,
+            inner=inner,
             floating={x: jax.ShapeDtypeStruct(shape, dtypes.get(x, "float32")) for x, shape in shapes.items()},
             integers=_packed(arguments, batch, tokens),
             options=options | _made(arguments),
@@ -87,12 +97,20 @@ class AbstractCall:
 
     @property
     def mesh(self) -> AbstractMesh:
-        """An abstract mesh, which has no devices, with the ring as its only axis."""
-        return AbstractMesh((self.ring,), (AXIS,))
+        """An abstract mesh, which has no devices, with the ring as its only axis.
+
+        The axis is automatic: `jit` computes no array with an explicit sharding over a mesh without devices.
+        """
+        return AbstractMesh((self.ring,), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def mesh_of(self, devices: Sequence[jax.Device]) -> Mesh:
+        """A mesh of the first of these devices, with both axes of the ring."""
+        return Mesh(np.array(devices[: self.ring]).reshape(-1, self.inner), (GROUPS, AXIS))
 
     def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str) -> Any:
-        """Calls `ring_attention` on a mesh of devices, with arrays like those of `floating`."""
-        return ring_attention(**floating, **self.integers, **self.options, mesh=mesh, backend=backend)
+        """Calls `ring_attention` on a `mesh_of` devices, with arrays like those of `floating`."""
+        options = self.options | {"axis_name": mesh.axis_names}
+        return ring_attention(**floating, **self.integers, **options, mesh=mesh, backend=backend)
 
 
 def _refuse_many_tokens(arguments: argparse.Namespace, queries: int, keys: int) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ..backends import selection
@@ -15,10 +14,10 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
-from ..strategies.work import Work
+from ..strategies.work import Work, data_bytes
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
-from .output import Rows
+from .output import Bytes, Rows
 from .shards import Shard, shard, tile_size, tile_states
 
 SKIPPED, MASKED, WHOLE = 0, 1, 2
@@ -27,14 +26,25 @@ SKIPPED, MASKED, WHOLE = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """The hop at which rank `r` computes with the keys of rank `r - offset`.
+    """The hop at which keys have travelled `offset` to each rank, in the direction of `sign`.
 
-    If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads.
+    If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads. Inner
+    rings have `inner` ranks, all of them if the ring is flat.
     """
 
     number: int
     offset: int
+    sign: int
     ways: int
+    inner: int
+    ranks: int
+
+    @property
+    def keys_of(self) -> str:
+        """Whose keys rank `r` computes with; in two levels also of which group, for a rank of group `g`."""
+        groups, ranks = divmod(self.offset, self.inner)
+        name = rank(-self.sign * ranks)
+        return f"{rank(-self.sign * groups, 'g')}, {name}" if self.inner < self.ranks else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +73,16 @@ class CallAnalysis:
     gathered: int
     memory: Rows
     compiled: dict[str, Any] | None
-    plan: Plan
+    shard: Shard
     states: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
         return self.call.ring
+
+    @property
+    def plan(self) -> Plan:
+        return self.shard.ring.plan
 
     @property
     def tiles(self) -> np.ndarray:
@@ -87,15 +101,8 @@ class CallAnalysis:
         pairs = np.zeros((self.ranks, self.ranks))
         rank = np.arange(self.ranks)
         for hop, tiles in zip(self.hops, self.tiles, strict=True):
-            pairs[rank, (rank - hop.offset) % self.ranks] = tiles * np.prod(self.tile)
-        (batch, _, heads, head_dim), (*_, kv_heads, value_dim) = (
-            self.call.floating[name].shape for name in ("query", "value")
-        )
-        itemsize = self.call.floating["query"].dtype.itemsize
-        inputs = sum(row["bytes"] for row in self.memory if row["pass"] == "call" and "output" not in row["arrays"])
-        sizes = (batch, *self.lengths, heads, kv_heads, head_dim, value_dim, itemsize)
-        work = Work(*sizes, pairs, self.plan, self.call.options.get("two_way", False))
-        return dataclasses.replace(work, others=inputs - itemsize * (work.queries + work.keys))
+            pairs[rank, self.plan.source(rank, hop.offset, hop.sign)] = tiles * np.prod(self.tile)
+        return Work.of_call(self.shard.call, self.plan, pairs)
 
     @property
     def tiles_of_ranks(self) -> list[int]:
@@ -122,14 +129,14 @@ def analyse(
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     plan, sizes = local.ring.plan, tile_size(local, tile)
     hops = [
-        Hop(number, sign * offset, len(signs))
+        Hop(number, offset, sign, len(signs), plan.inner, plan.ranks)
         for number, offset in enumerate(plan.offsets)
         for signs in [plan.signs if offset else (1,)]
         for sign in signs
     ]
-    ranks = np.arange(call.ring)[:, None]
+    ranks = np.arange(call.ring)
+    sources = np.stack([plan.source(ranks, hop.offset, hop.sign) for hop in hops], 1)
     gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
-    ids = jax.tree.leaves((local.call.kv_segment_ids, local.call.kv_positions))
     return CallAnalysis(
         call=call,
         platform=platform,
@@ -143,11 +150,11 @@ def analyse(
         hops=tuple(hops),
         skipped=tuple(offset for offset in range(plan.ranks) if offset not in plan.offsets),
         sent=_sent(plan, local),
-        gathered=sum(x.size * x.dtype.itemsize for x in ids) * (plan.ranks - 1),
-        memory=held(local),
+        gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (plan.ranks - 1),
+        memory=held(local, Work.of_call(local.call, plan, np.zeros((plan.ranks, plan.ranks)))),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
-        plan=plan,
-        states=tile_states(call, local, sizes)[ranks, :, (ranks - [hop.offset for hop in hops]) % call.ring],
+        shard=local,
+        states=tile_states(call, local, sizes)[ranks[:, None], :, sources],
     )
 
 
@@ -180,7 +187,8 @@ def _sent(plan: Plan, shard: Shard) -> Rows:
 
     def row(phase: str, send: Send, times: int) -> dict[str, Any]:
         count = send.bytes(shard.elements, shard.call.key.dtype.itemsize)
-        return {"pass": phase, "times": times, "what": contents(send), "to": rank(send.shift), "bytes": count}
+        to = rank(send.shift, "g" if send.outer else "r")
+        return {"pass": phase, "times": times, "what": contents(send), "to": to, "bytes": Bytes(count)}
 
     passes = {"forward": plan.forward, "backward": plan.backward}
     return [row(phase, *found) for phase, sends in passes.items() for found in Counter(sends).items()]
@@ -190,6 +198,6 @@ def contents(send: Send) -> str:
     return " with ".join(["K,V"] * send.keys + ["dk,dv"] * send.gradients)
 
 
-def rank(distance: int) -> str:
-    """The name of the rank `distance` onward from rank `r`, such as `r + 2`."""
-    return f"r {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "r"
+def rank(distance: int, letter: str = "r") -> str:
+    """The name of the rank `distance` onward from rank `r`, such as `r + 2`; or with another `letter`, of a group."""
+    return f"{letter} {'+' if distance > 0 else '-'} {abs(distance)}" if distance else letter

@@ -26,6 +26,8 @@ SHORT: Final = {
     "return_lse": "--lse",
 }
 """Second names of options. `argparse` also takes the beginning of a name."""
+_HELP: Final = {"query_offset": "The position of the first query: the queries are a chunk of a longer sequence"}
+"""The help of options that are not the whole of the feature that they need."""
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _DECIDED: Final = ("B", "T", "S", "N", "K", "H")
 """The letters of axes whose lengths query and key decide."""
@@ -74,6 +76,7 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
         checks.two_way: {"action": "store_true"},
         checks.window: {"type": _window, "metavar": "W|L,R"},
         checks.chunk: {"type": int, "metavar": "C"},
+        checks.query_offset: {"type": int, "metavar": "N"},
         checks.soft_cap: {"type": float, "nargs": "?", "const": 30.0, "metavar": "C"},
         checks.scale: {"type": float, "metavar": "S"},
         checks.probability: {"type": float, "nargs": "?", "const": 0.1, "default": 0.0, "metavar": "P"},
@@ -87,7 +90,8 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
             count = free.count(",") + 1
             how = {"type": numbers(free, count), "metavar": free} if free else {"action": "store_const", "const": ()}
         if how is not None:
-            yield option.name, how | {"help": option.feature.value.rstrip(".") if option.feature else None}
+            said = option.feature.value.rstrip(".") if option.feature else None
+            yield option.name, how | {"help": _HELP.get(option.name, said)}
 
 
 def shape_of(name: str, lengths: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from . import call_arguments, memory, picture, plans, report
+from . import call_arguments, memory, picture, plans, prefill, report
 from .abstract_call import AbstractCall
 from .analysis import analyse
 from .output import show
@@ -21,6 +21,7 @@ _EXAMPLES: Final = """examples:
   ringattn explain --query 1,131072,32,128 --kv 131072,8 --ring 8 --causal --layout zigzag
   ringattn explain --query 1,32768,8,64 --ring 8 --causal --window 4096,0 --svg ring.svg
   ringattn explain --query 2,8192,8,64 --ring 4 --documents 3000,1200 --compile
+  ringattn explain --query 1,4096,32,128 --kv 131072,8 --ring 8 --causal --query-offset 126976
   ringattn explain --query 1,1048576,32,128 --ring 64 --inner 8 --causal --device h200
 """
 
@@ -66,11 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     for kind in picture.KINDS:
         if getattr(arguments, kind) is not None:
             picture.save(found, getattr(arguments, kind), kind)
-    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy, arguments.inner)
+    reckoning = None if device is None else plans.reckoning(found, device, arguments.strategy)
+    in_prefill = prefill.sent(found)
     if arguments.json:
         told = {} if reckoning is None else plans.as_json(reckoning)
+        told |= {"prefill": in_prefill} if in_prefill else {}
         print(json.dumps({**report.as_json(found, arguments.full), **told}, indent=2))
     else:
         report.report(found, picture.text(found))
+        show(*(["", *prefill.report(in_prefill)] if in_prefill else []))
         show("", *(plans.report(reckoning) if reckoning else plans.no_constants(platform)))
     return int(found.choice is None)

@@ -7,64 +7,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
 from ..contract.features import Feature
 from ..errors import InputError
-from .abstract_call import AXIS, AbstractCall
-from .output import Rows
+from ..strategies.cost import engine_arrays
+from ..strategies.work import Work, data_bytes
+from .abstract_call import AbstractCall
+from .output import Bytes, Rows
 from .shards import Shard
 
 TOGETHER = "together: the engine at its busiest hop"
 
 
-def held(shard: Shard) -> Rows:
+def held(shard: Shard, work: Work) -> Rows:
     """Lists the arrays of a call, each once: without the kernel's workspace, and without copies or reuse by XLA."""
-    call, plan = shard.call, shard.ring.plan
+    call, with_lse = shard.call, Feature.RETURN_LSE in shard.needs
     inputs = [x for x in jax.tree.leaves(call) if jnp.issubdtype(x.dtype, jnp.floating)]
-    batch, length, heads = call.query.shape[:3]
-    itemsize, out, lse = (
-        call.query.dtype.itemsize,
-        batch * length * heads * call.value.shape[3],
-        4 * batch * length * heads,
-    )
-    keys, gradients = shard.elements * itemsize, 4 * shard.elements
-    sent = plan.most_sent(shard.elements, itemsize)
-    ids = _bytes((call.q_segment_ids, call.q_positions))
-    ids += plan.ranks * _bytes((call.kv_segment_ids, call.kv_positions))
-    with_lse = Feature.RETURN_LSE in shard.needs
-    arrays = {
-        "call": {
-            "inputs": _bytes(inputs),
-            "ids and positions, the keys' of all ranks": ids,
-            "output and lse" if with_lse else "output": out * itemsize + lse * with_lse,
-        },
-        "forward": {
-            **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
-            "partial output and lse, float32": 4 * out + lse,
-        },
-        "backward": {
-            **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
-            "dk, dv of the hop, float32": gradients,
-            "dk, dv of half of the own heads": plan.halves(call.key.shape[2]) * gradients // 2,
-            "dq, float32": 4 * call.query.size,
-            "dbias, float32": 0 if call.bias is None else 4 * call.bias.size,
-            "output, lse, delta kept": out * itemsize + 2 * lse,
-        },
+    ids = data_bytes((call.q_segment_ids, call.q_positions))
+    ids += work.ranks * data_bytes((call.kv_segment_ids, call.kv_positions))
+    of_call = {
+        "inputs": data_bytes(inputs),
+        "ids and positions, the keys' of all ranks": ids,
+        "output and lse" if with_lse else "output": work.itemsize * work.outputs + 4 * work.rows * with_lse,
     }
+    arrays = {"call": of_call} | engine_arrays(work)
+    arrays["backward"]["dbias, float32"] = 0 if call.bias is None else 4 * call.bias.size
     for phase in ("forward", "backward"):
         arrays[phase][TOGETHER] = sum(arrays[phase].values())
     return [
-        {"pass": phase, "arrays": name, "bytes": count}
+        {"pass": phase, "arrays": name, "bytes": Bytes(count)}
         for phase, counts in arrays.items()
         for name, count in counts.items()
         if count
     ]
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def provide_devices(ring: int) -> None:
@@ -92,7 +67,7 @@ def program(call: AbstractCall, backend: str, passes: int) -> jax.stages.Compile
     """The compiled call, of its differentiable inputs. With two `passes` it also takes a cotangent of the output, and
     returns all gradients.
     """
-    mesh = Mesh(np.array(jax.devices()[: call.ring]), (AXIS,))
+    mesh = call.mesh_of(jax.devices())
 
     def forward(floating: dict[str, jax.Array]) -> Any:
         return call.attend(floating, mesh, backend)

@@ -30,7 +30,7 @@ class Seconds(float):
 
 
 class Bytes(int):
-    """A number of bytes; printed with a unit, and in JSON a number. Columns named `bytes` need it not."""
+    """A number of bytes; printed with a unit, and in JSON a number."""
 
     def __str__(self) -> str:
         return amount(int(self))
@@ -70,7 +70,7 @@ def _text(name: str, value: Any) -> str:
         return ("->" if value else "") if name else "yes" if value else "no"
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "-"
-    return "-" if value is None else amount(value) if name == "bytes" else str(value)
+    return "-" if value is None else str(value)
 
 
 def _rich(head: list[str], rows: list[list[str]]) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from ..errors import InputError
-from .analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, rank
+from .analysis import MASKED, SKIPPED, WHOLE, CallAnalysis
 from .output import INSTALL, PAGE
 from .report import balance, described, title, totals
 
@@ -81,9 +81,7 @@ def figure(found: CallAnalysis) -> Any:
     extent = (-0.5, hops - 0.5, found.ranks - 0.5, -0.5)
     tiles.imshow(_mosaic(found), colours, vmin=0, vmax=2, interpolation="none", extent=extent, aspect="auto")
     named = range(0, hops, _every(hops))
-    names = [
-        f"hop {hop.number}\nkeys of rank {rank(-hop.offset)}" if side > 1 else f"{hop.number}" for hop in found.hops
-    ]
+    names = [f"hop {hop.number}\nkeys of rank {hop.keys_of}" if side > 1 else f"{hop.number}" for hop in found.hops]
     tiles.set_xticks(named, [names[number] for number in named])
     tiles.xaxis.tick_top()
     tiles.set_title("" if side > 1 else "hop", fontsize="medium", color=MUTED, loc="left")

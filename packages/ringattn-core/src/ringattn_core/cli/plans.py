@@ -4,7 +4,6 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any, Final
 
 from ..backends import discovery
@@ -38,7 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--link", choices=LINKS, help="what connects the ranks; by default what the device usually has")
     group.add_argument(
         "--inner", type=int, metavar="U",
-        help="ranks of the last of two axes of the ring: they exchange heads for tokens, with a ring over the first",
+        help="ranks of the last of two axes of the ring: inner rings, or groups that exchange heads for tokens",
     )  # fmt: skip
 
 
@@ -61,12 +60,11 @@ def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
     return platform, device.linked_by(LINKS[arguments.link]) if device and arguments.link else device
 
 
-def reckoning(found: CallAnalysis, device: Device, strategy: str, inner: int | None) -> Reckoning:
+def reckoning(found: CallAnalysis, device: Device, strategy: str) -> Reckoning:
     """The costs of the analysed call on the device, with rates from tuning if the device is this machine's."""
-    if inner is not None and (inner < 1 or found.ranks % inner):
-        raise InputError("--inner", f"got {inner}", f"Pass a divisor of the ring of {found.ranks}")
     chosen, options = None if found.choice is None else discovery.get(found.choice), found.call.options
-    mixed = inner is not None and inner < found.ranks
+    inner = found.call.inner
+    mixed = inner < found.ranks
     kind = platforms.device_of(None, ()).device_kind
     here = devices.of_kind(kind)
     if here is not None and here.name == device.name:
@@ -122,33 +120,34 @@ def costs(found: Reckoning) -> Rows:
 
 
 def steps(found: Reckoning) -> Rows:
-    """One row for each step of each plan that the call can use. Consecutive equal steps share a row."""
+    """One row for each kind of step of each plan that the call can use: steps with equal cells share a row."""
 
     def row(plan: Cost, phase: str, step: Step) -> dict[str, Any]:
         return {
             "plan": _name(plan),
             "pass": phase,
             "step": step.name,
-            "computes": Seconds(step.computes),
+            "times": 1,
+            "computes": Seconds(step.computes + step.beside),
             "sent": Bytes(step.sent) if step.sent else None,
             "sends": Seconds(step.sends) if step.sent else None,
             "hides": _HIDES[step.hides],
         }
 
-    rows = [
-        row(plan, phase, step)
-        for plan in found.plans
-        if plan.refusal is None
-        for phase in ("forward", "backward")
-        for step in getattr(plan, phase)
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for plan in found.plans:
+        for phase in ("forward", "backward"):
+            for step in getattr(plan, phase) if plan.refusal is None else ():
+                made = row(plan, phase, step)
+                kinds.setdefault(_kind(made), []).append(made)
+    return [
+        alike[0] | {"step": _span(alike[0]["step"], alike[-1]["step"]), "times": len(alike)} for alike in kinds.values()
     ]
-    runs = [list(run) for _, run in groupby(rows, _alike)]
-    return [run[0] | {"step": _span(run[0]["step"], run[-1]["step"])} for run in runs]
 
 
-def _alike(row: dict[str, Any]) -> list[str]:
-    """The printed cells of a row, without the number of the hop. Consecutive rows with equal cells become one."""
-    return [str(value).split()[0] if name == "step" else str(value) for name, value in row.items()]
+def _kind(row: dict[str, Any]) -> tuple[str, ...]:
+    """The printed cells of a row, without the number of the hop or round."""
+    return tuple(str(value).split()[0] if name == "step" else str(value) for name, value in row.items())
 
 
 def _span(first: str, last: str) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from .analysis import CallAnalysis, rank
+from .analysis import CallAnalysis
 from .output import Rows, Title, amount, show
 
-HIDDEN: Final = ("call", "hops", "states", "work", "plan")
+HIDDEN: Final = ("call", "hops", "states", "work", "shard")
 """The fields of an analysis that JSON leaves out, or has under other names."""
 COLUMNS: Final = 9
 """The table of tiles has a column for each rank up to this number of ranks; with more ranks, it has their extremes."""
@@ -93,7 +93,7 @@ def tiles(found: CallAnalysis, full: bool = False) -> Rows:
         return {"hop": hop, "keys of": keys, **shown, "busiest": busiest}
 
     pairs = zip(found.hops, found.tiles.tolist(), strict=True)
-    rows = [row(hop.number, rank(-hop.offset), counts, max(counts)) for hop, counts in pairs]
+    rows = [row(hop.number, hop.keys_of, counts, max(counts)) for hop, counts in pairs]
     runs = [[one] for one in rows] if full else [list(run) for _, run in groupby(rows, lambda x: list(x.values())[2:])]
     for first, *_, last in (run for run in runs if len(run) > 1):
         first |= {name: f"{first[name]} to {last[name]}" for name in ("hop", "keys of")}
@@ -104,6 +104,12 @@ def _of_tiles(found: CallAnalysis) -> Iterator[str]:
     yield balance(found)
     if any(hop.ways == 2 for hop in found.hops):
         yield "After hop 0 each row is half of the heads: their keys come from either side."
+    plan = found.shard.ring.plan
+    if plan.outer > 1:
+        yield (
+            f"The ring has two levels: keys go round the {plan.inner} ranks r of a group, and meanwhile the next keys "
+            f"come from the group before, of {plan.outer} groups g."
+        )
     if found.skipped:
         runs = [[x for _, x in run] for _, run in groupby(enumerate(found.skipped), lambda pair: pair[1] - pair[0])]
         lost = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -57,7 +57,10 @@ def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
 def shard(call: AbstractCall, kernel: Any = None) -> Shard:
     """The shapes of one rank's inputs. The sends of the ring may depend on `kernel`."""
     stacked = trace(call, functools.partial(_shard, kernel))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+    found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+    # The trace has one axis for the whole ring.
+    ring = dataclasses.replace(found.ring, plan=found.ring.plan.over(call.inner))
+    return dataclasses.replace(found, ring=ring)
 
 
 def tile_states(call: AbstractCall, shard: Shard, tile: tuple[int, int]) -> np.ndarray:

@@ -16,7 +16,7 @@ from .protocol import Block, BlockKernel, Gradients, Partial
 from .varying import align, axes_of
 
 Expected = tuple[tuple[int, ...], Any]
-"""A shape, and the dtype that is allowed beside float32 where the block is final."""
+"""The shape of a result, and the dtype that it may have instead of float32 if the block is final."""
 
 
 def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Partial:
@@ -33,8 +33,8 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
 def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     """`kernel.backward(block, *arrays)`; raises if a gradient is missing or has a wrong shape or dtype.
 
-    Gradients of a final block come in the dtypes of its inputs, whichever the kernel returned: `vmap` must not change a
-    dtype, and its rule may run the kernel on a block that is not final.
+    Gradients of a final block are converted to the dtypes of its inputs: `vmap` must not change a dtype, and its rule
+    may run the kernel on a block that is not final, which returns float32.
     """
     result = kernel.backward(block, *arrays)
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
@@ -59,7 +59,7 @@ def _like(x: Any) -> Expected:
 def _checked(
     kernel: BlockKernel, method: str, result: Any, kind: type, wanted: dict[str, Expected], final: bool
 ) -> Any:
-    """The result, checked, with `None` in the place of arrays that were not asked for."""
+    """Raises if an array in `wanted` has a wrong shape or dtype; returns `result` with `None` for all other arrays."""
     if not isinstance(result, kind):
         raise KernelError(kernel, method, f"returned {type(result).__name__}", f"Return a {kind.__name__}")
     for name, (shape, narrow) in wanted.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which probabilities dropout keeps: Philox by global index, so the bits are the same on every ring, tile and backend.
 
-Where `i % 16 < 8` and `j % 16 < 8`, the entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share one
-draw of two 32-bit words. Each entry takes 16 of the bits.
+A draw, the two 32-bit words of one Philox call, serves four entries: `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and
+`(i + 8, j + 8)`, where `i % 16 < 8` and `j % 16 < 8`. Each takes 16 of the bits.
 """
 
 import math
@@ -44,7 +44,7 @@ def keys(block: Block) -> UInt32[Array, "B N"]:
 
 
 def draw_number(index: Word) -> Word:
-    """The number of the draw for each `index`. The indices `i` and `i + 8` share one, where `i % 16 < 8`."""
+    """The counter of the draw for each `index`. The indices `i` and `i + 8` share one if `i % 16 < 8`."""
     return ((index >> 4) << 3) | (index & 7)
 
 
@@ -85,7 +85,7 @@ def _stepped(key: Word, step: int, number: int) -> Word:
 
 
 def _product(x: Word, factor: int) -> tuple[Word, Word]:
-    """The high and the low word of a 64-bit product, by 16-bit halves: there is no uint64 without x64."""
+    """The high and the low word of a 64-bit product, from 16-bit halves: JAX has uint64 only with `jax_enable_x64`."""
     high, low = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
     x_high, x_low = x >> 16, x & 0xFFFF
     bottom = x_low * low

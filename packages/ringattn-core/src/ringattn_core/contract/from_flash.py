@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,22 @@ from .static_masks import Piece, pieces
 BEYOND_ALL_SCORES: Final = 1e30
 """The `lse` that a query with no gradients gets, so that its probabilities `exp(s - lse)` are 0.
 
-It is finite, because some kernels give an infinite `lse` a meaning of their own.
+It is finite, because some kernels treat an infinite `lse` as a special case.
 """
 
 
-class FlashForward(Protocol):
-    """Attention of some queries to some keys: query `i` sees the keys up to `i` if `causal`, else all.
+_OF_OPTIONS: Final = tuple(
+    field.name
+    for field in dataclasses.fields(Block)
+    if field.default is dataclasses.MISSING and type(None) in get_args(field.type)
+)
+"""The arrays of a block that an option of the call brings."""
 
-    Returns the normalised output, in any dtype, and the natural log-sum-exp of the scores.
+
+class FlashForward(Protocol):
+    """A function that computes attention of `q` to `k`: if `causal`, query `i` sees the keys up to `i`, else all.
+
+    It returns the normalised output, in any dtype, and the natural log-sum-exp of the scores.
     """
 
     def __call__(
@@ -40,7 +48,7 @@ class FlashForward(Protocol):
 
 
 class FlashBackward(Protocol):
-    """Returns `dq, dk, dv` in any dtype, by `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
+    """A function that returns `dq, dk, dv` in any dtype, from `p = exp(s - lse)` and `ds = p * (dp - Σ dout * out)`.
 
     `out` and `lse` are over all keys of the ring, but `k` and `v` are only some of them. So the function must use `out`
     and `lse` as given, and must not compute them again.
@@ -113,10 +121,10 @@ class _FlashKernel:
 
     def _check(self, block: Block, method: str) -> None:
         """Raises if the call has an option that the two functions do not take."""
-        rule, arrays = block.rule, (block.q_segments, block.bias, block.mask, block.slopes, block.seed)
+        rule, given = block.rule, [name for name in _OF_OPTIONS if getattr(block, name) is not None]
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
         unequal = rule.causal and block.q_length != block.kv_length
-        if rule != Rule(rule.scale, rule.causal, **known) or unequal or any(x is not None for x in arrays):
+        if rule != Rule(rule.scale, rule.causal, **known) or unequal or given:
             raise KernelError(
                 self,
                 method,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the launch of a kernel a JAX primitive: compiled on its own platform, interpreted on a CPU.
 
-This is for backends whose kernels JAX does not know. JAX chooses between the two when it lowers a program, so that one
-traced program serves both platforms.
+It serves backends whose kernels JAX cannot lower itself. JAX chooses between compiler and interpreter when it lowers a
+program, so that one traced program serves both platforms.
 """
 
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,9 @@ def launch_primitive(
     """Makes the primitive `name`, which returns a list of results. Without `jax.jit`, it runs under one of its own.
 
     `outputs(*operands, **parameters)` gives arrays or structs with the shapes and dtypes of the results.
-    `lowerings[platform](*operands, **parameters)` computes the results on that platform. In the types that JAX tracks,
-    its arrays vary over no mesh axis, and neither do the results of `bind`: the caller aligns these with its operands
-    (`varying.align`).
+    `lowerings[platform](*operands, **parameters)` computes the results on that platform. Inside
+    `shard_map(check_vma=True)`, JAX takes the results of `bind` for replicated: the caller marks them as varying over
+    the mesh axes of its operands (`varying.align`). The arrays that a lowering gets are marked as replicated too.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -63,26 +63,38 @@ def _over_no_mesh(arrays: Sequence[Any]) -> list[jax.core.ShapedArray]:
 class Interpreter:
     """Whether a backend's kernels may be interpreted on a CPU: if environment variable `variable` is one of `values`.
 
-    Errors name `compiler`, which compiles the kernels otherwise, and the `accelerator` for which it compiles.
+    Errors name `compiler`, which compiles the kernels otherwise, the `accelerator` for which it compiles, and what pip
+    installs as `package` to give JAX that accelerator.
     """
 
     variable: str
     compiler: str
     accelerator: str
+    package: str
     values: tuple[str, ...] = ("1",)
 
     @property
     def allowed(self) -> bool:
-        """Whether the environment allows it. Programs for an accelerator are compiled in any case."""
+        """Whether kernels may be interpreted on a CPU. On an accelerator they are compiled in any case."""
         return os.environ.get(self.variable, "") in self.values
 
     @property
     def advice(self) -> str:
-        """How to allow it, as the end of an error message, after "or"."""
+        """The end of an error message, after "or", about how to allow kernels to be interpreted."""
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
 
+    def why_no_device(self, devices: Sequence[Any], platforms: Collection[str]) -> str | None:
+        """Why the kernels cannot run on these devices, if some are of other `platforms`; `None` if they can."""
+        others = sorted({device.platform for device in devices} - set(platforms))
+        if not others or self.allowed:
+            return None
+        return (
+            f"JAX sees no {self.accelerator} in this process, but {', '.join(others)}. Install the JAX of your "
+            f"{self.accelerator} (pip install '{self.package}'), or {self.advice}"
+        )
+
     def check(self, kernel: str) -> None:
-        """Raises if a kernel is lowered for a CPU and the environment does not allow it."""
+        """Raises unless kernels may be interpreted; called when `kernel` is lowered for a CPU."""
         if not self.allowed:
             raise RuntimeError(
                 f"kernel {kernel} was launched on a CPU, and {self.compiler} compiles for {self.accelerator}s. Choose "

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """How partial results combine: with each other, and with attention sinks."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from ..errors import InputError
 from ..placement import axes
+from . import ordering
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
-"""Up to how many ranks merge by one sum of an array with a place for each rank, in which latency counts most."""
+"""Up to this number of ranks, one all-reduce gathers all results: its latency counts more than its bytes."""
 
 
 def empty(block: Block) -> Partial:
@@ -27,13 +30,28 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Associative and commutative up to rounding; `empty` is the identity.
     """
+    for argument, x in (("a", a), ("b", b)):
+        _refuse_misfit(argument, x, a)
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
 
 
+def _refuse_misfit(argument: str, x: Any, first: Any) -> None:
+    """Raises unless `x` is a partial result whose arrays fit together and have the shapes of `first`."""
+    if not isinstance(x, Partial):
+        raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
+    out, lse = jnp.shape(x.out), jnp.shape(x.lse)
+    if out != jnp.shape(first.out) or len(out) != 4 or lse != (out[0], out[2], out[1]):
+        raise InputError(
+            argument,
+            f"has out {out} and lse {lse}",
+            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes",
+        )
+
+
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
-    """Merges `partial` of all ranks along the mesh axes `axis`, and that of each of the `chunks` of keys on a rank.
+    """Merges the partial results of all ranks along the mesh axes `axis`, and of the `chunks` of keys on each rank.
 
     In `partial`, the results of the chunks of one row are consecutive rows of the batch. It must have no `shift`, which
     only a call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r`
@@ -51,7 +69,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse` of every rank, along a new second axis. Only zeros are added, so the sum is exact."""
     packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)[:, None]
-    own = (jnp.arange(ranks) == axes.coordinate(axis))[None, :, None, None, None]
+    own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[None, :, None, None, None]
     packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
     return packed[..., :-1], jnp.swapaxes(packed[..., -1], 2, 3)
 
@@ -63,7 +81,7 @@ def _weighed(
     axis: tuple[str, ...] = (),
     scattered: bool = False,
 ) -> Partial:
-    """The merged result of `n` partial results of each row and, with `axis`, of all ranks; `largest` is the largest lse."""
+    """Merges `n` partial results of each row and, with `axis`, those of all ranks; `largest` is the largest lse."""
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(lse - safe[:, None])
     sums = (out * _over_out(weight)).sum(1), weight.sum(1)
@@ -122,9 +140,16 @@ def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
-    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`."""
+    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`.
+
+    `forward` runs after `partial` is computed. It need not wait for that, but XLA might else compute with the keys that
+    a rank receives first and with its own last, and no kernel would hide the send.
+    """
 
     def continued(block: Block, partial: Partial | None) -> Partial:
-        return forward(block) if partial is None else merge(partial, forward(block))
+        if partial is None:
+            return forward(block)
+        kv = jax.tree.map(lambda x: ordering.tie_by_bits(x, partial.lse), block.kv)
+        return merge(partial, forward(dataclasses.replace(block, kv=kv)))
 
     return continued

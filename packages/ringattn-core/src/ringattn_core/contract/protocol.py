@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-from ..placement.arrays import axes_with
+from ..placement.arrays import axes_with, letters_of
 from .packing import Packed, unpack
 from .rule import Rule
+from .tile_padding import padded
 
 
 @jax.tree_util.register_dataclass
@@ -132,26 +132,20 @@ class Block:
 
     def padded_to(self, q_length: int, kv_length: int) -> "Block":
         """The block padded to these lengths: no query sees the new keys, and the caller drops the new queries."""
-        q_more, kv_more = q_length - self.q_length, kv_length - self.kv_length
-        block = self
-        if q_more:
-            block = block.map_queries(lambda x, axis: _grow(x, axis, q_more, mode="edge"))
-        if kv_more:
-            block = block.map_keys(lambda x, axis: _grow(x, axis, kv_more, mode="edge"))
-            kv = jax.tree.map(lambda x: _grow(x, x.ndim - 3, kv_more), self.kv)
-            kv_index = _grow(self.kv_index, 1, kv_more, constant_values=-1)
-            block = dataclasses.replace(block, kv=kv, kv_index=kv_index, padded=True)
-        return block
+        block = self.map_queries(lambda x, axis: padded(x, q_length, axis, None))
+        if kv_length == self.kv_length:
+            return block
+        block = block.map_keys(lambda x, axis: padded(x, kv_length, axis, None))
+        kv = jax.tree.map(lambda x: padded(x, kv_length, x.ndim - 3), self.kv)
+        return dataclasses.replace(block, kv=kv, kv_index=padded(self.kv_index, kv_length, 1, -1), padded=True)
 
     def _mapped(self, f: Callable[[jax.Array, int], jax.Array], axes: dict[str, int], length: int) -> "Block":
         given = {name: (x, axis) for name, axis in axes.items() if (x := getattr(self, name)) is not None}
         return dataclasses.replace(self, **{n: f(x, axis) for n, (x, axis) in given.items() if x.shape[axis] == length})
 
 
-def _grow(x: jax.Array, axis: int, more: int, **how: Any) -> jax.Array:
-    return jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)], **how)
-
-
+LETTERS: Final = letters_of(Block)
+"""The letters of the axes of each array of a block; without `kv`, whose form varies."""
 SHIFT_BELOW: Final = -4096.0
 """A row whose largest score is lower than this has a `shift`: `lse` in float32 would lose its digits there."""
 
@@ -177,10 +171,10 @@ class Partial:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What one block adds to each gradient, in float32, or where `block.final` in the dtype of its input.
+    """What one block contributes to each gradient, in float32, or where `block.final` in the dtype of its input.
 
-    `dq` continues the one given; `dk`, `dv`, `dbias` and `dslopes` are this block's alone, and the last two have the
-    shapes of `block.bias` and `block.slopes`, summed over the axes that are 1 there.
+    `dq` includes the `dq` that the kernel was given. `dk`, `dv`, `dbias` and `dslopes` are of this block alone. The
+    last two have the shapes of `block.bias` and `block.slopes`: they are summed over the axes that are 1 there.
     """
 
     dq: Float[Array, "B T N H"]

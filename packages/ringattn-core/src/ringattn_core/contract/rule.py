@@ -20,7 +20,7 @@ class Rule:
         window: `(left, right)`, how far a query sees to each side, both ends inclusive; `None` is unbounded. A side is
             at least 0 and may be as large as 2^31 - 1.
         chunk: A query sees the keys of its own chunk of this many positions, up to its own; at most 2^30.
-        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`, before bias and ALiBi are added.
+        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`, before anything is added to them.
         dropout: The probability of dropping an entry, rounded down to a multiple of 2^-16, the resolution of its bits.
         masks: The distinct masks that `mask_builder` made; empty without a builder.
         mask_of_head: For each *global* head, the number of its mask in `masks`.
@@ -48,3 +48,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dropout", math.floor(self.dropout * 2**16) / 2**16)
+
+    @property
+    def keep_weight(self) -> float:
+        """The factor of a probability that dropout keeps."""
+        return 1.0 / (1.0 - self.dropout)

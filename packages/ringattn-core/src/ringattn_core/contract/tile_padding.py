@@ -5,7 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 
-def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float = 0) -> Shaped[Array, "..."]:
-    """`x` padded with `value` at the end of `axis` to `length`; `x` itself if it has that length."""
+def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None = 0) -> Shaped[Array, "..."]:
+    """`x` padded at the end of `axis` to `length`, with `value`, or with its last entry for `None`.
+
+    It is `x` itself if it has that length.
+    """
+    if length == x.shape[axis]:
+        return x
     widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value) if length != x.shape[axis] else x
+    return jnp.pad(x, widths, mode="edge") if value is None else jnp.pad(x, widths, constant_values=value)

@@ -28,7 +28,7 @@ class MaskInfo:
     Args:
         q_segment_ids: `[B, T]`. A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: `[B, S]`.
-        q_positions: `[T]` or `[B, T]`: the positions of queries, which masks and ALiBi compare.
+        q_positions: `[T]` or `[B, T]`: the positions of queries, as in `ring_attention`.
         kv_positions: `[S]` or `[B, S]`.
         attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
     """

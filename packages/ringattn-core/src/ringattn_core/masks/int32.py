@@ -28,20 +28,23 @@ def fitting(argument: str, given: Any, limits: Limits = INT32) -> None:
         return
     known = np.asarray(given)
     if known.size and (known.min() < least or known.max() > most):
-        raise InputError(argument, f"has values from {known.min()} to {known.max()}", remedy)
+        least, most = known.min(), known.max()
+        values = f"has values from {least} to {most}" if least < most else f"has the value {least}"
+        raise InputError(argument, values, remedy)
 
 
 def as_int32(argument: str, x: Any, limits: Limits = INT32) -> jax.Array:
     """`x` as an array of int32; refuses other numbers, and integers beyond the limits."""
     given = as_given(argument, x)
-    if not jnp.issubdtype(given.dtype, jnp.integer):
+    huge = given.dtype == object and all(isinstance(value, int) for value in np.ravel(given))  # beyond 64 bits
+    if not huge and not jnp.issubdtype(given.dtype, jnp.integer):
         raise InputError(argument, f"has dtype {given.dtype}", "It needs integers")
     fitting(argument, given, limits)
     return jnp.asarray(given).astype(jnp.int32)
 
 
 def as_given(argument: str, x: Any) -> Any:
-    """What `jnp.asarray` accepts as an array, still on the host where it was: JAX cuts integers of 64 bits there."""
+    """`x` as an array, on the host if it was there. (`jnp.asarray` would cut 64-bit integers to 32 bits unseen.)"""
     if isinstance(x, jax.Array | np.ndarray):
         return x
     try:

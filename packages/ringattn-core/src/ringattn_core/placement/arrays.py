@@ -41,7 +41,7 @@ def as_array(argument: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            argument, f"{type(x).__name__} is no array ({error})", "Pass what jnp.asarray accepts"
+            argument, f"{type(x).__name__} is not an array ({error})", "Pass what jnp.asarray accepts"
         ) from error
 
 
@@ -91,9 +91,9 @@ def broadcasts(letter: str) -> bool:
 
 
 def repeated_heads(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
-    """Repeats every key head `copies` times, so that each rank has one of its own. JAX sums their gradients."""
-    shape = (*x.shape[:2], x.shape[2], copies, x.shape[3])
-    return jnp.broadcast_to(x[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3])
+    """Repeats every key head `copies` times, so that each rank has one of its own. Sums their gradients in float32."""
+    shape, wide = (*x.shape[:2], x.shape[2], copies, x.shape[3]), x.astype(jnp.float32)
+    return jnp.broadcast_to(wide[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3]).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,8 +41,8 @@ def _size_of(argument: str, name: str) -> int:
                 f"{', '.join(map(repr, known))}. Pass one of them"
             ) from None
         raise MeshError(
-            f"{argument}={name!r} is not an axis of any shard_map around this call. Pass mesh=, or call inside a "
-            f"jax.shard_map over a mesh with that axis"
+            f"{argument}={name!r} is not an axis of any shard_map around this call. Pass mesh=, set it by "
+            f"jax.set_mesh, or call inside a jax.shard_map over a mesh with that axis"
         ) from None
 
 
@@ -104,11 +104,6 @@ def exchanged(x: Array, axis: str, ranks: int, rank: Any, split: int, joined: in
     whole = all_gathered(x, (axis,), ranks, rank, joined)
     share = x.shape[split] // ranks
     return jax.lax.dynamic_slice_in_dim(whole, rank * share, share, split)
-
-
-def shifted(x: Array, axis: tuple[str, ...], ranks: int, shift: int) -> Array:
-    """What this rank receives when every rank sends `x` to the rank `shift` further on, as `coordinate` counts."""
-    return permuted(x, axis, [(rank, (rank + shift) % ranks) for rank in range(ranks)])
 
 
 def permuted(x: Array, axis: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:

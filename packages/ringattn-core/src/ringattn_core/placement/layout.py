@@ -47,25 +47,23 @@ def indices(layout: str, ranks: int, rank: Any, length: int, stripe: int = 1) ->
     layout, ranks take turns at runs of `stripe` consecutive tokens. The shards of `stripe` neighbouring ranks with runs
     of one token form one such shard (`of_neighbours`).
     """
-    step = jnp.arange(length, dtype=jnp.int32)
-    if layout == "contiguous":
-        return rank * length + step
-    if layout == "striped":
-        return (step // stripe * ranks + rank) * stripe + step % stripe
-    half = length // 2
-    return jnp.where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
+    return _indices(layout, ranks, rank, jnp.arange(length, dtype=jnp.int32), stripe, jnp.where)
 
 
 def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
     """The global index of each token of the whole sequence, in layout order: rank by rank."""
-    layout = canonical(layout)
-    natural = np.arange(length, dtype=np.int32)
+    every_rank, step = np.arange(ranks, dtype=np.int32)[:, None], np.arange(length // ranks, dtype=np.int32)
+    return _indices(canonical(layout), ranks, every_rank, step, stripe, np.where).reshape(-1)
+
+
+def _indices(layout: str, ranks: int, rank: Any, step: Any, stripe: int, where: Any) -> Any:
+    """The global index of each `step`, the number of a token in the shard of `rank`."""
     if layout == "contiguous":
-        return natural
+        return rank * step.size + step
     if layout == "striped":
-        return natural.reshape(-1, ranks, stripe).swapaxes(0, 1).reshape(-1)
-    chunks = natural.reshape(2 * ranks, -1)
-    return np.stack([chunks[:ranks], chunks[::-1][:ranks]], 1).reshape(-1)
+        return (step // stripe * ranks + rank) * stripe + step % stripe
+    half = step.size // 2
+    return where(step < half, rank * half + step, (2 * ranks - 1 - rank) * half + step - half)
 
 
 def of_neighbours(x: jax.Array, layout: str, shards: int, axis: int) -> jax.Array:

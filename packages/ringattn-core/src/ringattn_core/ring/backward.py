@@ -2,6 +2,7 @@
 """The backward pass round the ring: while a kernel runs, the next keys arrive and the last keys' gradients leave."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -113,23 +114,63 @@ class _Pass:
         """The gradients of this rank's keys, and the sums over all hops. The last hop has this rank's own keys.
 
         The first send is tied to the raw cotangent; tying it to a derived array would make XLA compute that first.
-        With separate sends, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
+        Where `plan.halves`, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
         and the other half while the last gradients arrive.
         """
         plan, sums = self.ring.plan, tuple(self._zeros(direction) for direction in self.directions)
+        first, early, gradients = self._own_keys([dout]), None, None
         if len(plan.offsets) == 1:
-            return self.hop(self._own_keys([dout]), None, sums, 0, None, None)[1:]
-        first, early = self._own_keys([dout]), None
-        wires = permuted(self.ring, self.directions, first, plan.shifts[0])
+            return self.hop(first, None, sums, 0, None, None)[1:]
+        ahead = first if plan.outer == 1 else permuted(self.ring, self.directions, first, 1, outer=True)
+        wires = permuted(self.ring, self.directions, ahead, plan.shifts[0])
         if plan.halves(len(self.directions) * self.directions[0].call.key.shape[2]):
             early, sums = self._own_half(0, first, sums)
-        behind, sums = self._visitors(wires, sums)
-        own = self._own_keys([each["q"] for each in sums])
-        return self.hop(own, behind, sums, 0, None, plan.homeward, early)[1:]
+        if plan.outer > 1:
+            wires, gradients, sums = self._other_groups(ahead, wires, sums)
+        _, _, mine, sums = self.round(None, wires, gradients, sums, 0, None, early)
+        return mine, sums
 
-    def _visitors(self, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
-        """Runs the hops with other ranks' keys. Returns the key gradients of the last of these hops, and the sums."""
-        offsets, shifts = self.ring.plan.offsets[1:], self.ring.plan.shifts
+    def _other_groups(self, ahead: Wires, wires: Wires, sums: Sums) -> tuple[Wires, KeyGradients, Sums]:
+        """Runs the rounds with the keys of other groups: at first those in `ahead`, of which `wires` came first.
+
+        Returns the first keys for the round of the own group, the gradients of the last round's keys, and the sums.
+        """
+        rounds = self.ring.plan.rounds[1:]
+        first, *steps = zip(rounds, (*(1 for _ in rounds[1:]), None), strict=True)
+        carry = self.round(ahead, wires, None, sums, *first)
+        return hops.repeated(self.round, carry, steps, self.ring.plan.inner)[1:]
+
+    def round(
+        self,
+        keys: Wires | None,
+        wires: Wires,
+        gradients: KeyGradients | None,
+        sums: Sums,
+        base: Any,
+        ahead: int | None,
+        early: KeyGradients | None = None,
+    ) -> tuple[Any, Any, KeyGradients, Sums]:
+        """One round of the inner ring, from the offset `base` on. It ends with `keys`, or with this rank's own keys.
+
+        Meanwhile `keys` travel `ahead` along the outer ring, and so do `gradients`, those of the round before. Returns
+        the keys that arrive, which the next round ends with; the keys of the first hop of that round; the gradients of
+        this round's keys, which are this round's plus those that arrive; and the sums.
+        """
+        plan, following, arrived = self.ring.plan, None, None
+        if ahead is not None or gradients is not None:
+            back = None if gradients is None else 1
+            _, following, arrived, sums = self._sent(keys or (), keys or (), gradients, sums, ahead, back, outer=True)
+        behind, sums = self._visitors(wires, sums, base)
+        if keys is None:
+            keys, leaving, onward = self._own_keys([each["q"] for each in sums]), None, None
+        else:
+            leaving, onward = following or self._own_keys([each["q"] for each in sums]), plan.shifts[0]
+        wires, mine, sums = self.hop(keys, behind, sums, base, onward, plan.homeward, early, leaving)
+        return following, wires, _total(mine, arrived), sums
+
+    def _visitors(self, wires: Wires, sums: Sums, base: Any) -> tuple[KeyGradients, Sums]:
+        """Runs a round's hops but the last. Returns the key gradients of the last of these hops, and the sums."""
+        offsets, shifts = [base + offset for offset in self.ring.plan.round[1:]], self.ring.plan.shifts
         first, *steps = zip(offsets, (*shifts[1:], None), (None, *shifts[1:]), strict=True)
         wires, behind, sums = self.hop(wires, None, sums, *first)
         return hops.repeated(self.hop, (wires, behind, sums), steps)[1:]
@@ -143,42 +184,56 @@ class _Pass:
         onward: int | None,
         back: int | None,
         early: KeyGradients | None = None,
+        leaving: Wires | None = None,
     ) -> tuple[Any, Any, Sums]:
-        """Computes with the keys in `wires`; meanwhile sends them `onward` ranks, and `behind` by `back` ranks.
+        """Computes with the keys in `wires`; meanwhile sends keys `onward` ranks, and `behind` by `back` ranks.
 
-        `behind` are the key gradients of the hop before. `early` are this hop's key gradients for half of the heads,
-        where these are known; then the kernel computes the other half. Returns three things: the keys that arrive; the
-        gradients of the keys in `wires`, which are this hop's plus the gradients that arrive; and the sums.
+        The keys that are sent are those in `wires`, unless others are `leaving`. `behind` are the key gradients of the
+        hop before. `early` are this hop's key gradients for half of the heads, where these are known; then the kernel
+        computes the other half. Returns three things: the keys that arrive; the gradients of the keys in `wires`, which
+        are this hop's plus the gradients that arrive; and the sums.
         """
-        done = [each["q"] for each in sums]
-        wires = tuple(after(self.ring, x, done) for x in wires)
-        sends = self.ring.plan.parcel(onward, back)
-        if len(sends) == 1 and sends[0].keys and sends[0].gradients:
-            following, arrived = self._send_parcel(wires, behind or (), sends[0].shift)
-        else:
-            wires, following, arrived = self._send_apart(wires, behind, done, onward, back)
-        for arrival in (*(following or ()), *(arrived or ())):
-            sums = tuple({**each, "q": ordering.tie_on_cpu(each["q"], arrival)} for each in sums)
+        wires, following, arrived, sums = self._sent(wires, leaving, behind, sums, onward, back)
         if early is None:
             made = [self._visit(*each, offset=offset) for each in self._each(wires, sums)]
             mine, sums = zip(*made, strict=True)
         else:
             late, sums = self._own_half(1, wires, sums)
             mine = tuple(jnp.concatenate([a, b], -2) for a, b in zip(early, late, strict=True))
-        if arrived is not None:
-            mine = tuple(here + there for here, there in zip(mine, arrived, strict=True))
-        return following, mine, sums
+        return following, _total(mine, arrived), sums
 
-    def _send_parcel(self, wires: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
-        """Sends keys and the gradients behind them as one array."""
-        leaving = tuple(parcels.join(x, late) for x, late in zip(wires, behind, strict=True))
-        arrivals = map(parcels.split, permuted(self.ring, self.directions, leaving, shift))
-        following, arrived = zip(*arrivals, strict=True)
-        return following, arrived
-
-    def _send_apart(
+    def _sent(
         self,
         wires: Wires,
+        leaving: Wires | None,
+        behind: KeyGradients | None,
+        sums: Sums,
+        onward: int | None,
+        back: int | None,
+        outer: bool = False,
+    ) -> tuple[Wires, Any, Any, Sums]:
+        """Sends keys by `onward`, those that are `leaving` or else those in `wires`, and gradients `behind` by `back`.
+
+        All sends wait for the kernels of the hop before. Returns `wires` and `sums` for this hop's kernels, and between
+        them the keys and the gradients that arrive.
+        """
+        done = [each["q"] for each in sums]
+        wires = tuple(after(self.ring, x, done) for x in wires)
+        leaving = wires if leaving is None else tuple(after(self.ring, x, done) for x in leaving)
+        send = functools.partial(permuted, self.ring, self.directions, outer=outer)
+        if self.ring.plan.joint and onward is not None and onward == back:
+            following, arrived = _parcel(send, leaving, behind or (), onward)
+        else:
+            wires, following, arrived = self._sent_apart(send, wires, leaving, behind, done, onward, back)
+        for arrival in (*(following or ()), *(arrived or ())):
+            sums = tuple({**each, "q": ordering.tie_on_cpu(each["q"], arrival)} for each in sums)
+        return wires, following, arrived, sums
+
+    def _sent_apart(
+        self,
+        send: Callable[..., Wires],
+        wires: Wires,
+        leaving: Wires,
         behind: KeyGradients | None,
         done: list[jax.Array],
         onward: int | None,
@@ -186,11 +241,11 @@ class _Pass:
     ) -> tuple[Wires, Wires | None, KeyGradients | None]:
         """Sends keys and gradients as two arrays. Waits for the keys first, because the next hop needs them first."""
         ring = self.ring
-        following = None if onward is None else permuted(ring, self.directions, wires, onward)
+        following = None if onward is None else send(leaving, onward)
         if back is None or behind is None:
             return wires, following, None
-        behind = tuple(after(ring, x, [*done, *wires]) for x in behind)
-        arrived = permuted(ring, self.directions, behind, back)
+        behind = tuple(after(ring, x, [*done, *leaving]) for x in behind)
+        arrived = send(behind, back)
         if following is not None:
             arrived = tuple(after(ring, x, following) for x in arrived)
         elif not ring.plan.joint:
@@ -220,7 +275,7 @@ class _Pass:
         return tuple(mine), tuple(added)
 
     def _added(self, sums: Sum, found: Gradients, origin: Any) -> Sum:
-        """`sums` with the gradients of one hop added; `dbias` goes to the columns of the hop's keys."""
+        """Adds the gradients of one hop to `sums`; `dbias` goes to the columns of the keys of rank `origin`."""
         layout, ring = self.directions[0].call.layout, self.ring
 
         def added(name: str, total: jax.Array) -> Any:
@@ -246,3 +301,15 @@ class _Pass:
 
     def _each(self, wires: Wires, sums: Sums) -> Any:
         return zip(self.directions, self.rows, wires, sums, strict=True)
+
+
+def _parcel(send: Callable[..., Wires], leaving: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
+    """Sends keys and the gradients behind them as one array."""
+    parcel = tuple(parcels.join(x, late) for x, late in zip(leaving, behind, strict=True))
+    following, arrived = zip(*map(parcels.split, send(parcel, shift)), strict=True)
+    return following, arrived
+
+
+def _total(mine: KeyGradients, arrived: KeyGradients | None) -> KeyGradients:
+    """The gradients of a hop or a round, plus those that arrive for the same keys."""
+    return mine if arrived is None else tuple(here + there for here, there in zip(mine, arrived, strict=True))

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..contract.call import IN_BLOCK, Call
-from ..contract.protocol import Block, BlockKernel
+from ..contract.protocol import LETTERS, Block, BlockKernel
 from ..placement import axes
-from ..placement.arrays import axes_with, letters_of
+from ..placement.arrays import axes_with
 from ..placement.layout import columns, indices, of_neighbours
 from .directions import CALL_NAMES, Direction
 from .hops import Plan
 
-HELD: Final = tuple(name for name in letters_of(Block) if name in CALL_NAMES)
+HELD: Final = tuple(name for name in LETTERS if name in CALL_NAMES)
 """The arrays of a call that its blocks hold, by their names there; keys and values are passed apart."""
 OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
 
@@ -63,7 +63,7 @@ def all_gathered(ring: Ring, layout: str, rank: Any, x: jax.Array, axis: int) ->
 
 def source(ring: Ring, direction: Direction, offset: Any) -> Int32[Array, ""]:
     """The rank that owns the keys which have travelled `offset` ranks in this direction to this rank."""
-    return (direction.location.rank - direction.signed(offset)) % ring.plan.ranks
+    return ring.plan.source(direction.location.rank, offset, direction.sign)
 
 
 def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
@@ -112,4 +112,4 @@ def _keys_from(layout: str, offset: Any) -> str:
 
 def in_block_form(name: str, x: jax.Array | None) -> Any:
     """An array of a call with all axes that it has in a `Block`; missing leading ones become 1."""
-    return None if x is None else x.reshape((1,) * (len(letters_of(Block)[name]) - x.ndim) + x.shape)
+    return None if x is None else x.reshape((1,) * (len(LETTERS[name]) - x.ndim) + x.shape)

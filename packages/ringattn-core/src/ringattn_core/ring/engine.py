@@ -51,6 +51,8 @@ def prepared(
     rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
     of_keys = 1 if gathers else ranks
     made = plan(rule, call.layout, of_keys, *lengths, call.two_way, joint(kernel), stripe)
+    if not (place or gathers):
+        made = made.over(axes.size("axis_name", axis[-1:]))
     of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
     call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(

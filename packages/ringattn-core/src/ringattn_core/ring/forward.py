@@ -67,9 +67,21 @@ class _Pass:
 
     def all_hops(self) -> Partials:
         """The partial results over all hops."""
+        plan = self.ring.plan
         wires = tuple(wire(self.ring, packing.pack(each.call.key, each.call.value)) for each in self.directions)
-        first, *steps = zip(self.ring.plan.offsets, (*self.ring.plan.shifts, None), strict=True)
-        return hops.repeated(self.hop, self.hop(wires, None, *first), steps)[1]
+        first, *rounds = zip(plan.rounds, (*(1 for _ in plan.rounds[1:]), None), strict=True)
+        return hops.repeated(self.round, self.round(wires, None, *first), rounds, plan.inner)[1]
+
+    def round(self, wires: Wires, partials: Partials | None, base: Any, ahead: int | None) -> tuple[Any, Partials]:
+        """One round of the inner ring, from the offset `base` on. Also sends its keys `ahead` along the outer ring.
+
+        Returns the keys of the next round, which arrive meanwhile, and the partial results.
+        """
+        plan, following = self.ring.plan, None
+        if ahead is not None:
+            following = permuted(self.ring, self.directions, self._after_hop(wires, partials), ahead, outer=True)
+        first, *steps = zip((base + offset for offset in plan.round), (*plan.shifts, None), strict=True)
+        return following, hops.repeated(self.hop, self.hop(wires, partials, *first), steps)[1]
 
     def hop(self, wires: Wires, partials: Partials | None, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
         """Sends the keys `shift` ranks on, and continues each partial result with the keys that are here.
@@ -78,12 +90,15 @@ class _Pass:
         """
         following = wires
         if shift is not None:
-            done = [partial.out for partial in partials or ()]
-            wires = tuple(after(self.ring, x, done) for x in wires)
+            wires = self._after_hop(wires, partials)
             following = permuted(self.ring, self.directions, wires, shift)
         before = partials or [None] * len(wires)
         made = [self.visit(*each, offset) for each in zip(self.directions, wires, before, strict=True)]
         return following, tuple(made)
+
+    def _after_hop(self, wires: Wires, partials: Partials | None) -> Wires:
+        """The keys, ordered after the kernels of the hop before."""
+        return tuple(after(self.ring, x, [partial.out for partial in partials or ()]) for x in wires)
 
     def visit(self, direction: Direction, x: parcels.Wire, partial: Partial | None, offset: Any) -> Partial:
         """Continues the partial result of one direction with the keys in `x`."""

@@ -16,12 +16,16 @@ from ..masks import Coordinates, all_of, any_of
 from ..placement.layout import order, pieces
 
 UNROLLED: Final = 8
-"""A ring of more hops runs in a `scan`, which keeps programs small; XLA overlaps an unrolled ring best."""
+"""More hops than these run in a `scan`, which keeps programs small; XLA overlaps an unrolled ring best.
+
+In a ring of two levels this holds for the hops of a round, and for those of all rounds together. However large it is,
+its program has at most three rounds forward and four backward, of at most ten hops each.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Send:
-    """One permute: every rank sends an array `shift` ranks onward.
+    """One permute: every rank sends an array `shift` steps onward, along its inner ring or, if `outer`, the outer ring.
 
     The array holds packed K,V if `keys`, and float32 dk,dv if `gradients`. With two `directions` round the ring, each
     has its own sends, of half of the heads.
@@ -31,17 +35,26 @@ class Send:
     keys: bool
     gradients: bool
     directions: int = 1
+    outer: bool = False
 
     def bytes(self, elements: int, itemsize: int) -> int:
         """The bytes that one rank sends; a shard's packed K,V has `elements` elements of `itemsize` bytes."""
         return elements // self.directions * (itemsize * self.keys + 4 * self.gradients)
 
 
+Hop = tuple[int, tuple[Send, ...]]
+"""The offset of a hop, and the sends during it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """At hop `t` rank `r` works on the keys of rank `(r - offsets[t]) % ranks`; hop 0 is its own shard.
+    """Which keys a rank has at each hop. Rank `r` works on the keys of rank `source(r, offsets[t])` at hop `t`.
 
-    With `two_way` this holds for half of the heads; the other half works on the keys of `(r + offsets[t]) % ranks`.
+    A flat ring has one round, in which the keys go round all ranks. With `outer` > 1 there are two levels: groups of
+    `inner` consecutive ranks are inner rings, and ranks with the same number in all groups are an outer ring. The keys
+    go round the inner ring once in each round. Meanwhile those of the next round travel one step along the outer ring.
+
+    With `two_way` half of the heads go round both rings the other way.
     """
 
     ranks: int
@@ -49,6 +62,21 @@ class Plan:
     two_way: bool = False
     joint: bool = True
     """Whether keys and the gradients behind them travel as one array, at hops where both travel equally far."""
+    outer: int = 1
+    """The number of groups. More than one group needs a plan that leaves out no hop."""
+
+    @property
+    def inner(self) -> int:
+        """The number of ranks of an inner ring."""
+        return self.ranks // self.outer
+
+    @classmethod
+    def of(cls, ranks: int, offsets: tuple[int, ...], two_way: bool, joint: bool) -> "Plan":
+        """The plan of these hops. `two_way` has no effect on two ranks, where both directions are the same.
+
+        Nor has it if hops are left out: a shard that is near in one direction is far in the other.
+        """
+        return cls(ranks, offsets, two_way and ranks > 2 and len(offsets) == ranks, joint)
 
     @property
     def signs(self) -> tuple[int, ...]:
@@ -56,51 +84,120 @@ class Plan:
         return (1, -1) if self.two_way else (1,)
 
     @property
+    def rounds(self) -> tuple[int, ...]:
+        """The first offset of each round."""
+        return tuple(range(0, self.ranks, self.inner))
+
+    @property
+    def round(self) -> tuple[int, ...]:
+        """The offsets of the first round. Another round adds its first offset to each of them."""
+        return self.offsets[: self.inner]
+
+    @property
     def shifts(self) -> tuple[int, ...]:
-        """How many ranks the keys travel after each hop but the last, after which nothing is sent."""
-        return tuple(b - a for a, b in zip(self.offsets, self.offsets[1:], strict=False))
+        """How far the keys travel along the inner ring after each hop of a round but the last."""
+        return tuple(b - a for a, b in zip(self.round, self.round[1:], strict=False))
+
+    def source(self, rank: Any, offset: Any, sign: int = 1) -> Any:
+        """The rank that owns the keys which have travelled `offset` to `rank`; either may be an array.
+
+        Along the outer ring they have travelled `offset // inner` steps, and along the inner ring `offset % inner`.
+        """
+        group = (rank // self.inner - sign * (offset // self.inner)) % self.outer
+        return group * self.inner + (rank - sign * offset) % self.inner
+
+    def pairs(self, shift: int, outer: bool = False) -> list[tuple[int, int]]:
+        """The sender and the receiver of each message of a permute by `shift` steps along the inner or outer ring."""
+        step, ring = (shift * self.inner, self.ranks) if outer else (shift, self.inner)
+        return [(rank, rank // ring * ring + (rank + step) % ring) for rank in range(self.ranks)]
+
+    def over(self, inner: int) -> "Plan":
+        """The plan in two levels, with inner rings of `inner` ranks.
+
+        A plan that leaves out hops stays flat: its few sends are shorter than a round of every group.
+        """
+        if self.outer > 1 or len(self.offsets) < self.ranks or not 1 < inner < self.ranks:
+            return self
+        outer = self.ranks // inner
+        return dataclasses.replace(self, outer=outer, two_way=self.two_way and max(inner, outer) > 2)
+
+    @property
+    def forward_hops(self) -> tuple[Hop, ...]:
+        """The hops of the forward pass. In the first hop of a round, the keys of the next round leave."""
+        found = []
+        for base in self.rounds:
+            ahead = self._ahead(base < self.rounds[-1], gradients=False)
+            for offset, shift in zip(self.round, (*self.shifts, None), strict=True):
+                found.append(self._hop(base + offset, (*self.parcel(shift, None), *ahead)))
+                ahead = ()
+        return tuple(found)
+
+    @property
+    def backward_hops(self) -> tuple[Hop, ...]:
+        """The hops of the backward pass. A rank computes with its own keys last: that kernel hides the last send.
+
+        The hop before the first one computes nothing, or half of the own keys (`halves`). A round ends with the keys
+        that came over the outer ring, and the round of the own group is the last one. In the first hop of a round, the
+        keys of the next round leave over the outer ring, and the gradients of the round before.
+        """
+        onward, behind = (*self.shifts[1:], None), (None, *self.shifts[1:])
+        first = self._ahead(self.outer > 1, gradients=False)
+        found = [self._hop(0, (*first, *self.parcel(next(iter(self.shifts), None), None)))]
+        for base in (*self.rounds[1:], 0):
+            ahead = self._ahead(0 < base < self.rounds[-1], gradients=self.outer > 1 and base != self.inner)
+            for offset, *moves in zip(self.round[1:], onward, behind, strict=False):
+                found.append(self._hop(base + offset, (*self.parcel(*moves), *ahead)))
+                ahead = ()
+            found.append(self._hop(base, self.parcel(self.shifts[0] if base else None, self.homeward)))
+        return tuple(found)
 
     @property
     def forward(self) -> tuple[Send, ...]:
-        return self._in_each_direction(Send(shift, keys=True, gradients=False) for shift in self.shifts)
+        """The sends of the forward pass."""
+        return tuple(send for _, sends in self.forward_hops for send in sends)
 
     @property
     def backward(self) -> tuple[Send, ...]:
-        """The sends of the backward pass. A rank computes with its own keys last: that kernel hides the last send."""
-        shifts = self.shifts
-        sends = [Send(shift, keys=True, gradients=False) for shift in shifts[:1]]
-        for onward, behind in zip((*shifts[1:], None), (None, *shifts[1:]), strict=True):
-            sends += self.parcel(onward, behind)
-        home = self.homeward
-        return self._in_each_direction([*sends, *(() if home is None else (Send(home, keys=False, gradients=True),))])
+        """The sends of the backward pass."""
+        return tuple(send for _, sends in self.backward_hops for send in sends)
 
     @property
     def homeward(self) -> int | None:
-        """How many ranks the gradients of the last visiting keys must travel to their owner; `None` without sends."""
-        return self.ranks - self.offsets[-1] if self.offsets[-1] else None
+        """How far the gradients of a round's last visiting keys must travel along the inner ring; `None` if not."""
+        return self.inner - self.round[-1] if self.round[-1] else None
 
     def halves(self, kv_heads: int) -> bool:
         """Whether the backward pass computes half of the heads of the own keys first, to hide the first send too."""
-        return not self.joint and len(self.offsets) > 1 and kv_heads % (2 * len(self.signs)) == 0
+        apart = not self.joint or self.outer > 1
+        return apart and len(self.offsets) > 1 and kv_heads % (2 * len(self.signs)) == 0
 
     def parcel(self, onward: int | None, behind: int | None) -> tuple[Send, ...]:
-        """The sends during one hop of the backward pass: keys by `onward` ranks, the last hop's dk,dv by `behind`."""
+        """The sends during one hop along the inner ring: keys by `onward` ranks, the last hop's dk,dv by `behind`."""
         if self.joint and onward is not None and onward == behind:
             return (Send(onward, keys=True, gradients=True),)
         keys = () if onward is None else (Send(onward, keys=True, gradients=False),)
         gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
         return keys + gradients
 
-    def most_sent(self, elements: int, itemsize: int) -> int:
-        """The most bytes that one rank sends during a hop of the backward pass, in both directions together."""
-        onward, behind = (*self.shifts[1:], None), (None, *self.shifts[1:])
-        hops = [self.parcel(None, self.homeward), self.parcel(next(iter(self.shifts), None), None)]
-        hops += [self.parcel(*moves) for moves in zip(onward, behind, strict=True)]
-        return max(sum(send.bytes(elements, itemsize) for send in sends) for sends in hops)
+    def most_sent(self, elements: int, itemsize: int, outer: bool = False) -> int:
+        """The most bytes that one rank sends during a hop of the backward pass, in both directions together.
 
-    def _in_each_direction(self, sends: Iterable[Send]) -> tuple[Send, ...]:
+        They are those along the inner ring or, if `outer`, along the outer ring.
+        """
+        return max(
+            sum(send.bytes(elements, itemsize) for send in sends if send.outer == outer)
+            for _, sends in self.backward_hops
+        )
+
+    def _ahead(self, keys: bool, gradients: bool) -> tuple[Send, ...]:
+        """The sends along the outer ring: of keys, and of gradients."""
+        sends = self.parcel(1 if keys else None, 1 if gradients else None)
+        return tuple(dataclasses.replace(send, outer=True) for send in sends)
+
+    def _hop(self, offset: int, sends: Iterable[Send]) -> Hop:
+        """A hop with these sends in each direction."""
         directions = len(self.signs)
-        return tuple(
+        return offset, tuple(
             dataclasses.replace(send, shift=sign * send.shift, directions=directions)
             for send in sends
             for sign in self.signs
@@ -121,27 +218,27 @@ def plan(
     """The plan of a ring: only hops at which some query may see some key. Lengths are those of one shard.
 
     Masks leave out hops only if they have bounds by position and `rule.increasing` is true; the engine sets it to false
-    for queries with an offset. Segment ids leave out none, because they are known only at run time. `two_way` has no
-    effect if hops are left out, because a shard that is near in one direction is far in the other, nor on two ranks,
-    where both directions are the same.
+    for queries with an offset. Segment ids leave out none, because they are known only at run time.
     """
-    made = _offsets(rule, layout, ranks, q_length, kv_length, stripe)
-    return Plan(ranks, made, two_way=two_way and ranks > 2 and len(made) == ranks, joint=joint)
+    return Plan.of(ranks, _offsets(rule, layout, ranks, q_length, kv_length, stripe), two_way, joint)
 
 
-def repeated(hop: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """`carry = hop(*carry, *step)` for all steps, each an offset and shifts. On a long ring a `scan` runs all but one.
+def repeated(
+    step: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tuple[Any, ...]], hops: int = 1
+) -> tuple[Any, ...]:
+    """`carry = step(*carry, *each)` for all steps, each an offset and shifts, of `hops` hops.
 
-    The shifts of the last step differ from those of the others, which must be alike for a `scan`.
+    If these are many hops, a `scan` runs all steps but the last one, whose shifts may differ. Those of the others must
+    be alike for a `scan`.
     """
     alike = {tuple(shifts) for _, *shifts in steps[:-1]}
-    if len(steps) > UNROLLED and len(alike) == 1:
+    if len(steps) * hops > UNROLLED and len(alike) == 1:
         (shifts,) = alike
         offsets = jnp.asarray([offset for offset, *_ in steps[:-1]], jnp.int32)
-        carry, _ = jax.lax.scan(lambda carry, offset: (hop(*carry, offset, *shifts), None), carry, offsets)
+        carry, _ = jax.lax.scan(lambda carry, offset: (step(*carry, offset, *shifts), None), carry, offsets)
         steps = steps[-1:]
-    for step in steps:
-        carry = hop(*carry, *step)
+    for each in steps:
+        carry = step(*carry, *each)
     return carry
 
 

@@ -19,13 +19,13 @@ Wires = tuple[parcels.Wire, ...]
 """One packed array for each direction round the ring."""
 
 
-def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int) -> Wires:
-    """Sends each direction's array `shift` ranks along that direction; returns the arrays that arrive."""
-    return tuple(_permuted(ring, x, each.signed(shift)) for each, x in zip(directions, wires, strict=True))
+def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int, outer: bool = False) -> Wires:
+    """Sends each direction's array `shift` steps that way along the inner or outer ring; returns those that arrive."""
+    return tuple(_permuted(ring, x, each.signed(shift), outer) for each, x in zip(directions, wires, strict=True))
 
 
-def _permuted(ring: Ring, x: jax.Array, shift: int) -> jax.Array:
-    send = functools.partial(axes.shifted, axis=ring.axis, ranks=ring.plan.ranks, shift=shift)
+def _permuted(ring: Ring, x: jax.Array, shift: int, outer: bool) -> jax.Array:
+    send = functools.partial(axes.permuted, axis=ring.axis, pairs=ring.plan.pairs(shift, outer))
     if x.dtype in (jnp.float32, jnp.uint16):
         return send(x)
 

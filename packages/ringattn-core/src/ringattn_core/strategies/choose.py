@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import jax
-
 from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..contract.features import Feature
+from ..errors import InputError
 from ..placement import axes
 from ..placement.platforms import device_of
 from ..ring import hops
@@ -20,6 +19,7 @@ from . import STRATEGIES, cost
 from .cost import Cost
 from .devices import Device, of_kind
 from .measured import with_measured
+from .ulysses import misfit
 from .work import Work, visible_pairs
 
 _NEARLY_EQUAL: Final = 1.03
@@ -28,24 +28,34 @@ _NONE: Final[Mapping[str, str]] = {}
 
 
 def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
-    """The call of one shard, with "auto" replaced by the strategy of the cheapest plan.
+    """The call of one shard, with the strategy that runs it. Raises if the call or the backend does not allow that.
 
-    On one rank, and on a device for which the cost model has no constants, it becomes "ring". `mesh` is the mesh of a
-    global call; without it this runs inside a `shard_map`. Only shapes and static options decide, so all ranks decide
-    alike. Segment ids, dense masks and the caller's positions are unknown while a call is traced; the costs are those
-    of a call in which they mask nothing out.
+    "auto" becomes the strategy of the cheapest plan, or "ring" on a device for which the cost model has no constants.
+    On one rank every strategy becomes "ring". `mesh` is the mesh of a global call; without it this runs inside a
+    `shard_map`. Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks and the
+    caller's positions are unknown while a call is traced; the costs are those of a call in which they mask nothing out.
     """
-    if call.strategy != "auto":
+    if call.strategy == "ring":
         return call
-    kind = device_of(mesh, (call.query, call.key, call.value)).device_kind
-    device = of_kind(kind)
     ranks, inner = (
         axes.size("axis_name", names) if mesh is None else math.prod(mesh.shape[name] for name in names)
         for names in (call.axis_name or (), (call.axis_name or ())[-1:])
     )
-    if device is None or ranks == 1:
+    if ranks == 1:
         return dataclasses.replace(call, strategy="ring")
     refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
+    if call.strategy == "ulysses":
+        why = misfit(call.query.shape[2], call.key.shape[2], inner, ranks // inner, call.two_way)
+        refusals |= {} if why is None else {"ulysses": why}
+    if call.strategy in refusals:
+        fact = f"{call.strategy!r} cannot run this call: {refusals[call.strategy]}"
+        raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
+    if call.strategy != "auto":
+        return call
+    kind = device_of(mesh, (call.query, call.key, call.value)).device_kind
+    device = of_kind(kind)
+    if device is None:
+        return dataclasses.replace(call, strategy="ring")
     device = with_measured(device, kind, registration.name)
     plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
     return dataclasses.replace(call, strategy=cheapest(plans).strategy)
@@ -61,44 +71,21 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
     if registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    lacks = f"the kernel of backend {registration.name!r} does not have the masks"
-    found = dict.fromkeys(without_masks(registration, causal, layout, mixed), lacks)
+    found: dict[str, str] = {}
+    if causal and static_masks(registration.implementation()):
+        lacking = ("all_gather", "ulysses") if mixed and layout == "striped" else ("all_gather",)
+        found |= dict.fromkeys(lacking, f"the kernel of backend {registration.name!r} does not have the masks")
     if not registration.descriptor().supports(Feature.CROSS_LENGTHS):
         found["all_gather"] = f"backend {registration.name!r} needs as many keys as queries"
     return found
 
 
-def without_masks(registration: Registration, causal: bool, layout: str, mixed: bool) -> tuple[str, ...]:
-    """The strategies that need masks which a kernel with only static masks does not have. `mixed` is as above."""
-    if not causal or not static_masks(registration.implementation()):
-        return ()
-    return ("all_gather", "ulysses") if mixed and layout == "striped" else ("all_gather",)
-
-
 def _work(registration: Registration, call: Call, ranks: int) -> Work:
     """The work of this call of one shard, on a ring of `ranks`."""
-    kernel = registration.descriptor().kernel
-    batch, q_length, heads, head_dim = call.query.shape
-    lengths = q_length, call.key.shape[1]
-    joined = kernel is None or joint(registration.implementation())
+    joined = registration.descriptor().kernel is None or joint(registration.implementation())
     bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
-    plan = hops.plan(bare, call.layout, ranks, *lengths, call.two_way, joined)
-    inputs = [x for x in jax.tree.leaves(call) if hasattr(x, "dtype")]
-    work = Work(
-        batch=batch,
-        q_length=q_length,
-        kv_length=lengths[1],
-        heads=heads,
-        kv_heads=call.key.shape[2],
-        head_dim=head_dim,
-        value_dim=call.value.shape[3],
-        itemsize=call.query.dtype.itemsize,
-        pairs=visible_pairs(bare, call.layout, ranks, *lengths),
-        plan=plan,
-        two_way=call.two_way,
-    )
-    others = sum(x.size * x.dtype.itemsize for x in inputs) - work.itemsize * (work.queries + work.keys)
-    return dataclasses.replace(work, others=others)
+    shape = call.layout, ranks, call.query.shape[1], call.key.shape[1]
+    return Work.of_call(call, hops.plan(bare, *shape, call.two_way, joined), visible_pairs(bare, *shape))
 
 
 def reckoned(
@@ -106,10 +93,11 @@ def reckoned(
 ) -> tuple[Cost, ...]:
     """The cost of every plan of a call, including plans that the call cannot use.
 
-    "ulysses" exchanges heads for tokens within groups of `inner` ranks, the size of the last axis of the ring; by
-    default all ranks are one group. `refusals` gives the strategies that the backend cannot run, each with the reason.
+    `inner` is the size of the last axis of the ring; by default all ranks are one group. "ring" then has two levels,
+    and "ulysses" exchanges heads for tokens within groups of `inner` ranks. `refusals` gives the strategies that the
+    backend cannot run, each with the reason.
     """
-    plans = [cost.ring(work, device)]
+    plans = [cost.ring(dataclasses.replace(work, plan=work.plan.over(inner or work.ranks)), device)]
     if work.ranks > 1:
         others = [cost.all_gather(work, device), cost.ulysses(work, device, inner or work.ranks)]
         plans += [dataclasses.replace(plan, refusal=refusals.get(plan.strategy, plan.refusal)) for plan in others]
@@ -119,13 +107,14 @@ def reckoned(
 def cheapest(plans: Sequence[Cost]) -> Cost:
     """The plan with the shortest forward and backward pass together.
 
-    Of plans within 3% of it, it is the one with the shortest forward pass, because nobody can say while a call is traced
-    whether it will be differentiated; the first of equal plans. If the call can use none of them, it is the plan that needs the least memory, because the model may be wrong.
+    Of plans within 3% of it, it is the one with the shortest forward pass, because nobody can say while a call is
+    traced whether it will be differentiated; the first of equal plans. If the call can use none of them, it is the plan
+    that needs the least memory, because the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
     if usable:
-        shortest = min(plan.seconds for plan in usable)
-        return min((plan for plan in usable if plan.seconds <= _NEARLY_EQUAL * shortest), key=lambda plan: cost.total(plan.forward))
+        longest = _NEARLY_EQUAL * min(plan.seconds for plan in usable)
+        return min((plan for plan in usable if plan.seconds <= longest), key=lambda plan: cost.total(plan.forward))
     return min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)
 
 

@@ -8,19 +8,25 @@ so each step takes as long as on its busiest rank.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
-from ..ring.hops import Send
+from ..ring.hops import Hop, Send
 from .devices import Device, Link
+from .ulysses import misfit
 from .work import Work
+
+ALONG_OUTER: Final = "the same along the outer ring"
+"""What the messages between groups are called in the list of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A kernel that runs for `computes` seconds, beside a message of `sent` bytes that takes `sends` seconds.
 
-    Where the message `overlaps`, it travels while the kernel runs; else the kernel waits for it.
+    Where the message `overlaps`, it travels while the kernel runs; else the kernel waits for it. It may also travel
+    during other steps, which take `beside` seconds.
     """
 
     name: str
@@ -28,16 +34,17 @@ class Step:
     sent: int = 0
     sends: float = 0.0
     overlaps: bool = True
+    beside: float = 0.0
 
     @property
     def hides(self) -> bool | None:
-        """Whether the kernel hides the message, so that it costs no time; `None` without a message."""
-        return self.overlaps and self.sends <= self.computes if self.sent else None
+        """Whether kernels hide the message, so that it costs no time; `None` without a message."""
+        return self.overlaps and self.sends <= self.computes + self.beside if self.sent else None
 
     @property
     def waits(self) -> float:
         """The seconds in which no kernel runs because of the message."""
-        return max(0.0, self.sends - self.computes) if self.overlaps else self.sends
+        return max(0.0, self.sends - self.computes - self.beside) if self.overlaps else self.sends
 
     @property
     def seconds(self) -> float:
@@ -83,12 +90,16 @@ def total(steps: Sequence[Step]) -> float:
 
 
 def ring(work: Work, device: Device) -> Cost:
-    """Keys travel round the ring; the send of each hop hides behind the kernel of that hop."""
+    """Keys travel round the ring; the send of each hop hides behind the kernel of that hop.
+
+    On a ring of two levels, a send along the outer ring hides behind the hops of a round.
+    """
+    links = device.link(work.plan.inner), device.link(work.ranks)
     return Cost(
         strategy="ring",
         inner=1,
-        forward=_forward(work, device, device.link(work.ranks)),
-        backward=_backward(work, device, device.link(work.ranks)),
+        forward=_forward(work, device, *links),
+        backward=_backward(work, device, *links),
         memory=_call_bytes(work) + _engine_bytes(work),
     )
 
@@ -131,10 +142,12 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
         strategy="ulysses",
         inner=inner,
         forward=_nonempty(
-            exchange("q,k,v to heads", to_heads), *_forward(outer, device, across), exchange("out back", back)
+            exchange("q,k,v to heads", to_heads), *_forward(outer, device, across, across), exchange("out back", back)
         ),
         backward=_nonempty(
-            exchange("dout to heads", back), *_backward(outer, device, across), exchange("dq,dk,dv back", gradients)
+            exchange("dout to heads", back),
+            *_backward(outer, device, across, across),
+            exchange("dq,dk,dv back", gradients),
         ),
         memory=_call_bytes(work) + to_heads + back + _engine_bytes(outer),
     )
@@ -144,11 +157,7 @@ def refused(work: Work, inner: int) -> str | None:
     """Why groups of `inner` ranks cannot split the heads of the call."""
     if work.ranks % inner:
         return f"{work.ranks} ranks do not divide into groups of {inner}"
-    if work.heads % inner:
-        return f"{work.heads} query heads do not divide by {inner} ranks"
-    if inner < work.ranks and work.two_way and math.lcm(work.kv_heads, inner) // inner % 2:
-        return "two_way needs an even number of key heads on each rank"
-    return None
+    return misfit(work.heads, work.kv_heads, inner, work.ranks // inner, work.two_way)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,51 +184,77 @@ class _Kernels:
         return self.device.rate(self.work.itemsize, max(self.work.head_dim, self.work.value_dim))
 
 
-def _forward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
-    """The hops of a ring: during each but the last, the keys of the next hop arrive. One rank runs one kernel."""
-    kernels, sends = _Kernels(work, device), work.plan.forward
-    ways, own = len(work.plan.signs), work.of_hops[0]
+def _forward(work: Work, device: Device, near: Link, far: Link) -> tuple[Step, ...]:
+    """The hops of a ring: during each but the last, the keys of the next hop arrive. One rank runs one kernel.
+
+    `near` connects the ranks of an inner ring, and `far` those of the outer ring.
+    """
+    kernels = _Kernels(work, device)
     if work.ranks == 1:
-        return (Step("kernel", kernels.forward(own, partial=False)),)
-    return tuple(
-        _step(f"hop {number}", kernels.forward(pairs), sends[ways * number : ways * (number + 1)], work, link)
-        for number, pairs in enumerate(work.of_hops)
-    )
+        return (Step("kernel", kernels.forward(work.of_hops[0], partial=False)),)
+    steps = [
+        _step(f"hop {number}", kernels.forward(pairs), sends, work, near)
+        for number, (pairs, (_, sends)) in enumerate(zip(work.of_hops, work.plan.forward_hops, strict=True))
+    ]
+    return _with_outer_sends(steps, work.plan.forward_hops, work, far)
 
 
-def _backward(work: Work, device: Device, link: Link) -> tuple[Step, ...]:
+def _backward(work: Work, device: Device, near: Link, far: Link) -> tuple[Step, ...]:
     """The hops with the keys of other ranks, then the hop with own keys, which hides the return of the last dk,dv.
 
     In a ring that computes half of the own keys first, that half hides the first send.
     """
-    kernels, plan, (own, *visitors) = _Kernels(work, device), work.plan, work.of_hops
-    if not visitors:
-        return (Step("kernel", kernels.backward(own)),)
-    halves, ways = plan.halves(work.kv_heads), len(plan.signs)
-    own_seconds = kernels.backward(own) / (1 + halves)
-    rest, steps = list(plan.backward), []
-
-    def step(name: str, seconds: float, count: int) -> None:
-        sent = [rest.pop(0) for _ in range(ways * count)]
-        steps.append(_step(name, seconds, sent, work, link))
-
-    step("half of own keys" if halves else "first keys", own_seconds if halves else 0.0, 1)
-    moves = zip((*plan.shifts[1:], None), (None, *plan.shifts[1:]), visitors, strict=True)
-    for number, (onward, behind, pairs) in enumerate(moves, 1):
-        step(f"hop {number}", kernels.backward(pairs), len(plan.parcel(onward, behind)))
-    step("rest of own keys" if halves else "own keys", own_seconds, 1)
-    return tuple(steps)
+    kernels, hops = _Kernels(work, device), work.plan.backward_hops
+    own = kernels.backward(work.of_hops[0])
+    if len(work.of_hops) == 1:
+        return (Step("kernel", own),)
+    halves, pairs = work.plan.halves(work.kv_heads), dict(zip(work.plan.offsets, work.of_hops, strict=True))
+    seconds = [own / 2 * halves, *(kernels.backward(pairs[offset]) for offset, _ in hops[1:-1]), own / (1 + halves)]
+    names = ["half of own keys" if halves else "first keys", *(f"hop {n}" for n in range(1, len(hops) - 1))]
+    names.append("rest of own keys" if halves else "own keys")
+    steps = [
+        _step(name, computes, sends, work, near)
+        for name, computes, (_, sends) in zip(names, seconds, hops, strict=True)
+    ]
+    # A round ends with a hop that sends on the keys which have arrived along the outer ring.
+    rest = _with_outer_sends(steps[1:], hops[1:], work, far, early=1)
+    return (_first_round(steps[0], hops[0][1], work, far), *rest)
 
 
-def _step(name: str, computes: float, sent: Sequence[Send], work: Work, link: Link) -> Step:
-    """A step with messages that leave together.
+def _first_round(step: Step, sends: Sequence[Send], work: Work, far: Link) -> Step:
+    """The first step with its send along the outer ring: the send along the inner ring waits for it."""
+    outer = _step("", 0.0, sends, work, far, outer=True)
+    return dataclasses.replace(step, sent=step.sent + outer.sent, sends=step.sends + outer.sends)
+
+
+def _with_outer_sends(
+    steps: Sequence[Step], hops: Sequence[Hop], work: Work, far: Link, early: int = 0
+) -> tuple[Step, ...]:
+    """The steps of the hops, and before each round a step for its sends along the outer ring.
+
+    The hops of the round hide them, all but the last `early` hops.
+    """
+    inner, found = work.plan.inner, []
+    for first in range(0, len(steps), inner):
+        ahead = [send for _, sends in hops[first : first + inner] for send in sends if send.outer]
+        if ahead:
+            made = _step(f"round {first // inner}", 0.0, ahead, work, far, outer=True)
+            found.append(dataclasses.replace(made, beside=total(steps[first : first + inner - early])))
+        found += steps[first : first + inner]
+    return tuple(found)
+
+
+def _step(name: str, computes: float, sends: Sequence[Send], work: Work, link: Link, outer: bool = False) -> Step:
+    """A step with those of the messages that leave together along the inner ring, or along the outer ring.
 
     In a torus a message passes through the ranks between sender and receiver, and each direction has its own links.
     """
+    sent = [send for send in sends if send.outer == outer]
     counts = [send.bytes(work.keys, work.itemsize) for send in sent]
     if not link.torus:
         return Step(name, computes, sum(counts), link.send(sum(counts)))
-    far = [min(abs(send.shift), work.ranks - abs(send.shift)) for send in sent]
+    ranks = work.plan.outer if outer else work.plan.inner
+    far = [min(abs(send.shift), ranks - abs(send.shift)) for send in sent]
     passed = sum(count * distance for count, distance in zip(counts, far, strict=True))
     return Step(name, computes, sum(counts), link.send(passed / len(work.plan.signs)))
 
@@ -229,14 +264,32 @@ def _call_bytes(work: Work) -> int:
     return work.itemsize * (work.queries + work.keys + work.outputs) + work.others
 
 
+def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
+    """The bytes of the arrays that the ring engine holds at its busiest hop, for each pass, by what they are.
+
+    Without the gradient of a bias, and without copies or reuse by XLA.
+    """
+    plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
+    sent, ahead = (plan.most_sent(work.keys, work.itemsize, outer) for outer in (False, True))
+    return {
+        "forward": {
+            **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),
+            **({ALONG_OUTER: 2 * keys} if plan.outer > 1 else {}),
+            "partial output and lse, float32": 4 * (work.outputs + work.rows),
+        },
+        "backward": {
+            **({"messages being sent and received": 2 * sent} if sent else {"K,V": keys}),
+            **({ALONG_OUTER: 2 * ahead} if ahead else {}),
+            "dk, dv of the hop, float32": gradients,
+            "dk, dv of half of the own heads": plan.halves(work.kv_heads) * gradients // 2,
+            "dq, float32": 4 * work.queries,
+            "output, lse, delta kept": work.itemsize * work.outputs + 8 * work.rows,
+        },
+    }
+
+
 def _engine_bytes(work: Work) -> int:
-    """The bytes that the ring engine holds at its busiest hop, over both passes, as `ringattn explain` counts them."""
-    plan, keys = work.plan, work.itemsize * work.keys
-    sent = plan.most_sent(work.keys, work.itemsize)
-    forward = (2 * keys if sent else keys) + 4 * (work.outputs + work.rows)
-    halves = 2 * work.keys * plan.halves(work.kv_heads)
-    backward = (2 * sent or keys) + 4 * work.keys + halves + 4 * work.queries
-    return max(forward, backward + work.itemsize * work.outputs + 8 * work.rows)
+    return max(sum(arrays.values()) for arrays in engine_arrays(work).values())
 
 
 def _nonempty(*steps: Step) -> tuple[Step, ...]:

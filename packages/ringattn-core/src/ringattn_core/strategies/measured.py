@@ -88,7 +88,6 @@ def _pairs(told: Mapping[str, Any]) -> float:
     window = told.get("window")
     rule = Rule(1.0, told.get("causal", False), None if window is None else tuple(window), told.get("chunk"))
     lengths = told["q_length"], told["kv_length"]
-    offsets = hops.plan(rule, layout, ranks, *lengths).offsets[:HOPS]
+    plan = hops.plan(rule, layout, ranks, *lengths, told.get("two_way", False))
     counted = visible_pairs(rule, layout, ranks, *lengths)[-1]
-    ways = 2 if told.get("two_way") and ranks > 2 else 1
-    return math.fsum(counted[(ranks - 1 - offset) % ranks] for offset in offsets) / ways
+    return math.fsum(counted[(ranks - 1 - offset) % ranks] for offset in plan.offsets[:HOPS]) / len(plan.signs)

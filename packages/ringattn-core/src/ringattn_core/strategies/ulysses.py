@@ -18,7 +18,6 @@ from jaxtyping import Array, Int32
 
 from ..contract import packing
 from ..contract.call import IN_BLOCK, Call
-from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -31,9 +30,8 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 where ranks share key heads, so that their gradients are.
     """
-    outer, inner = _split_axes(call)
+    _, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
-    _refuse_misfit(call, inner, ranks, axes.size("axis_name", outer))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
@@ -49,9 +47,7 @@ def by_heads(call: Call) -> Call:
 
 def shapes_by_heads(call: Call, sizes: Mapping[str, int]) -> Call:
     """`by_heads(call)` as shapes, from a call of shapes. It may be called outside a `shard_map` over these axes."""
-    outer, inner = _split_axes(call)
-    ranks = sizes[inner]
-    _refuse_misfit(call, inner, ranks, math.prod(sizes[name] for name in outer))
+    ranks = sizes[_split_axes(call)[1]]
 
     def moved(name: str, x: Any) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)
@@ -159,20 +155,10 @@ def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | No
     return None
 
 
-def _refuse_misfit(call: Call, inner: str, ranks: int, of_ring: int) -> None:
-    """Raises if the ranks do not divide the heads, or if the `of_ring` ranks that are left cannot run the call."""
-    heads = call.query.shape[2]
+def misfit(heads: int, key_heads: int, ranks: int, groups: int, two_way: bool) -> str | None:
+    """Why groups of `ranks` ranks cannot split the heads of a call, with a ring of the `groups`; `None` if they can."""
     if heads % ranks:
-        raise InputError(
-            "strategy",
-            f"'ulysses' splits the heads over the {ranks} ranks of axis {inner!r}, which do not divide the {heads} "
-            f"query heads of a rank",
-            "Pass strategy='ring' or 'all_gather', or make the last axis of axis_name smaller",
-        )
-    keys = math.lcm(call.key.shape[2], ranks) // ranks
-    if of_ring > 1 and call.two_way and keys % 2:
-        raise InputError(
-            "two_way",
-            f"needs an even number of key heads on each rank, and strategy='ulysses' leaves {keys}",
-            "Leave two_way out",
-        )
+        return f"{heads} query heads do not divide by {ranks} ranks"
+    if groups > 1 and two_way and math.lcm(key_heads, ranks) // ranks % 2:
+        return "two_way needs an even number of key heads on each rank"
+    return None

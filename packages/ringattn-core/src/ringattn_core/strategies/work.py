@@ -4,10 +4,12 @@
 import dataclasses
 import functools
 import math
-from typing import Final
+from typing import Any, Final
 
+import jax
 import numpy as np
 
+from ..contract.call import Call
 from ..contract.rule import Rule
 from ..ring.hops import Plan, sight
 
@@ -36,6 +38,27 @@ class Work:
     plan: Plan
     two_way: bool = False
     others: int = 0
+
+    @classmethod
+    def of_call(cls, call: Call, plan: Plan, pairs: np.ndarray) -> "Work":
+        """The work of this call of one shard; only the shapes of its arrays are read."""
+        batch, q_length, heads, head_dim = call.query.shape
+        _, kv_length, kv_heads, value_dim = call.value.shape
+        operands, of_all_ranks = (call.query, call.key, call.value), (call.kv_segment_ids, call.kv_positions)
+        return cls(
+            batch=batch,
+            q_length=q_length,
+            kv_length=kv_length,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            itemsize=call.query.dtype.itemsize,
+            pairs=pairs,
+            plan=plan,
+            two_way=call.two_way,
+            others=data_bytes(call) - data_bytes(operands) + (plan.ranks - 1) * data_bytes(of_all_ranks),
+        )
 
     @property
     def ranks(self) -> int:
@@ -73,7 +96,7 @@ class Work:
         signs = self.plan.signs
         return np.stack(
             [
-                np.mean([self.pairs[rank, (rank - sign * offset) % self.ranks] for sign in signs], 0)
+                np.mean([self.pairs[rank, self.plan.source(rank, offset, sign)] for sign in signs], 0)
                 for offset in self.plan.offsets
             ]
         )
@@ -88,7 +111,6 @@ class Work:
         pairs = self.pairs.reshape(outer, inner, outer, inner).sum((1, 3))
         rank = np.arange(outer)
         seen = (0, *(offset for offset in range(1, outer) if pairs[rank, (rank - offset) % outer].any()))
-        two_way = self.two_way and outer > 2 and len(seen) == outer
         return dataclasses.replace(
             self,
             q_length=self.q_length * inner,
@@ -96,8 +118,13 @@ class Work:
             heads=self.heads // inner,
             kv_heads=math.lcm(self.kv_heads, inner) // inner,
             pairs=pairs,
-            plan=dataclasses.replace(self.plan, ranks=outer, offsets=seen, two_way=two_way),
+            plan=Plan.of(outer, seen, self.two_way, self.plan.joint),
         )
+
+
+def data_bytes(tree: Any) -> int:
+    """The bytes of all arrays in `tree`, from their shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def operations(batch: int, heads: int, head_dim: int, value_dim: int) -> tuple[int, int]:

@@ -63,7 +63,7 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
 
 
 def default(registration: Registration, problem: Problem) -> RingAttentionConfig:
-    """The backend's own configuration for an untuned problem."""
+    """The backend's `default_config` for the problem; if it has no such function, a configuration that sets nothing."""
     own = getattr(registration.implementation(), "default_config", None)
     return OPEN if own is None else own(problem)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..config import BwdParams, FwdParams, RingAttentionConfig
-from ..errors import InputError
 
 OPEN: Final = RingAttentionConfig()
 """The parameters of a call that sets none."""
@@ -24,11 +23,7 @@ def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
     The innermost overlay that sets them wins. An overlay that names a backend applies to that backend's calls only.
     Overlays are read when a call is traced: a function that `jax.jit` has already compiled does not change.
     """
-    if isinstance(cfg, Mapping):
-        cfg = RingAttentionConfig.from_dict(cfg)
-    if not isinstance(cfg, RingAttentionConfig):
-        raise InputError("overlay", f"got {type(cfg).__name__}", "Pass a RingAttentionConfig, or a dict of its fields")
-    token = _context.set((cfg, *_context.get()))
+    token = _context.set((RingAttentionConfig.of(cfg, "overlay"), *_context.get()))
     try:
         yield
     finally:

@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def told(self) -> dict[str, Any]:
-        """The problem as plain data, without what the call does not use."""
+        """The problem as plain data, without options that the call does not use."""
         fields = [field.name for field in dataclasses.fields(self) if field.compare and field.name != "options"]
         told = {name: getattr(self, name) for name in fields} | dict(self.options)
         return {name: value for name, value in told.items() if not _off(value)}
@@ -102,7 +102,7 @@ def tunable(registration: Registration) -> bool:
 
 
 UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", "strategy")
-"""The options of a call that no kernel sees."""
+"""The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",
     *UNSEEN, "softmax_scale", "dropout_seed", "fwd_params", "bwd_params",
@@ -154,7 +154,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _described(option: Any) -> Any:
-    """An option as plain data. Of a number, such as a cap or a probability, only its presence counts."""
+    """An option as plain data. A float, such as a cap, becomes `True`, because its value does not change the speed."""
     if isinstance(option, Built):
         return tuple(_ADDRESS.sub("", repr(mask)) for mask in option.masks)
     if hasattr(option, "dtype"):

@@ -45,7 +45,7 @@ class Trial:
     dout: jax.Array
 
     def forward(self, params: FwdParams) -> Callable[[], Partial]:
-        """The forward pass over all hops with these parameters."""
+        """Makes a function that runs the forward pass over all hops with these parameters, for the tuner to time."""
         blocks = [_with(each, fwd_params=params) for each in self.blocks]
 
         def run() -> Any:
@@ -57,7 +57,7 @@ class Trial:
         return run
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
-        """The backward pass over all hops with these parameters; `whole` is the result of `forward`."""
+        """Makes a function that runs the backward pass over all hops; `whole` is what that of `forward` returned."""
         rows = _rows(self.kernel, self.direction.call, self.direction.location, whole, self.dout)
         blocks = [dataclasses.replace(_with(each, bwd_params=params), shift=rows.shift) for each in self.blocks]
 
@@ -92,7 +92,7 @@ def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
 
 
 def _inputs(problem: Problem) -> Call:
-    """The call with arrays of these shapes; the ids and positions of keys are those of all ranks."""
+    """The call of `problem` with made-up arrays; the ids and positions of keys are those of all ranks."""
     call = problem.call
     if call is None:
         raise TuningError(
@@ -108,7 +108,10 @@ def _inputs(problem: Problem) -> Call:
 
 
 def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
-    """Random numbers; a dense mask that hides nothing; positions of the layout; ids of packed documents; offset 0."""
+    """Makes one array. Floats are random, a dense mask hides nothing, and an offset is 0.
+
+    Positions are those of the layout, and segment ids those of packed documents.
+    """
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.ones(x.shape, bool) if x.dtype == jnp.bool_ else jax.random.normal(key, x.shape, x.dtype)
     if not x.shape or name == "query_offset":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All gradients of a block in one pass: keys keep their tile, and the gradients of a whole head lie in vector memory.
+"""All gradients of a block in one pass: the kernel keeps a tile of keys, and the gradients of a head in vector memory.
 
-They lie there until the head is done, so each score is computed once and not twice.
+The gradients stay there until the head is done, so each score is computed only once.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from .scores import Part, keep_columns, matmul
 
 
 def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """`dq`, continued where it is an input, `dk` and `dv`.
+    """Writes `dq`, `dk` and `dv`; if `dq` is an input too, it adds to that.
 
-    The members of a group come one after the other, each with all of its steps.
+    The members of a group run one after the other, each with all of its steps.
     """
     dk, dv, columns = scratch["dk"], scratch["dv"], scratch.get("columns")
     q_tile, kv_tile = inputs["q"].shape[0], inputs["k"].shape[0]

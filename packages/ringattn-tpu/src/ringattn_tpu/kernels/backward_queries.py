@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the queries, and of the slopes: queries keep their tile while keys and values visit it."""
+"""The gradients of queries and slopes: the kernel keeps a tile of queries while keys and values visit it."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from .scores import Part, distance, folded, keep_columns, matmul
 
 
 def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """`dq`, continued where it is an input, and each head's `dslopes`, to be summed over the elements of a register."""
+    """Writes `dq`, added to the input `dq` if there is one, and `dslopes` as partial sums `[8, 128]` for each head."""
     acc, row_values, columns = scratch["acc"], scratch["row_values"], scratch.get("columns")
 
     @pl.when(step.has(FIRST))
@@ -46,5 +46,5 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
 
 
 def _in_one_register(x: Any) -> Any:
-    """The sums of the elements in the same place of each register: `[8, 128]`."""
+    """Adds all vector registers of `x` elementwise: `[8, 128]`."""
     return folded(x.reshape(-1, SUBLANES, x.shape[1]).sum(0))

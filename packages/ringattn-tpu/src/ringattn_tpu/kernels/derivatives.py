@@ -6,12 +6,12 @@ from typing import Any, Final, NamedTuple
 import jax
 
 from .dropout import kept
-from .scores import Part, mask_out, power, products, scores, wide
+from .scores import Part, mask_out, power, products, scores, to_width
 
 LSE: Final = 0
 DELTA: Final = 1
 SHIFT: Final = 2
-"""The rows of `row_values`, one number for each query: the final lse, delta, and with a bias the shift."""
+"""The rows of `row_values`, with a number for each query: the final lse, delta and, with a bias, the shift."""
 
 
 class Derivatives(NamedTuple):
@@ -23,13 +23,13 @@ class Derivatives(NamedTuple):
 
 
 def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
-    """The derivatives of a part; `row_values` holds columns where the queries are a kernel's own side."""
+    """The derivatives of a part; `row_values` are columns if the kernel owns queries, else rows."""
     settings = part.settings
 
     def row(number: int) -> jax.Array:
         if part.by_keys:
             return part.inputs["row_values"][number : number + 1, part.lanes]
-        return wide(row_values[number], part.width)
+        return to_width(row_values[number], part.width)
 
     # Both products before the scores: Mosaic schedules a body of v6e in 5085 bundles, and in 5494 with `dp` first.
     product, dp = products(part, "q", "k"), products(part, "dout", "v")
@@ -40,7 +40,7 @@ def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
     weight = power(mask_out(part, logarithm) if masked else logarithm, settings)
     p = weight
     if settings.rule.dropout:
-        keep = kept(part, settings.keep_weight)
+        keep = kept(part, settings.rule.keep_weight)
         p, dp = weight * keep, dp * keep
     ds = weight * (dp - row(DELTA))
     return Derivatives(p, ds, ds if settings.rule.soft_cap is None else ds * (1.0 - bent * bent))

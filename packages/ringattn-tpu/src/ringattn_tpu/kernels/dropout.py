@@ -10,20 +10,20 @@ from .scores import Part
 
 
 def kept(part: Part, weight: float) -> jax.Array:
-    """`weight` for the probabilities that survive and 0 for the others."""
+    """`weight` for the probabilities that dropout keeps, and 0 for the others."""
     survives = jax.lax.cond(part.step.has(PAIRED), lambda: _by_pairs(part), lambda: _one_by_one(part))
     return jnp.where(survives != 0, weight, 0.0)
 
 
 def _one_by_one(part: Part) -> jax.Array:
-    """1 where a probability survives; every pair of query and key draws for itself."""
+    """1 where dropout keeps a probability, else 0. Every pair of query and key has a draw of its own."""
     i, j = part.of_query("index"), part.of_key("index")
     words = _drawn(part, i, j)
     return _survives(part, _half(jnp.where(i & 8 == 0, words[0], words[1]), j))
 
 
 def _by_pairs(part: Part) -> jax.Array:
-    """The same where the own indices come in runs of 16 from a multiple of 16: rows that lie 8 apart share a draw."""
+    """The same if the own indices are runs of 16 that begin at multiples of 16: rows 8 apart then share a draw."""
     i, j = part.of_query("index"), part.of_key("index")
     if part.by_keys:
         first, second = (x.reshape(-1, 8, part.width) for x in _drawn(part, i, _first_rows(j)))

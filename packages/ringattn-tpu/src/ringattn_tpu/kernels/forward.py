@@ -22,7 +22,7 @@ from .scores import (
     scores,
     to_column,
     to_row,
-    wide,
+    to_width,
 )
 
 LARGEST: Final = 0
@@ -46,7 +46,7 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
         keep_columns(inputs.get("q_integers"), columns)
         if "out" in inputs:
             before = to_column(inputs["softmax"][TOTAL : TOTAL + 1, :])
-            acc[...] = inputs["out"][...] * wide(before / settings.keep_weight, acc.shape[1])
+            acc[...] = inputs["out"][...] * to_width(before / settings.rule.keep_weight, acc.shape[1])
             largest[...] = to_column(inputs["softmax"][LARGEST : LARGEST + 1, :])
             total[...] = before / LANES
         else:
@@ -62,8 +62,8 @@ def forward(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Se
     @pl.when(step.has(LAST))
     def _():
         weight = jnp.broadcast_to(total[...].sum(-1, keepdims=True), total.shape)
-        share = settings.keep_weight / jnp.where(weight == 0.0, 1.0, weight)
-        outputs["out"][...] = (acc[...] * wide(share, acc.shape[1])).astype(outputs["out"].dtype)
+        share = settings.rule.keep_weight / jnp.where(weight == 0.0, 1.0, weight)
+        outputs["out"][...] = (acc[...] * to_width(share, acc.shape[1])).astype(outputs["out"].dtype)
         outputs["softmax"][LARGEST : LARGEST + 1, :] = to_row(largest[...])
         outputs["softmax"][TOTAL : TOTAL + 1, :] = to_row(weight)
 
@@ -74,10 +74,10 @@ def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None
     s = mask_out(part, s) if masked else s
     before = largest[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
-    p = power(s - wide(after, part.width), settings)
+    p = power(s - to_width(after, part.width), settings)
     decay = power(before - after, settings)
     total[...] = decay * total[...] + folded(p)
     largest[...] = after
     if settings.rule.dropout:
         p = p * kept(part, 1.0)
-    acc[...] = wide(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)
+    acc[...] = to_width(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)

@@ -18,7 +18,7 @@ from ..mask_bits import bits
 
 
 def to_column(row: jax.Array) -> jax.Array:
-    """A row `[1, tile]` as a column whose every lane is the same, `[tile, 128]`."""
+    """Turns a row `[1, tile]` into a column `[tile, 128]` whose lanes are all equal."""
     return jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
 
 
@@ -27,15 +27,15 @@ def to_row(column: jax.Array) -> jax.Array:
     return jnp.transpose(column)[:1]
 
 
-def wide(column: jax.Array, width: int) -> jax.Array:
-    """A column whose every lane is the same, for `width` lanes."""
+def to_width(column: jax.Array, width: int) -> jax.Array:
+    """Widens or narrows `column [tile, 128]`, whose lanes are all equal, to `width` lanes."""
     if width < LANES:
         return column[:, :width]
     return jnp.tile(column, (1, -(-width // LANES)))[:, :width]
 
 
 def folded(x: jax.Array) -> jax.Array:
-    """The sums of the elements in the same lane, `[tile, 128]`."""
+    """Adds all groups of 128 lanes of `x [tile, width]`: `[tile, 128]`."""
     total = x[:, :LANES]
     for start in range(LANES, x.shape[1], LANES):
         total = total + x[:, start : start + LANES]
@@ -43,7 +43,7 @@ def folded(x: jax.Array) -> jax.Array:
 
 
 class Part(NamedTuple):
-    """A part of a visiting tile, from lane `start`, against the whole own tile, whose integers are in `columns`."""
+    """`width` tokens of a visiting tile, from `start` on, and the whole own tile, whose integers are in `columns`."""
 
     settings: Settings
     step: Step
@@ -62,7 +62,7 @@ class Part(NamedTuple):
         return slice(self.start, self.start + self.width)
 
     def rows(self, name: str) -> jax.Array:
-        """The tile of `q`, `dout`, `k` or `v`: of the visiting side the rows of the part."""
+        """The tile of `q`, `dout`, `k` or `v`; of the visiting side only the rows of this part."""
         visiting = (name in ("q", "dout")) == self.by_keys
         return self.inputs[name][self.lanes if visiting else slice(None), :]
 
@@ -75,11 +75,11 @@ class Part(NamedTuple):
         return self._integer(self.settings.kv_rows.index(name), "kv_integers", self.by_keys)
 
     def _integer(self, row: int, name: str, own: bool) -> jax.Array:
-        return wide(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
+        return to_width(self.columns[row], self.width) if own else self.inputs[name][row : row + 1, self.lanes]
 
 
 def keep_columns(rows: Any, columns: Any) -> None:
-    """Writes the `rows` of an own tile to `columns`, if any, once for all tiles that visit it."""
+    """Writes the `rows` of an own tile to `columns`, if there are any, once for all tiles that visit it."""
     if columns is None:
         return
     for row in range(columns.shape[0]):
@@ -92,7 +92,7 @@ def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
 
 
 def power(x: jax.Array, settings: Settings) -> jax.Array:
-    """The inverse of a logarithm in the kernels' units."""
+    """`exp2(x)`, or `exp(x)` where the kernels use natural units (`Settings.unit`)."""
     return jnp.exp(x) if settings.bias else jnp.exp2(x)
 
 
@@ -136,11 +136,11 @@ def _bias(part: Part) -> jax.Array:
         return bias[:, part.lanes].astype(jnp.float32)
     if bias.shape[0] > 1:
         return jnp.transpose(bias[part.lanes, :].astype(jnp.float32))
-    return wide(to_column(bias[...].astype(jnp.float32)), part.width)
+    return to_width(to_column(bias[...].astype(jnp.float32)), part.width)
 
 
 def distance(part: Part) -> jax.Array:
-    """How far apart the positions of each pair are."""
+    """`|i - j|` for the positions of each query and key."""
     return jnp.abs(part.of_query("position") - part.of_key("position")).astype(jnp.float32)
 
 

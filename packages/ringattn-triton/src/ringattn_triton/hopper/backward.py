@@ -17,9 +17,13 @@ from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
 _TOGETHER: Final = 512
-"""The number of turns that run through their heads side by side: few enough for the queries to stay in the cache."""
+"""The number of turns of heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
-"""The least number of heads whose turns run side by side where turns wait for each other."""
+"""The most heads whose turns run side by side where turns wait for each other, unless more are needed (`_STEPS`)."""
+_LONG: Final = 31
+"""The most query tiles for each turn of a head that runs at a time: with more, fewer heads have turns side by side.
+Turns on one head share query tiles in the cache while they keep step, and a send that takes multiprocessors for a while
+puts them out of step. On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (benchmarks/NOTES.md)."""
 _STEPS: Final = 8
 """The least number of query tiles for each turn of a head that runs at a time. With fewer, turns wait too long. At this
 bound, under a causal mask, a simulation of the waits gives 1.3 times the steps; two passes take 1.4 times as long."""
@@ -52,6 +56,12 @@ def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
     return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
 
 
+def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many heads have turns side by side where turns wait for each other."""
+    q_tiles = -(-constants.q_length // plan.q_tile)
+    return max(_least_heads(constants, plan), min(_TOGETHER_IN_ORDER, -(-_LONG * PROGRAMS // q_tiles)))
+
+
 def backward(
     block: Block,
     dout: Float[Array, "B T N Hv"],
@@ -71,7 +81,7 @@ def backward(
     assert plan is not None
     turns = _TOGETHER
     if ordered:
-        turns = max(_TOGETHER_IN_ORDER, _least_heads(constants, plan)) * -(-constants.kv_length // plan.kv_tile)
+        turns = _heads_in_order(constants, plan) * -(-constants.kv_length // plan.kv_tile)
     table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=turns)
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0

@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .backward_memory import plain_layout, shared_memory
-from .backward_products import compute_gradients
-from .backward_transfers import add_dq, fetch_tiles
+from .backward_products import compute_gradients, results_by_tma
+from .backward_transfers import Tiles, add_dq, fetch_tiles
+from .backward_turns import Turns
 from .head_tiles import tiles_of_heads
 from .wide_products import compute_dk, compute_dv
 from .wide_transfers import add_wide_dq
@@ -28,7 +29,7 @@ def backward(
     DK, DV, DSLOPES, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """As many programs as the device has places; they take turns at the tiles of keys of all key heads.
+    """One program for each multiprocessor. Programs take turns, the tiles of keys of all key heads, from a counter.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
     end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.
@@ -46,56 +47,60 @@ def backward(
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     PADDED: gl.constexpr = Q_TILES * Q_TILE
     PLAIN: gl.constexpr = plain_layout()
-    q_tiles = tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE, DIM)
-    dout_tiles = tiles_of_heads(
-        DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE, VALUE_DIM
-    )
-    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM)
+    RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     values = V + F.v_start
-    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM)
-    lse_rows = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
-    delta_rows = tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
-    away_rows = lse_rows
+    lse = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    away = lse
     if F.slopes:
         GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
-        away_rows = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+        away = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
-    dq_tiles = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
+    dq = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
+    tiles = Tiles(
+        k=tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM),
+        v=tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM),
+        q=tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE, DIM),
+        dout=tiles_of_heads(DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE, VALUE_DIM),
+        lse=lse,
+        delta=tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN),
+        away=away,
+        dq=dq,
+        dk=_tiles_of_results(DK, F.head_dim, DIM, BATCH, F) if RESULTS_BY_TMA else dq,
+        dv=_tiles_of_results(DV, F.value_dim, VALUE_DIM, BATCH, F) if RESULTS_BY_TMA else dq,
+    )
+    turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads)
     memory = shared_memory(TYPE, F, PLAN)
-    turns = T.rows * BATCH * F.kv_heads
     if PLAN.wide:
         gl.warp_specialize(
             [
                 (compute_dv, (memory, P, DV, turns, F, T, PLAN)),
                 (compute_dk, (memory, DK, turns, F, T, PLAN)),
-                (
-                    fetch_tiles,
-                    (
-                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
-                        COUNTERS, turns, F, T, PLAN,
-                    ),
-                ),
-                (add_wide_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
-                (add_wide_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
+                (add_wide_dq, (0, memory, tiles, turns, F, T, PLAN)),
+                (add_wide_dq, (1, memory, tiles, turns, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
                 (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
                 (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
-                (
-                    fetch_tiles,
-                    (
-                        memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES,
-                        COUNTERS, turns, F, T, PLAN,
-                    ),
-                ),
-                (add_dq, (0, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
-                (add_dq, (1, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, turns, F, T, PLAN)),
+                (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
+                (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
-        )  # fmt: skip
+        )
+
+
+@gluon.jit
+def _tiles_of_results(base, DIM: gl.constexpr, PADDED: gl.constexpr, BATCH: gl.constexpr, F: gl.constexpr):
+    """A descriptor of dk or dv with tiles of 64 keys of a head."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, PADDED], base.dtype.element_ty)
+    return tma.make_tensor_descriptor(
+        base, [BATCH, F.kv_heads, F.kv_length, DIM], [F.kv_length * F.kv_heads * DIM, DIM, F.kv_heads * DIM, 1],
+        [1, 1, 64, PADDED], LAYOUT,
+    )  # fmt: skip

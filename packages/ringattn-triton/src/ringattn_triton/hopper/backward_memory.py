@@ -13,12 +13,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
+from .hardware_barriers import FIRST_FREE
+
+DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
+"""Both consumers have written ds; in `wide_products`, the one that computes it. A hardware barrier, as those below."""
+Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
+"""The first of two, one for each place of queries: both consumers are done with it."""
+DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
+DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
+"""The first of two or three, one for each place of dq: it has been read on its way to memory."""
+DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
+"""The first of four: consumer `c` has filled its place for writer `w` at number `2 c + w`. In `wide_products` the first
+of three, one for each place."""
+WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
+"""In `wide_products`: the softmax weights are in their place."""
+
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+"""As Triton 3.9 calls it; before, it was private."""
 
 
 class Memory(NamedTuple):
     """The allocations. `shared_places` names what is in them. `dout` may share that of `q`, and `v` that of `k`."""
 
     barriers: Any
+    q_full: Any
     numbers: Any
     rows: Any
     q: Any
@@ -30,15 +48,16 @@ class Memory(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it.
+    """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it. Of these, barriers
+    in shared memory are here: those at which TMA arrives, and those of turns.
 
     Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
     `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
     `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. For
     ALiBi, place `2 STAGES + i` has the positions of the rows minus that of the tile's first row. `tile` is the number
     of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
-    queries by 64 dimensions. Consumer `c` uses the places `2 i + c`; in `wide_products` one place first has the softmax
-    weights (`weights_full`).
+    queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
+    places `2 i + c`; in `wide_products` one place first has the softmax weights.
     """
 
     turn: Any
@@ -49,22 +68,15 @@ class Shared(NamedTuple):
     turn_empty: Any
     k: Any
     v: Any
-    kv_full: Any
     kv_empty: Any
     q: Any
     rows: Any
     tile: Any
     q_full: Any
-    q_empty: Any
     dout: Any
     dout_full: Any
-    dout_empty: Any
     ds: Any
-    ds_full: Any
     dq: Any
-    dq_full: Any
-    dq_empty: Any
-    weights_full: Any
 
 
 class Places(NamedTuple):
@@ -103,6 +115,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         v = gl.allocate_shared_memory(TYPE, [1, PLAN.kv_tile, VALUE_DIM], VALUES)
     memory = Memory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
+        q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
         rows=gl.allocate_shared_memory(gl.float32, [ROWS, 1, PLAN.q_tile], PLAIN),
         q=q,
@@ -115,16 +128,9 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     shared = shared_places(memory, PLAN)
     _begin(shared.turn_full, 2, 1)
     _begin(shared.turn_empty, 2, 2 + PLAN.writers)
-    _begin(shared.kv_full, 1, 1)
     _begin(shared.kv_empty, 1, 2)
     _begin(shared.q_full, PLAN.stages, 1)
-    _begin(shared.q_empty, PLAN.stages, 2)
     _begin(shared.dout_full, PLAN.dout_stages, 1)
-    _begin(shared.dout_empty, PLAN.dout_stages, 2)
-    _begin(shared.ds_full, PLAN.ds_places, 1 if PLAN.wide else 2)
-    _begin(shared.dq_full, PLAN.dq_signals, 1)
-    _begin(shared.dq_empty, PLAN.dq_places, 1)
-    _begin(shared.weights_full, 1, 1)
     return memory
 
 
@@ -139,12 +145,6 @@ def shared_places(memory, PLAN: gl.constexpr):
     """The places in the allocations, by name."""
     barriers = memory.barriers
     numbers = memory.numbers
-    Q_EMPTY: gl.constexpr = 6 + PLAN.stages
-    DOUT_FULL: gl.constexpr = Q_EMPTY + PLAN.stages
-    DOUT_EMPTY: gl.constexpr = DOUT_FULL + PLAN.dout_stages
-    DS_FULL: gl.constexpr = DOUT_EMPTY + PLAN.dout_stages
-    DQ_FULL: gl.constexpr = DS_FULL + PLAN.ds_places
-    DQ_EMPTY: gl.constexpr = DQ_FULL + PLAN.dq_signals
     return Shared(
         turn=Places(numbers, 0),
         before=Places(numbers, 2),
@@ -154,22 +154,15 @@ def shared_places(memory, PLAN: gl.constexpr):
         turn_empty=Places(barriers, 2),
         k=Places(memory.k, 0),
         v=Places(memory.v, 0 if PLAN.wide else 1),
-        kv_full=Places(barriers, 4),
-        kv_empty=Places(barriers, 5),
+        kv_empty=Places(barriers, 4),
         q=Places(memory.q, 0),
         rows=memory.rows,
         tile=Places(numbers, 8),
-        q_full=Places(barriers, 6),
-        q_empty=Places(barriers, Q_EMPTY),
+        q_full=Places(memory.q_full, 0),
         dout=Places(memory.dout, 0 if PLAN.wide else PLAN.stages),
-        dout_full=Places(barriers, DOUT_FULL),
-        dout_empty=Places(barriers, DOUT_EMPTY),
+        dout_full=Places(barriers, 5),
         ds=memory.ds,
-        ds_full=Places(barriers, DS_FULL),
         dq=memory.dq,
-        dq_full=Places(barriers, DQ_FULL),
-        dq_empty=Places(barriers, DQ_EMPTY),
-        weights_full=Places(barriers, DQ_EMPTY + PLAN.dq_places),
     )
 
 
@@ -178,6 +171,16 @@ def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Initialises `COUNT` barriers, each of which completes a phase after `ARRIVALS` arrivals."""
     for number in gl.static_range(COUNT):
         mbarrier.init(at(barriers, number), count=ARRIVALS)
+
+
+@gluon.jit
+def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """A consumer's place of dq, as a place for its 64 rows of dk or dv in half precision."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
+    if _REINTERPRET:
+        return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
+    else:
+        return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
 
 
 @gluon.jit

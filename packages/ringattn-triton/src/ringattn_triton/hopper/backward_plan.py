@@ -31,15 +31,9 @@ class BackwardPlan:
     """Registers of a consumer's thread, which it takes over from the other warps'."""
 
     @property
-    def dq_signals(self) -> int:
-        """How many barriers say that a piece of dq is there: one for each place, or two for each writer."""
-        return self.dq_places if self.wide else 2 * self.writers
-
-    @property
     def barriers(self) -> int:
         """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
-        of_dq = self.dq_signals + self.dq_places
-        return power_of_two(7 + 2 * self.stages + 2 * self.dout_stages + self.ds_places + of_dq)
+        return power_of_two(5 + self.dout_stages)
 
     def pieces(self, dim: int) -> int:
         """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory."""

@@ -18,8 +18,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
 from ..kernels.tokens import of_head
-from .backward_memory import at, finished_turn, got_number, next_turn, shared_places
+from .backward_memory import (
+    DOUT_EMPTY,
+    DQ_EMPTY,
+    DQ_FULL,
+    DS_FULL,
+    Q_EMPTY,
+    at,
+    finished_turn,
+    got_number,
+    next_turn,
+    result_place,
+    shared_places,
+)
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
+from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 
@@ -52,9 +65,15 @@ def again(place, places, number):
         return place
 
 
+@gluon.constexpr_function
+def results_by_tma(GRADIENT, PLAN):
+    """Whether dk and dv leave a consumer through shared memory."""
+    return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
+
+
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, all_turns,
+    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes and writes dk and dv of the 64 keys that consumer `NUMBER` owns in each turn of its program.
@@ -66,17 +85,17 @@ def compute_gradients(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
+    RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
-    while turn < all_turns:
+    while turn < turns.count:
         before = got_number(at(shared.before, taken % 2), 4)
         whole = got_number(at(shared.whole, taken % 2), 4)
         after = got_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
-        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
         for part in range(0, PARTS * F.group):
             head = _head_of(P, turn, part // PARTS, F, T, PLAN)
             dslope = slope_sums(F)
@@ -97,13 +116,15 @@ def compute_gradients(
                 row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
-        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
-        row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
-        first = row * PLAN.kv_tile + NUMBER * 64
-        write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
-        if F.dropout:
-            dv = dv * F.keep_weight
-        write_gradient(dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
+        if RESULTS_BY_TMA:
+            mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV, PLAN)
+            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK, PLAN)
+        else:
+            row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
+            first = row * PLAN.kv_tile + NUMBER * 64
+            write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
+            write_gradient(dv * F.keep_weight if F.dropout else dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -174,16 +195,15 @@ def _step_of(
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
     p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
-    dp = warpgroup_mma_wait(0, deps=[dp])
     dv = warpgroup_mma(left, again(dout, shared.dout, place), dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     if F.slopes:
         dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
-    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    hardware_barrier("sync", DS_FULL, 256)
+    fence_async_shared()  # for both consumers' ds; after the barrier no thread waits for its stores any more
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
@@ -192,20 +212,31 @@ def _step_of(
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    mbarrier.arrive(at(shared.dout_empty, place), count=1)
+    hardware_barrier_of("arrive", DOUT_EMPTY, place, 288)
     _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    mbarrier.arrive(at(shared.q_empty, place), count=1)
+    hardware_barrier_of("arrive", Q_EMPTY, place, 288)
     return dk, dv, dslope
 
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it."""
-    mbarrier.wait(at(shared.dq_empty, NUMBER), (step & 1) ^ 1)
+    """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it.
+
+    That warp fences what TMA reads. Here a fence would wait until all is stored, some 270 cycles of 3,600 of a step.
+    """
+    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
-    fence_async_shared()
-    mbarrier.arrive(at(shared.dq_full, (step % PLAN.writers) * 2 + NUMBER), count=1)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
+
+
+@gluon.jit
+def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: gl.constexpr):
+    """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
+    TYPE: gl.constexpr = GRADIENT.dtype.element_ty
+    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
+    result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
 
 
 @gluon.jit

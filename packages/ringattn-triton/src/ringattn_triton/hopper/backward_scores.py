@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""What masks, soft cap, ALiBi and dropout do to a tile of scores in the one-pass backward, keys as rows."""
+"""Masks, soft cap, ALiBi and dropout of a tile of scores in the one-pass backward. The rows of a tile are keys."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.dropout import half_of, philox
+from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent
-from ..kernels.tokens import first_counter, of_columns, of_rows, unsigned, visible
-from .dropout import of_draws
+from ..kernels.tokens import first_counter, of_columns, of_rows, visible
+from .dropout import kept, of_draws, own_draw
 from .softmax import parts_of_rows, sums_of_parts
 
 
@@ -69,7 +69,7 @@ def probabilities(
 ):
     """Two results: the probabilities, and the probabilities times the derivative of the soft cap (`steep`).
 
-    An entry that dropout drops has a minus sign in both. `derivatives` takes `steep`.
+    In both, the entries that dropout drops are negative. `derivatives` takes `steep`.
     """
     FOLD: gl.constexpr = F.unbend * LOG2_E
     lse = rows.index(place).load(SCORES)
@@ -86,7 +86,7 @@ def probabilities(
             seen = seen & _spread(tile.bits, PLAN.q_tile, SCORES)
         p = gl.where(seen, p, 0.0)
     if F.dropout:
-        p = gl.where(_kept(tile.first, tile.second, F, PLAN.q_tile, SCORES), p, -p)
+        p = gl.where(kept(tile.first, tile.second, F, PLAN.q_tile, SCORES, True), p, -p)
     steep = p
     if F.capped:
         steep = p * (1.0 - bend * bend)
@@ -95,7 +95,7 @@ def probabilities(
 
 @gluon.jit
 def weights(p, F: gl.constexpr):
-    """The probabilities after dropout, without the factor that makes up for it."""
+    """The probabilities after dropout, without the factor `1 / (1 - dropout)`."""
     if F.dropout:
         return gl.maximum(p, 0.0)
     else:
@@ -104,7 +104,7 @@ def weights(p, F: gl.constexpr):
 
 @gluon.jit
 def derivatives(steep, dp, minus_delta, F: gl.constexpr):
-    """The derivatives by the scores, or by the products where there is a soft cap."""
+    """The gradients of the scores, or under a soft cap those of the products."""
     if F.dropout:
         return gl.abs(steep) * gl.where(steep > 0.0, dp * F.keep_weight + minus_delta, minus_delta)
     else:
@@ -119,7 +119,7 @@ def slope_gradient(ds, rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constex
 
 @gluon.constexpr_function
 def of_bits(Q_TILE):
-    """The layout of the bits of a mask, 16 keys on the middle axis: each thread has those of its scores."""
+    """The layout `[4, 16 keys, queries]` of mask bits: each thread has the bits of the scores that it holds."""
     columns = [1 << bit for bit in range(3, Q_TILE.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 8, 0], *([0, 0, column] for column in columns)],
@@ -146,7 +146,7 @@ def _mask_bits(words, q_start, kv_start, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether the mask shows each pair of a tile."""
+    """Unpacks the bits of a mask: whether each pair of a tile is visible."""
     IN_BITS: gl.constexpr = of_bits(Q_TILE)
     key = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, IN_BITS))).to(gl.uint32)
     seen = (bits[:, None, :] >> key[None, :, None]) & 1
@@ -170,10 +170,10 @@ def slope_sums(F: gl.constexpr):
 
 @gluon.jit
 def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """Two words for each four entries of a tile, `[32, q_tile / 2]` each.
+    """The random bits of a tile: two words for every four entries, each `[32, q_tile / 2]`.
 
-    Four entries share a draw where the indices of both sides count on from multiples of 16. Whether they do is data (a
-    striped shard skips), so both ways are compiled; the other one puts the bits of four draws into the same two words.
+    Entries share draws if the indices of the tile's queries and keys are consecutive and begin at multiples of 16,
+    which is known only at run time. If they do not, their bits are collected in the same two words.
     """
     IN_DRAWS: gl.constexpr = of_draws(PLAN.q_tile)
     rows = gl.arange(0, 32, gl.SliceLayout(1, IN_DRAWS))
@@ -183,29 +183,8 @@ def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constex
     if (of_queries >= 0) & (of_keys >= 0):
         first, second = philox((of_queries + columns)[None, :], (of_keys + NUMBER * 32 + rows)[:, None], key, F)
     else:
-        i = q_start + (columns >> 3) * 16 + (columns & 7)
-        j = kv_start + (rows >> 3) * 16 + (rows & 7)
-        first = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
-        second = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+        i = (q_start + (columns >> 3) * 16 + (columns & 7))[None, :]
+        j = (kv_start + (rows >> 3) * 16 + (rows & 7))[:, None]
+        first = own_draw(P, batch, i, j, key, F) | (own_draw(P, batch, i, j + 8, key, F) << 16)
+        second = own_draw(P, batch, i + 8, j, key, F) | (own_draw(P, batch, i + 8, j + 8, key, F) << 16)
     return first, second
-
-
-@gluon.jit
-def _own_draw(P, batch, row, column, key, F: gl.constexpr):
-    """The 16 bits of each entry of these queries and keys."""
-    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
-    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
-    return half_of(unsigned(i)[None, :], unsigned(j)[:, None], key, F)
-
-
-@gluon.jit
-def _kept(first, second, F: gl.constexpr, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether each entry of a tile of scores survives."""
-    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
-    LEAST: gl.constexpr = F.threshold << 16
-    in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
-    in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
-    four = gl.reshape(gl.join(in_first, in_second), [4, 8, Q_TILE // 16, 8, 2, 2])
-    # The halves of a word are for keys 8 apart, the words for queries 8 apart.
-    whole = gl.reshape(gl.permute(four, (0, 4, 1, 2, 5, 3)), [64, Q_TILE])
-    return gl.convert_layout(whole, SCORES)

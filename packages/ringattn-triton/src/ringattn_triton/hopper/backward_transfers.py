@@ -4,18 +4,32 @@
 # pyright: reportOperatorIssue=false
 """What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
 
+from typing import Any, NamedTuple
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..kernels.tile_loop import owned
-from .backward_memory import at, next_turn, put_number, shared_places
+from .backward_memory import (
+    DOUT_EMPTY,
+    DQ_EMPTY,
+    DQ_FULL,
+    Q_EMPTY,
+    at,
+    next_turn,
+    put_number,
+    result_place,
+    shared_places,
+)
 from .backward_turns import steps_of, tile_at
+from .hardware_barriers import hardware_barrier
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """As Triton 3.9 calls it, and as it was called before."""
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @builtin
@@ -37,14 +51,32 @@ def wait_for_additions(PENDING, _semantic=None):
     _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
 
 
-@gluon.jit
-def fetch_tiles(
-    memory, k_tiles, v_tiles, q_tiles, dout_tiles, lse_rows, delta_rows, away_rows, BOUNDS, TILES, COUNTERS, all_turns,
-    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """Takes turns; fetches the keys and values of each, then the query tiles that it visits as places become empty.
+class Tiles(NamedTuple):
+    """Descriptors of the tiles in device memory that a program fetches and writes.
 
-    The next turn is taken when everything of this one is on its way, so that no turn waits long for its program.
+    `dq` is a piece of a tile as it lies in shared memory; `away` is for ALiBi; `dk` and `dv` are for results in half
+    precision.
+    """
+
+    k: Any
+    v: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    away: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+@gluon.jit
+def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+    """Takes turns; fetches the query tiles that each visits as places become empty, and its keys and values.
+
+    The next turn is taken when everything of this one is on its way, so that no turn waits long for its program. Keys
+    arrive at the barrier of a turn's first queries, values at that of its first dout. They are fetched after these,
+    when the turn before needs its own no longer.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
@@ -52,16 +84,11 @@ def fetch_tiles(
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
-    turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
-    while turn < all_turns:
+    emptied = 0  # how many steps have given up their place of dout, as far as this warp knows
+    turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
+    while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
-        full = at(shared.kv_full, 0)
-        tokens_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
-        mbarrier.expect(full, PLAN.kv_tile * (DIM + VALUE_DIM) * 2)
-        fetch(k_tiles, tokens_at, full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
-        fetch(v_tiles, tokens_at, full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
-        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        steps = steps_of(row, batch, turns, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
         ahead = tile_at(steps, 0, T, PLAN)
@@ -70,30 +97,52 @@ def fetch_tiles(
             for step in range(0, count):
                 tile = ahead
                 ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
+                begins = (member == 0) & (step == 0)
                 place = done % PLAN.stages
-                phase = ((done // PLAN.stages) & 1) ^ 1
                 tokens_at = [head, batch * F.q_length + tile * PLAN.q_tile, 0]
                 numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
-                full = at(shared.q_full, place)
-                mbarrier.wait(at(shared.q_empty, place), phase)
+                q_full = at(shared.q_full, place)
+                if done >= PLAN.stages:
+                    hardware_barrier("sync", Q_EMPTY + place, 288)
                 put_number(at(shared.tile, place), tile)
-                mbarrier.expect(full, PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1))
-                fetch(q_tiles, tokens_at, full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
-                fetch(lse_rows, numbers_at, full, shared.rows.index(place))
+                OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1)
+                _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
+                fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
+                fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
                 if F.slopes:
                     group = batch if F.q_positions_batch else 0
-                    fetch(away_rows, [group, tile * PLAN.q_tile], full, shared.rows.index(2 * PLAN.stages + place))
+                    fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
                 place = done % PLAN.dout_stages
-                phase = ((done // PLAN.dout_stages) & 1) ^ 1
-                full = at(shared.dout_full, place)
-                mbarrier.wait(at(shared.dout_empty, place), phase)
-                mbarrier.expect(full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS)
-                fetch(dout_tiles, tokens_at, full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
-                fetch(delta_rows, numbers_at, full, shared.rows.index(PLAN.stages + place))
+                dout_full = at(shared.dout_full, place)
+                if emptied + PLAN.dout_stages <= done:
+                    hardware_barrier("sync", DOUT_EMPTY + place, 288)
+                    emptied += 1
+                _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
+                fetch(tiles.dout, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
+                fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
+                if begins:
+                    if PLAN.wide:
+                        mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
+                    else:  # who gives up the last dout has used keys and values as well
+                        if emptied < done:
+                            hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
+                            emptied += 1
+                    keys_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
+                    fetch(tiles.k, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
+                    fetch(tiles.v, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
                 done += 1
         taken += 1
-        turn = gl.atomic_add(COUNTERS, 1, sem="relaxed")
+        turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     _announce(shared, taken, turn, 0, 0, 0)
+
+
+@gluon.jit
+def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
+    """Announces what a place of queries gets: `BYTES`, and `MORE` with the first step of a turn."""
+    if more:
+        mbarrier.expect(full, BYTES + MORE)
+    else:
+        mbarrier.expect(full, BYTES)
 
 
 @gluon.jit
@@ -110,8 +159,8 @@ def _announce(shared, taken, turn, before, whole, after):
 
 @gluon.jit
 def add_dq(
-    NUMBER: gl.constexpr, memory, dq_tiles, BOUNDS, TILES, RANKS, COUNTERS, all_turns,
-    F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
+    NUMBER: gl.constexpr, memory, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
@@ -124,20 +173,24 @@ def add_dq(
     waits for none, and this holds however many programs run at a time.
     """
     Q_TILES: gl.constexpr = T.columns
+    TYPE: gl.constexpr = memory.q.dtype
     shared = shared_places(memory, PLAN)
+    if NUMBER == 0:  # at first all places are empty
+        hardware_barrier("arrive", DQ_EMPTY, 160)
+        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
-    while turn < all_turns:
+    while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
         mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-        steps = steps_of(row, batch, BOUNDS, TILES, T, PLAN)
+        steps = steps_of(row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0
-        ranks = RANKS + (group * T.rows + row) * Q_TILES
+        ranks = turns.ranks + (group * T.rows + row) * Q_TILES
         for member in range(0, F.group):
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
-            counters = COUNTERS + 1 + first
+            counters = turns.counters + 1 + first
             start = (done + NUMBER) % PLAN.writers
             ahead = tile_at(steps, start, T, PLAN)
             for step in range(start, count, PLAN.writers):
@@ -147,17 +200,36 @@ def add_dq(
                     rank = gl.load(ranks + tile)
                     while gl.load(counters + tile, volatile=True) < rank:
                         pass
-                here = done + step
                 for half in gl.static_range(2):
-                    mbarrier.wait(at(shared.dq_full, 2 * NUMBER + half), (here // PLAN.writers) & 1)
-                    async_atomic_add(dq_tiles, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
+                    hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                    fence_async_shared()
+                    async_atomic_add(tiles.dq, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    mbarrier.arrive(at(shared.dq_empty, half), count=1)
+                    hardware_barrier("arrive", DQ_EMPTY + half, 160)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
             done += count
+        if RESULTS_BY_TMA:
+            # As in two more steps: dv comes to the writer of the first, dk to the other.
+            for half in gl.static_range(2):
+                keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
+                hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                fence_async_shared()
+                if done % PLAN.writers == NUMBER:
+                    _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
+                else:
+                    _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
+            for half in gl.static_range(2):
+                tma.store_wait(1 - half)
+                hardware_barrier("arrive", DQ_EMPTY + half, 160)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
+
+
+@gluon.jit
+def _store_result(tiles, keys_at, shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """Begins to write the 64 rows of dk or dv that consumer `NUMBER` has handed over."""
+    store(tiles, keys_at, result_place(shared, NUMBER, TYPE, DIM).reshape((1, 1, 64, DIM)))

@@ -10,6 +10,20 @@ from triton.experimental.gluon import language as gl
 from ..kernels.tile_loop import full_tile, masked_tile, visit
 
 
+class Turns(NamedTuple):
+    """All turns: which query tiles each visits (`bounds`, `tiles`; `kernels.tile_loop.visit`), when each may add to a
+    tile of dq (`ranks`), and `count`.
+
+    `counters` has the number of turns that were taken, and after it, for each tile of dq, of turns that have added.
+    """
+
+    bounds: Any
+    tiles: Any
+    ranks: Any
+    counters: Any
+    count: Any
+
+
 class Steps(NamedTuple):
     """The query tiles that a turn visits for each head of a group.
 
@@ -23,8 +37,8 @@ class Steps(NamedTuple):
 
 
 @gluon.jit
-def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
-    """What a turn visits, from the first query tile to the last, or backwards where the plan is `ordered`.
+def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
+    """The query tiles that a turn visits, from the first to the last, or from the last to the first if `PLAN.ordered`.
 
     Turns begin with the first keys, which under a causal mask most queries see. Turns of one head that run at a time
     then come to the tiles that they share one after the other, in the order in which they may add to them. They stay
@@ -32,7 +46,7 @@ def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
     5.5 TB/s for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does
     not serve them, and the kernel takes 1.6 times as long (`benchmarks/NOTES.md`).
     """
-    visited = visit(BOUNDS, TILES, batch, row, T)
+    visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from
     after = visited.masked - visited.before
     if PLAN.ordered:
@@ -43,7 +57,7 @@ def steps_of(row, batch, BOUNDS, TILES, T: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
-    """The number of the query tile of a step; any number after the last."""
+    """The number of the query tile of a step; after the last step, an arbitrary number."""
     number = step
     before = steps.before
     if PLAN.ordered:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false
-"""How dq leaves the one-pass backward: from the order of the tensor cores' registers to that of the queries.
+"""Reorders the dq of the one-pass backward, from the order of the tensor cores' registers to `[B, T, N, H]`.
 
 A piece of a tile, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps
-hold it: 16 bytes a thread, 16 KiB in one piece. That is 7 to 12% of the whole backward pass faster than rows of 256
-bytes at the stride of a token (`benchmarks/NOTES.md`).
+hold it: 16 bytes a thread, 16 KiB in one piece. Rows of 256 bytes at the stride of a token would be slower, by 7 to 12%
+of the whole backward pass (`benchmarks/NOTES.md`).
 """
 
 import triton
@@ -27,7 +27,7 @@ def finish_dq(
     sums = tl.load(SUMS + program.to(tl.int64) * 4096 + tl.arange(0, 4096))
     sums = tl.reshape(sums, (8, 4, 8, 4, 2, 2))
     sums = tl.reshape(tl.permute(sums, (1, 4, 2, 0, 3, 5)), (64, 64))
-    # The pieces of 64 rows lie side by side, then come those of the next 64 rows.
+    # The pieces of one 64 rows are consecutive, and those of the next 64 rows follow.
     SIDE_BY_SIDE: tl.constexpr = PIECES * 64 // Q_TILE
     rows = tile * Q_TILE + piece // SIDE_BY_SIDE * 64 + tl.arange(0, 64)
     dims = piece % SIDE_BY_SIDE * 64 + tl.arange(0, 64)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Which probabilities of a tile on Hopper dropout keeps; the draws are made before the scores are there.
+"""Which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
 
-Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share a draw, and a thread has all four of them in its
-part of a product. A draw is two words: one for queries 8 apart, whose halves are for keys 8 apart. They share it where
-the indices of both sides count on from multiples of 16. Whether they do is data (a striped shard skips), so consumers
-have their steps in both ways and choose for a whole turn.
+Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)`, `(i + 8, j + 8)` share the two words of one Philox call, a draw. One
+thread holds all four entries in the result of a product. The first word is for query `i`, the second for `i + 8`; the
+low half of each is for key `j`, the high half for `j + 8`. Entries share a draw only if the indices of the tile's
+queries and keys are consecutive and begin at multiples of 16. In a striped shard they are not, which is known only at
+run time: the loop over tiles is compiled for both cases, and a consumer chooses one for a whole turn.
 """
 
 from triton.experimental import gluon
@@ -19,7 +20,7 @@ from .schedules import CONSUMER_ROWS
 
 @gluon.constexpr_function
 def of_draws(KV_TILE):
-    """The layout of the draws of a tile: each thread has those of its scores."""
+    """The layout of the draws of a tile: each thread has the draws of the scores that it holds."""
     columns = [1 << bit for bit in range(3, KV_TILE.bit_length() - 2)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], *([0, column] for column in columns)],
@@ -32,7 +33,7 @@ def of_draws(KV_TILE):
 
 @gluon.jit
 def counter_of_queries(P, batch, own, NUMBER: gl.constexpr, F: gl.constexpr, CONSUMERS: gl.constexpr):
-    """The counter of the first of a consumer's 64 queries, or -1 where each entry draws for itself."""
+    """The dropout counter of the first of a consumer's 64 queries, or -1 if entries do not share draws."""
     TILE: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     counter = first_counter(P.q_counters, batch, own * TILE, F.q_index_batch, F.q_length, TILE)
     return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
@@ -40,9 +41,9 @@ def counter_of_queries(P, batch, own, NUMBER: gl.constexpr, F: gl.constexpr, CON
 
 @gluon.jit
 def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr):
-    """Two words for each four entries of a tile, `[32, KV_TILE / 2]` each.
+    """The random bits of a tile: two words for every four entries, each `[32, KV_TILE / 2]`.
 
-    Where entries draw `APART`, each for itself, the bits of four draws are put into the same two words.
+    If `APART`, entries do not share draws; their bits are then collected in the same two words.
     """
     IN_DRAWS: gl.constexpr = of_draws(KV_TILE)
     rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, IN_DRAWS))
@@ -53,7 +54,8 @@ def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexp
         first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, IN_DRAWS)
         second = first
         for number in range(4):
-            bits = _own_draw(P, batch, i + number // 2 * 8, j + number % 2 * 8, key, F) << (number % 2 * 16)
+            bits = own_draw(P, batch, (i + number // 2 * 8)[:, None], (j + number % 2 * 8)[None, :], key, F)
+            bits = bits << (number % 2 * 16)
             first = first | gl.where(number < 2, bits, 0)
             second = second | gl.where(number < 2, 0, bits)
         return first, second
@@ -63,20 +65,22 @@ def draws(P, batch, row, tile, counter, key, APART: gl.constexpr, F: gl.constexp
 
 
 @gluon.jit
-def _own_draw(P, batch, row, column, key, F: gl.constexpr):
-    """The 16 bits of each entry of these rows and columns."""
-    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(row, F.q_length - 1)))
-    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(column, F.kv_length - 1)))
-    return half_of(unsigned(i)[:, None], unsigned(j)[None, :], key, F)
+def own_draw(P, batch, query, key_number, key, F: gl.constexpr):
+    """The 16 bits of each pair of these queries and keys, which are broadcast against each other."""
+    i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(query, F.q_length - 1)))
+    j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(key_number, F.kv_length - 1)))
+    return half_of(unsigned(i), unsigned(j), key, F)
 
 
 @gluon.jit
-def kept(first, second, F: gl.constexpr, KV_TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Whether each entry of a tile of scores survives."""
+def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, BY_KEYS: gl.constexpr = False):
+    """Whether each entry of a tile of scores survives; `BY_KEYS`: its rows are keys."""
     # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)
-    four = gl.reshape(gl.join(in_first, in_second), [CONSUMER_ROWS // 16, 8, KV_TILE // 16, 8, 2, 2])
-    whole = gl.reshape(gl.permute(four, (0, 5, 1, 2, 4, 3)), [CONSUMER_ROWS, KV_TILE])
+    four = gl.reshape(gl.join(in_first, in_second), [CONSUMER_ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    # The halves of a word are for keys 8 apart, the words for queries 8 apart.
+    ROWS: gl.constexpr = 4 if BY_KEYS else 5
+    whole = gl.reshape(gl.permute(four, (0, ROWS, 1, 2, 9 - ROWS, 3)), [CONSUMER_ROWS, COLUMNS])
     return gl.convert_layout(whole, SCORES)

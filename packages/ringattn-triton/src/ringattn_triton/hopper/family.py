@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels for Hopper: which blocks it takes, and its forward pass; `backward` has the other."""
+"""The family of kernels for Hopper: which blocks it takes, and its forward pass. `backward` has the backward pass."""
 
 import functools
 import logging
@@ -23,12 +23,12 @@ from . import backward, schedules
 
 _logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
-"""Before which version these kernels have been compiled: Gluon may change with each."""
+"""The first version of Triton with which these kernels have not been compiled. Gluon may change in every version."""
 _TOGETHER: Final = 512
-"""How many tiles of queries of some heads make enough work for no multiprocessor to be left alone with a long one."""
+"""How many query tiles of heads that run side by side are enough to fill the device until the last long tile ends."""
 _BOUND: Final = 73.0
-"""Up to which soft cap, in units of log2, scores need no row maximum: 50 is 72.2 of those. The exponentials of half of
-that, up or down, leave 2^90 for how many keys there are and how large values may be."""
+"""The largest soft cap, in units of log2, for which scores need no row maximum. (A cap of 50 is 72.2 such units.) The
+kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
 
 
 class HopperFamily:
@@ -80,12 +80,13 @@ class HopperFamily:
             STAGES=schedule.stages,
             # Documents are faster without an order, by 2.6% (benchmarks/NOTES.md).
             ORDERED=schedule.ordered and not constants.segments,
-            # A bias has the place of the next turn's queries.
+            # With a bias, the bias takes the room of the next turn's queries.
             Q_PLACES=1 if constants.bias else schedule.q_places,
             MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
             FRESH=partial is None,
             SHIFTED=before[2] is not None,
             BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
+            STORED=_stored(block, constants, schedule),
             REGISTERS=schedule.registers,
         )
         return Partial(out, lse, shift if constants.bias else None)
@@ -137,6 +138,12 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
     return "each tile has too little to do" if _too_little(constants) else None
 
 
+def _stored(block: Block, constants: BlockConstants, schedule: schedules.HopperSchedule) -> bool:
+    """Whether results have the form of the queries, whose place they can take in shared memory."""
+    alike = block.final and constants.head_dim == constants.value_dim
+    return alike and schedule.q_places == 2 and not constants.bias
+
+
 def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
     """Whether TMA can fetch tiles of the bias (rows of whole 16 bytes), and they fit beside the keys."""
     assert block.bias is not None
@@ -145,7 +152,7 @@ def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
 
 
 def _too_little(constants: BlockConstants) -> bool:
-    """Whether the beginning and end of a turn dominate: it has few tiles, or small products to mask."""
+    """Whether the beginning and end of a turn take most of its time: it has few tiles, or small products with masks."""
     left, right, chunk = (math.inf if x is None else x for x in (constants.left, constants.right, constants.chunk))
     seen = min(left + (0 if constants.causal or constants.chunk is not None else right), chunk)
     if constants.head_dim > 64:

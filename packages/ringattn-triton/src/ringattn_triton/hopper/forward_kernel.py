@@ -11,16 +11,18 @@ none is left, and fetches the first tiles of the next turn while it writes the r
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ..kernels.tokens import of_columns, of_head, of_rows
 from .dropout import counter_of_queries, draws
+from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
-from .order import pass_order, wait_for_order
+from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import Shared, begin, got, next_turn, of_turn, produce
-from .results import continued_rows, outputs, written
+from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
-from .softmax import as_operand, distances, in_parts, packed, scored, sums_of_parts, weighed
+from .softmax import distances, in_parts, packed, scored, sums_of_parts, weighed
+from .sums import finished, no_sums, pieces, rescaled, with_values
 
 
 @gluon.jit
@@ -29,12 +31,13 @@ def forward(
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, TAKEN_BEFORE, OUT, LSE, SHIFT_AFTER, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr, ORDERED: gl.constexpr, Q_PLACES: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
-    SHIFTED: gl.constexpr, BOUNDED: gl.constexpr, REGISTERS: gl.constexpr,
+    SHIFTED: gl.constexpr, BOUNDED: gl.constexpr, STORED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
     `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no score needs a row
-    maximum taken from it. `REGISTERS`: how many a thread of a consumer has.
+    maximum taken from it. `STORED`: results are written from shared memory. `REGISTERS`: how many a thread of a
+    consumer has.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
@@ -57,6 +60,14 @@ def forward(
         bias_tiles = tma.make_tensor_descriptor(
             P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, KV_TILE], BIASES
         )
+    out_tiles = q_tiles
+    if STORED:
+        OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
+        TOKEN: gl.constexpr = F.heads * F.value_dim
+        out_tiles = tma.make_tensor_descriptor(
+            OUT, [BATCH, F.heads, F.q_length, F.value_dim], [F.q_length * TOKEN, F.value_dim, TOKEN, 1],
+            [1, 1, CONSUMER_ROWS, VALUE_DIM], OUTS,
+        )  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     queries = gl.allocate_shared_memory(TYPE, [Q_PLACES * CONSUMERS, CONSUMER_ROWS, DIM], ROWS)
@@ -66,39 +77,30 @@ def forward(
     shared = Shared(
         queries,
         gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
         bias,
         gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, VALUE_DIM], VALUES),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
-        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
-        gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER),
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
-    begin(shared.q_full, Q_PLACES, 1)
-    begin(shared.q_empty, Q_PLACES, CONSUMERS)
-    begin(shared.k_full, STAGES, 1)
-    begin(shared.k_empty, STAGES, CONSUMERS)
-    begin(shared.v_full, STAGES, 1)
-    begin(shared.v_empty, STAGES, CONSUMERS)
-    begin(shared.turns_full, 2, 1)
-    begin(shared.turns_empty, 2, CONSUMERS)
-    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED)
+    begin(shared.q_full, Q_PLACES)
+    begin(shared.k_full, STAGES)
+    begin(shared.v_full, STAGES)
+    begin(shared.turns_full, 2)
+    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED, STORED)
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)
+    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
     all_turns = T.rows * BATCH * F.heads
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
-                (_consume, (1, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
-                (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+                (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
+                (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
+                (produce, (shared, tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -106,10 +108,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
-                (_consume, (1, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
-                (_consume, (2, shared, P, BEFORE, AFTER, all_turns, F, T, S)),
-                (produce, (shared, q_tiles, k_tiles, v_tiles, bias_tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+                (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
+                (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
+                (_consume, (2, shared, P, BEFORE, AFTER, F, S)),
+                (produce, (shared, tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -118,7 +120,7 @@ def forward(
 
 @gluon.jit
 def _consume(
-    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr,
+    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """A consumer: it computes and writes 64 queries of every turn."""
     CONSUMERS: gl.constexpr = S[0]
@@ -129,26 +131,26 @@ def _consume(
     FRESH: gl.constexpr = S[5]
     Q_PLACES: gl.constexpr = S[6]
     BOUNDED: gl.constexpr = S[7]
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_DIM, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RAGGED: gl.constexpr = F.q_length % (CONSUMERS * CONSUMER_ROWS) != 0
     nought = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, SCORES)
     taken = 0
     done = 0
-    acc = gl.zeros([CONSUMER_ROWS, VALUE_DIM], gl.float32, SUMS)
+    acc = no_sums(F.value_dim)
     top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     total = sums_of_parts(nought)
     weights = packed(nought, shared.k.dtype)
+    shrink = top + 1.0
     if ORDERED and NUMBER == CONSUMERS - 1:
         pass_order(NUMBER, CONSUMERS)
-    turn = next_turn(shared, done)
-    while turn < all_turns:
-        own, batch, head_number = of_turn(turn, F, T)
-        masked = got(shared.masked.index(done % 2))
-        whole = got(shared.whole.index(done % 2))
-        start = own * (CONSUMERS * CONSUMER_ROWS) + NUMBER * CONSUMER_ROWS
+    row = next_turn(shared, done)
+    while row >= 0:
+        batch = of_turn(shared, done, 1)
+        head_number = of_turn(shared, done, 2)
+        masked = of_turn(shared, done, 3)
+        whole = of_turn(shared, done, 4)
+        start = row + NUMBER * CONSUMER_ROWS
         # The scores of the first tile, and the weighted values of the last turn's last, are in flight together. Before
         # the first turn there are none: what is multiplied then is not looked at.
         queries_here = shared.q.index((done % Q_PLACES) * CONSUMERS + NUMBER)
@@ -158,17 +160,19 @@ def _consume(
         if ORDERED:
             wait_for_order(NUMBER)
         s = product_of_heads(queries_here, k, nought, F.head_dim)
+        if not BOUNDED:
+            acc = rescaled(acc, shrink)
         before = (taken + STAGES - 1) % STAGES
         if done > 0:
             mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
-        acc = warpgroup_mma(as_operand(weights, shared.v.dtype, SUMS), shared.v.index(before), acc, is_async=True)
+        acc = with_values(acc, weights, shared.v.index(before), F.value_dim)
         if ORDERED:
             pass_order(NUMBER, CONSUMERS)
         head = of_head(P, batch, head_number, F)
         counter = 0
         origin = 0
         if F.dropout:
-            counter = counter_of_queries(P, batch, own, NUMBER, F, CONSUMERS)
+            counter = counter_of_queries(P, batch, row // (CONSUMERS * CONSUMER_ROWS), NUMBER, F, CONSUMERS)
         if F.slopes:
             origin = gl.load(P.q_positions + (batch * F.q_positions_batch + gl.minimum(start, F.q_length - 1)))
         queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), counter, F, RAGGED, False)
@@ -182,81 +186,81 @@ def _consume(
         old_top, old_total = top, total
         top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
         total = in_parts(kept)
-        s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
+        s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
+        leave(k_empty(S) + taken % STAGES, S)
         s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)
         p, total = weighed(s, base, shrink, total, drawn, F, S, SCORES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = finished(acc)
         if done > 0:
-            mbarrier.arrive(shared.v_empty.index(before), count=1)
-            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
-        acc = gl.zeros([CONSUMER_ROWS, VALUE_DIM], gl.float32, SUMS)
+            leave(v_empty(S) + before, S)
+            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, S, OF_ROWS)
+        acc = no_sums(F.value_dim)
         if not FRESH:
-            out_at, within = outputs(start, batch, head_number, F, SUMS)
-            acc = gl.load(BEFORE[0] + out_at, mask=within, other=0.0)
+            acc = loaded(BEFORE[0], start, batch, head_number, F)
             # `kept` is 1, unless scores are bounded or the partial result has a shift.
             factor = kept if BOUNDED else shrink * kept if S[8] else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
-            acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, SUMS))[:, None]
+            acc = rescaled(acc, factor)
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            acc = finished(acc)
+        shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
         weights = packed(p, queries_here.dtype)
         taken += 1
         if F.dropout and counter < 0:
-            acc, weights, total, top, taken = _other_steps(
-                acc, weights, total, top, shared, queries_here, nought, taken, masked, whole, NUMBER, queries, head,
-                start, origin, P, batch, True, F, S, SCORES, SUMS,
+            acc, weights, total, top, shrink, taken = _other_steps(
+                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+                head, start, origin, P, batch, True, F, S, SCORES,
             )  # fmt: skip
         else:
-            acc, weights, total, top, taken = _other_steps(
-                acc, weights, total, top, shared, queries_here, nought, taken, masked, whole, NUMBER, queries, head,
-                start, origin, P, batch, False, F, S, SCORES, SUMS,
+            acc, weights, total, top, shrink, taken = _other_steps(
+                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+                head, start, origin, P, batch, False, F, S, SCORES,
             )  # fmt: skip
-        mbarrier.arrive(shared.q_empty.index(done % Q_PLACES), count=1)
+        if Q_PLACES == 1:
+            leave(q_empty(S), S)
         done += 1
-        turn = next_turn(shared, done)
+        row = next_turn(shared, done)
     if done > 0:
+        if not BOUNDED:
+            acc = rescaled(acc, shrink)
         last = taken - 1
         mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = warpgroup_mma(
-            as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True
-        )
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, T, S, SUMS, OF_ROWS)
+        acc = with_values(acc, weights, shared.v.index(last % STAGES), F.value_dim)
+        acc = finished(acc)
+        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, S, OF_ROWS)
 
 
 @gluon.jit
 def _other_steps(
-    acc, weights, total, top, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr, queries, head,
-    start, origin, P, batch, APART: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
-    SUMS: gl.constexpr,
+    acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
+    queries, head, start, origin, P, batch, APART: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """All steps of a turn after its first one; `APART`: each entry draws for itself."""
     MASKED: gl.constexpr = S[4]
     first = 1
     if MASKED:
         for _ in range(1, masked):
-            acc, weights, total, top = _continued(
-                acc, weights, total, top, shared, queries_here, nought, taken, NUMBER,
-                queries, head, start, origin, P, batch, APART, F, True, S, SCORES, SUMS,
+            acc, weights, total, top, shrink = _continued(
+                acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
+                queries, head, start, origin, P, batch, APART, F, True, S, SCORES,
             )  # fmt: skip
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
-        acc, weights, total, top = _continued(
-            acc, weights, total, top, shared, queries_here, nought, taken, NUMBER,
-            queries, head, start, origin, P, batch, APART, F, False, S, SCORES, SUMS,
+        acc, weights, total, top, shrink = _continued(
+            acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
+            queries, head, start, origin, P, batch, APART, F, False, S, SCORES,
         )  # fmt: skip
         taken += 1
-    return acc, weights, total, top, taken
+    return acc, weights, total, top, shrink, taken
 
 
 @gluon.jit
 def _continued(
-    acc, weights, total, top, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, head, start,
+    acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, head, start,
     origin, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
-    SCORES: gl.constexpr, SUMS: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     CONSUMERS: gl.constexpr = S[0]
@@ -270,23 +274,26 @@ def _continued(
         wait_for_order(NUMBER)
     k = shared.k.index(taken % STAGES)
     s = product_of_heads(queries_here, k, nought, F.head_dim)
+    if not BOUNDED:
+        acc = rescaled(acc, shrink)
     mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = warpgroup_mma(as_operand(weights, shared.v.dtype, SUMS), shared.v.index(last % STAGES), acc, is_async=True)
+    acc = with_values(acc, weights, shared.v.index(last % STAGES), F.value_dim)
     if ORDERED:
         pass_order(NUMBER, CONSUMERS)
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
     bias = _bias(shared, taken, NUMBER, F, S, SCORES)
     away = distances(queries, keys, origin, F)
     drawn = _drawn(shared, taken, P, batch, start, queries.counter, head, APART, F, KV_TILE, STAGES)
-    s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(shared.k_empty.index(taken % STAGES), count=1)
+    s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
+    leave(k_empty(S) + taken % STAGES, S)
+    # Once more, so that the assembler does not put off leaving the keys.
+    s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
+    softmax_first(taken)
     s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)
     p, total = weighed(s, base, shrink, total, drawn, F, S, SCORES)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(shared.v_empty.index(last % STAGES), count=1)
-    if not BOUNDED:
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
-    return acc, packed(p, queries_here.dtype), total, top
+    acc = finished(acc)
+    leave(v_empty(S) + last % STAGES, S)
+    return acc, packed(p, queries_here.dtype), total, top, shrink
 
 
 @gluon.jit

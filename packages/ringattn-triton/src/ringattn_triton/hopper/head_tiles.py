@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""How heads of any multiple of 8 lie in shared memory: TMA fills them up with zeros to a power of two.
+"""How heads of sizes that are multiples of 8 are stored in shared memory: TMA pads them with zeros to a power of two.
 
 Global memory has no padding. A descriptor has an axis for heads, so that TMA sees where a head ends.
 """
@@ -13,16 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 @gluon.constexpr_function
 def product_count(dim):
-    """How many pieces cover `dim` dimensions in shared memory: powers of two from 16 on, the largest first.
+    """Into how many pieces `dim` dimensions in shared memory are cut: powers of two from 16 on, the largest first.
 
-    `product_of_heads` is as many products.
+    `product_of_heads` computes one product for each piece.
     """
     return (-(-dim // 16)).bit_count()
 
 
 @gluon.constexpr_function
 def _piece(dim, number):
-    """Where a piece begins, and how wide it is."""
+    """The first dimension and the width of a piece."""
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
         width = 1 << (rest.bit_length() - 1)
@@ -42,7 +42,7 @@ def tiles_of_heads(
 
 @gluon.jit
 def product_of_heads(left, right, nought, DIM: gl.constexpr):
-    """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece of them."""
+    """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
         product = _product_of_piece(left, right, product, _piece(DIM, number)[0], _piece(DIM, number)[1])

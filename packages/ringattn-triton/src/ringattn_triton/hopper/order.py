@@ -8,28 +8,33 @@ the others' products. The order changes no result. A barrier of shared memory wo
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language._core import builtin
 
-FIRST_BARRIER: gl.constexpr = gl.constexpr(8)
-"""The number of the first consumer's hardware barrier. Triton's own begin at 0, and there are 16."""
+from .hardware_barriers import FIRST_FREE, hardware_barrier
 
-
-@builtin
-def hardware_barrier(ACTION, NUMBER, _semantic=None):
-    """Waits at a hardware barrier (`sync`), or lets another group of four warps pass it (`arrive`)."""
-    action, number = _unwrap_if_constexpr(ACTION), _unwrap_if_constexpr(NUMBER)
-    result = _semantic.builder.get_int32_ty()
-    assembly = f"bar.{action} {number}, 256; mov.u32 $0, 0;"
-    _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
+FIRST_BARRIER: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
+"""The number of the first consumer's hardware barrier: there may be one partition more than in the backward pass."""
 
 
 @gluon.jit
 def wait_for_order(NUMBER: gl.constexpr):
     """Waits until it is this consumer's time to multiply."""
-    hardware_barrier("sync", FIRST_BARRIER + NUMBER)
+    hardware_barrier("sync", FIRST_BARRIER + NUMBER, 256)
 
 
 @gluon.jit
 def pass_order(NUMBER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Lets the next consumer multiply."""
-    hardware_barrier("arrive", FIRST_BARRIER + (NUMBER + 1) % CONSUMERS)
+    hardware_barrier("arrive", FIRST_BARRIER + (NUMBER + 1) % CONSUMERS, 256)
+
+
+@builtin
+def softmax_first(step, _semantic=None):
+    """Keeps the assembler from waiting for the weighted values of the last tile before it takes exponentials.
+
+    It waits as soon as it may, but no sooner than the next thing that is done at a barrier, which it does late. So here
+    is one: an arrival that never happens, since no `step` is negative.
+    """
+    at, result = _semantic.to_tensor(step).handle, _semantic.builder.get_int32_ty()
+    assembly = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; } mov.u32 $0, 0;"
+    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)

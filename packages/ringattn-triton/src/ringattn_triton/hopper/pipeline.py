@@ -10,55 +10,52 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
+from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
 from .schedules import CONSUMER_ROWS
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """The function that fetches a tile, by its name in Triton 3.9 or the name before."""
+store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+"""The function that writes a tile to memory, likewise."""
 
 
 class Shared(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    Each place has two barriers: the producer or its fetches arrive at `full`, and all consumers at `empty`. For each
-    tile of keys, `tiles` holds its number, and `bias` its part of the bias. For each turn, `turns` holds its number,
-    `masked` how many of its tiles need a mask, and `whole` how many are visible as a whole.
+    The producer or its fetches arrive at `full` of a place; hardware barriers say that one is empty (`handover`).
+    `tiles` holds the number of each tile of keys, with which the `bias` comes. A turn has five `turns`: its first
+    query, batch row and head, and how many tiles it masks and sees whole.
     """
 
     q: Any
     q_full: Any
-    q_empty: Any
     k: Any
     k_full: Any
-    k_empty: Any
     tiles: Any
     bias: Any
     v: Any
     v_full: Any
-    v_empty: Any
     turns: Any
-    masked: Any
-    whole: Any
     turns_full: Any
-    turns_empty: Any
 
 
 @gluon.jit
-def begin(barriers, PLACES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initialises barriers, each of which completes a phase after `ARRIVALS` arrivals."""
+def begin(barriers, PLACES: gl.constexpr):
+    """Initialises barriers at which the producer alone arrives."""
     for place in gl.static_range(PLACES):
-        mbarrier.init(barriers.index(place), count=ARRIVALS)
+        mbarrier.init(barriers.index(place), count=1)
 
 
 @gluon.jit
 def produce(
-    shared, q_tiles, k_tiles, v_tiles, bias_tiles, BOUNDS, TILES, TAKEN, all_turns,
-    F: gl.constexpr, T: gl.constexpr, S: gl.constexpr,
+    shared, tiles, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Takes turns from a common counter and fetches their tiles, as places become empty.
 
     The first turn comes from the counter too: a program that starts late has then not kept a long turn back. The
     number of the next turn is taken at the beginning of a turn, and that of a tile one tile ahead.
     """
+    q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = tiles
     CONSUMERS: gl.constexpr = S[0]
     FRESH: gl.constexpr = S[5]
     Q_PLACES: gl.constexpr = S[6]
@@ -69,7 +66,9 @@ def produce(
     fetched = 0
     while turn < all_turns:
         following = gl.atomic_add(TAKEN, 1, sem="relaxed")
-        row, batch, head = of_turn(turn, F, T)
+        # The last tiles, which see most under a causal mask, come first.
+        before, batch, head = owned(turn, T, F.heads)
+        row = T.rows - 1 - before
         visited = visit(BOUNDS, TILES, batch, row, T)
         ahead = masked_tile(visited, 0, T)
         masked = visited.masked
@@ -86,12 +85,16 @@ def produce(
             masked = gl.where(nothing, 1, masked)
             ahead = gl.where(nothing, 0, ahead)
         if masked + whole > 0:
-            _announce(shared, done, turn, masked, whole)
+            first = row * (CONSUMERS * CONSUMER_ROWS)
+            _announce(shared, done, first, batch, head, masked, whole, out_tiles, S)
             place = done % Q_PLACES
             full = shared.q_full.index(place)
-            mbarrier.wait(shared.q_empty.index(place), ((done // Q_PLACES) & 1) ^ 1)
+            if Q_PLACES == 1 and done > 0:
+                wait_until_left(q_empty(S), S)
+            if S[9]:
+                tma.store_wait(0)
             mbarrier.expect(full, BYTES)
-            first = batch * F.q_length + row * (CONSUMERS * CONSUMER_ROWS)
+            first += batch * F.q_length
             for number in gl.static_range(CONSUMERS):
                 at = [head, first + number * CONSUMER_ROWS, 0]
                 mine = shared.q.index(place * CONSUMERS + number).reshape((1, CONSUMER_ROWS, DIM))
@@ -108,17 +111,50 @@ def produce(
             ahead = full_tile(visited, step + 1, T)
             fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
         turn = following
-    _announce(shared, done, turn, 0, 0)
+    _announce(shared, done, -1, 0, 0, 0, 0, out_tiles, S)
+    if S[9]:
+        if done > 0:
+            wait_until_left(turn_empty(S) + (done - 1) % 2, S)
+            _write_results(shared, (done - 1) % 2, out_tiles, S)
+        tma.store_wait(0)
 
 
 @gluon.jit
-def _announce(shared, done, turn, masked, whole):
-    """Tells the consumers of a turn, once they no longer need the one before the last."""
-    mbarrier.wait(shared.turns_empty.index(done % 2), ((done // 2) & 1) ^ 1)
-    _put(shared.turns.index(done % 2), turn)
-    _put(shared.masked.index(done % 2), masked)
-    _put(shared.whole.index(done % 2), whole)
-    mbarrier.arrive(shared.turns_full.index(done % 2), count=1)
+def _announce(shared, done, row, batch, head, masked, whole, out_tiles, S: gl.constexpr):
+    """Tells the consumers of a turn, once all have read all that they need of the one before the last.
+
+    Where there are two places for queries, those of that turn have been read as well; where results are `STORED`, they
+    lie there now, and are written to memory.
+    """
+    place = done % 2
+    if done > 1:
+        wait_until_left(turn_empty(S) + place, S)
+        if S[9]:
+            _write_results(shared, place, out_tiles, S)
+    _put(shared.turns.index(place * 5), row)
+    _put(shared.turns.index(place * 5 + 1), batch)
+    _put(shared.turns.index(place * 5 + 2), head)
+    _put(shared.turns.index(place * 5 + 3), masked)
+    _put(shared.turns.index(place * 5 + 4), whole)
+    mbarrier.arrive(shared.turns_full.index(place), count=1)
+
+
+@gluon.jit
+def _write_results(shared, place, out_tiles, S: gl.constexpr):
+    """Begins to write the results of a turn, which lie where its queries were."""
+    row = _read(shared.turns.index(place * 5))
+    batch = _read(shared.turns.index(place * 5 + 1))
+    head = _read(shared.turns.index(place * 5 + 2))
+    for number in gl.static_range(S[0]):
+        at = [batch, head, row + number * CONSUMER_ROWS, 0]
+        mine = shared.q.index(place * S[0] + number).reshape((1, 1, CONSUMER_ROWS, shared.q.shape[2]))
+        store(out_tiles, at, mine)
+
+
+@gluon.jit
+def _read(place):
+    """Reads a number, as the producer."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
 
 
 @gluon.jit
@@ -133,13 +169,6 @@ def got(place):
 
 
 @gluon.jit
-def of_turn(turn, F: gl.constexpr, T: gl.constexpr):
-    """The tile of queries, batch row and head of a turn; the last tiles, which see most under a causal mask, first."""
-    number, batch, head = owned(turn, T, F.heads)
-    return T.rows - 1 - number, batch, head
-
-
-@gluon.jit
 def _tile_fetched(
     shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F: gl.constexpr, S: gl.constexpr
 ):
@@ -150,10 +179,10 @@ def _tile_fetched(
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
     place = fetched % STAGES
-    phase = ((fetched // STAGES) & 1) ^ 1
     at = [kv_head, batch * F.kv_length + tile * KV_TILE, 0]
     full = shared.k_full.index(place)
-    mbarrier.wait(shared.k_empty.index(place), phase)
+    if fetched >= STAGES:
+        wait_until_left(k_empty(S) + place, S)
     _put(shared.tiles.index(place), tile)
     mbarrier.expect(full, KV_TILE * DIM * 2 + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))
     fetch(k_tiles, at, full, shared.k.index(place).reshape((1, KV_TILE, DIM)))
@@ -162,7 +191,8 @@ def _tile_fetched(
             mine = shared.bias.index(place * CONSUMERS + number)
             fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * KV_TILE], full, mine)
     full = shared.v_full.index(place)
-    mbarrier.wait(shared.v_empty.index(place), phase)
+    if fetched >= STAGES:
+        wait_until_left(v_empty(S) + place, S)
     mbarrier.expect(full, KV_TILE * VALUE_DIM * 2)
     fetch(v_tiles, at, full, shared.v.index(place).reshape((1, KV_TILE, VALUE_DIM)))
     return fetched + 1
@@ -170,6 +200,12 @@ def _tile_fetched(
 
 @gluon.jit
 def next_turn(shared, done):
-    """The number of the next turn; past the last turn, a number that is not below their count."""
+    """The first query of the next turn; past the last turn, a negative number."""
     mbarrier.wait(shared.turns_full.index(done % 2), (done // 2) & 1)
-    return got(shared.turns.index(done % 2))
+    return of_turn(shared, done, 0)
+
+
+@gluon.jit
+def of_turn(shared, done, NUMBER: gl.constexpr):
+    """One of the five numbers of a turn."""
+    return got(shared.turns.index(done % 2 * 5 + NUMBER))

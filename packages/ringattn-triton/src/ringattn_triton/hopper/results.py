@@ -5,12 +5,14 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..kernels.scores import LOG2_E, SHIFT_BELOW
-from .pipeline import got, of_turn
+from .handover import leave, turn_empty
+from .pipeline import of_turn
 from .schedules import CONSUMER_ROWS
 from .softmax import sum_of_parts
+from .sums import dims_of, first_of, layout_of, of_dims, pieces, width_of
 
 
 @gluon.jit
@@ -47,20 +49,21 @@ def continued_rows(
 
 @gluon.jit
 def written(
-    acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr, T: gl.constexpr,
-    S: gl.constexpr, SUMS: gl.constexpr, OF_ROWS: gl.constexpr,
+    acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
+    S: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the results of a turn, the `number`th of this program.
+    """Writes the results of a turn, the `number`th of this program; or, where they are `STORED`, puts them where its
+    queries were, whence the producer writes them.
 
-    The turn's number is read from shared memory again, so that no register holds it meanwhile.
+    The turn's numbers are read from shared memory again, so that no register holds them meanwhile.
     """
     OUT, LSE, SHIFT = AFTER
     total = sum_of_parts(total, OF_ROWS)
-    place = number % 2
-    turn = got(shared.turns.index(place))
-    mbarrier.arrive(shared.turns_empty.index(place), count=1)
-    own, batch, head = of_turn(turn, F, T)
-    start = own * (S[0] * CONSUMER_ROWS) + NUMBER * CONSUMER_ROWS
+    start = of_turn(shared, number, 0) + NUMBER * CONSUMER_ROWS
+    batch = of_turn(shared, number, 1)
+    head = of_turn(shared, number, 2)
+    if not S[9]:
+        leave(turn_empty(S) + number % 2, S)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     nothing = total == 0.0
@@ -73,13 +76,27 @@ def written(
     else:
         lse = (top + gl.log2(divisor)) / LOG2_E
     gl.store(LSE + lse_at, gl.where(nothing, -float("inf"), lse), mask=rows < F.q_length)
-    out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]).to(OUT.dtype.element_ty)
+    for piece in gl.static_range(len(acc)):
+        out = (acc[piece] * of_dims(inverse, acc[piece].shape[1])).to(OUT.dtype.element_ty)
+        if S[9]:
+            mine = shared.q.index(number % 2 * S[0] + NUMBER)
+            dims_of(mine, first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
+        else:
+            _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
+    if S[9]:
+        fence_async_shared()
+        leave(turn_empty(S) + number % 2, S)
+
+
+@gluon.jit
+def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
+    """Writes a piece of the outputs from registers."""
     # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange.
+    WIDTH: gl.constexpr = out.shape[1]
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
-    EXCHANGED: gl.constexpr = SMALL and VALUE_DIM > 64 and not F.bias
-    WRITTEN: gl.constexpr = in_sixteens(VALUE_DIM) if EXCHANGED else SUMS
-    out_at, within = outputs(start, batch, head, F, WRITTEN)
+    EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias
+    WRITTEN: gl.constexpr = in_sixteens(WIDTH) if EXCHANGED else layout_of(WIDTH)
+    out_at, within = outputs(start, batch, head, FIRST, WIDTH, F, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
 
 
@@ -99,13 +116,27 @@ def in_sixteens(DIM):
 
 
 @gluon.jit
-def outputs(start, batch, head, F: gl.constexpr, SUMS: gl.constexpr):
-    """The offsets of the outputs of 64 queries, and which of them are inside the block."""
+def loaded(OUT, start, batch, head, F: gl.constexpr):
+    """The partial result of 64 queries, in accumulators."""
+    sums = ()
+    for piece in gl.static_range(pieces(F.value_dim)):
+        sums += (_load(OUT, start, batch, head, first_of(F.value_dim, piece), width_of(F.value_dim, piece), F),)
+    return sums
+
+
+@gluon.jit
+def _load(OUT, start, batch, head, FIRST: gl.constexpr, WIDTH: gl.constexpr, F: gl.constexpr):
+    out_at, within = outputs(start, batch, head, FIRST, WIDTH, F, layout_of(WIDTH))
+    return gl.load(OUT + out_at, mask=within, other=0.0)
+
+
+@gluon.jit
+def outputs(start, batch, head, FIRST: gl.constexpr, WIDTH: gl.constexpr, F: gl.constexpr, SUMS: gl.constexpr):
+    """The offsets of a piece of the outputs of 64 queries, and which of them are inside the block."""
     rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, SUMS))
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
-    dims = gl.arange(0, VALUE_DIM, gl.SliceLayout(0, SUMS))
+    dims = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
     at = (batch.to(gl.int64) * F.q_length + rows)[:, None] * (F.heads * F.value_dim)
     within = (rows < F.q_length)[:, None]
-    if F.value_dim != VALUE_DIM:
+    if F.value_dim < FIRST + WIDTH:
         within = within & (dims < F.value_dim)[None, :]
     return at + head * F.value_dim + dims[None, :], within

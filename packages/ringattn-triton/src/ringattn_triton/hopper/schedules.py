@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the tiles of the Hopper kernels are, and how their warps share registers."""
+"""The tile sizes of the forward kernel for Hopper, and how its warps share registers."""
 
 import dataclasses
 from typing import Final
@@ -9,14 +9,14 @@ import triton.language as tl
 from ..kernel_inputs import BlockConstants
 
 PROGRAMS: Final = 132
-"""How many programs run at a time: one on each multiprocessor of the largest Hopper. Others find no work left."""
+"""The number of programs: one for each multiprocessor of the largest Hopper. On a smaller GPU the last find no work."""
 CONSUMER_ROWS: Final = tl.constexpr(64)
-"""How many queries a consumer has: the rows of a warpgroup's product."""
+"""The number of queries of a consumer: the rows of a product of one warpgroup."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperSchedule:
-    """How a forward kernel runs; `ordered` lets one consumer at a time begin its products, but with segments."""
+    """How a forward kernel runs. `ordered`: consumers begin products in turn (`order`); ignored with segment ids."""
 
     consumers: int
     kv_tile: int
@@ -25,7 +25,7 @@ class HopperSchedule:
     registers_at_start: int
     """Registers of a thread when a program begins."""
     registers: int
-    """Registers of a consumer's thread, which it takes over from the producer's."""
+    """Registers of a consumer's thread: it gets some of those that the producer gives back."""
     q_places: int = 2
     """Tiles of queries in shared memory: with two, those of the next turn come early."""
 
@@ -41,15 +41,15 @@ _FORWARD: Final = {
     (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, 1),
     (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, 1),
 }
-"""By the sizes of keys and values, filled up to powers of two, and whether there is a soft cap."""
+"""The schedules by head size of keys and of values, rounded up to powers of two, and by whether there is a soft cap."""
 
 
 _WITH_MORE: Final = {
     (64, 64, False): None,
     (128, 128, True): HopperSchedule(2, 64, 3, False, 168, 240),
 }
-"""The same where dropout or ALiBi need registers, which three consumers do not have. Heads of 64 were 4 times as slow
-with dropout, and with two consumers they have not been timed."""
+"""The same where dropout or ALiBi need registers, which three consumers do not have. With two consumers, heads of 64
+are up to 10% faster with dropout than by the portable kernels, and no faster with ALiBi (benchmarks/NOTES.md)."""
 
 
 def forward(constants: BlockConstants) -> HopperSchedule | None:

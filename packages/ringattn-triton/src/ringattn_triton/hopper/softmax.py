@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.scores import bent, in_log2
+from ..kernels.scores import LOG2_E, bent, in_log2
 from ..kernels.tokens import visible
 from .dropout import kept
 from .schedules import CONSUMER_ROWS
@@ -16,7 +16,9 @@ from .schedules import CONSUMER_ROWS
 def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
     """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
-    Where scores are `BOUNDED` half of the bound stands for all maxima, and the factor, 1, is not used.
+    A maximum stands until a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives the
+    same results, and sums that need no factor need no multiplication. Where scores are `BOUNDED` half of the bound
+    stands for all maxima, and the factor, 1, is not used.
     """
     KV_TILE: gl.constexpr = S[1]
     BOUNDED: gl.constexpr = S[7]
@@ -36,6 +38,8 @@ def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.
         return s, top, top, top
     else:
         now = gl.maximum(top, gl.max(s, 1) * FOLD)
+        SLACK: gl.constexpr = 8.0 / LOG2_E if F.bias else 8.0
+        now = gl.where(now > top + SLACK, now, top)
         base = now
         if MASKED or F.bias:
             base = gl.where(now == -float("inf"), 0.0, now)
@@ -59,7 +63,7 @@ def weighed(s, base, shrink, total, drawn, F: gl.constexpr, S: gl.constexpr, SCO
 
 @gluon.constexpr_function
 def parts_of_rows():
-    """The layout of `[64, 4]` in which each of the four threads that share rows of a product has its own part."""
+    """The layout of an array `[64, 4]` with an element in each of the four threads that share a row of a product."""
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -78,14 +82,14 @@ def sums_of_parts(p):
 
 @gluon.jit
 def in_parts(total):
-    """Whole sums of rows in the form of `sums_of_parts`: the first of the four threads has the sum, the others zero."""
+    """Turns sums of rows into four partial sums as of `sums_of_parts`: the first is the sum, the others are 0."""
     first = gl.arange(0, 4, gl.SliceLayout(0, parts_of_rows()))[None, :] == 0
     return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, parts_of_rows()))[:, None], 0.0)
 
 
 @gluon.jit
 def sum_of_parts(total, OF_ROWS: gl.constexpr):
-    """The sums of rows."""
+    """Adds the four partial sums of each row (`sums_of_parts`); `OF_ROWS` is the layout of the result, `[64]`."""
     return gl.convert_layout(gl.sum(total, 1), OF_ROWS)
 
 

@@ -19,9 +19,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
-from .backward_memory import at, finished_turn, got_number, next_turn, shared_places
+from .backward_memory import (
+    DOUT_EMPTY,
+    DQ_EMPTY,
+    DQ_FULL,
+    DS_FULL,
+    Q_EMPTY,
+    WEIGHTS_FULL,
+    at,
+    finished_turn,
+    got_number,
+    next_turn,
+    shared_places,
+)
 from .backward_products import in_register_order, opaque_zero, write_gradient
 from .backward_scores import probabilities, tile_of
+from .hardware_barriers import hardware_barrier
 from .head_tiles import product_of_heads
 
 _WEIGHTS = gl.constexpr(2)
@@ -29,7 +42,7 @@ _WEIGHTS = gl.constexpr(2)
 
 
 @gluon.jit
-def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
     DIM: gl.constexpr = F.padded_value_dim
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -37,10 +50,9 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
-    while turn < all_turns:
+    while turn < turns.count:
         whole = got_number(at(shared.whole, taken % 2), 4)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
-        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
         if PLAN.masked:
             before = got_number(at(shared.before, taken % 2), 4)
             after = got_number(at(shared.after, taken % 2), 4)
@@ -65,7 +77,7 @@ def compute_dv(memory, P, DV, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN:
 
 
 @gluon.jit
-def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
     DIM: gl.constexpr = F.padded_head_dim
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -73,12 +85,11 @@ def compute_dk(memory, DK, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
-    while turn < all_turns:
+    while turn < turns.count:
         before = got_number(at(shared.before, taken % 2), 4)
         whole = got_number(at(shared.whole, taken % 2), 4)
         after = got_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
-        mbarrier.wait(at(shared.kv_full, 0), taken & 1)
         first = done
         done += F.group * (before + whole + after)
         for step in range(first, done):
@@ -113,26 +124,26 @@ def _step_of_dv(
         tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
-    mbarrier.arrive(at(shared.q_empty, place), count=1)
+    hardware_barrier("arrive", Q_EMPTY + place, 288)
     # The last tile's p has been read, and the piece of dq that came after it is on its way to memory.
-    mbarrier.wait(at(shared.dq_empty, _WEIGHTS), (step & 1) ^ 1)
+    hardware_barrier("sync", DQ_EMPTY + _WEIGHTS, 160)
     shared.dq.index(_WEIGHTS).store(in_register_order(p))
-    mbarrier.arrive(at(shared.weights_full, 0), count=1)
+    hardware_barrier("arrive", WEIGHTS_FULL, 256)
     dout_place = step % PLAN.dout_stages
     mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
     dv = warpgroup_mma(
         gl.convert_layout(p.to(TYPE), LEFT), at(shared.dout, dout_place + opaque_zero()), dv, is_async=True
     )
     dv = warpgroup_mma_wait(0, deps=[dv])
-    mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
+    hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     ds_place = step % PLAN.ds_places
-    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    hardware_barrier("sync", DS_FULL, 256)
     dq = _piece_of_dq(shared, ds_place, 0)
     other = _piece_of_dq(shared, ds_place, 1)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    _hand_over(dq, shared, 0, step)
+    _hand_over(dq, shared, 0)
     other = warpgroup_mma_wait(0, deps=[other])
-    _hand_over(other, shared, _WEIGHTS, step)
+    _hand_over(other, shared, _WEIGHTS)
     return dv
 
 
@@ -149,31 +160,30 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
     dp = product_of_heads(at(shared.v, opaque_zero()), at(shared.dout, dout_place + opaque_zero()), zero, F.value_dim)
     minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
-    mbarrier.wait(at(shared.weights_full, 0), step & 1)
+    hardware_barrier("sync", WEIGHTS_FULL, 256)
     p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    mbarrier.arrive(at(shared.dout_empty, dout_place), count=1)
+    hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
     ds_place = step % PLAN.ds_places
     shared.ds.index(ds_place).store(ds)
     fence_async_shared()
-    mbarrier.arrive(at(shared.ds_full, ds_place), count=1)
-    mbarrier.wait(at(shared.ds_full, ds_place), (step // PLAN.ds_places) & 1)
+    hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
     dq = _piece_of_dq(shared, ds_place, FIRST)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), at(shared.q, place), dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    _hand_over(dq, shared, 1, step * (PIECES // 2))
+    _hand_over(dq, shared, 1)
     if PIECES // 2 > 1:
         other = _piece_of_dq(shared, ds_place, FIRST + 1)
         dk = warpgroup_mma_wait(1, deps=[dk])
-        mbarrier.arrive(at(shared.q_empty, place), count=1)
+        hardware_barrier("arrive", Q_EMPTY + place, 288)
         other = warpgroup_mma_wait(0, deps=[other])
-        _hand_over(other, shared, 1, step * (PIECES // 2) + 1)
+        _hand_over(other, shared, 1)
     else:
         dk = warpgroup_mma_wait(0, deps=[dk])
-        mbarrier.arrive(at(shared.q_empty, place), count=1)
+        hardware_barrier("arrive", Q_EMPTY + place, 288)
     return dk
 
 
@@ -189,13 +199,13 @@ def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(dq, shared, PLACE: gl.constexpr, times):
-    """Puts a piece of dq into a place, for the warp that adds it to memory. The place has been used `times` times."""
+def _hand_over(dq, shared, PLACE: gl.constexpr):
+    """Puts a piece of dq into a place, for the warp that adds it to memory."""
     if PLACE != _WEIGHTS:  # which was waited for before p was written there
-        mbarrier.wait(at(shared.dq_empty, PLACE), (times & 1) ^ 1)
+        hardware_barrier("sync", DQ_EMPTY + PLACE, 160)
     shared.dq.index(PLACE).store(in_register_order(dq))
     fence_async_shared()
-    mbarrier.arrive(at(shared.dq_full, PLACE), count=1)
+    hardware_barrier("arrive", DQ_FULL + PLACE, 160)
 
 
 @gluon.constexpr_function

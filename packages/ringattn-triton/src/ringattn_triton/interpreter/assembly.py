@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What inline assembly for NVIDIA computes: the few instructions that kernels say in it."""
+"""Interprets inline PTX: the few instructions that the kernels use."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "st.global.b32": lambda pointer, word: pointer.write(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
-"""The results of each, in the order in which PTX writes them. A pointer has a method `write`."""
+"""For each instruction, a function that returns its results in the order of PTX. A pointer has a method `write`."""
 
 
 def _halves(upper: np.ndarray, lower: np.ndarray, dtype: Any) -> np.ndarray:
-    """Two numbers rounded to half precision, in one word."""
+    """Rounds two numbers to half precision and packs them in one word."""
     high, low = (x.astype(dtype).view(np.uint16).astype(np.uint32) for x in (upper, lower))
     return (high << np.uint32(16) | low).view(np.int32)
 
 
 def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:
-    """The outputs `$0` and so on of instructions applied element by element; inputs are numbered after them."""
+    """Runs the instructions on each element. Returns the outputs, `$0` and so on; inputs are numbered after them."""
     registers = {f"${outputs + number}": x for number, x in enumerate(inputs)}
     body = re.sub(r"^\s*\{(.*)\}\s*$", r"\1", assembly, flags=re.DOTALL)
     for statement in filter(None, map(str.strip, body.split(";"))):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of Gluon over NumPy arrays and threads: shared memory, barriers, TMA fetches, asynchronous products.
 
-The partitions of a program run as threads. A product that was begun reads its operands when it is waited for, as late
-as a device may. A fetch spoils its place at once and fills it when its barrier is waited for, as early and as late as
-one may. So a place of theirs that is given up too early, or read too early, shows. What a partition itself puts into
-shared memory is there for its products after a fence. Where all partitions wait for each other an error says so.
+The partitions of a program run as threads. An asynchronous product reads its operands only when a partition waits for
+it, as late as a device may. A fetch overwrites its place with NaN at once, and fills it only when a partition waits for
+its barrier. So a kernel that releases or reads a place too early gets wrong results. Products see what a partition
+itself stores in shared memory only after a fence. If all partitions wait for each other, an error says so.
 """
 
-import collections
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,129 +15,20 @@ from typing import Any, NoReturn
 import numpy as np
 
 from . import language, mathematics
+from .barriers import Barrier, Team, error
 from .language import current
 from .types import held, poison
 from .values import Pointer, Tensor, cast, constant, plain
 
 
-class Team:
-    """The partitions of one program: how many run, which wait, and the first error.
-
-    `waiting` holds the threads that have looked at their barrier and found its phase incomplete. Any change of a
-    barrier empties it, and all look again. If it holds every running thread, none can go on.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
-        self.size = self.running = size
-        self.error: BaseException | None = None
-        self.waiting: set[int] = set()
-        self.fetched: set[Barrier] = set()
-
-    def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """Runs one partition in this thread, or a program before it has started partitions."""
-        current.team, current.products, current.unfenced = self, collections.deque(), []
-        current.additions = collections.deque()
-        function(*arguments, **constants)
-        if current.additions:
-            raise _error("ends before what it adds to memory has arrived there")
-        if current.products:
-            raise _error("ends before its products do")
-
-    def wait(self, barrier: "Barrier", parity: int) -> None:
-        """Blocks until the last phase that the barrier has completed is one of this parity."""
-        with self.changed:
-            while not barrier.has_completed(parity) and self.error is None:
-                self.waiting.add(threading.get_ident())
-                if len(self.waiting) == self.running:
-                    raise self.stuck()
-                self.changed.wait()
-            if self.error is not None:
-                raise _Stopped
-
-    def look_again(self) -> None:
-        self.waiting.clear()
-        self.changed.notify_all()
-
-    def ended(self, error: BaseException | None) -> None:
-        """Records that a partition has ended. After an error the others stop; else they check if they are stuck."""
-        with self.changed:
-            self.running -= 1
-            if self.error is None:
-                self.error = error
-            self.changed.notify_all()
-
-    def stuck(self) -> Exception:
-        others = "all wait for each other" if self.running == self.size else "wait for one that has ended"
-        return _error(f"waits for ever: its partitions {others}")
-
-    def finish(self) -> None:
-        """Raises the first error of a partition, or an error if no partition waited for the bytes of a fetch."""
-        if self.error is not None:
-            raise self.error
-        if any(barrier.fetches or barrier.bytes for barrier in self.fetched):
-            raise _error("ends before its fetches do: nobody waits for their bytes")
-
-
-class _Stopped(Exception):
-    """Ends a partition because another one failed."""
-
-
-def _error(fact: str, kind: type[Exception] = RuntimeError) -> Exception:
-    return kind(f"kernel {current.launch.name}, program {current.launch.where} {fact}")
-
-
-class Barrier:
-    """Completes a phase after `count` arrivals and all bytes that they announced."""
-
-    def __init__(self) -> None:
-        self.fetches: collections.deque[Callable[[], None]] = collections.deque()
-        self.begin(0)
-
-    def begin(self, count: int) -> None:
-        self.count = self.left = count
-        self.bytes = self.phase = 0
-
-    def arrived(self, arrivals: int, announced: int = 0, delivered: int = 0) -> None:
-        with current.team.changed:
-            self._need_begun()
-            self.left -= arrivals
-            self.bytes += announced - delivered
-            if self.left < 0:
-                raise _error(f"arrives more often at a barrier than the {self.count} times that it counts")
-            if self.left == 0 and self.bytes == 0:
-                self.left = self.count
-                self.phase += 1
-                current.team.look_again()
-
-    def fetching(self, arrive: Callable[[], None]) -> None:
-        """Delays the arrival of a fetch until a partition waits for it."""
-        with current.team.changed:
-            self._need_begun()
-            self.fetches.append(arrive)
-            current.team.fetched.add(self)
-            current.team.look_again()
-
-    def has_completed(self, parity: int) -> bool:
-        """Whether the last completed phase has this parity (at first 1). Pending fetches arrive until it has."""
-        self._need_begun()
-        if parity not in (0, 1):
-            raise _error(f"waits for a phase of parity {parity}; parities are 0 and 1", ValueError)
-        while self.phase % 2 == parity and self.fetches:
-            self.fetches.popleft()()
-        return self.phase % 2 != parity
-
-    def _need_begun(self) -> None:
-        if not self.count:
-            raise _error("uses a barrier that was not initialised")
-
-
 class Shared:
     """Shared memory of one type, or a part of it."""
 
-    def __init__(self, data: np.ndarray, dtype: Any) -> None:
+    def __init__(self, data: np.ndarray, dtype: Any, covered: np.ndarray | None = None) -> None:
+        """`covered`: what lies in the same place as values of another type; NaN while this memory is in use."""
         self.data = data
         self.dtype = dtype
+        self.covered = covered
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -147,7 +37,7 @@ class Shared:
     def index(self, place: Any) -> "Shared":
         number = _integer(place)
         if not 0 <= number < self.data.shape[0]:
-            raise _error(f"takes place {number} of {self.data.shape[0]} in shared memory", IndexError)
+            raise error(f"takes place {number} of {self.data.shape[0]} in shared memory", IndexError)
         return Shared(self.data[number], self.dtype)
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> "Shared":
@@ -155,7 +45,7 @@ class Shared:
         first, axis = plain(start), plain(dim)
         last = first + plain(length)
         if not 0 <= first < last <= self.data.shape[axis]:
-            raise _error(f"slices {first} to {last} of {self.data.shape[axis]} in shared memory", IndexError)
+            raise error(f"slices {first} to {last} of {self.data.shape[axis]} in shared memory", IndexError)
         return Shared(self.data[(slice(None),) * axis + (slice(first, last),)], self.dtype)
 
     def permute(self, order: Sequence[int]) -> "Shared":
@@ -165,10 +55,21 @@ class Shared:
         """The same elements in another shape."""
         view = self.data.reshape([plain(size) for size in shape])
         if not np.may_share_memory(view, self.data):
-            raise _error(f"reshapes {list(self.data.shape)}, which does not lie in one piece")
-        return Shared(view, self.dtype)
+            raise error(f"reshapes {list(self.data.shape)}, which does not lie in one piece")
+        return Shared(view, self.dtype, self.covered)
+
+    def reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> "Shared":
+        """The same place for values of another type. Whoever writes one of the two spoils the other."""
+        sizes = tuple(plain(size) for size in shape)
+        self.spoil()
+        key = self.data.ctypes.data, dtype.name, sizes
+        return Shared(current.team.covers.setdefault(key, np.empty(sizes, held(dtype))), dtype, self.data)
+
+    _reinterpret = reinterpret
 
     def load(self, layout: Any) -> Tensor:
+        if self.covered is not None and not np.isnan(self.covered).all():
+            self.spoil()
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
@@ -180,7 +81,7 @@ class Shared:
     def fill(self, value: Tensor) -> None:
         if value.dtype != self.dtype or value.shape != self.shape:
             fact = f"puts {value.dtype}{list(value.shape)} into shared memory of {self.dtype}{list(self.shape)}"
-            raise _error(fact, TypeError)
+            raise error(fact, TypeError)
         self.data[...] = value.data
 
     def spoil(self) -> None:
@@ -206,7 +107,7 @@ class Product:
         return "a product for which it has not waited"
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise _error(f"takes {self}")
+        raise error(f"takes {self}")
 
     __getattr__ = __abs__ = __neg__ = __getitem__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
@@ -224,9 +125,9 @@ class Descriptor:
         width = self.dtype.primitive_bitwidth // 8
         if any(step * width % 16 for step in self.strides[:-1]) or self.strides[-1] != 1:
             fact = f"describes a matrix of {self.dtype} with strides {self.strides}: the last is to be 1"
-            raise _error(f"{fact}, the others multiples of 16 bytes", ValueError)
+            raise error(f"{fact}, the others multiples of 16 bytes", ValueError)
         if int(base.data) * width % 16:
-            raise _error(f"describes a matrix from element {base.data} on, no multiple of 16 bytes", ValueError)
+            raise error(f"describes a matrix from element {base.data} on, no multiple of 16 bytes", ValueError)
         self.bytes = int(np.prod(self.block)) * width
 
     def tile(self, at: Sequence[Any]) -> Tensor:
@@ -241,6 +142,11 @@ class Descriptor:
         )
         inside = np.logical_and.reduce([(r >= 0) & (r < size) for r, size in zip(ranges, self.shape, strict=True)])
         return inside, sum(r * step for r, step in zip(ranges, self.strides, strict=True))
+
+    def put(self, at: Sequence[Any], source: Shared) -> None:
+        """Writes a tile to memory, without its elements past the end."""
+        inside, offsets = self._places(at)
+        self.base.buffer.store(self.base.data + np.where(inside, offsets, 0), source.load(None).data, inside)
 
     def add(self, at: Sequence[Any], source: Shared) -> None:
         """Adds a tile to memory, without its elements past the end."""
@@ -262,17 +168,21 @@ def run_program(function: Any, pointers: Sequence[Any], constants: Mapping[str, 
 def warp_specialize(partitions: Sequence[tuple[Any, tuple[Any, ...]]], warps: Any, registers: Any = None) -> None:
     team, launch = Team(len(partitions)), current.launch
 
-    def work(function: Any, arguments: tuple[Any, ...]) -> None:
-        current.launch = launch
-        error = None
+    def work(function: Any, arguments: tuple[Any, ...], size: int) -> None:
+        current.launch, current.threads = launch, 32 * size
+        failure = None
         try:
             with np.errstate(all="ignore"):
                 team.run(function, arguments, {})
         except BaseException as raised:
-            error = raised
-        team.ended(error)
+            failure = raised
+        team.ended(failure)
 
-    threads = [threading.Thread(target=work, args=partition, daemon=True) for partition in partitions]
+    sizes = (launch.warps, *map(plain, warps))
+    threads = [
+        threading.Thread(target=work, args=(*partition, size), daemon=True)
+        for partition, size in zip(partitions, sizes, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -340,6 +250,15 @@ def async_atomic_add(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared)
     current.additions.append(lambda: tensor_desc.add(at, src))
 
 
+def async_store(tensor_desc: Descriptor, coord: Sequence[Any], src: Shared) -> None:
+    """Begins to write a tile to memory, as `async_atomic_add` begins to add one."""
+    at = [_integer(start) for start in coord]
+    current.additions.append(lambda: tensor_desc.put(at, src))
+
+
+async_copy_shared_to_global = async_store
+
+
 def store_wait(pendings: Any) -> None:
     """Waits until at most `pendings` tiles have yet to be read from shared memory."""
     while len(current.additions) > plain(pendings):
@@ -353,15 +272,30 @@ def opaque_zero() -> int:
     return 0
 
 
-def hardware_barrier(*_: Any) -> None:
-    """Does nothing: on a device it orders groups of warps, which changes no result."""
+def hardware_barrier(action: str, number: Any, threads: Any) -> None:
+    """Counts the threads that arrive at a barrier; `sync` waits until as many have arrived as it asks for."""
+    team = current.team
+    with team.changed:
+        barrier = team.hardware.setdefault(_integer(number), Barrier())
+        if not barrier.count:
+            barrier.begin(plain(threads))
+        if barrier.count != plain(threads):
+            raise error(f"has a hardware barrier for {plain(threads)} threads and for {barrier.count}")
+        before = barrier.phase % 2
+        barrier.arrived(current.threads)
+    if action == "sync":
+        team.wait(barrier, before)
+
+
+def hardware_barrier_of(action: str, first: Any, place: Any, threads: Any) -> None:
+    hardware_barrier(action, _integer(first) + (_integer(place) != 0), threads)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
     used = bool(constant(use_acc))
     for place in (a, b):
         if isinstance(place, Shared) and any(np.may_share_memory(place.data, x) for x in current.unfenced):
-            raise _error("multiplies what was put into shared memory, with no fence between")
+            raise error("multiplies what was put into shared memory, with no fence between")
 
     def found() -> Tensor:
         left, right = (x.load(None) if isinstance(x, Shared) else x for x in (a, b))
@@ -398,3 +332,12 @@ def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
 
 def convert_layout(value: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
     return cast(value, value.dtype)
+
+
+def product_where_needed(acc: Tensor, factor: Tensor) -> Tensor:
+    """The product; a device leaves rows alone where all factors are 1."""
+    return acc * factor
+
+
+def softmax_first(step: Any) -> None:
+    """Orders instructions, and computes nothing."""

@@ -28,7 +28,7 @@ def num_programs(axis: int) -> Tensor:
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
-    """The elements pointed at; where the mask is false, `other`, or without it NaN."""
+    """Loads elements. Where the mask is false it gives `other`, or without it `poison`: NaN, or the largest integer."""
     _need_pointer(pointer)
     dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)
     if allowed is None:

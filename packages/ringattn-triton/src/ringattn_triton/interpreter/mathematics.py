@@ -49,7 +49,7 @@ def minimum(x: Any, y: Any) -> Tensor:
 
 
 def dot(input: Tensor, other: Tensor, acc: Any = None, input_precision: Any = None) -> Tensor:
-    """The product of two blocks, summed in float32. float32 inputs are cut to TF32 unless the caller asks otherwise."""
+    """The product of two blocks, summed in float32. float32 inputs become TF32 unless the caller asks for more."""
     if input.dtype != other.dtype:
         raise TypeError(f"dot takes two blocks of one type, got {input.dtype} and {other.dtype}")
     a, b = input.data, other.data
@@ -86,7 +86,7 @@ def cumsum(input: Tensor, axis: Any = 0) -> Tensor:
 
 
 def associative_scan(input: Tensor, axis: Any, combine_fn: Callable[..., Any]) -> Tensor:
-    """Every total of the elements along an axis, combined from left to right."""
+    """The running results along an axis: each combines all elements up to it, from left to right."""
     axis = plain(axis)
     totals: list[Tensor] = []
     for i in range(input.shape[axis]):

@@ -10,15 +10,15 @@ import numpy as np
 from .types import OF_ARRAY, decoded, held, poison
 
 _ADDING = threading.Lock()
-"""Partitions of a program run at a time, and may add to one element."""
+"""Held during an addition, because the partitions of a program run concurrently and may add to the same element."""
 
 
 @dataclasses.dataclass
 class Storage:
-    """The elements of one array in row-major order, with who wrote and who read each.
+    """The elements of one array in row-major order, and which programs wrote and read each of them.
 
-    `written` and `read` hold program numbers, -1 for nobody and -2 for several; operands that no output shares
-    have none.
+    `written` and `read` hold a program number for each element: -1 is no program and -2 several. An operand that shares
+    its memory with no output has neither.
     """
 
     flat: np.ndarray
@@ -42,7 +42,7 @@ class Storage:
 
 
 class Buffer:
-    """An operand or output of a launch under its name; two names may share a storage."""
+    """An operand or output of a launch, with its name. An operand and an output may share a storage."""
 
     def __init__(self, name: str, storage: Storage, dtype: Any, writable: bool, launch: Any) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class Buffer:
 
     def store(self, offsets: Any, data: Any, mask: Any) -> None:
         if not self.writable:
-            raise self._error(f"writes to {self}, which is no output. List the output in `outputs`")
+            raise self._error(f"writes to {self}, which is not an output. List the output in `outputs`")
         if mask is not None:
             offsets, data, mask = np.broadcast_arrays(offsets, data, mask)
             offsets, data = offsets[mask], data[mask]
@@ -82,9 +82,9 @@ class Buffer:
         self.storage.flat[offsets] = data
 
     def add(self, offsets: Any, data: Any, mask: Any) -> Any:
-        """Atomically: any program may add to any element, and the order is that of the programs."""
+        """An atomic addition. Any program may add to any element; programs run one after another, in a fixed order."""
         if not self.writable:
-            raise self._error(f"adds to {self}, which is no output. List the output in `outputs`")
+            raise self._error(f"adds to {self}, which is not an output. List the output in `outputs`")
         offsets, data, mask = np.broadcast_arrays(offsets, data, True if mask is None else mask)
         with _ADDING:
             before = self.load(offsets, mask, 0)
@@ -99,7 +99,7 @@ class Buffer:
         if low < 0 or high >= size:
             worst = low if low < 0 else high
             raise self._error(
-                f"{what}s element {worst} of {self}, which has {size}. Mask the access, or mend the offset", IndexError
+                f"{what}s element {worst} of {self}, which has {size}. Mask the access, or fix the offset", IndexError
             )
 
     def _note_read(self, offsets: Any) -> None:

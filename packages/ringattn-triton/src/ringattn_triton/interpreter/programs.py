@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a kernel's own code with other globals, in which the interpreter stands for `triton.language`."""
+"""Runs a kernel's own Python code with other globals, in which the interpreter replaces `triton.language`."""
 
 import builtins
 import inspect
@@ -24,8 +24,9 @@ from .values import Pointer, Tensor, constant
 class Launch:
     """One launch of a kernel over a grid."""
 
-    def __init__(self, name: str, grid: Sequence[int]) -> None:
+    def __init__(self, name: str, grid: Sequence[int], warps: int) -> None:
         self.name = name
+        self.warps = warps
         self.grid = (*grid, *(1,) * (3 - len(grid)))
         self.where = (0, 0, 0)
         self.program = 0
@@ -40,9 +41,10 @@ def run(
     aliases: Mapping[int, int],
     name: str,
     constants: Mapping[str, Any],
+    warps: int = 4,
 ) -> None:
     """Runs every program of the grid, one after the other, and fills the outputs."""
-    launch = Launch(name, grid)
+    launch = Launch(name, grid, warps)
     names = list(inspect.signature(kernel.fn).parameters)
     given = len(operands) + len(outputs)
     function = interpreted(kernel)
@@ -81,7 +83,7 @@ _LANGUAGES = tuple(
 
 
 class _Language:
-    """Stands for `triton.language` and its modules: the interpreter's functions, and Triton's types."""
+    """Replaces `triton.language` and its modules: the interpreter's functions, and Triton's types."""
 
     def __init__(self) -> None:
         for module in (language, mathematics):
@@ -99,7 +101,7 @@ class _Language:
 
 
 class _Gluon:
-    """Stands for a module of Gluon: what that adds to the language, its layouts, else the language."""
+    """Replaces a module of Gluon: the functions in `gluon`, Gluon's layouts, and all else from `_Language`."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -112,7 +114,7 @@ class _Gluon:
 
 
 class _Module:
-    """Stands for a module whose functions may be compiled ones."""
+    """Replaces a module that contains kernels or device functions."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
@@ -147,7 +149,7 @@ def _environment(function: Any) -> dict[str, Any]:
 
 
 def _replaced(value: Any) -> Any:
-    """What stands for a global of a kernel's module."""
+    """The replacement for a global of a kernel's module."""
     if isinstance(value, JITFunction):
         own = value.fn.__module__.startswith("triton.language")
         return getattr(LANGUAGE, value.__name__) if own else _Function(value)
@@ -164,7 +166,7 @@ def _replaced(value: Any) -> Any:
     if callable(value) and tl.core.is_builtin(value):
         of = LANGUAGE if value.__module__.startswith("triton.language") else _Gluon(sys.modules[value.__module__])
         return getattr(of, value.__name__)
-    if type(value).__name__ == "ConstexprFunction":  # what Triton calls while it compiles
+    if type(value).__name__ == "ConstexprFunction":  # a function that Triton calls at compile time
         return getattr(value, "fn")  # noqa: B009
     return value
 

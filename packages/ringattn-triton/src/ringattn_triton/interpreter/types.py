@@ -37,7 +37,7 @@ def held(dtype: Any) -> Any:
 
 
 def poison(dtype: Any) -> Any:
-    """The value of memory that holds no data yet: NaN, or the largest integer, so that a wrong read shows."""
+    """What uninitialised memory holds, so that a wrong read shows: NaN, or the largest integer, or true."""
     kind = held(dtype)
     return kind(np.nan) if dtype.is_floating() else kind(1) if dtype.is_int1() else np.iinfo(kind).max
 
@@ -54,20 +54,20 @@ def rounded(data: Any, dtype: Any) -> Any:
 
 
 def to_tf32(data: Any) -> Any:
-    """The nearest numbers with the ten bits of mantissa that tensor cores read of a float32."""
+    """Rounds float32 to TF32: the ten bits of mantissa that tensor cores read."""
     bits = data.view(np.uint32)
     nearest = (bits + (np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1)))) & np.uint32(0xFFFFE000)
     return np.where(np.isfinite(data), nearest.view(np.float32), data)
 
 
 def decoded(array: np.ndarray) -> np.ndarray:
-    """The elements of an array in row-major order as they are held: a view where they are held as they come."""
+    """The elements of an array in row-major order, in the type of `held`; a view if no conversion is needed."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else flat
 
 
 def of_number(value: bool | int | float) -> Any:
-    """The type of a number that stands in the source, as Triton reads it."""
+    """The Triton type of a Python number in a kernel's source."""
     if isinstance(value, bool):
         return tl.int1
     if isinstance(value, int):
@@ -99,12 +99,12 @@ def _common(a: str, a_number: bool, b: str, b_number: bool, division: bool) -> A
 
 
 def integer_type(a: Any, b: Any) -> Any:
-    """The type of two integers that meet, as Triton's compiler has it."""
+    """The common type of two integer types, by the promotion rules of Triton's compiler."""
     return a if a is b else _SEMANTIC.integer_promote_impl(a, b)
 
 
 def common_type(a: Any, b: Any, a_number: bool = False, b_number: bool = False, division: bool = False) -> Any:
-    """The type in which Triton computes with two values; `a_number`: `a` is a number of the source."""
+    """The type in which Triton combines values of two types; `a_number`: `a` is that of a number in the source."""
     if a is b and not division:
         return a
     return _common(a.name, a_number, b.name, b_number, division)

@@ -16,7 +16,7 @@ Number = bool | int | float
 
 
 class Tensor:
-    """A block of values, or one value, of a Triton type; `data` is held as `types` says and never written to."""
+    """A block of values, or one value, of a Triton type. `data` is of type `types.held(dtype)`, and never changes."""
 
     __slots__ = ("data", "dtype")
 
@@ -38,7 +38,7 @@ class Tensor:
     def __getitem__(self, index: Any) -> "Tensor":
         index = index if isinstance(index, tuple) else (index,)
         if any(part is not None and part != slice(None) for part in index):
-            raise TypeError(f"a tensor is indexed with : and None alone, got {index}")
+            raise TypeError(f"a tensor can be indexed only with : and None, got {index}")
         return self._like(np.asarray(self.data)[index])
 
     def _like(self, data: Any) -> "Tensor":
@@ -46,12 +46,12 @@ class Tensor:
 
     def __bool__(self) -> bool:
         if self.data.size != 1:
-            raise TypeError(f"a block of shape {self.shape} has no one truth value; reduce it first")
+            raise TypeError(f"a block of shape {self.shape} has no single truth value; reduce it first")
         return bool(self.data.item())
 
     def __index__(self) -> int:
         if not self.dtype.is_int() or self.data.size != 1:
-            raise TypeError(f"{self} is no integer")
+            raise TypeError(f"{self} is not an integer")
         return int(self.data.item())
 
     def __hash__(self) -> int:
@@ -72,7 +72,7 @@ class Tensor:
 
 
 class Pointer(Tensor):
-    """A block of pointers into one buffer; `data` counts its elements from the first."""
+    """A block of pointers into one buffer; `data` are offsets in elements from its beginning."""
 
     __slots__ = ("buffer",)
 
@@ -100,24 +100,24 @@ def _offsets(value: Any) -> Any:
         return value.data.astype(np.int64) if value.dtype is tl.uint64 else value.data
     if isinstance(value, int):
         return value
-    raise TypeError(f"a pointer moves by integers, got {value!r}")
+    raise TypeError(f"a pointer can be moved only by integers, got {value!r}")
 
 
 def tensor(value: Any) -> Tensor:
-    """Makes a tensor of a number in the source, as Triton does."""
+    """Converts a Python number in a kernel's source to a tensor, as Triton does; returns a tensor as it is."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Number):
         dtype: Any = of_number(value)
         return Tensor(HELD[dtype.name](value), dtype)
-    raise TypeError(f"{value!r} is no value that a kernel computes with")
+    raise TypeError(f"a kernel cannot compute with {value!r}")
 
 
 _numbers: Final[dict[tuple[Any, ...], Any]] = {}
 
 
 def number(value: Number, dtype: Any) -> Any:
-    """A number of the source, converted to the type of the tensor that it is combined with."""
+    """A Python number, converted to the type of the tensor with which it is combined."""
     key = (value, type(value), dtype.name)
     found = _numbers.get(key) if value else None
     if found is None:
@@ -138,11 +138,11 @@ def _fits(value: Number, dtype: Any) -> bool:
 
 
 def cast(x: Tensor, dtype: Any) -> Tensor:
-    """The same values in another type: floats to integers cut, floats to narrower floats rounded to nearest even."""
+    """Converts to another type: floats to integers by truncation, floats to narrower floats by rounding to even."""
     if x.dtype is dtype:
         return x
     if isinstance(x, Pointer):
-        raise TypeError(f"a pointer into {x.buffer} is not cast to {dtype}")
+        raise TypeError(f"a pointer into {x.buffer} cannot be cast to {dtype}")
     if dtype.is_int1():
         return Tensor(x.data != 0, tl.int1)
     kind = held(dtype)
@@ -153,7 +153,7 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 def bitcasted(x: Tensor, dtype: Any) -> Tensor:
     """The same bits read as another type of the same width."""
     if x.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
-        raise TypeError(f"{x.dtype} and {dtype} are not as wide as each other: no bitcast")
+        raise TypeError(f"{x.dtype} cannot be bitcast to {dtype}, which has another width")
     data = x.data
     if x.dtype is tl.bfloat16:
         data = (data.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -182,11 +182,11 @@ def in_common_type(a: Any, b: Any, division: bool = False) -> tuple[Any, Any, An
 
 
 def arithmetic(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
-    """`function` of both, in their common type and rounded to it."""
+    """Applies `function` to both operands in their common type, and rounds the result to it."""
     if type(a) is Tensor and type(b) is Tensor and a.dtype is b.dtype:
         x, y, dtype = a.data, b.data, a.dtype
     elif isinstance(a, Pointer) or isinstance(b, Pointer):
-        raise TypeError(f"pointers have no {function.__name__}")
+        raise TypeError(f"{function.__name__} does not take pointers")
     else:
         x, y, dtype = in_common_type(a, b)
     if dtype.is_int1():
@@ -240,7 +240,7 @@ def _need(fact: bool, what: str, *dtypes: Any) -> None:
 
 
 def _operators() -> None:
-    """Gives tensors the operators of Python, each with its reflection; `Tensor.__add__` also takes pointers."""
+    """Defines Python's operators for tensors, with their reflected forms. `Tensor.__add__` also takes pointers."""
 
     def defined(name: str, apply: Callable[[Any, Any], Tensor]) -> None:
         if name != "add":

@@ -2,8 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """Which probabilities of a tile dropout keeps: the bits of `ringattn_core.contract.dropout`.
 
-Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share a draw. A thread of a tensor core holds all four
-in its part of a product, whichever axis the keys are, so threads exchange nothing.
+Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` share a draw, the two words of one Philox call. One
+thread holds all four in the result of a product on tensor cores, whichever axis has the keys, so threads exchange
+nothing.
 """
 
 import triton
@@ -20,10 +21,10 @@ def weights(
     queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """`KEPT` for each entry of a tile that survives, else zero.
+    """`KEPT` for each entry of a tile that dropout keeps, else zero.
 
-    Four entries share a draw where the indices of both sides count on from multiples of 16. Whether they do is data (a
-    striped shard skips), so both ways are compiled.
+    Entries share draws if the indices of the tile's queries and keys are consecutive and begin at multiples of 16. In a
+    striped shard they are not, which is known only at run time, so both cases are compiled.
     """
     found = tl.zeros([KV_TILE, Q_TILE] if BY_KEYS else [Q_TILE, KV_TILE], tl.float32)
     if (queries.counter >= 0) & (keys.counter >= 0):
@@ -38,7 +39,7 @@ def _in_fours(
     queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The weights where four entries share a draw."""
+    """`weights` where four entries share a draw."""
     ROWS: tl.constexpr = KV_TILE if BY_KEYS else Q_TILE
     COLUMNS: tl.constexpr = Q_TILE if BY_KEYS else KV_TILE
     in_rows = tl.arange(0, ROWS // 2)[:, None]
@@ -47,7 +48,7 @@ def _in_fours(
         first, second = philox(queries.counter + in_columns, keys.counter + in_rows, head.dropout_key, F)
     else:
         first, second = philox(queries.counter + in_rows, keys.counter + in_columns, head.dropout_key, F)
-    # The words are for queries 8 apart, their halves for keys 8 apart.
+    # The first word is for query i, the second for i + 8; low halves are for key j, high halves for j + 8.
     in_first = tl.join(_weight(first & 0xFFFF, KEPT, F), _weight(first >> 16, KEPT, F))
     in_second = tl.join(_weight(second & 0xFFFF, KEPT, F), _weight(second >> 16, KEPT, F))
     four = tl.reshape(tl.join(in_first, in_second), (ROWS // 16, 8, COLUMNS // 16, 8, 2, 2))
@@ -57,13 +58,13 @@ def _in_fours(
 
 @triton.jit
 def _one_by_one(queries, keys, head, KEPT: tl.constexpr, F: tl.constexpr):
-    """The weights where each entry draws for itself."""
+    """`weights` where each entry has a draw of its own."""
     return _weight(half_of(unsigned(queries.index), unsigned(keys.index), head.dropout_key, F), KEPT, F)
 
 
 @triton.jit
 def half_of(i, j, key, F: tl.constexpr):
-    """The 16 bits of entry `(i, j)`, for broadcastable indices."""
+    """The 16 random bits of each entry `(i, j)`; `i` and `j` broadcast."""
     first, second = philox(_counter(i), _counter(j), key, F)
     word = tl.where((i & 8) == 0, first, second)
     return tl.where((j & 8) == 0, word & 0xFFFF, word >> 16)
@@ -94,9 +95,10 @@ def philox(a, b, key, F: tl.constexpr):
 
 @triton.jit
 def _product(x, FACTOR: tl.constexpr, F: tl.constexpr):
-    """The high and the low word of a product.
+    """The high and the low word of the product of two 32-bit words.
 
-    On NVIDIA one instruction: LLVM would multiply in 64 bits, because it does not know that the high halves are zero.
+    On NVIDIA GPUs it is one instruction. LLVM would multiply 64-bit numbers, whose high halves it does not know to be
+    0.
     """
     if F.fast:
         return tl.inline_asm_elementwise(

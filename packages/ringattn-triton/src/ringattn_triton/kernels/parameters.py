@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which pointers a kernel's parameters are: one each, except for `P`, the named tuple `Inputs`."""
+"""How the arrays of a launch become parameters of a kernel: one pointer each, except `P`, the named tuple `Inputs`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from .tokens import Inputs
 
 
 def by_parameter(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
-    """Values of all pointers, in order, by the kernel's parameters; `names` may go on with others."""
+    """The `values`, in order, by parameter. `names` are the kernel's parameters; those of constants may follow."""
     rest = list(values)
     found = {}
     for name in names:
@@ -22,7 +22,7 @@ def by_parameter(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
 
 
 def paths(names: Sequence[str], pointers: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Where Triton finds each pointer: the number of its parameter, and its place in a tuple."""
+    """The path of each pointer in Triton's signature: the number of its parameter, and its index in a tuple."""
     found: list[tuple[int, ...]] = []
     for number, name in enumerate(names):
         if name in pointers:
@@ -32,5 +32,5 @@ def paths(names: Sequence[str], pointers: Mapping[str, Any]) -> list[tuple[int, 
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """What an error calls each pointer."""
+    """The name of each pointer in error messages."""
     return [label for name in names for label in ([f"P.{x}" for x in Inputs._fields] if name == "P" else [name])]

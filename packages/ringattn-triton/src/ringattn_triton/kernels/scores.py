@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""The scores of a tile, and in the backward pass its probabilities and the derivatives by its scores."""
+"""The scores of a tile, and in the backward pass its probabilities and the gradients of its scores."""
 
 import triton
 import triton.language as tl
 from ringattn_core.contract import protocol
 
+from .. import kernel_inputs
 from .tokens import as_queries, visible, wide_rows
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2_E: tl.constexpr = tl.constexpr(kernel_inputs.LOG2_E)
 SHIFT_BELOW: tl.constexpr = tl.constexpr(protocol.SHIFT_BELOW)
 
 
 @triton.jit
 def bent(product, F: tl.constexpr):
-    """The hyperbolic tangent that the soft cap takes of a product, or the product itself."""
+    """`tanh(product * F.bend)` under a soft cap, else the product itself."""
     if F.capped:
         return tanh(product * F.bend, F)
     else:
@@ -23,7 +24,7 @@ def bent(product, F: tl.constexpr):
 
 @triton.jit
 def biases(queries, keys, head, F: tl.constexpr):
-    """The bias of a tile, or 0. Load it before the products: it arrives while they run."""
+    """Loads the bias of a tile, or returns 0. Called before the products, so that it arrives while they run."""
     if F.bias:
         if F.bias_key == 1:
             return tl.load(head.bias + (wide_rows(queries, F) * F.bias_query + keys.column))
@@ -36,7 +37,7 @@ def biases(queries, keys, head, F: tl.constexpr):
 
 @triton.jit
 def scored(bend, bias, queries, keys, head, F: tl.constexpr):
-    """The scores of a tile from `bent` and `biases`, divided by `unbend` where `F.plain`; `F.fold` makes them log2."""
+    """The scores of a tile from `bent` and `biases`, without the factor `unbend` if `F.plain`; see `BlockConstants`."""
     s = bend
     if not F.plain:
         s = s * F.unbend
@@ -49,7 +50,7 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
 
 @triton.jit
 def distance(queries, keys):
-    """How far apart the positions of each pair are."""
+    """`|i - j|` for the positions of each query and key."""
     return tl.abs(queries.position - keys.position).to(tl.float32)
 
 
@@ -62,7 +63,7 @@ def tanh(x, F: tl.constexpr):
         size = tl.abs(x)
         decay = tl.exp2(size * (-2.0 * LOG2_E))
         far = (1.0 - decay) / (1.0 + decay)
-        # Near zero the difference above would cancel: there the series is exact to float32.
+        # Near zero the difference above loses digits; the series is exact to float32 there.
         square = x * x
         series = -17.0 / 315.0 + square * (62.0 / 2835.0)
         series = 1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * series))
@@ -71,10 +72,10 @@ def tanh(x, F: tl.constexpr):
 
 @triton.jit
 def in_log2(x, F: tl.constexpr):
-    """Scores, or differences of scores, in units of log2.
+    """Converts differences of scores to units of log2. Without a bias they are in these units already.
 
-    A bias of -1e9 leaves float32 no digits after the point, and no product may be fused with the subtraction of a row's
-    maximum: with a bias kernels subtract first.
+    With a bias, kernels subtract the row maximum first and convert the difference. At a bias of -1e9 float32 has no
+    digits after the point, so a multiplication that is fused with the subtraction would change the difference.
     """
     if F.bias:
         return x * LOG2_E
@@ -84,7 +85,7 @@ def in_log2(x, F: tl.constexpr):
 
 @triton.jit
 def continued_rows(lse, shift, SHIFTED: tl.constexpr, F: tl.constexpr):
-    """The maximum and the sum of weights with which the online softmax continues from `lse`, counted from `shift`."""
+    """The row maxima and sums of weights from which the online softmax continues a result with `shift + lse`."""
     nothing = lse == -float("inf")
     if SHIFTED:
         top = shift + lse
@@ -98,7 +99,7 @@ def continued_rows(lse, shift, SHIFTED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def final_rows(top, total, F: tl.constexpr):
-    """`lse`, what it is counted from (`Partial.shift`), and the inverse of the sum of weights, 0 where that is 0."""
+    """`Partial.lse`, `Partial.shift`, and the inverse of the sum of weights: 0 for a row that sees nothing."""
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
     shift = tl.zeros_like(total)
@@ -112,7 +113,7 @@ def final_rows(top, total, F: tl.constexpr):
 
 @triton.jit
 def backward_rows(LSE, DELTA, head, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """`lse`, in units of log2, `delta` and `shift` of some queries. A row past the end has lse +inf and weighs 0."""
+    """Loads `lse` (in units of log2), `delta` and `shift` of some queries. Past the end lse is +inf, so that p is 0."""
     shift = 0.0
     if RAGGED:
         lse = tl.load(LSE + at, mask=rows < F.q_length, other=float("inf"))
@@ -132,9 +133,9 @@ def derivatives(
     bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
     KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The probabilities after dropout, the derivative by the scores, and that by the products without the scale.
+    """The probabilities after dropout, the gradient of the scores, and that of the products, without the scale.
 
-    `bias` is from `biases` and `keep` from `dropout.weights`, or anything where the option is not used.
+    `bias` is from `biases` and `keep` from `dropout.weights`; they are not read if the call does not use the option.
     """
     s = scored(bend, bias, queries, keys, head, F)
     if MASKED:

@@ -12,9 +12,11 @@ import triton.language as tl
 
 
 class Visit(NamedTuple):
-    """One row of a table: `masked` steps to mask, and steps `[full_from, full_to)` that see everything.
+    """The tiles of one program: `masked` steps that need a mask, and steps `[full_from, full_to)` that need none.
 
-    The first `before` tiles to mask lie before those; where tiles form no run, all are taken to.
+    In a range, the tiles that need a mask are `before` tiles from tile `lo` on, and the tiles from tile `after` on.
+    Otherwise `listed` points to their numbers; the first `before` of them come before the tiles that need no mask. If
+    these form no run, they follow in the same list, and `before` is `masked`.
     """
 
     masked: Any
@@ -28,10 +30,10 @@ class Visit(NamedTuple):
 
 @triton.jit
 def owned(turn, T: tl.constexpr, HEADS: tl.constexpr):
-    """The tile, batch row and head that the program of this number works on.
+    """The tile, batch row and head that program number `turn` works on.
 
-    Programs go through some heads `together`, tile by tile: few enough for their vectors to stay in the cache, and
-    enough for no multiprocessor to be left alone with a long tile of the last head.
+    Consecutive programs work on the same tile of `together` heads, then on the next tile of these heads. The heads are
+    few enough for their vectors to stay in the cache, and enough to fill the device until the last long tile ends.
     """
     rest = turn % (T.rows * T.together)
     number = turn // (T.rows * T.together) * T.together + rest % T.together
@@ -62,7 +64,7 @@ def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, T: tl.constexpr):
-    """The number of the tile at a step of `[0, masked)`; past the last step, any number.
+    """The number of the tile at a step of `[0, masked)`; past the last step, an arbitrary number.
 
     Kernels load the number of a listed tile one step ahead, so that fetching the tile does not wait for it.
     """
@@ -74,7 +76,7 @@ def masked_tile(visited, step, T: tl.constexpr):
 
 @triton.jit
 def full_tile(visited, step, T: tl.constexpr):
-    """The number of the tile at a step of `[full_from, full_to)`; past the last step, any number."""
+    """The number of the tile at a step of `[full_from, full_to)`; past the last step, an arbitrary number."""
     if T.run:
         return step
     else:
@@ -82,20 +84,20 @@ def full_tile(visited, step, T: tl.constexpr):
 
 
 @triton.jit
-def moved(start, step: tl.constexpr, WIDE: tl.constexpr):
-    """The offset of `start` steps; in int64 only where int32 is too narrow."""
+def offset_of(index, stride: tl.constexpr, WIDE: tl.constexpr):
+    """`index * stride`, in int64 if `WIDE`."""
     if WIDE:
-        return start.to(tl.int64) * step
+        return index.to(tl.int64) * stride
     else:
-        return start * step
+        return index * stride
 
 
 @triton.jit
-def held(x, DIM: tl.constexpr):
-    """The same tile in registers, as the left side of a product on Hopper: a product with 1 is exact.
+def in_registers(x, DIM: tl.constexpr):
+    """The tile `x` in registers, from where a product on Hopper can read its left operand.
 
-    A product with a narrow tile reads as much of its left side as of its right one, and shared memory is too slow for
-    both.
+    Triton leaves the result of a product in registers, and a product with the identity matrix is exact. From shared
+    memory, products of narrow tiles would read as much of the left operand as of the right one, which is too slow.
     """
     one = (tl.arange(0, DIM)[:, None] == tl.arange(0, DIM)[None, :]).to(x.dtype)
     return tl.dot(x, one).to(x.dtype)
@@ -103,7 +105,7 @@ def held(x, DIM: tl.constexpr):
 
 @triton.jit
 def vectors(pointers, tokens, dims, F_LENGTH, SIZE, TOKENS: tl.constexpr, DIMS: tl.constexpr):
-    """A tile of vectors; what lies past the last token (`TOKENS`) or dimension (`DIMS`) is zero."""
+    """Loads a tile of vectors, with zeros past the last token if `TOKENS` and past the last dimension if `DIMS`."""
     if TOKENS and DIMS:
         return tl.load(pointers, mask=(tokens < F_LENGTH) & (dims < SIZE), other=0.0)
     elif TOKENS:

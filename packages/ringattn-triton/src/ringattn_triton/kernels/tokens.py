@@ -2,8 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """The queries and keys of a tile, what a kernel loads of them, and which queries see which keys.
 
-Queries lie along the first axis of a tile, or along the second where BY_KEYS. Every loaded vector has the shape of a
-column or a row, so that all else is the same both ways. `F` is `kernel_inputs.BlockConstants`.
+Queries lie along the first axis of a tile, or along the second if BY_KEYS. Every loaded vector has the shape of a
+column or a row, so that the other functions serve both cases. `P` is `Inputs`, and `F` is
+`kernel_inputs.BlockConstants`.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import triton.language as tl
 
 
 class Inputs(NamedTuple):
-    """The pointers of `kernel_inputs.INPUTS` without q, k and v."""
+    """The pointers to the arrays in `kernel_inputs.INPUTS`, except q, k and v."""
 
     q_positions: Any
     kv_positions: Any
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head of one batch row: pointers to its bias, shifts and mask words, its slope, its key of dropout."""
+    """One head of one batch row: pointers to its bias, shifts and mask words, its slope, its dropout key."""
 
     bias: Any
     shift: Any
@@ -44,8 +45,9 @@ class Head(NamedTuple):
 class Queries(NamedTuple):
     """The queries of a tile.
 
-    `row`: in the block (the last one's for rows past the end). `low`, `high`: the first and last position that a query
-    sees, as far as causality, window and chunk say. `counter`: of dropout for the first query, or -1 (`dropout`).
+    `row` is the index in the block, at most that of the last query; `inside` is false for rows past the end. `low` and
+    `high` are the first and last position that a query sees by causality, window and chunk. `counter` is the dropout
+    counter of the first query, or -1 if entries do not share draws (`dropout`).
     """
 
     row: Any
@@ -72,7 +74,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def as_queries(x, BY_KEYS: tl.constexpr):
-    """A vector along the axis of the queries."""
+    """A vector with a value for each query, as a column of the tile, or as a row if BY_KEYS."""
     if BY_KEYS:
         return x[None, :]
     else:
@@ -81,7 +83,7 @@ def as_queries(x, BY_KEYS: tl.constexpr):
 
 @triton.jit
 def as_keys(x, BY_KEYS: tl.constexpr):
-    """A vector along the axis of the keys."""
+    """A vector with a value for each key, as a row of the tile, or as a column if BY_KEYS."""
     if BY_KEYS:
         return x[:, None]
     else:
@@ -95,7 +97,7 @@ def unsigned(x):
 
 @triton.jit
 def of_head(P, batch, head, F: tl.constexpr):
-    """The `Head` of a batch row and a query head; offsets of whole arrays may exceed 2^31."""
+    """Loads the `Head` of a batch row and a query head."""
     bias = 0
     shift = 0
     slope = 0.0
@@ -121,7 +123,7 @@ def of_head(P, batch, head, F: tl.constexpr):
 
 @triton.jit
 def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Queries` of a tile that begins at row `start`."""
+    """Loads the `Queries` of `TILE` rows of a batch row, from row `start` of the block on."""
     counter = 0
     if F.dropout:
         counter = first_counter(P.q_counters, batch, start, F.q_index_batch, F.q_length, TILE)
@@ -130,7 +132,7 @@ def of_queries(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl
 
 @triton.jit
 def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Queries` of some rows; `RAGGED`: they may lie past the end."""
+    """Loads the `Queries` of the rows `raw` of a batch row; `RAGGED`: they may lie past the end."""
     position = 0
     index = 0
     segment = 0
@@ -149,7 +151,7 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
     if F.dropout:
         index = as_queries(tl.load(P.q_index + (batch * F.q_index_batch + row)), BY_KEYS)
     if F.segments:
-        # Negative ids are padding: -1 equals no key's id, and -2 no query's.
+        # Negative ids are padding, which must equal nothing: queries get -1, and keys -2.
         found = tl.load(P.q_segments + (batch * F.q_length + row))
         segment = as_queries(tl.where(found < 0, -1, found), BY_KEYS)
     return Queries(as_queries(row, BY_KEYS), inside, position, low, high, index, counter, segment)
@@ -157,7 +159,7 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
 
 @triton.jit
 def _range_of(position, F: tl.constexpr):
-    """The first and the last position that a query sees; no sum leaves int32, however wide the window."""
+    """The first and the last position that a query sees. Sums are limited so that they fit int32 for every window."""
     first = position
     last = position
     if F.right is not None:
@@ -175,7 +177,7 @@ def _range_of(position, F: tl.constexpr):
 
 @triton.jit
 def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Keys` of a tile that begins at column `start`."""
+    """Loads the `Keys` of `TILE` columns of a batch row, from column `start` of the block on."""
     counter = 0
     if F.dropout:
         counter = first_counter(P.kv_counters, batch, start, F.kv_index_batch, F.kv_length, TILE)
@@ -184,7 +186,7 @@ def of_keys(P, batch, start, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.co
 
 @triton.jit
 def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.constexpr, BY_KEYS: tl.constexpr):
-    """The `Keys` at these `columns` of a tile that begins at column `start`."""
+    """Loads the `Keys` at some `columns` of the tile that begins at column `start` of the block."""
     position = 0
     index = 0
     segment = 0
@@ -205,7 +207,7 @@ def of_columns(P, batch, start, columns, counter, F: tl.constexpr, TILE: tl.cons
 
 @triton.jit
 def first_counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr):
-    """The dropout counter of a tile's first token."""
+    """Loads the dropout counter of a tile's first token."""
     at = start // TILE
     if BATCH != 0:
         at += batch * tl.cdiv(LENGTH, TILE)
@@ -227,7 +229,7 @@ def visible(
     if KV_RAGGED:
         seen = seen & keys.inside
     if F.below and F.above:
-        # One comparison for both ends of a range: positions before it wrap to large unsigned numbers.
+        # One unsigned comparison tests both ends of the range: differences below zero wrap to large numbers.
         seen = seen & (unsigned(keys.position - queries.low) <= unsigned(queries.high - queries.low))
     elif F.below:
         seen = seen & (keys.position >= queries.low)
@@ -244,7 +246,7 @@ def visible(
 
 @triton.jit
 def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
-    """The bits of a mask for a tile."""
+    """Loads a packed mask for a tile, as booleans."""
     BY_KEYS: tl.constexpr = queries.row.shape[0] == 1
     Q_TILE: tl.constexpr = queries.row.numel
     KV_TILE: tl.constexpr = keys.column.numel
@@ -265,7 +267,7 @@ def _mask_bits(words, queries, keys, F: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def wide_rows(queries, F: tl.constexpr):
-    """The numbers of the queries, in int64 if an array of queries times keys has offsets beyond int32."""
+    """The rows of the queries, in int64 if an array of queries times keys has offsets beyond int32."""
     if F.wide_scores:
         return queries.row.to(tl.int64)
     else:

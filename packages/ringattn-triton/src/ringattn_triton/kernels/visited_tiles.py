@@ -12,10 +12,11 @@ def table(
     LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
     RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`BOUNDS` and `TILES` of `visited_tiles.Table`, for `TOGETHER` of all `LINES` (the rows of every group).
+    """Writes `BOUNDS` and `TILES` of `visited_tiles.Table`. `LINES` are the rows of all groups, `TOGETHER` a program's.
 
-    `SEEN [g, rows, columns]` is 0 for a tile that is not seen, 1 for one to mask and 2 for one seen whole, which only
-    the first `WHOLE` columns have. Of runs that are as long as each other the last one counts.
+    `SEEN [g, rows, columns]` is 0 for an invisible tile, 1 for one that needs a mask and 2 for one that needs none.
+    From column `WHOLE` on, every visible tile needs a mask. Of the longest runs of tiles without a mask, the last is
+    taken.
     """
     line = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     inside = (line < LINES)[:, None]
@@ -85,7 +86,7 @@ def table(
 
 @triton.jit
 def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
-    """The numbers of a chunk of columns, and which of them each row sees, and sees whole."""
+    """The columns of a chunk, and whether each row sees their tiles, and sees them without a mask."""
     number = start + tl.arange(0, CHUNK)[None, :]
     seen = tl.load(rows + number, mask=inside & (number < COLUMNS), other=0)
     return number, seen > 0, (seen > 1) & (number < WHOLE)

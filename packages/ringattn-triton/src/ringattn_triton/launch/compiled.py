@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton and Gluon kernels, and launches them by jaxlib's own call; no file is written on NVIDIA."""
+"""Compiles Triton and Gluon kernels, and launches them by jaxlib's `triton_kernel_call`. Only AMD needs a file."""
 
 import functools
 import math
@@ -24,9 +24,9 @@ _ALIGNED: Final = 16
 
 
 class Compiled(NamedTuple):
-    """PTX, or the code object of an AMD GPU, and what its launch needs.
+    """A compiled kernel: PTX, or a code object for AMD GPUs, and what its launch needs.
 
-    `scratch` are the bytes of global memory that each program works in.
+    `shared` and `scratch` are the bytes of shared and of global memory that each program needs.
     """
 
     name: str
@@ -49,7 +49,7 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     made = compile_kernel(call, tuple(x.dtype.name for x in (*arrays, *call.outputs)), target)
     code = made.code
     if platform == "rocm":
-        # jaxlib takes the path of a file there, and reads it when the program runs.
+        # On AMD GPUs jaxlib takes the path of a file, and reads the file when the program runs.
         with tempfile.NamedTemporaryFile(suffix=".hsaco", delete=False) as file:
             file.write(made.code)
         code = file.name
@@ -57,7 +57,7 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
     parameters = [gpu_triton.create_array_parameter(0, _ALIGNED) for _ in (*arrays, *outputs)]
     if made.scratch:
         # A compiled kernel takes a pointer to its scratch memory after its own parameters. Not every jaxlib passes one,
-        # so it is one output more; the pointer that a newer jaxlib passes comes after it and is not read.
+        # so the memory is an additional output here. The pointer that a newer jaxlib passes follows it and is not read.
         outputs.append(jax.ShapeDtypeStruct((made.scratch * math.prod(call.grid),), jnp.uint8))
         parameters.append(gpu_triton.create_array_parameter(0, 128))
     kernel = gpu_triton.TritonKernel(made.name, made.warps, 1, made.shared, code, "", capability)
@@ -75,9 +75,9 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall, platform: str, capabil
 
 @functools.cache
 def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget) -> Compiled:
-    """The kernel of a launch with operands and outputs of these dtypes, through Triton's stages.
+    """Compiles the kernel of a launch for operands and outputs of these dtypes, by Triton's compiler stages.
 
-    On NVIDIA the last one is PTX, which XLA assembles for the driver that it finds.
+    On NVIDIA GPUs the last stage gives PTX, which XLA assembles for the driver that it finds.
     """
     names, fixed = call.kernel.arg_names, dict(call.constants)
     pointers = by_parameter([name for name in names if name not in fixed], (f"*{_KIND[x]}" for x in dtypes))
@@ -88,7 +88,7 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     backend: Any = make_backend(target)
     asked: dict[str, Any] = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
     if target.backend == "cuda":
-        # What CUDA 12.8 and 12.9 assemble. Triton would write the PTX of its own assembler; XLA's may be older.
+        # CUDA 12.8 and 12.9 assemble these versions. Triton would write that of its own assembler; XLA's may be older.
         asked |= {"maxnreg": call.registers, "ptx_version": 87 if int(target.arch) < 100 else 88}
     options = backend.parse_options(asked)
     context = ir.context()

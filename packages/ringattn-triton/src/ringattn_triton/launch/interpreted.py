@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs kernels in the interpreter, called back from a JAX program on a CPU with the buffers themselves.
+"""Runs kernels in the interpreter, by a callback from a JAX program on a CPU that gets the buffers themselves.
 
-JAX's other callbacks wait for a thread to copy their arguments. Devices that wait for each other in a collective may
-hold that thread, and a ring of them hangs.
+JAX's other callbacks wait for a thread that copies their arguments. Devices that wait for each other in a collective
+may occupy that thread, and then a ring deadlocks.
 """
 
 import logging
@@ -21,10 +21,10 @@ _logger: Final = logging.getLogger("ringattn")
 
 
 def launch(arrays: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
-    """The outputs of the interpreted kernel; an error in it is raised, or logged where a raise would do harm.
+    """The outputs of the interpreted kernel. An error in it is raised on a single device, and logged in a ring.
 
-    A device that raises never comes to the next collective, and the others end the process after waiting for a
-    minute. In a ring the error is logged, and the outputs of that device are NaN.
+    A device that raised would never reach the next collective, and the others would end the process after waiting for a
+    minute. So in a ring the outputs of that device become NaN, or the largest integer.
     """
 
     def fill(_: Any, outputs: Sequence[Any], *operands: Any) -> None:
@@ -38,6 +38,7 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
                 aliases=dict(call.aliases),
                 name=call.name,
                 constants=dict(call.constants),
+                warps=call.warps,
             )
         except Exception:
             if call.among == 1:

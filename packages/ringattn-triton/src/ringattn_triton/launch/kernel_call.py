@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch of a kernel, as far as it is known when a program is traced."""
+"""What is known of one launch of a kernel when a program is traced."""
 
 import dataclasses
 from typing import Any
@@ -20,6 +20,6 @@ class KernelCall:
     name: str
     constants: tuple[tuple[str, Any], ...]
     registers: int | None
-    """How many registers a thread of a Gluon kernel begins with; of other kernels the compiler decides."""
+    """The registers with which each thread of a Gluon kernel begins; `None` leaves them to the compiler."""
     among: int
-    """How many devices run the program together, and may wait for each other."""
+    """The number of devices that run the program together, and may wait for each other."""

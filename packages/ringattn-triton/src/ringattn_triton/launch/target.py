@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device kernels are for: the GPU that is there, one that the caller names, or the interpreter."""
+"""For which device kernels are compiled: the GPU of this machine, one that the caller names, or the interpreter."""
 
 import contextlib
 import contextvars
@@ -12,7 +12,7 @@ from ringattn_core.contract.launch import Interpreter
 
 from ..plugin import INTERPRET_VARIABLE
 
-INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Triton", "GPU")
+INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Triton", "GPU", "jax[cuda13]")
 _SHARED_MEMORY: Final = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB of shared memory that one program can have, by compute capability."""
 
@@ -21,21 +21,21 @@ _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("ringat
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What kernels are compiled for: `capability` is 90 on Hopper, 0 where there is no such number."""
+    """What kernels are compiled for. `capability` is 90 on Hopper, and 0 on AMD GPUs and in the interpreter."""
 
     kind: Literal["cuda", "rocm", "interpreter"]
     capability: int = 0
 
     @property
     def shared_memory(self) -> int | None:
-        """Bytes that one program can have; `None` where nothing limits them."""
+        """The bytes of shared memory that one program can have; `None` in the interpreter, which has no limit."""
         if self.kind == "interpreter":
             return None
         return _SHARED_MEMORY.get(self.capability, 99 if self.kind == "cuda" else 64) * 1024
 
 
 def target() -> Target:
-    """The device of a program that is traced now."""
+    """The target of the program that is being traced."""
     if interpreting():
         return Target("interpreter")
     asked = capability()
@@ -48,20 +48,20 @@ def target() -> Target:
 
 
 def interpreting() -> bool:
-    """Whether the kernels of a program that is traced now will be interpreted: on a CPU, where the user says so."""
+    """Whether the kernels of the program that is being traced will run in the interpreter, on a CPU."""
     return INTERPRETER.allowed and capability() is None and jax.default_backend() == "cpu"
 
 
 def capability() -> int | None:
-    """The compute capability that `compiling_for` names, or `None` where the device decides."""
+    """The compute capability that `compiling_for` names, or `None` outside it."""
     return _capability.get()
 
 
 @contextlib.contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Programs that are lowered for `"cuda"` in this context are for GPUs of this compute capability (90: Hopper).
+    """Compiles the programs that are lowered for `"cuda"` in this context for this compute capability (90: Hopper).
 
-    A machine without a GPU can so compile what one with a GPU would launch.
+    It works on a machine without a GPU too.
     """
     token = _capability.set(capability)
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backward pass for any GPU: a kernel that owns queries, one that owns keys, and the sums of the bias gradient.
 
-Two kernels compute the scores twice, and are bitwise repeatable: no program adds to what another one writes.
+Both kernels compute the scores. In return, results are the same bits at every run, because no program adds to what
+another one writes.
 """
 
 import jax
@@ -17,7 +18,7 @@ from . import bias_gradient, schedules
 from .backward_kernels import backward_keys, backward_queries
 
 Rows = list[jax.Array]
-"""`dout`, `lse` in units of log2 and finite where a row sees nothing, and `delta`, as both kernels take them."""
+"""`dout`; `lse` in units of log2, and 0 for a row that sees nothing; `delta`."""
 
 
 def backward(
@@ -31,7 +32,7 @@ def backward(
     """The gradients of the block; `dq` continues the one given."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     schedules.refuse_large_heads(inputs.constants)
-    # A row that sees nothing has only scores of -inf: they weigh nothing beside any finite lse.
+    # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
     dq, dslopes, dbias = _of_queries(block, inputs, rows, dq, target)
     dk, dv = _of_keys(block, inputs.with_transposed_bias(), rows, target)
@@ -59,7 +60,7 @@ def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> 
 def _of_queries(
     block: Block, inputs: KernelInputs, rows: Rows, before: jax.Array | None, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dq, what each row adds to the gradient of its head's slope, and the gradient of the bias."""
+    """dq, what each row adds to the gradient of its head's slope, and dbias, by the kernel that owns queries."""
     schedule = schedules.backward_queries(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     tiles = schedule.q_tile, schedule.kv_tile
     table = visited_tiles.table(inputs, block, *tiles)
@@ -106,5 +107,5 @@ def _of_queries(
 
 
 def _dtype(block: Block, x: jax.Array) -> jnp.dtype:
-    """The dtype of the gradient by `x`."""
+    """The dtype of the gradient of `x`."""
     return x.dtype if block.final else jnp.dtype(jnp.float32)

@@ -2,8 +2,8 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """The two backward kernels for any GPU: one program owns a tile of keys (dk, dv) or a tile of queries (dq).
 
-No program adds to what another writes. The first holds scores with keys as rows, so that dk and dv are products with
-the scores on the left as they are.
+No program adds to what another writes. In the first kernel the rows of the scores are keys, so that scores are the left
+operand of the products for dk and dv without a transpose.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..kernels.dropout import weights
 from ..kernels.scores import backward_rows, bent, biases, derivatives, distance, narrowed, scaled
-from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
+from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
 from ..kernels.tokens import of_head, of_keys, of_queries
 from .bias_sums_kernel import keep_tile
 
@@ -20,7 +20,7 @@ from .bias_sums_kernel import keep_tile
 def backward_keys(
     Q, K, V, P, BOUNDS, TILES, DOUT, LSE, DELTA, DK, DV,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, HELD: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of keys of each key head; the first tiles, which most queries see, start first."""
     own, batch, kv_head = owned(tl.program_id(0), T, F.kv_heads)
@@ -34,12 +34,12 @@ def backward_keys(
     dims = tl.arange(0, DIM)[None, :]
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
-    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (moved(columns, F.k_token, F.wide) + dims)
+    k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (offset_of(columns, F.k_token, F.wide) + dims)
     k = vectors(k_pointers, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, DIM_RAGGED)
-    if HELD:
-        k = held(k, DIM)
+    if IN_REGISTERS:
+        k = in_registers(k, DIM)
     v_first = F.v_start + wide_batch * F.v_batch + kv_head * F.v_head
-    v_pointers = V + v_first + (moved(columns, F.v_token, F.wide) + value_dims)
+    v_pointers = V + v_first + (offset_of(columns, F.v_token, F.wide) + value_dims)
     v = vectors(v_pointers, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, VALUE_RAGGED)
 
     rows = tl.arange(0, Q_TILE)[:, None]
@@ -70,8 +70,8 @@ def backward_keys(
             )  # fmt: skip
 
     token = wide_batch * F.kv_length * F.kv_heads + kv_head
-    dk_at = token * F.head_dim + moved(columns, F.kv_heads * F.head_dim, F.wide) + dims
-    dv_at = token * F.value_dim + moved(columns, F.kv_heads * F.value_dim, F.wide) + value_dims
+    dk_at = token * F.head_dim + offset_of(columns, F.kv_heads * F.head_dim, F.wide) + dims
+    dv_at = token * F.value_dim + offset_of(columns, F.kv_heads * F.value_dim, F.wide) + value_dims
     inside = columns < F.kv_length
     dk = scaled(dk, k, F)
     if KV_RAGGED or DIM_RAGGED:
@@ -90,7 +90,7 @@ def _added_to_keys(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of a tile of queries to dk and dv. Rows past the end have lse +inf and add 0."""
+    """Adds what a tile of queries contributes to dk and dv. Rows past the end have lse +inf and add 0."""
     Q_RAGGED: tl.constexpr = MASKED and F.q_length % Q_TILE != 0
     start = tile * Q_TILE
     rows = start + tl.arange(0, Q_TILE)
@@ -101,10 +101,10 @@ def _added_to_keys(
     keep = 0
     if F.dropout:
         keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, True)
-    q_to = moved(start, F.heads * F.head_dim, F.wide)
+    q_to = offset_of(start, F.heads * F.head_dim, F.wide)
     q = vectors(q_pointers + q_to, rows[:, None], dims, F.q_length, F.head_dim, Q_RAGGED, F.head_dim != DIM)
     bend = bent(tl.dot(k, tl.trans(q), input_precision=F.precision), F)
-    dout_to = moved(start, F.heads * F.value_dim, F.wide)
+    dout_to = offset_of(start, F.heads * F.value_dim, F.wide)
     dout = vectors(
         dout_pointers + dout_to, rows[:, None], value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM
     )
@@ -122,14 +122,14 @@ def _added_to_keys(
 def backward_queries(
     Q, K, V, P, BOUNDS, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE,
     DQ, DSLOPES, DS,
-    F: tl.constexpr, T: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, IN_STRIPS: tl.constexpr,
+    F: tl.constexpr, T: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, IN_STRIPS: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head.
 
-    `DSLOPES` is what each row adds to the gradient of its head's slope, `[B, N, T]`, or unused without slopes. `FRESH`:
-    there is no `DQ_BEFORE` to continue. `IN_STRIPS`: the programs are for one strip of `S` (`bias_gradient.Strips`)
-    alone, whose first tile `FIRST` holds, and write the derivatives by their scores into `DS`; else `S` is `T`.
+    `DSLOPES [B, N, T]` is what each row adds to the gradient of its head's slope; unused without slopes. `FRESH`: there
+    is no `DQ_BEFORE` to continue. `IN_STRIPS`: the launch computes one strip (`S` is `bias_gradient.Strips`), whose
+    first tile is in `FIRST`, and writes the gradients of its scores to `DS`; otherwise `S` is `T`.
     """
     first_own = 0
     if IN_STRIPS:
@@ -153,11 +153,11 @@ def backward_queries(
     value_dims = tl.arange(0, VALUE_DIM)[None, :]
     wide_batch = batch.to(tl.int64)
     first = wide_batch * F.q_length * F.heads + head_number
-    q_at = first * F.head_dim + moved(rows, F.heads * F.head_dim, F.wide) + dims
+    q_at = first * F.head_dim + offset_of(rows, F.heads * F.head_dim, F.wide) + dims
     q = vectors(Q + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
-    if HELD:
-        q = held(q, DIM)
-    dout_at = first * F.value_dim + moved(rows, F.heads * F.value_dim, F.wide) + value_dims
+    if IN_REGISTERS:
+        q = in_registers(q, DIM)
+    dout_at = first * F.value_dim + offset_of(rows, F.heads * F.value_dim, F.wide) + value_dims
     dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
     lse, delta, shift = backward_rows(LSE, DELTA, head, row_at, line, F, Q_RAGGED, False)
@@ -206,7 +206,7 @@ def _added_to_queries(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of a tile of keys to dq and to the gradient of the slope."""
+    """Adds what a tile of keys contributes to dq and to the gradient of the slope."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = (start + tl.arange(0, KV_TILE))[:, None]
@@ -217,10 +217,10 @@ def _added_to_queries(
     keep = 0
     if F.dropout:
         keep = weights(queries, keys, head, F.keep_weight, F, Q_TILE, KV_TILE, False)
-    at = moved(start, F.k_token, F.wide)
+    at = offset_of(start, F.k_token, F.wide)
     k = vectors(k_pointers + at, columns, dims, F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     bend = bent(tl.dot(q, tl.trans(k), input_precision=F.precision), F)
-    at = moved(start, F.v_token, F.wide)
+    at = offset_of(start, F.v_token, F.wide)
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
     _, ds, dproduct = derivatives(
@@ -229,6 +229,6 @@ def _added_to_queries(
     if F.slopes:
         dslope -= tl.sum(ds * distance(queries, keys), 1)
     if IN_STRIPS:
-        keep_tile(ds_at + moved(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
+        keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
     dq = tl.dot(narrowed(dproduct, k, F), k, dq, input_precision=F.precision)
     return dq, dslope

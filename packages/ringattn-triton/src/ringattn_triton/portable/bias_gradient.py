@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of the bias, strip by strip: sums of the derivatives by the scores of some tiles of queries.
+"""Computes the gradient of the bias from the gradients of the scores, `ds`, one strip of queries at a time.
 
-The kernel of `dq` computes these derivatives. Computing them again for each tile of the bias would read all queries,
-keys and values again, and takes longer than storing them, in the dtype of the products, for as many queries as fill a
-device.
+A strip is some tiles of queries of all heads, as many as fill a device. The kernel of `dq` stores the `ds` of a strip,
+in the dtype of the inputs, and another kernel sums them. Computing `ds` again for each tile of the bias would take
+longer: it would read all queries, keys and values again.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from ..launch import launch
 from ..visited_tiles import PROGRAMS, together
 from .bias_sums_kernel import bias_sums
 
-FILLING: Final = 264
-"""How many programs a strip should have: two for each multiprocessor of the largest Hopper, and no third."""
-MOST: Final = 16
-"""The most strips: further launches would cost more time than the memory they save is worth."""
+PROGRAMS_PER_STRIP: Final = 264
+"""How many programs a strip should have at most: two for each multiprocessor of the largest Hopper."""
+MOST_STRIPS: Final = 16
+"""The most strips: more launches would cost more time than the memory that they save is worth."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,11 @@ class Strips:
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How many batch rows, heads and tiles of queries each program sums over.
+    """How many batch rows, heads and tiles of queries each program sums over, and how many have their own programs.
 
-    There are `rows` tiles of queries, in each of `grouped` batch rows or in all alike; `own_rows` of a strip, and
-    `heads` heads, have programs of their own. `summed_rows` says that the bias has one row for all queries.
+    A program sums `batch_sums` batch rows, `head_sums` heads and `row_sums` tiles of queries. The bias has `heads`
+    heads, and `own_rows` tiles of queries in a strip; `summed_rows`: it has one row for all queries. The whole block
+    has `rows` tiles of queries; `grouped`: which tiles are visible depends on the batch row.
     """
 
     rows: int
@@ -57,9 +58,9 @@ class BiasSums:
 
 
 def strips(block: Block, rows: int, columns: int) -> Strips:
-    """The strips of a block with `rows` by `columns` tiles."""
+    """The size of the strips of a block with `rows` by `columns` tiles."""
     batch, _, heads, _ = block.q.shape
-    rows = min(max(FILLING // (batch * heads), -(-rows // MOST), 1), rows)
+    rows = min(max(PROGRAMS_PER_STRIP // (batch * heads), -(-rows // MOST_STRIPS), 1), rows)
     return Strips(rows, together(rows, heads, PROGRAMS), heads, columns)
 
 
@@ -78,7 +79,7 @@ def summed(
     of: Strips,
     tiles: tuple[int, int],
 ) -> jax.Array:
-    """The gradient of the bias so far, this strip included."""
+    """The gradient of the bias, from `before`, that of the earlier strips, and this strip's `ds`."""
     assert block.bias is not None
     batch, heads, length, _ = block.bias.shape
     summed_rows = length == 1

@@ -2,8 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false
 """Sums the gradient of a tile of the bias over all heads, batch rows and queries that share it.
 
-Each program owns its sum, so the order is fixed. A tile of derivatives is stored as the threads of a product hold it:
-of each eight keys all queries, one after the other, so that a warp writes one contiguous piece at a time.
+Each program owns its sums, so the order of additions is fixed. A tile of `ds` is stored in groups of eight keys, one
+after the other, each with all queries. Threads hold the result of a product in this order, so that a warp writes one
+contiguous piece at a time.
 """
 
 import triton
@@ -16,10 +17,11 @@ def bias_sums(
     S: tl.constexpr, D: tl.constexpr, FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of `DBIAS [b, n, t, S]` in a strip of queries, or for each tile of keys of one row.
+    """One program for each tile of `DBIAS [b, n, t, S]` in a strip, or for each tile of keys if the bias has one row.
 
-    `DS` is what `backward_queries` wrote for the strip whose first tile `FIRST` holds; `S` is `bias_gradient.Strips`
-    and `D` `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are visible; others were not written.
+    `DS` has the gradients that `backward_queries` wrote for a strip, and `FIRST` the number of the strip's first tile.
+    `S` is `bias_gradient.Strips` and `D` is `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are
+    visible; `DS` is undefined in the others.
     """
     program = tl.program_id(0)
     kv_tile = program % S.columns
@@ -61,15 +63,15 @@ def bias_sums(
 
 @triton.jit
 def keep_tile(at, ds, F: tl.constexpr):
-    """Stores a tile of derivatives by scores for `bias_sums`."""
+    """Stores a tile of `ds`, the gradients of scores, for `bias_sums`."""
     Q_TILE: tl.constexpr = ds.shape[0]
     KV_TILE: tl.constexpr = ds.shape[1]
     kept = ds.to(at.dtype.element_ty)
     columns = tl.arange(0, KV_TILE)
     places = (columns // 8 * (Q_TILE * 8) + columns % 8)[None, :] + tl.arange(0, Q_TILE)[:, None] * 8
     if F.fast:
-        # A product leaves two neighbours in a thread: it writes both as one word, from where it is. Left to itself the
-        # compiler has threads exchange numbers first, and all of them wait for that.
+        # A product leaves two neighbours in each thread, which stores them as one word. With `tl.store` the compiler
+        # first exchanges elements between threads, and all of them wait for that.
         first, second = tl.split(tl.reshape(kept, (Q_TILE, KV_TILE // 2, 2)))
         at_first, _ = tl.split(tl.reshape(places, (Q_TILE, KV_TILE // 2, 2)))
         words = _bits(first) | (_bits(second) << 16)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..kernels.dropout import weights
 from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, scored
-from ..kernels.tile_loop import full_tile, held, masked_tile, moved, owned, vectors, visit
+from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
 from ..kernels.tokens import of_head, of_keys, of_queries, visible
 
 
@@ -16,7 +16,7 @@ def forward(
     Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, OUT, LSE, SHIFT_AFTER,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, HELD: tl.constexpr, FRESH: tl.constexpr, SHIFTED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
 
@@ -38,12 +38,12 @@ def forward(
     DIM_RAGGED: tl.constexpr = F.head_dim != DIM
     VALUE_RAGGED: tl.constexpr = F.value_dim != VALUE_DIM
     q_at = (wide_batch * F.q_length * F.heads + head_number) * F.head_dim
-    q_row = moved(rows, F.heads * F.head_dim, F.wide)[:, None]
+    q_row = offset_of(rows, F.heads * F.head_dim, F.wide)[:, None]
     q = vectors(
         Q + q_at + q_row + dims[None, :], rows[:, None], dims[None, :], F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED
     )
-    if HELD:
-        q = held(q, DIM)
+    if IN_REGISTERS:
+        q = in_registers(q, DIM)
 
     columns = tl.arange(0, KV_TILE)
     k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (columns[None, :] * F.k_token + dims[:, None])
@@ -52,7 +52,7 @@ def forward(
 
     lse_at = wide_batch * F.heads * F.q_length + head_number * F.q_length + rows
     out_at = (wide_batch * F.q_length * F.heads + head_number) * F.value_dim
-    out_at = out_at + moved(rows, F.heads * F.value_dim, F.wide)[:, None] + value_dims[None, :]
+    out_at = out_at + offset_of(rows, F.heads * F.value_dim, F.wide)[:, None] + value_dims[None, :]
     if FRESH:
         acc = tl.zeros([Q_TILE, VALUE_DIM], tl.float32)
         top = tl.full([Q_TILE], -float("inf"), tl.float32)
@@ -107,17 +107,17 @@ def _continued(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: `acc` and `total` are sums relative to the weight of the maximum `top`.
+    """One step of the online softmax: `acc` and `total` are sums relative to the weight of the row maximum `top`.
 
-    Dropout zeroes weights here, and `F.keep_weight` multiplies the sum at the end: rounded to half precision it would
-    make the output of a query that sees one key less exact than the value of that key.
+    Dropout sets weights to zero here, and the sum is multiplied by `F.keep_weight` at the end. Weights times that
+    factor would be rounded to half precision: a query that sees one key would get a less exact copy of its value.
     """
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = start + tl.arange(0, KV_TILE)
     dims = tl.arange(0, DIM)
     value_dims = tl.arange(0, VALUE_DIM)
-    at = moved(tile, KV_TILE * F.k_token, F.wide)
+    at = offset_of(tile, KV_TILE * F.k_token, F.wide)
     k = vectors(k_pointers + at, columns[None, :], dims[:, None], F.kv_length, F.head_dim, KV_RAGGED, F.head_dim != DIM)
     keys = of_keys(P, batch, start, F, KV_TILE, False)
     bias = biases(queries, keys, head, F)
@@ -129,7 +129,7 @@ def _continued(
     FOLD: tl.constexpr = 1.0 if F.bias else F.fold
     now = tl.maximum(top, tl.max(s, 1) * FOLD)
     base = now
-    # A bias forbids by -inf, so that a row may see nothing of a tile that no mask hides.
+    # A bias may be -inf, so a row may see nothing of a tile that needs no mask.
     if MASKED or F.bias:
         base = tl.where(now == -float("inf"), 0.0, now)
     p = tl.exp2(in_log2(s * FOLD - base[:, None], F))
@@ -137,7 +137,7 @@ def _continued(
     total = total * shrink + tl.sum(p, 1)
     if F.dropout:
         p = p * keep
-    at = moved(tile, KV_TILE * F.v_token, F.wide)
+    at = offset_of(tile, KV_TILE * F.v_token, F.wide)
     v = vectors(
         v_pointers + at, columns[:, None], value_dims[None, :], F.kv_length, F.value_dim, KV_RAGGED,
         F.value_dim != VALUE_DIM,

@@ -13,38 +13,39 @@ from ..launch.target import Target
 LARGEST_DIM: Final = 256
 _SMALLEST_TILE: Final = 16
 _WIDE_PRODUCTS: Final = (90, 100, 103)
-"""Where products of 64 rows at once read both operands from shared memory."""
+"""Compute capabilities whose tensor cores multiply 64 rows at once and can read both operands from shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """How one kernel runs; `held`: the tile that a program owns stays in registers."""
+    """How one kernel runs; `in_registers`: the tile of q or k that a program owns stays in registers."""
 
     q_tile: int
     kv_tile: int
     warps: int
     stages: int
-    held: bool = False
+    in_registers: bool = False
 
 
 _INTERPRETED: Final = Schedule(32, 32, 4, 2)
-"""Small enough for several tiles in short tests, large enough for NumPy to have something to do at once."""
+"""Small enough for short tests to have several tiles, large enough for NumPy to be efficient."""
 
 
-_DOCUMENTS: Final = Schedule(32, 64, 4, 3, held=True)
-"""For dk and dv: two programs share a multiprocessor, and short documents are many beginnings and ends."""
+_DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
+"""For dk and dv with segment ids: of two programs on a multiprocessor, one computes while the other begins or ends."""
 
 
 def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
-    """The schedule of the forward kernel; what the caller fixes overrides the default."""
+    """The schedule of the forward kernel: the default of the device, with the sizes that the caller fixes."""
     default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _fixed(_shortened(default, constants), params, "fwd_params")
-    held = schedule.kv_tile <= 64 and _may_hold(constants, itemsize, target)
-    return _fitting(dataclasses.replace(schedule, held=held), default, constants, itemsize, target, "fwd_params")
+    in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
+    schedule = dataclasses.replace(schedule, in_registers=in_registers)
+    return _fitting(schedule, default, constants, itemsize, target, "fwd_params")
 
 
 def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """The fastest schedule of those measured on Hopper; elsewhere one that spills hardly any registers.
+    """The default: on Hopper the fastest of the schedules that were measured, elsewhere one that spills few registers.
 
     Exact float32 products do not run on tensor cores: their operands are in registers, so tiles are small. Dropout
     needs a register for each score, and a bias needs one more tile of shared memory.
@@ -74,20 +75,20 @@ def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, targe
 
 
 def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of dk and dv; what the caller fixes overrides the default."""
+    """The schedule of the kernel of dk and dv: the default of the device, with the sizes that the caller fixes."""
     default = _backward_keys_by_family(constants, itemsize, constants.largest_dim, target)
-    small = _may_hold_keys(constants, itemsize, target)
+    small = _keys_fit_registers(constants, itemsize, target)
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
     if small and fixed == (None, None, None):
         default = _DOCUMENTS
     schedule = _backward(default, constants, itemsize, params, target)
     tiles = (schedule.q_tile, schedule.kv_tile, schedule.warps)
-    held = small and tiles == (_DOCUMENTS.q_tile, _DOCUMENTS.kv_tile, _DOCUMENTS.warps)
-    return dataclasses.replace(schedule, held=held)
+    in_registers = small and tiles == (_DOCUMENTS.q_tile, _DOCUMENTS.kv_tile, _DOCUMENTS.warps)
+    return dataclasses.replace(schedule, in_registers=in_registers)
 
 
 def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """A program holds k, v, dk and dv of its tile of keys, so keys have the longer side."""
+    """The default. A program holds k, v, dk and dv of its tile of keys, so tiles are longer in keys than in queries."""
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
@@ -104,14 +105,14 @@ def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int,
 
 
 def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams, target: Target) -> Schedule:
-    """The schedule of the kernel of dq: `dq_q_blocksize` and the like in `extra` fix what differs from dk and dv."""
+    """The schedule of the kernel of dq. Sizes in `extra`, such as `dq_q_blocksize`, override those for dk and dv."""
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
     default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _backward(default, constants, itemsize, params, target)
     short = schedule.q_tile <= 64 or constants.dropout
-    held = short and constants.largest_dim > 64 and _may_hold(constants, itemsize, target)
-    return dataclasses.replace(schedule, held=held)
+    in_registers = short and constants.largest_dim > 64 and _operand_fits_registers(constants, itemsize, target)
+    return dataclasses.replace(schedule, in_registers=in_registers)
 
 
 def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -145,15 +146,16 @@ def _wide_products(target: Target) -> bool:
     return target.kind == "cuda" and target.capability in _WIDE_PRODUCTS
 
 
-def _may_hold(constants: BlockConstants, itemsize: int, target: Target) -> bool:
-    """Whether a product can take its left side from registers, and registers are left for it."""
+def _operand_fits_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
+    """Whether products can read a left operand from registers, and there are enough registers to keep it there."""
     return target == Target("cuda", 90) and itemsize < 4 and constants.largest_dim <= 128
 
 
-def _may_hold_keys(constants: BlockConstants, itemsize: int, target: Target) -> bool:
+def _keys_fit_registers(constants: BlockConstants, itemsize: int, target: Target) -> bool:
     """Whether the kernel of dk and dv keeps k in registers: with segment ids and few other options."""
     light = constants.plain and not (constants.capped or constants.dropout or constants.masks)
-    return constants.segments and light and constants.largest_dim > 64 and _may_hold(constants, itemsize, target)
+    wide = constants.largest_dim > 64
+    return constants.segments and light and wide and _operand_fits_registers(constants, itemsize, target)
 
 
 def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:
@@ -165,7 +167,7 @@ def _shortened(schedule: Schedule, constants: BlockConstants) -> Schedule:
 
 
 def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Schedule:
-    """The schedule with the sizes that the caller fixes; raises on sizes that no kernel has."""
+    """The schedule with the sizes that the caller fixes; raises on sizes that no kernel takes."""
     asked = {
         "q_tile": ("q_blocksize", params.q_blocksize, _SMALLEST_TILE, 256),
         "kv_tile": ("kv_blocksize", params.kv_blocksize, _SMALLEST_TILE, 256),
@@ -189,7 +191,7 @@ def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Sch
 def _fitting(
     schedule: Schedule, default: Schedule, constants: BlockConstants, itemsize: int, target: Target, owner: str
 ) -> Schedule:
-    """The schedule; raises where the pipeline's tiles exceed shared memory (the compiler may need more)."""
+    """Returns `schedule`; raises if the tiles of its pipeline exceed shared memory. (The compiler may need more.)"""
     vectors = itemsize * (padded_dim(constants.head_dim) + padded_dim(constants.value_dim))
     streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
     # AMD's compiler keeps the last stage in registers.
@@ -205,21 +207,21 @@ def _fitting(
 
 
 def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, Any]:
-    """The options of a launch that every portable kernel has."""
+    """The constants and options of a launch that all portable kernels have in common."""
     return {
         "F": constants,
         "Q_TILE": schedule.q_tile,
         "KV_TILE": schedule.kv_tile,
         "DIM": padded_dim(constants.head_dim),
         "VALUE_DIM": padded_dim(constants.value_dim),
-        "HELD": schedule.held,
+        "IN_REGISTERS": schedule.in_registers,
         "warps": schedule.warps,
         "stages": schedule.stages,
     }
 
 
 def refuse_large_heads(constants: BlockConstants) -> None:
-    """Raises on heads that are longer than any kernel holds."""
+    """Raises if heads are larger than `LARGEST_DIM`."""
     for name, size in (("query", constants.head_dim), ("value", constants.value_dim)):
         if size > LARGEST_DIM:
             raise InputError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a few queries to a cache that is sharded over the ring. Ranks merge their results, and send no keys."""
+"""Attention to a cache that is sharded over the ring: ranks merge their partial results, and send no keys."""
 
 import dataclasses
 import functools
@@ -7,17 +7,18 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
 
 from ..contract.call import Call
 from ..contract.merge import log_sum_exp, merged_over, with_sinks
 from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
+from ..placement import axes
+from ..placement.layout import order
 from . import batching
 from .blocks import block
 from .directions import BLOCK_HEADS, Direction
 from .engine import prepared, without_derivative
-from .forward import sinks_of
+from .forward import Result, sinks_of
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk of a rank's cache."""
@@ -25,26 +26,57 @@ MOST_CHUNKS: Final = 256
 """The most chunks of all batch rows and key heads together: twice the multiprocessors of a large GPU."""
 
 
-def decode(kernel: BlockKernel, call: Call) -> tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]:
-    """`(out, lse)` of the queries against all keys. Every rank has all queries and a shard of the keys."""
-    call = _not_differentiable(call)
+def attend(kernel: BlockKernel, call: Call) -> Result:
+    """`(out, lse)` of this rank's queries against the keys of all ranks.
+
+    If the call has a `query_offset`, queries are sharded like the cache. Every rank then gets all queries, and each its
+    share of the merged result. Else every rank has the same few queries.
+    """
     with jax.debug_infs(False):  # -inf is a valid score and a valid lse
         return _attend(kernel, call)
 
 
+def not_differentiable(call: Call) -> Call:
+    """The call of `attend`, except that differentiating it raises `DerivativeError`."""
+    return (_few_queries if call.query_offset is None else _sharded_queries)(call)
+
+
+_few_queries = without_derivative("decode_attention has no derivative. For training, call ring_attention")
+_sharded_queries = without_derivative(
+    "prefill_attention has no derivative where it sends the queries. Pass send='keys'"
+)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(kernel: BlockKernel, call: Call) -> Any:
-    ring, call, location = prepared(kernel, call)
-    here = Direction(1, *align((call, location), axes_of(call, location)))
+    sharded = call.query_offset is not None
+    ring, everyone, location = prepared(kernel, _with_all_queries(call) if sharded else call)
+    here = Direction(1, *align((everyone, location), axes_of(everyone, location)))
     own = block(ring, here, (here.call.key, here.call.value), 0)
-    # Query heads can become rows only if no other array of the block has a value for each query head.
-    per_head = BLOCK_HEADS.keys() - {"q", "head_index"}
-    group = own.group if all(getattr(own, name) is None for name in per_head) else 1
-    count = _chunks(own)
-    partial = batching.forward(kernel)(_chunked(_with_groups_as_rows(own, group), count), None)
-    partial = _with_groups_as_heads(merged_over(partial, ring.axis, count), group)
-    partial = with_sinks(partial, sinks_of(call))
+    group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
+    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
+    partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
+    partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
     return partial.out.astype(call.query.dtype), log_sum_exp(partial)
+
+
+def _with_all_queries(call: Call) -> Call:
+    """The call with the queries of all ranks, in the order of the ranks, and their positions."""
+    assert call.axis_name is not None and call.query_offset is not None
+    ranks = axes.size("axis_name", call.axis_name)
+    index = order(call.layout, ranks, ranks * call.query.shape[1])
+    return dataclasses.replace(
+        call,
+        query=jax.lax.all_gather(call.query, call.axis_name, axis=1, tiled=True),
+        q_positions=call.query_offset.reshape(-1, 1) + index[None],
+        query_offset=None,
+    )
+
+
+def _group(block: Block) -> int:
+    """How many query heads of a key head can become rows: all, if no other array has a value for each query head."""
+    per_head = BLOCK_HEADS.keys() - {"q", "head_index"}
+    return block.group if all(getattr(block, name) is None for name in per_head) else 1
 
 
 def _chunks(block: Block) -> int:
@@ -83,6 +115,3 @@ def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
     return Partial(
         out.reshape(batch, rows // group, heads * group, size), lse.reshape(batch, heads * group, rows // group)
     )
-
-
-_not_differentiable = without_derivative("decode_attention has no derivative. For training, call ring_attention")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries of a longer sequence give what the oracle gives: by `query_offset`, in prefill and in decoding."""
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from ringattn_core import decode_attention, prefill_attention
+from ringattn_core.backends import discovery
+from ringattn_core.contract.features import Feature
+
+from ringattn_conformance import oracle, tiers, tolerances
+from ringattn_conformance.cases import KEYWORDS, Case
+from ringattn_conformance.lattice import LAYOUTS
+from ringattn_conformance.outcomes import owed, supports
+from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, run, static_options
+
+LENGTHS: Final = np.array([45, 11])
+"""The tokens of each row of a cache with room for 48. In the second row some of 16 queries have negative positions."""
+PLAIN: Final = Case("cache", q_length=16, kv_length=48, heads=4, kv_heads=2, causal=True, lse=True)
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "window": {"window": (13, 0)},
+    "everything": {"window": (30, 0), "sinks": "head", "slopes": True, "soft_cap": 3.0, "scale": 0.5, "value_dim": 6},
+    "float16": {"dtype": "float16", "head_dim": 16, "value_dim": 16},
+    "chunk": {"chunk": 12},
+    "one-key-head": {"kv_heads": 1, "sinks": "shared"},
+    "heads-alike": {"kv_heads": 4, "slopes": True},
+    "bfloat16-sinks": {"dtype": "bfloat16", "sinks": "each", "window": (21, 0)},
+}
+CASES: Final = {name: dataclasses.replace(PLAIN, name=f"cache-{name}", **more) for name, more in OPTIONS.items()}
+RINGS: Final = (4, 2, 8, 1)
+
+
+class WholeQueries(Placed):
+    """Every rank of the ring has all queries and all of the result, as in decoding."""
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        split = super().spec(name, shape)
+        return PartitionSpec(*(None if x == RING else x for x in split)) if name in ("q", "out", "lse") else split
+
+
+def _placed(name: str, backend: str, largest: int, tokens: int = PLAIN.q_length) -> Placed:
+    """The case of that name, with this number of queries. Rings and layouts differ from one case to the next."""
+    number = list(CASES).index(name)
+    ring = min(RINGS[number % len(RINGS)], largest)
+    layout = LAYOUTS[(number + 1) % len(LAYOUTS)] if ring > 1 else LAYOUTS[0]
+    return place(dataclasses.replace(CASES[name], q_length=tokens), Placement(ring, layout), backend)
+
+
+def _agrees(placed: Placed, local: Any, gradients: bool) -> None:
+    """The call of one rank, `local(arrays)`, gives what the oracle gives for the last tokens of each row."""
+    inputs, features = placed.inputs, placed.case.needs | placed.placement.needs | {Feature.POSITIONS}
+    with owed(placed.backend, features | ({Feature.GRADIENTS} if gradients else set())) as right:
+        got = run(placed, gradients, lambda operands, fixed: local(operands))
+        if right:
+            tokens = placed.case.q_length
+            positions = LENGTHS[:, None] - tokens + np.arange(tokens)
+            problem = dataclasses.replace(inputs.problem, q_positions=positions)
+            answer = oracle.attend(problem, inputs.dout, inputs.dlse)
+            tolerances.check(got, answer, placed.case, inputs, f"on {placed.placement}")
+
+
+def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> tuple[jax.Array, ...]:
+    """One rank's call of `prefill_attention` or `decode_attention`, which are always causal."""
+    options = static_options(placed.case) | more
+    options |= {KEYWORDS[name]: arrays[name] for name in ("sinks", "slopes") if name in arrays}
+    del options["causal"]
+    options |= {"axis_name": RING, "layout": placed.placement.layout, "backend": placed.backend}
+    return function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options)
+
+
+@tiers.mark(tiers.CORE, "plain")
+@pytest.mark.parametrize("name", CASES)
+def test_an_offset_places_queries_in_a_longer_sequence(ringattn_backend: str, name: str, ringattn_largest_ring: int):
+    placed = _placed(name, ringattn_backend, ringattn_largest_ring)
+    gradients = supports(ringattn_backend, Feature.GRADIENTS)
+    _agrees(placed, lambda arrays: placed.local(arrays, {}, query_offset=LENGTHS - PLAIN.q_length), gradients)
+
+
+@tiers.mark(tiers.CORE, "plain")
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str, ringattn_largest_ring: int):
+    """It has no gradients, and needs a kernel of one block."""
+    if discovery.get(ringattn_backend).descriptor().kernel is not None:
+        placed = _placed(name, ringattn_backend, ringattn_largest_ring)
+        _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="queries"), gradients=False)
+
+
+@pytest.mark.parametrize("name", ["plain", "everything", "bfloat16-sinks"])
+def test_prefill_that_sends_the_keys_and_its_gradients(ringattn_backend: str, name: str, ringattn_largest_ring: int):
+    placed = _placed(name, ringattn_backend, ringattn_largest_ring)
+    gradients = supports(ringattn_backend, Feature.GRADIENTS)
+    _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="keys"), gradients)
+
+
+@tiers.mark(tiers.CORE, "3-plain", "3-everything")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decoding_from_a_cache(ringattn_backend: str, tokens: int, name: str, ringattn_largest_ring: int):
+    """One new token, or a few. Keys stay where they are, so it needs a kernel of one block."""
+    if discovery.get(ringattn_backend).descriptor().kernel is not None:
+        placed = _placed(name, ringattn_backend, ringattn_largest_ring, tokens)
+        whole = WholeQueries(placed.case, placed.placement, placed.backend, placed.inputs)
+        _agrees(whole, lambda arrays: _from_cache(decode_attention, whole, arrays), gradients=False)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of a ring of two levels: a send along the outer ring has a whole round of the inner ring to arrive in."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from ringattn_core import from_layout, ring_attention, to_layout
+from ringattn_core.backends.discovery import registered
+from ringattn_core.contract import ordering
+from ringattn_core.contract.rule import Rule
+from ringattn_core.ring import hops
+from ringattn_core.ring.hops import Plan, plan
+from separate_sends import SEPARATE, SeparateSends
+
+SHAPES = [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2)]
+SPEC = PartitionSpec(None, ("outer", "inner"))
+
+
+def two_levels(outer: int, inner: int, two_way: bool = False, joint: bool = True) -> Plan:
+    ranks = outer * inner
+    return Plan(ranks, tuple(range(ranks)), two_way, joint).over(inner)
+
+
+def travelled(made: Plan, where: np.ndarray, send: hops.Send) -> np.ndarray:
+    """What each rank has after a permute, if rank `r` had `where[r]`."""
+    after = where.copy()
+    for sender, receiver in made.pairs(send.shift, send.outer):
+        after[receiver] = where[sender]
+    return after
+
+
+@pytest.mark.parametrize(("outer", "inner"), SHAPES)
+@pytest.mark.parametrize("two_way", [False, True])
+def test_the_sends_of_the_forward_pass_bring_the_keys_of_every_rank(outer: int, inner: int, two_way: bool) -> None:
+    made = two_levels(outer, inner, two_way)
+    rank = np.arange(made.ranks)
+    for number, sign in enumerate(made.signs):
+        here, ahead, seen = rank, rank, []
+        for offset, sends in made.forward_hops:
+            if offset in made.rounds[1:]:
+                here = ahead
+            np.testing.assert_array_equal(here, made.source(rank, offset, sign))
+            seen.append(here)
+            for send in sends[number :: len(made.signs)]:
+                if send.outer:
+                    ahead = travelled(made, here, send)
+            for send in sends[number :: len(made.signs)]:
+                here = here if send.outer else travelled(made, here, send)
+        assert (np.sort(np.stack(seen), 0) == rank[:, None]).all()
+
+
+@pytest.mark.parametrize(("outer", "inner"), SHAPES)
+@pytest.mark.parametrize("joint", [False, True])
+def test_both_levels_send_the_fewest_times(outer: int, inner: int, joint: bool) -> None:
+    """As many keys and gradients cross between groups as there are other groups; a flat ring crosses at every hop."""
+    made = two_levels(outer, inner, joint=joint)
+    for sends, gradients in ((made.forward, 0), (made.backward, 1)):
+        for level, count in ((True, outer - 1), (False, outer * (inner - 1))):
+            assert sum(send.keys for send in sends if send.outer == level) == count
+            assert sum(send.gradients for send in sends if send.outer == level) == gradients * count
+    elements, flat = 12, Plan(made.ranks, made.offsets, joint=joint)
+    assert sum(x.bytes(elements, 2) for x in made.backward) == sum(x.bytes(elements, 2) for x in flat.backward)
+
+
+def test_a_ring_stays_flat_with_one_group_or_groups_of_one_or_hops_to_leave_out() -> None:
+    whole, window = (plan(rule, "contiguous", 8, 8, 8) for rule in (Rule(1.0), Rule(1.0, window=(9, 0))))
+    assert whole.over(8) == whole.over(1) == whole
+    assert window.over(4) == window and len(window.offsets) < 8
+    assert whole.over(4).outer == 2
+
+
+def loss(outer: int, inner: int, **options: Any) -> Any:
+    """The loss of a call on an explicit mesh that has the inner axis first, and its gradients."""
+    devices = np.array(jax.devices()[: outer * inner]).reshape(inner, outer)
+    mesh = Mesh(devices, ("inner", "outer"), axis_types=(AxisType.Explicit,) * 2)
+
+    def of(q: Any, k: Any, v: Any) -> Any:
+        placed = (jax.device_put(x, NamedSharding(mesh, SPEC)) for x in (q, k, v))
+        return (ring_attention(*placed, mesh=mesh, axis_name=("outer", "inner"), **options) ** 2).sum()
+
+    return jax.jit(jax.value_and_grad(of, (0, 1, 2)))
+
+
+def arrays() -> list[jax.Array]:
+    return [jax.random.normal(jax.random.key(n), (1, 16, heads, 4)) for n, heads in enumerate((4, 2, 2))]
+
+
+@pytest.mark.parametrize(("outer", "inner", "backend"), [(2, 4, "xla"), (4, 2, "separate")])
+def test_in_a_scan_both_levels_compute_what_one_device_does(
+    monkeypatch: pytest.MonkeyPatch, outer: int, inner: int, backend: str
+) -> None:
+    options: dict[str, Any] = dict(causal=True, layout="striped")
+    monkeypatch.setattr(hops, "UNROLLED", 1)
+    jax.clear_caches()
+    with registered(SEPARATE, SeparateSends()):
+        program = loss(outer, inner, backend=backend, **options).trace(*arrays())
+        got = program.lower().compile()(*arrays())
+    jax.clear_caches()
+    assert str(program.jaxpr).count(" scan[") == {4: 2, 2: 4}[outer], "of rounds, or of the hops of both rounds"
+    whole = jax.value_and_grad(lambda *x: (from_one_device(outer * inner, *x, **options) ** 2).sum(), (0, 1, 2))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(whole(*arrays())), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def from_one_device(ranks: int, *arrays: Any, layout: str, **options: Any) -> Any:
+    """The call without a ring, of arrays in layout order."""
+    natural = (from_layout(x, layout, ranks, axis=1) for x in arrays)
+    return to_layout(ring_attention(*natural, **options), layout, ranks, axis=1)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def traced(outer: int, inner: int, key_heads: int) -> Any:
+    """The program of both passes on a mesh that nobody needs to have."""
+    mesh = AbstractMesh((outer, inner), ("outer", "inner"))
+    shapes = [jax.ShapeDtypeStruct((1, 4 * outer * inner, heads, 4), jnp.float32) for heads in (2, *[key_heads] * 2)]
+    attend = functools.partial(ring_attention, axis_name=("outer", "inner"))
+    ring = jax.shard_map(attend, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
+    return jax.make_jaxpr(jax.grad(lambda *x: ring(*x).sum(), (0, 1, 2)))(*shapes).jaxpr
+
+
+def test_however_many_ranks_the_program_has_few_hops() -> None:
+    kernels = sum(equation.primitive.name == "custom_vmap_call" for equation in equations(traced(8, 16, 2)))
+    assert kernels == 3 * 3 + 4 * 4 + 1, "three rounds of three hops forward, and four of four backward with a half"
+
+
+def permutes(jaxpr: Any, inner: int) -> list[tuple[str, int, int | None]]:
+    """The permutes of a program in order: the level, how many kernels it waits for, and the first that waits for it."""
+    waits: dict[Any, tuple[frozenset[int], frozenset[int]]] = {}
+    found, needed, kernels = [], {}, 0
+    for equation in jaxpr.eqns:
+        given = [waits[x] for x in equation.invars if not isinstance(x, Literal) and x in waits]
+        before, sends = (frozenset().union(*sets) for sets in (zip(*given, strict=True) if given else ((), ())))
+        if equation.primitive.name == "ppermute":
+            sender, receiver = equation.params["perm"][0]
+            level = "inner" if sender // inner == receiver // inner else "outer"
+            assert before == set(range(len(before))), "a send waits for some kernel, and not for one before it"
+            sends |= {len(found)}
+            found.append((level, len(before)))
+        if equation.primitive.name == "custom_vmap_call":
+            needed = dict.fromkeys(sends, kernels) | needed
+            before, kernels = before | {kernels}, kernels + 1
+        waits |= dict.fromkeys(equation.outvars, (before, sends))
+    return [(*each, needed.get(number)) for number, each in enumerate(found)]
+
+
+def test_a_send_between_groups_waits_for_the_round_before_and_no_kernel_of_its_round_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a ring of 3 by 2 ranks. On CPU, where a send blocks, kernels wait for all sends of their hop."""
+    monkeypatch.setattr(ordering, "tie_on_cpu", lambda x, token: x)
+    jax.clear_caches()
+    program = traced(3, 2, 1)
+    jax.clear_caches()
+    bodies = {id(body): body for e in equations(program) for body in jaxprs_in_params(e.params)}
+    forward, backward = (found for body in bodies.values() if (found := permutes(body, 2)))
+    assert forward == [
+        ("outer", 0, 2), ("inner", 0, 1), ("outer", 2, 4), ("inner", 2, 3), ("inner", 4, 5)
+    ]  # fmt: skip
+    assert backward == [
+        ("outer", 0, 0), ("inner", 0, 0),  # the first keys
+        ("outer", 0, 2), ("inner", 1, 2),  # the round of group g - 1; its second send also has gradients
+        ("outer", 2, None), ("inner", 3, 4),  # that of group g - 2; its first send has gradients
+        ("outer", 4, None), ("inner", 5, None),  # the own group: both have gradients
+    ]  # fmt: skip

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""By which hardware barrier the consumers of a forward program tell its producer that a place is empty.
+
+Numbers go on behind those of `order`: one for each place of keys, of values and of turns, and one for the place of
+queries where there is only one. Three consumers with three stages take the last of the 16.
+
+A consumer arrives once it no longer reads the place: its products from there have ended, and what its threads read
+before they arrive has happened for the producer (`hardware_barriers`). It cannot arrive twice before the producer has
+looked, because it reads a place again only after the producer has filled it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .hardware_barriers import hardware_barrier
+from .order import FIRST_BARRIER
+
+
+@gluon.constexpr_function
+def k_empty(S):
+    return FIRST_BARRIER.value + S[0]
+
+
+@gluon.constexpr_function
+def v_empty(S):
+    return FIRST_BARRIER.value + S[0] + S[2]
+
+
+@gluon.constexpr_function
+def turn_empty(S):
+    return FIRST_BARRIER.value + S[0] + 2 * S[2]
+
+
+@gluon.constexpr_function
+def q_empty(S):
+    return FIRST_BARRIER.value + S[0] + 2 * S[2] + 2
+
+
+@gluon.constexpr_function
+def _threads(S):
+    return 32 + 128 * S[0]
+
+
+@gluon.jit
+def leave(number, S: gl.constexpr):
+    """Says, as a consumer, that a place is empty. It does not wait."""
+    hardware_barrier("arrive", number, _threads(S))
+
+
+@gluon.jit
+def wait_until_left(number, S: gl.constexpr):
+    """Waits, as the producer, until all consumers have left a place."""
+    hardware_barrier("sync", number, _threads(S))

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
+"""Hardware barriers: how groups of warps on Hopper let each other go on without shared memory.
+
+Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and
+often once more afterwards. At a hardware barrier each warp arrives for itself. There are 16 of them. They have no
+phases: nobody may arrive a second time before all have arrived once.
+"""
+
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+
+FIRST_FREE = 4
+"""Triton takes barriers from 0 on: one for all partitions, and one for each partition of more than one warp."""
+
+
+@builtin
+def hardware_barrier(ACTION, number, THREADS, _semantic=None):
+    """Arrives at a barrier of so many `THREADS`, and waits for the others (`sync`) or goes on at once (`arrive`).
+
+    What a thread read or wrote before it arrives has happened for those who wait.
+    """
+    action, number, threads = (_unwrap_if_constexpr(x) for x in (ACTION, number, THREADS))
+    operands = [] if isinstance(number, int) else [number.handle]
+    place = "$1" if operands else str(number)
+    constraints = "=r,r,~{memory}" if operands else "=r,~{memory}"
+    assembly = f"bar.{action} {place}, {threads}; mov.u32 $0, 0;"
+    result = _semantic.builder.get_int32_ty()
+    _semantic.builder.create_inline_asm(assembly, constraints, operands, [result], False, 1)
+
+
+@builtin
+def hardware_barrier_of(ACTION, FIRST, place, THREADS, _semantic=None):
+    """As `hardware_barrier`, at number `FIRST` where `place` is 0, else at the next one.
+
+    The numbers are constants of the instructions. A number in a register would hold its warp up until the barrier has
+    read it, which is after all that the warp has stored.
+    """
+    action, first, threads = (_unwrap_if_constexpr(x) for x in (ACTION, FIRST, THREADS))
+    at = _semantic.to_tensor(place).handle
+    assembly = (
+        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.{action} {first}, {threads}; "
+        f"@!first bar.{action} {first + 1}, {threads};}} mov.u32 $0, 0;"
+    )
+    result = _semantic.builder.get_int32_ty()
+    _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+"""The weighted values that a consumer of the forward pass adds up: an accumulator for each piece of a head.
+
+A head whose size is a power of two has one piece. One of 96 has 64 and 32, one of 192 has 128 and 64.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import float32, inline_asm_elementwise
+
+from .schedules import CONSUMER_ROWS
+from .softmax import as_operand
+
+
+@gluon.constexpr_function
+def pieces(dim):
+    """How many accumulators there are; three or more would be products too narrow to be fast."""
+    return 2 if (-(-dim // 16)).bit_count() == 2 else 1
+
+
+@gluon.constexpr_function
+def first_of(dim, number):
+    """The first dimension of a piece."""
+    return 0 if number == 0 else 1 << ((-(-dim // 16) * 16).bit_length() - 1)
+
+
+@gluon.constexpr_function
+def width_of(dim, number):
+    """How many dimensions a piece has."""
+    filled = -(-dim // 16) * 16
+    if filled.bit_count() != 2:
+        return 1 << (filled - 1).bit_length()
+    first = 1 << (filled.bit_length() - 1)
+    return filled - first if number else first
+
+
+@gluon.constexpr_function
+def layout_of(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def no_sums(DIM: gl.constexpr):
+    """Accumulators of zeros."""
+    sums = ()
+    for number in gl.static_range(pieces(DIM)):
+        sums += (_zeros(width_of(DIM, number)),)
+    return sums
+
+
+@gluon.jit
+def _zeros(WIDTH: gl.constexpr):
+    return gl.zeros([CONSUMER_ROWS, WIDTH], gl.float32, layout_of(WIDTH))
+
+
+@gluon.jit
+def with_values(sums, weights, values, DIM: gl.constexpr):
+    """Begins to add weighted values, with one product for each piece."""
+    found = ()
+    for number in gl.static_range(pieces(DIM)):
+        found += (_product(sums[number], weights, values, first_of(DIM, number), width_of(DIM, number)),)
+    return found
+
+
+@gluon.jit
+def _product(sums, weights, values, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    right = dims_of(values, FIRST, WIDTH)
+    return warpgroup_mma(as_operand(weights, values.dtype, layout_of(WIDTH)), right, sums, is_async=True)
+
+
+@gluon.jit
+def dims_of(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """The dimensions of a piece of rows in shared memory."""
+    if rows.shape[1] == WIDTH:
+        return rows
+    else:
+        return rows.slice(FIRST, WIDTH, dim=1)
+
+
+@gluon.jit
+def finished(sums):
+    """Waits for all products."""
+    found = ()
+    for number in gl.static_range(len(sums)):
+        found += (warpgroup_mma_wait(0, deps=[sums[number]]),)
+    return found
+
+
+@gluon.jit
+def rescaled(sums, factor):
+    """The sums of rows times a factor each. A warp that has no factor but 1 skips the multiplications."""
+    found = ()
+    for number in gl.static_range(len(sums)):
+        found += (product_where_needed(sums[number], of_dims(factor, sums[number].shape[1])),)
+    return found
+
+
+@builtin
+def product_where_needed(acc, factor, _semantic=None):
+    """The product of an accumulator with factors of its rows, if any in the warp is not 1.
+
+    A thread has numbers of two rows, in pairs of neighbours. The vote keeps a warp together, without which the
+    assembler would let the products of the tensor cores wait for each other.
+    """
+    count = _unwrap_if_constexpr(acc.shape[1]) // 2
+    first, second = f"${2 * count}", f"${2 * count + 2}"
+    needed = (
+        f"setp.neu.f32 a, {first}, 0f3F800000; setp.neu.or.f32 b, {second}, 0f3F800000, a; "
+        "vote.sync.any.pred a, b, 0xffffffff; @!a bra done;"
+    )
+    products = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(count))
+    assembly = f"{{ .reg .pred a, b; {needed} {products} done: }}"
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
+    return inline_asm_elementwise(
+        assembly, ",".join(constraints), [acc, factor], float32, True, count, _semantic=_semantic
+    )
+
+
+@gluon.jit
+def of_dims(rows, WIDTH: gl.constexpr):
+    """Numbers of rows, in a form that can be multiplied with a piece."""
+    return gl.convert_layout(rows, gl.SliceLayout(1, layout_of(WIDTH)))[:, None]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the partitions of an interpreted program run beside each other: as threads that wait at barriers."""
+
+import collections
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .language import current
+
+
+class Team:
+    """The partitions of one program: how many run, which wait, and the first error.
+
+    `waiting` holds the threads that have looked at their barrier and found its phase incomplete. Any change of a
+    barrier empties it, and all look again. If it holds every running thread, none can go on.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.size = self.running = size
+        self.error: BaseException | None = None
+        self.waiting: set[int] = set()
+        self.fetched: set[Barrier] = set()
+        self.hardware: dict[int, Barrier] = {}
+        self.covers: dict[Any, Any] = {}
+
+    def run(self, function: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """Runs one partition in this thread, or a program before it has started partitions."""
+        current.team, current.products, current.unfenced = self, collections.deque(), []
+        current.additions = collections.deque()
+        function(*arguments, **constants)
+        if current.additions:
+            raise error("ends before what it adds to memory has arrived there")
+        if current.products:
+            raise error("ends before its products do")
+
+    def wait(self, barrier: "Barrier", parity: int) -> None:
+        """Blocks until the last phase that the barrier has completed is one of this parity."""
+        with self.changed:
+            while not barrier.has_completed(parity) and self.error is None:
+                self.waiting.add(threading.get_ident())
+                if len(self.waiting) == self.running:
+                    raise self.stuck()
+                self.changed.wait()
+            if self.error is not None:
+                raise Stopped
+
+    def look_again(self) -> None:
+        self.waiting.clear()
+        self.changed.notify_all()
+
+    def ended(self, error: BaseException | None) -> None:
+        """Records that a partition has ended. After an error the others stop; else they check if they are stuck."""
+        with self.changed:
+            self.running -= 1
+            if self.error is None:
+                self.error = error
+            self.changed.notify_all()
+
+    def stuck(self) -> Exception:
+        others = "all wait for each other" if self.running == self.size else "wait for one that has ended"
+        return error(f"waits for ever: its partitions {others}")
+
+    def finish(self) -> None:
+        """Raises the first error of a partition, or an error if no partition waited for the bytes of a fetch."""
+        if self.error is not None:
+            raise self.error
+        if any(barrier.fetches or barrier.bytes for barrier in self.fetched):
+            raise error("ends before its fetches do: nobody waits for their bytes")
+
+
+class Stopped(Exception):
+    """Ends a partition because another one failed."""
+
+
+def error(fact: str, kind: type[Exception] = RuntimeError) -> Exception:
+    return kind(f"kernel {current.launch.name}, program {current.launch.where} {fact}")
+
+
+class Barrier:
+    """Completes a phase after `count` arrivals and all bytes that they announced."""
+
+    def __init__(self) -> None:
+        self.fetches: collections.deque[Callable[[], None]] = collections.deque()
+        self.begin(0)
+
+    def begin(self, count: int) -> None:
+        self.count = self.left = count
+        self.bytes = self.phase = 0
+
+    def arrived(self, arrivals: int, announced: int = 0, delivered: int = 0) -> None:
+        with current.team.changed:
+            self._need_begun()
+            self.left -= arrivals
+            self.bytes += announced - delivered
+            if self.left < 0:
+                raise error(f"arrives more often at a barrier than the {self.count} times that it counts")
+            if self.left == 0 and self.bytes == 0:
+                self.left = self.count
+                self.phase += 1
+                current.team.look_again()
+
+    def fetching(self, arrive: Callable[[], None]) -> None:
+        """Delays the arrival of a fetch until a partition waits for it."""
+        with current.team.changed:
+            self._need_begun()
+            self.fetches.append(arrive)
+            current.team.fetched.add(self)
+            current.team.look_again()
+
+    def has_completed(self, parity: int) -> bool:
+        """Whether the last completed phase has this parity (at first 1). Pending fetches arrive until it has."""
+        self._need_begun()
+        if parity not in (0, 1):
+            raise error(f"waits for a phase of parity {parity}; parities are 0 and 1", ValueError)
+        while self.phase % 2 == parity and self.fetches:
+            self.fetches.popleft()()
+        return self.phase % 2 != parity
+
+    def _need_begun(self) -> None:
+        if not self.count:
+            raise error("uses a barrier that was not initialised")
