@@ -3,7 +3,6 @@
 
 import dataclasses
 import inspect
-import re
 from typing import Any
 
 import hypothesis
@@ -167,18 +166,6 @@ def test_merging_makes_a_kernel_of_one_block_continue() -> None:
     own, before = partial(1.0, 1), partial(2.0, 2)
     block = block_with(jnp.zeros((B, T, N, H)))
     jax.tree.map(np.testing.assert_array_equal, merging(lambda _: own)(block, before), merge(before, own))
-
-
-def test_a_merged_kernel_runs_after_the_partial_result() -> None:
-    def keys_of_the_kernel(kv: jax.Array, before: Partial) -> jax.Array:
-        seen = []
-        merging(lambda block: seen.append(block.kv) or partial(1.0))(block_with(kv), before)
-        return seen[0]
-
-    kv, before = jnp.ones((B, T, N, 2 * H)), partial(2.0)
-    np.testing.assert_array_equal(keys_of_the_kernel(kv, before), kv)
-    text = jax.jit(keys_of_the_kernel).lower(kv, before).compile().as_text() or ""
-    assert re.search(r"f32\[2,2,3\]\S* parameter", text), "the keys do not depend on the partial result"
 
 
 def test_merging_makes_a_kernel_of_one_block_start_without_a_partial() -> None:

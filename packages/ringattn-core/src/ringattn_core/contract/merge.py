@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How partial results combine: with each other, and with attention sinks."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,7 +10,6 @@ from jaxtyping import Array, Float32
 
 from ..errors import InputError
 from ..placement import axes
-from . import ordering
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
@@ -140,16 +138,9 @@ def _over_out(share: Float32[Array, "*B N T"]) -> Float32[Array, "*B T N 1"]:
 
 
 def merging(forward: Callable[[Block], Partial]) -> Callable[[Block, Partial | None], Partial]:
-    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`.
-
-    `forward` runs after `partial` is computed. It need not wait for that, but XLA might else compute with the keys that
-    a rank receives first and with its own last, and no kernel would hide the send.
-    """
+    """Turns `forward`, a function of one block, into one that continues from a partial result, by `merge`."""
 
     def continued(block: Block, partial: Partial | None) -> Partial:
-        if partial is None:
-            return forward(block)
-        kv = jax.tree.map(lambda x: ordering.tie_by_bits(x, partial.lse), block.kv)
-        return merge(partial, forward(dataclasses.replace(block, kv=kv)))
+        return forward(block) if partial is None else merge(partial, forward(block))
 
     return continued

@@ -13,18 +13,17 @@ from jaxtyping import Array, Float32, Int32, Shaped
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
-    return jax.lax.platform_dependent(x, token, cpu=tie_by_bits, default=_by_barrier)
+    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=_by_barrier)
 
 
 def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((x, token))[0]
 
 
-def tie_by_bits(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
+def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x | 0`, where the zero depends on `token` as far as a compiler can see.
 
-    XLA drops barriers before it schedules, on CPU always, and on a GPU where kernels of two hops have no other order.
-    If XLA compiles what reads the result, it fuses with this; a foreign kernel gets a copy of `x`.
+    XLA on CPU drops barriers before it schedules. Whatever reads the result fuses with this, so it costs no copy.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
@@ -36,7 +35,7 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """
-    return jax.lax.platform_dependent(x, token, cpu=tie_by_bits, default=lambda x, _: x)
+    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
 
 
 def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:
