@@ -66,7 +66,7 @@ def test_a_drawing_of_another_call_is_found():
 
 
 def test_the_page_shows_each_way_of_asking():
-    assert len(SHOWN) == 4 and PICTURED in dict(SHOWN)
+    assert len(SHOWN) == 5 and PICTURED in dict(SHOWN)
 
 
 def test_every_picture_of_the_choice_is_drawn_by_a_command_on_its_page():
