@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is broken in one way: a method that is wrong, or a block that is not the one it got."""
+"""Makes kernels that are broken in one way: a method is wrong, or it computes another block than it got."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def dtype(*names: str) -> Condition:
 
 
 def has(*fields: str, and_also: Condition = always) -> Condition:
-    """A call that has all of these options."""
+    """The condition that a call has all of these options."""
     return lambda block: all(_given(getattr(block, name)) for name in fields) and and_also(block)
 
 

@@ -19,7 +19,7 @@ from ringattn_core import Feature
 
 BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | GIVEN | SCORES | DROPOUT | RESULTS | SIZES
 MOST_BEYOND_CORE = 5
-"""So many known faults may be left to the full tier."""
+"""The most known faults that the core tier may leave to the full tier."""
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def svg(name: str, backend: BackendReport, report: Report) -> str:
 
 
 def _message(backend: BackendReport, report: Report) -> tuple[str, str]:
-    """The words and the colour of the right half. Words alone tell all cases apart."""
+    """The words and the colour of the right half. The words alone distinguish all cases."""
     certificate, factor = backend["certificate"], report["options"]["tolerance_factor"]
     supported = sum(feature["support"] == "FULL" for feature in backend["features"].values())
     stretched = f", tolerances x{factor:g}" if factor != 1 else ""

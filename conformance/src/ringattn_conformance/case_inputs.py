@@ -98,7 +98,7 @@ def far(batch: int, rows: int, columns: int) -> Pair:
 
 
 def far_rows(batch: int, rows: int, columns: int) -> Pair:
-    """Each batch row begins elsewhere, the last one below zero, and its queries later than its keys."""
+    """Positions that begin at another number in each batch row, below zero in the last; queries begin after keys."""
     starts = FAR - 5 * np.arange(batch, dtype=np.int32)[:, None]
     starts[-1] = -33
     return np.arange(rows, dtype=np.int32) + starts + 3, np.arange(columns, dtype=np.int32) + starts

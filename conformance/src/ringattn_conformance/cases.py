@@ -163,7 +163,7 @@ class Case:
         return b, n, t
 
     def _slopes(self, rng: np.random.Generator) -> np.ndarray | None:
-        """The last slope is negative, and so small that far keys do not outweigh all others."""
+        """A slope for each head. The last is negative, and so small that far keys do not outweigh all others."""
         if not self.slopes:
             return None
         slopes = np.abs(rng.standard_normal(self.heads)).astype(np.float32) / 4

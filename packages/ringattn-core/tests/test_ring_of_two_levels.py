@@ -110,7 +110,7 @@ def test_in_a_scan_both_levels_compute_what_one_device_does(
 
 
 def from_one_device(ranks: int, *arrays: Any, layout: str, **options: Any) -> Any:
-    """The call without a ring, of arrays in layout order."""
+    """The result of the call on one device, for arrays in layout order."""
     natural = (from_layout(x, layout, ranks, axis=1) for x in arrays)
     return to_layout(ring_attention(*natural, **options), layout, ranks, axis=1)
 
@@ -124,7 +124,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def traced(outer: int, inner: int, key_heads: int) -> Any:
-    """The program of both passes on a mesh that nobody needs to have."""
+    """The program of both passes, on an abstract mesh that needs no devices."""
     mesh = AbstractMesh((outer, inner), ("outer", "inner"))
     shapes = [jax.ShapeDtypeStruct((1, 4 * outer * inner, heads, 4), jnp.float32) for heads in (2, *[key_heads] * 2)]
     attend = functools.partial(ring_attention, axis_name=("outer", "inner"))

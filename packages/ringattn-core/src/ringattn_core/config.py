@@ -143,7 +143,7 @@ class RingAttentionConfig:
 
     @classmethod
     def of(cls, value: Any, argument: str) -> Self:
-        """Converts `value` to a configuration: one as it is, or a mapping of its fields. Errors name the `argument`."""
+        """Returns a configuration as it is, and makes one of a mapping of its fields. Errors name the `argument`."""
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         if not isinstance(value, cls):

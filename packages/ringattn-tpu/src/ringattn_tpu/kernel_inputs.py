@@ -59,7 +59,7 @@ class KernelInputs(NamedTuple):
     """A block, padded to whole tiles, and the arrays that every kernel reads, each with a letter for each axis.
 
     `B` is batch rows, `N` and `K` are query and key heads, `T` and `S` are query and key tokens. A digit is an axis of
-    which one element is read, that of this number, and `.` an axis that every step reads whole. An axis of length 1
+    which only the element with this number is read, and `.` an axis that every step reads whole. An axis of length 1
     broadcasts.
     """
 

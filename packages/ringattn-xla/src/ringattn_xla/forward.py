@@ -48,7 +48,7 @@ def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
 
     A probability that dropout keeps enters `out` unscaled; `forward` divides by the keep probability, in float32.
 
-    `largest` and `total` are one array: XLA would copy the whole first one of two arrays at every step.
+    `largest` and `total` are one array: with two arrays, XLA would copy all of the first one at every step.
     """
     largest, total = before["softmax"]
     k, v = jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2)

@@ -35,9 +35,10 @@ class CacheCall(NamedTuple):
 
 
 def checked(function: Any, operands: dict[str, Any], lengths: Any, options: dict[str, Any], sharded: bool) -> CacheCall:
-    """Checks the arguments of `function`. `operands` are the query and the caches, by their names for errors.
+    """Checks the arguments of `function`. `operands` maps their names in errors to the query and the two caches.
 
-    Inside a `shard_map`, queries are `sharded` over the ring like the cache, or every rank has all of them.
+    Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
+    all of them.
     """
     mesh = options.pop("mesh")
     config, backend = configured(options)
@@ -90,7 +91,7 @@ def _refuse_unknown(function: Any, options: dict[str, Any]) -> None:
 
 
 def _check_shard(call: Call, operands: dict[str, jax.Array], lengths: jax.Array, ranks: int, sharded: bool) -> None:
-    """Raises if the arrays inside a `shard_map` are split or whole where they must not be."""
+    """Raises if an array in a `shard_map` is split where it must be whole, or whole where it must be split."""
     _refuse_uneven_cache(call, 1)
     query, *caches = operands
     split, whole = caches, {"lengths": lengths}

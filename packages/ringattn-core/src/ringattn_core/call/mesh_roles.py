@@ -43,8 +43,8 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
 def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
     """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
 
-    The latter must have an axis that the options name; if they name none, not even `()`, this warns. `None` means that
-    arrays are local.
+    The mesh of `jax.set_mesh` counts only if it has an axis that the options name. If they give no axis name at all,
+    not even `()`, this warns. The result is `None` if arrays are local.
     """
     if mesh is not None:
         return mesh

@@ -41,7 +41,7 @@ def prefill_attention(
 
     `send="keys"` sends the cache round the ring, as `ring_attention` does. `send="queries"` leaves the cache where it
     is: each rank gets all queries, attends to its own shard, and sends the partial results back to be merged; that has
-    no gradients. By default the call sends what is fewer bytes.
+    no gradients. By default the call sends whichever is fewer bytes.
 
     With `mesh`, or under `jax.set_mesh`, arrays are global, and queries and caches are split over `axis_name`. Inside
     your own `jax.shard_map`, arrays are local, and `lengths` still count the tokens of all ranks.

@@ -35,7 +35,7 @@ def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> Non
 
 
 def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
-    """Raises if JAX tracks that arrays vary over the ring which must be equal on all its ranks."""
+    """Raises if an array that must be equal on all ranks of the ring differs between them, as far as JAX tracks it."""
     for argument, x in given.items():
         over = tuple(sorted(_tracked(call) & axes.varying(x)))
         if over:

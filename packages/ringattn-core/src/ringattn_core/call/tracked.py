@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a call on global arrays runs in a `shard_map` within another one that has `check_vma=True`, as in a pipeline."""
+"""Runs a call on global arrays in a `shard_map` inside another one that has `check_vma=True`, as in a pipeline."""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +20,15 @@ Arrays = dict[str, jax.Array]
 def within_tracked(
     of_rank: Callable[[Arrays], Any], mesh: Any, in_specs: dict[str, P], out_specs: tuple[P, ...]
 ) -> Callable[[Arrays], Any]:
-    """`of_rank` in a `shard_map` over the axes of `mesh` that no surrounding `shard_map` has made manual.
+    """Wraps `of_rank` in a `shard_map` over the axes of `mesh` that no surrounding `shard_map` has made manual.
 
-    Where JAX differentiates such a `shard_map`, it splits the residuals over the axes of the outer `shard_map` too, and
-    fails. So the forward pass and the backward pass are two `shard_map`s, and a `custom_vjp` hands the residuals on.
-    These vary over all axes that split the output, so the inputs are made to vary over them from the start. By the same
-    rule JAX fails where it divides the forward pass, for `jax.checkpoint` or to hoist what is constant in a `lax.scan`;
-    so the forward pass is one operation that it cannot divide.
+    JAX cannot differentiate such a nested `shard_map`: it splits the residuals over the axes of the outer `shard_map`
+    too, and fails. So the forward pass and the backward pass are two `shard_map`s, and a `custom_vjp` hands the
+    residuals from one to the other. The residuals vary over all axes that split the output, so the inputs are made to
+    vary over these axes from the start.
+
+    For the same reason JAX fails where it splits the forward pass in two, for `jax.checkpoint` or to hoist constants
+    out of a `lax.scan`. So the forward pass is one operation, which JAX cannot split (`_undivided`).
     """
     over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(mesh.axis_names) - axes.manual())
@@ -43,7 +45,7 @@ def within_tracked(
             return out, [x[None] for x in residuals]
 
         computed = _undivided(shard(of_shard, in_specs=(in_specs,), out_specs=(out_specs, P(over))))
-        # All residuals get the name, because none can be computed again without computing the others.
+        # A policy keeps all residuals or none: to compute one of them again would compute all.
         out, residuals = checkpoint_name(computed(placed), LSE_NAME)
         return out, jax.tree.unflatten(structure[0], residuals)
 
@@ -61,7 +63,7 @@ def within_tracked(
 
 
 def _undivided(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one operation, which JAX neither divides for a checkpoint nor hoists in part out of a loop."""
+    """Makes `function` one operation: JAX neither splits it for a checkpoint nor hoists a part of it out of a loop."""
     whole = jax.custom_batching.custom_vmap(function)
 
     @whole.def_vmap

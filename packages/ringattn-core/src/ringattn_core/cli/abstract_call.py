@@ -99,7 +99,7 @@ class AbstractCall:
     def mesh(self) -> AbstractMesh:
         """An abstract mesh, which has no devices, with the ring as its only axis.
 
-        The axis is automatic: `jit` computes no array with an explicit sharding over a mesh without devices.
+        The axis is not explicit: `jit` cannot compute arrays with explicit shardings on a mesh without devices.
         """
         return AbstractMesh((self.ring,), (AXIS,), axis_types=(AxisType.Auto,))
 
@@ -108,7 +108,7 @@ class AbstractCall:
         return Mesh(np.array(devices[: self.ring]).reshape(-1, self.inner), (GROUPS, AXIS))
 
     def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str) -> Any:
-        """Calls `ring_attention` on a `mesh_of` devices, with arrays like those of `floating`."""
+        """Calls `ring_attention` on `mesh`, a result of `mesh_of`, with arrays like those of `floating`."""
         options = self.options | {"axis_name": mesh.axis_names}
         return ring_attention(**floating, **self.integers, **options, mesh=mesh, backend=backend)
 

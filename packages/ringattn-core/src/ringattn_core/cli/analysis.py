@@ -26,7 +26,7 @@ SKIPPED, MASKED, WHOLE = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """The hop at which keys have travelled `offset` to each rank, in the direction of `sign`.
+    """A hop: every rank computes with keys that have travelled `offset` in the direction of `sign`.
 
     If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads. Inner
     rings have `inner` ranks, all of them if the ring is flat.
@@ -41,7 +41,10 @@ class Hop:
 
     @property
     def keys_of(self) -> str:
-        """Whose keys rank `r` computes with; in two levels also of which group, for a rank of group `g`."""
+        """The rank whose keys rank `r` computes with, such as `r - 2`.
+
+        In a ring of two levels, the group of that rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
+        """
         groups, ranks = divmod(self.offset, self.inner)
         name = rank(-self.sign * ranks)
         return f"{rank(-self.sign * groups, 'g')}, {name}" if self.inner < self.ranks else name
@@ -199,5 +202,5 @@ def contents(send: Send) -> str:
 
 
 def rank(distance: int, letter: str = "r") -> str:
-    """The name of the rank `distance` onward from rank `r`, such as `r + 2`; or with another `letter`, of a group."""
+    """The name of the rank `distance` onward from rank `r`, such as `r + 2`; with `letter` "g", of a group."""
     return f"{letter} {'+' if distance > 0 else '-'} {abs(distance)}" if distance else letter

@@ -27,7 +27,7 @@ SHORT: Final = {
 }
 """Second names of options. `argparse` also takes the beginning of a name."""
 _HELP: Final = {"query_offset": "The position of the first query: the queries are a chunk of a longer sequence"}
-"""The help of options that are not the whole of the feature that they need."""
+"""The help of options for which the description of the feature that they need is too general."""
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _DECIDED: Final = ("B", "T", "S", "N", "K", "H")
 """The letters of axes whose lengths query and key decide."""

@@ -14,7 +14,7 @@ _OPTIONS: Final = {"causal", "query_offset", "softmax_aux", *CacheOptions.__anno
 
 
 def sent(found: CallAnalysis) -> Rows:
-    """A row for each way to send; none unless the call has an offset and `prefill_attention` could make it."""
+    """A row for keys and one for queries; none unless the call has an offset and suits `prefill_attention`."""
     said = found.call.said
     if found.ranks == 1 or not {"causal", "query_offset"} <= said.keys() <= _OPTIONS:
         return []

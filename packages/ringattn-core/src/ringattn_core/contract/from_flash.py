@@ -27,7 +27,7 @@ _OF_OPTIONS: Final = tuple(
     for field in dataclasses.fields(Block)
     if field.default is dataclasses.MISSING and type(None) in get_args(field.type)
 )
-"""The arrays of a block that an option of the call brings."""
+"""The arrays of a block that are `None` unless an option of the call sets them."""
 
 
 class FlashForward(Protocol):

@@ -26,8 +26,8 @@ def launch_primitive(
 
     `outputs(*operands, **parameters)` gives arrays or structs with the shapes and dtypes of the results.
     `lowerings[platform](*operands, **parameters)` computes the results on that platform. Inside
-    `shard_map(check_vma=True)`, JAX takes the results of `bind` for replicated: the caller marks them as varying over
-    the mesh axes of its operands (`varying.align`). The arrays that a lowering gets are marked as replicated too.
+    `shard_map(check_vma=True)`, JAX assumes that the results of `bind` are replicated. So the caller must mark them as
+    varying over the mesh axes of its operands (`varying.align`). The arrays in a lowering are marked as replicated too.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -63,8 +63,8 @@ def _over_no_mesh(arrays: Sequence[Any]) -> list[jax.core.ShapedArray]:
 class Interpreter:
     """Whether a backend's kernels may be interpreted on a CPU: if environment variable `variable` is one of `values`.
 
-    Errors name `compiler`, which compiles the kernels otherwise, the `accelerator` for which it compiles, and what pip
-    installs as `package` to give JAX that accelerator.
+    Errors name the `compiler` that is used otherwise, the `accelerator` for which it compiles, and the pip `package`
+    with which JAX can use that accelerator.
     """
 
     variable: str
@@ -80,7 +80,7 @@ class Interpreter:
 
     @property
     def advice(self) -> str:
-        """The end of an error message, after "or", about how to allow kernels to be interpreted."""
+        """How to allow interpretation, as the end of an error message after "or"."""
         return f"set {self.variable}=1 to interpret the kernels on a CPU, which is slow and meant for tests"
 
     def why_no_device(self, devices: Sequence[Any], platforms: Collection[str]) -> str | None:

@@ -13,7 +13,8 @@ from ..placement import axes
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
-"""Up to this number of ranks, one all-reduce gathers all results: its latency counts more than its bytes."""
+"""The most ranks for which one all-reduce gathers all results. On more ranks, its extra bytes cost more than the
+latency of a second all-reduce."""
 
 
 def empty(block: Block) -> Partial:
@@ -52,8 +53,8 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
     """Merges the partial results of all ranks along the mesh axes `axis`, and of the `chunks` of keys on each rank.
 
     In `partial`, the results of the chunks of one row are consecutive rows of the batch. It must have no `shift`, which
-    only a call with a bias has. Every rank gets the whole result or, if `scattered`, its share of the queries: rank `r`
-    gets part `r` of as many equal parts as there are ranks.
+    only a call with a bias has. Every rank gets the whole result. If `scattered`, rank `r` gets only part `r` of
+    the queries, which are cut into as many equal parts as there are ranks.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
     ranks = axes.size("axis_name", axis) if axis else 1
@@ -65,7 +66,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 
 
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> tuple[jax.Array, jax.Array]:
-    """`out` and `lse` of every rank, along a new second axis. Only zeros are added, so the sum is exact."""
+    """`out` and `lse` of every rank, along a new second axis. Exact: each rank adds its results to zeros."""
     packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)[:, None]
     own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[None, :, None, None, None]
     packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)

@@ -145,7 +145,7 @@ class Block:
 
 
 LETTERS: Final = letters_of(Block)
-"""The letters of the axes of each array of a block; without `kv`, whose form varies."""
+"""The letters of the axes of each array of a block, except `kv`, whose form varies."""
 SHIFT_BELOW: Final = -4096.0
 """A row whose largest score is lower than this has a `shift`: `lse` in float32 would lose its digits there."""
 

@@ -51,5 +51,5 @@ class Rule:
 
     @property
     def keep_weight(self) -> float:
-        """The factor of a probability that dropout keeps."""
+        """`1 / (1 - dropout)`, the factor of the probabilities that dropout keeps."""
         return 1.0 / (1.0 - self.dropout)

@@ -6,9 +6,9 @@ from jaxtyping import Array, Shaped
 
 
 def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None = 0) -> Shaped[Array, "..."]:
-    """`x` padded at the end of `axis` to `length`, with `value`, or with its last entry for `None`.
+    """Pads `x` at the end of `axis` to `length`, with `value`, or with copies of its last entry if that is `None`.
 
-    It is `x` itself if it has that length.
+    Returns `x` itself if it has that length already.
     """
     if length == x.shape[axis]:
         return x

@@ -57,7 +57,7 @@ def order(layout: str, ranks: int, length: int, stripe: int = 1) -> np.ndarray:
 
 
 def _indices(layout: str, ranks: int, rank: Any, step: Any, stripe: int, where: Any) -> Any:
-    """The global index of each `step`, the number of a token in the shard of `rank`."""
+    """The global index of each `step`, a number of a token in the shard of `rank`. `where` is that of NumPy or JAX."""
     if layout == "contiguous":
         return rank * step.size + step
     if layout == "striped":

@@ -114,7 +114,7 @@ class _Pass:
         """The gradients of this rank's keys, and the sums over all hops. The last hop has this rank's own keys.
 
         The first send is tied to the raw cotangent; tying it to a derived array would make XLA compute that first.
-        Where `plan.halves`, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
+        If `plan.halves`, the kernel computes half of the heads of this rank's own keys while the first keys arrive,
         and the other half while the last gradients arrive.
         """
         plan, sums = self.ring.plan, tuple(self._zeros(direction) for direction in self.directions)
@@ -131,9 +131,11 @@ class _Pass:
         return mine, sums
 
     def _other_groups(self, ahead: Wires, wires: Wires, sums: Sums) -> tuple[Wires, KeyGradients, Sums]:
-        """Runs the rounds with the keys of other groups: at first those in `ahead`, of which `wires` came first.
+        """Runs all rounds but the last one: those with the keys of other groups.
 
-        Returns the first keys for the round of the own group, the gradients of the last round's keys, and the sums.
+        `ahead` are the keys that have come over the outer ring for the first of these rounds, and `wires` are the keys
+        of its first hop. Returns the keys for the first hop of the last round, which is that of the own group; the
+        gradients of the keys of the round before it; and the sums.
         """
         rounds = self.ring.plan.rounds[1:]
         first, *steps = zip(rounds, (*(1 for _ in rounds[1:]), None), strict=True)
@@ -150,11 +152,12 @@ class _Pass:
         ahead: int | None,
         early: KeyGradients | None = None,
     ) -> tuple[Any, Any, KeyGradients, Sums]:
-        """One round of the inner ring, from the offset `base` on. It ends with `keys`, or with this rank's own keys.
+        """Runs one round of the inner ring, from the offset `base` on.
 
-        Meanwhile `keys` travel `ahead` along the outer ring, and so do `gradients`, those of the round before. Returns
-        the keys that arrive, which the next round ends with; the keys of the first hop of that round; the gradients of
-        this round's keys, which are this round's plus those that arrive; and the sums.
+        Its last hop computes with `keys`, or with this rank's own keys if that is `None`. Meanwhile `keys` travel
+        `ahead` steps along the outer ring, and the `gradients` of the round before travel one step. Returns four
+        things: the keys that arrive over the outer ring, which the next round ends with; the keys of the first hop of
+        the next round; the gradients of this round's keys, which are this round's plus those that arrive; and the sums.
         """
         plan, following, arrived = self.ring.plan, None, None
         if ahead is not None or gradients is not None:
@@ -169,7 +172,7 @@ class _Pass:
         return following, wires, _total(mine, arrived), sums
 
     def _visitors(self, wires: Wires, sums: Sums, base: Any) -> tuple[KeyGradients, Sums]:
-        """Runs a round's hops but the last. Returns the key gradients of the last of these hops, and the sums."""
+        """Runs all hops of a round but the last. Returns the key gradients of the last of these hops, and the sums."""
         offsets, shifts = [base + offset for offset in self.ring.plan.round[1:]], self.ring.plan.shifts
         first, *steps = zip(offsets, (*shifts[1:], None), (None, *shifts[1:]), strict=True)
         wires, behind, sums = self.hop(wires, None, sums, *first)
@@ -188,7 +191,7 @@ class _Pass:
     ) -> tuple[Any, Any, Sums]:
         """Computes with the keys in `wires`; meanwhile sends keys `onward` ranks, and `behind` by `back` ranks.
 
-        The keys that are sent are those in `wires`, unless others are `leaving`. `behind` are the key gradients of the
+        It sends the keys in `leaving`, or those in `wires` if that is `None`. `behind` are the key gradients of the
         hop before. `early` are this hop's key gradients for half of the heads, where these are known; then the kernel
         computes the other half. Returns three things: the keys that arrive; the gradients of the keys in `wires`, which
         are this hop's plus the gradients that arrive; and the sums.
@@ -212,10 +215,11 @@ class _Pass:
         back: int | None,
         outer: bool = False,
     ) -> tuple[Wires, Any, Any, Sums]:
-        """Sends keys by `onward`, those that are `leaving` or else those in `wires`, and gradients `behind` by `back`.
+        """Sends keys by `onward` steps, and the gradients in `behind` by `back` steps.
 
-        All sends wait for the kernels of the hop before. Returns `wires` and `sums` for this hop's kernels, and between
-        them the keys and the gradients that arrive.
+        It sends the keys in `leaving`, or those in `wires` if that is `None`. All sends wait for the kernels of the hop
+        before. Returns four things: `wires` for the kernels of this hop, the keys that arrive, the gradients that
+        arrive, and `sums` for the kernels of this hop.
         """
         done = [each["q"] for each in sums]
         wires = tuple(after(self.ring, x, done) for x in wires)

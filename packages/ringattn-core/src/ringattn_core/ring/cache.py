@@ -29,15 +29,15 @@ MOST_CHUNKS: Final = 256
 def attend(kernel: BlockKernel, call: Call) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks.
 
-    If the call has a `query_offset`, queries are sharded like the cache. Every rank then gets all queries, and each its
-    share of the merged result. Else every rank has the same few queries.
+    If the call has a `query_offset`, queries are sharded like the cache: an all-gather gives all of them to every rank,
+    and each rank gets its share of the merged result. Otherwise every rank already has all queries, which are few.
     """
     with jax.debug_infs(False):  # -inf is a valid score and a valid lse
         return _attend(kernel, call)
 
 
 def not_differentiable(call: Call) -> Call:
-    """The call of `attend`, except that differentiating it raises `DerivativeError`."""
+    """Returns a call for `attend` with the same values; differentiating it raises `DerivativeError`."""
     return (_few_queries if call.query_offset is None else _sharded_queries)(call)
 
 
@@ -74,7 +74,7 @@ def _with_all_queries(call: Call) -> Call:
 
 
 def _group(block: Block) -> int:
-    """How many query heads of a key head can become rows: all, if no other array has a value for each query head."""
+    """How many query heads of a key head become rows: all, or 1 if another array has a value for each query head."""
     per_head = BLOCK_HEADS.keys() - {"q", "head_index"}
     return block.group if all(getattr(block, name) is None for name in per_head) else 1
 

@@ -73,9 +73,10 @@ class _Pass:
         return hops.repeated(self.round, self.round(wires, None, *first), rounds, plan.inner)[1]
 
     def round(self, wires: Wires, partials: Partials | None, base: Any, ahead: int | None) -> tuple[Any, Partials]:
-        """One round of the inner ring, from the offset `base` on. Also sends its keys `ahead` along the outer ring.
+        """Runs one round of the inner ring, whose first offset is `base`.
 
-        Returns the keys of the next round, which arrive meanwhile, and the partial results.
+        Meanwhile the keys in `wires` travel `ahead` steps along the outer ring. Returns the keys that arrive there,
+        which the next round begins with, and the partial results.
         """
         plan, following = self.ring.plan, None
         if ahead is not None:

@@ -16,10 +16,11 @@ from ..masks import Coordinates, all_of, any_of
 from ..placement.layout import order, pieces
 
 UNROLLED: Final = 8
-"""More hops than these run in a `scan`, which keeps programs small; XLA overlaps an unrolled ring best.
+"""The most hops that are unrolled, which XLA overlaps best. More hops run in a `scan`, which keeps programs small.
 
-In a ring of two levels this holds for the hops of a round, and for those of all rounds together. However large it is,
-its program has at most three rounds forward and four backward, of at most ten hops each.
+In a ring of two levels this limit holds for the hops of one round, and for the hops of all rounds together. So however
+large the ring is, its program has at most three rounds in the forward pass and four in the backward pass, each of at
+most ten hops.
 """
 
 
@@ -74,7 +75,7 @@ class Plan:
     def of(cls, ranks: int, offsets: tuple[int, ...], two_way: bool, joint: bool) -> "Plan":
         """The plan of these hops. `two_way` has no effect on two ranks, where both directions are the same.
 
-        Nor has it if hops are left out: a shard that is near in one direction is far in the other.
+        It has no effect either if hops are left out: a shard that is near in one direction is far in the other.
         """
         return cls(ranks, offsets, two_way and ranks > 2 and len(offsets) == ranks, joint)
 
@@ -136,9 +137,10 @@ class Plan:
     def backward_hops(self) -> tuple[Hop, ...]:
         """The hops of the backward pass. A rank computes with its own keys last: that kernel hides the last send.
 
-        The hop before the first one computes nothing, or half of the own keys (`halves`). A round ends with the keys
-        that came over the outer ring, and the round of the own group is the last one. In the first hop of a round, the
-        keys of the next round leave over the outer ring, and the gradients of the round before.
+        The first entry is the first send of keys. Meanwhile the kernel computes nothing, or half of the heads of the
+        own keys (`halves`). A round ends with the keys that came over the outer ring; the last round is that of the own
+        group. In the first hop of a round, the keys of the next round and the gradients of the round before leave over
+        the outer ring.
         """
         onward, behind = (*self.shifts[1:], None), (None, *self.shifts[1:])
         first = self._ahead(self.outer > 1, gradients=False)
@@ -163,7 +165,7 @@ class Plan:
 
     @property
     def homeward(self) -> int | None:
-        """How far the gradients of a round's last visiting keys must travel along the inner ring; `None` if not."""
+        """How far the last gradients of a round must travel home along the inner ring; `None` if no keys visit."""
         return self.inner - self.round[-1] if self.round[-1] else None
 
     def halves(self, kv_heads: int) -> bool:
@@ -182,7 +184,7 @@ class Plan:
     def most_sent(self, elements: int, itemsize: int, outer: bool = False) -> int:
         """The most bytes that one rank sends during a hop of the backward pass, in both directions together.
 
-        They are those along the inner ring or, if `outer`, along the outer ring.
+        Only sends along the inner ring count or, if `outer`, only those along the outer ring.
         """
         return max(
             sum(send.bytes(elements, itemsize) for send in sends if send.outer == outer)
@@ -190,7 +192,7 @@ class Plan:
         )
 
     def _ahead(self, keys: bool, gradients: bool) -> tuple[Send, ...]:
-        """The sends along the outer ring: of keys, and of gradients."""
+        """The sends of one step along the outer ring: of keys, of gradients, of both, or none."""
         sends = self.parcel(1 if keys else None, 1 if gradients else None)
         return tuple(dataclasses.replace(send, outer=True) for send in sends)
 
@@ -226,10 +228,10 @@ def plan(
 def repeated(
     step: Callable[..., Any], carry: tuple[Any, ...], steps: Sequence[tuple[Any, ...]], hops: int = 1
 ) -> tuple[Any, ...]:
-    """`carry = step(*carry, *each)` for all steps, each an offset and shifts, of `hops` hops.
+    """Runs `carry = step(*carry, *each)` for each of the `steps`, an offset and shifts; returns the last `carry`.
 
-    If these are many hops, a `scan` runs all steps but the last one, whose shifts may differ. Those of the others must
-    be alike for a `scan`.
+    A step has `hops` hops. If all steps together have more than `UNROLLED` hops, a `scan` runs all of them but the
+    last. A `scan` needs equal shifts in its steps; those of the last step may differ.
     """
     alike = {tuple(shifts) for _, *shifts in steps[:-1]}
     if len(steps) * hops > UNROLLED and len(alike) == 1:

@@ -23,12 +23,12 @@ from .ulysses import misfit
 from .work import Work, visible_pairs
 
 _NEARLY_EQUAL: Final = 1.03
-"""How much longer than the shortest a plan may take and still be chosen for its forward pass."""
+"""A plan that takes up to this many times as long as the fastest may be chosen for its forward pass."""
 _NONE: Final[Mapping[str, str]] = {}
 
 
 def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
-    """The call of one shard, with the strategy that runs it. Raises if the call or the backend does not allow that.
+    """The call of one shard, with the strategy that runs it. Raises if the call or the backend rules it out.
 
     "auto" becomes the strategy of the cheapest plan, or "ring" on a device for which the cost model has no constants.
     On one rank every strategy becomes "ring". `mesh` is the mesh of a global call; without it this runs inside a
@@ -105,11 +105,11 @@ def reckoned(
 
 
 def cheapest(plans: Sequence[Cost]) -> Cost:
-    """The plan with the shortest forward and backward pass together.
+    """The plan with the shortest forward pass among those within 3% of the shortest forward and backward pass together.
 
-    Of plans within 3% of it, it is the one with the shortest forward pass, because nobody can say while a call is
-    traced whether it will be differentiated; the first of equal plans. If the call can use none of them, it is the plan
-    that needs the least memory, because the model may be wrong.
+    The forward pass decides because a call cannot know, while it is traced, whether it will be differentiated. Of equal
+    plans the first one is taken. If the call can use none of them, it is the plan that needs the least memory, because
+    the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
     if usable:

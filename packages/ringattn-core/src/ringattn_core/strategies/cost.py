@@ -18,7 +18,7 @@ from .ulysses import misfit
 from .work import Work
 
 ALONG_OUTER: Final = "the same along the outer ring"
-"""What the messages between groups are called in the list of arrays."""
+"""The name of the messages between groups in the list of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _backward(work: Work, device: Device, near: Link, far: Link) -> tuple[Step, 
 
 
 def _first_round(step: Step, sends: Sequence[Send], work: Work, far: Link) -> Step:
-    """The first step with its send along the outer ring: the send along the inner ring waits for it."""
+    """Adds the send along the outer ring to the first step: the send along the inner ring waits for it."""
     outer = _step("", 0.0, sends, work, far, outer=True)
     return dataclasses.replace(step, sent=step.sent + outer.sent, sends=step.sends + outer.sends)
 
@@ -230,9 +230,9 @@ def _first_round(step: Step, sends: Sequence[Send], work: Work, far: Link) -> St
 def _with_outer_sends(
     steps: Sequence[Step], hops: Sequence[Hop], work: Work, far: Link, early: int = 0
 ) -> tuple[Step, ...]:
-    """The steps of the hops, and before each round a step for its sends along the outer ring.
+    """The steps, with one more step before each round for its sends along the outer ring.
 
-    The hops of the round hide them, all but the last `early` hops.
+    All hops of the round but the last `early` ones hide these sends.
     """
     inner, found = work.plan.inner, []
     for first in range(0, len(steps), inner):
@@ -245,9 +245,10 @@ def _with_outer_sends(
 
 
 def _step(name: str, computes: float, sends: Sequence[Send], work: Work, link: Link, outer: bool = False) -> Step:
-    """A step with those of the messages that leave together along the inner ring, or along the outer ring.
+    """A step with the messages of `sends` that travel along the inner ring or, if `outer`, along the outer ring.
 
-    In a torus a message passes through the ranks between sender and receiver, and each direction has its own links.
+    They leave together. In a torus a message passes through the ranks between sender and receiver, and each direction
+    has its own links.
     """
     sent = [send for send in sends if send.outer == outer]
     counts = [send.bytes(work.keys, work.itemsize) for send in sent]
@@ -265,9 +266,9 @@ def _call_bytes(work: Work) -> int:
 
 
 def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
-    """The bytes of the arrays that the ring engine holds at its busiest hop, for each pass, by what they are.
+    """The bytes of each array that the ring engine holds at its busiest hop, for each pass, by a description of it.
 
-    Without the gradient of a bias, and without copies or reuse by XLA.
+    The gradient of a bias is not counted, and neither are copies or reuse of memory by XLA.
     """
     plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
     sent, ahead = (plan.most_sent(work.keys, work.itemsize, outer) for outer in (False, True))

@@ -28,7 +28,7 @@ HEADS, TOKENS = ("N", "n", "K"), ("T", "t", "S")
 def by_heads(call: Call) -> Call:
     """The call with this rank's share of the heads, and the tokens of all ranks along the last axis of `axis_name`.
 
-    Keys and values are float32 where ranks share key heads, so that their gradients are.
+    Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
     _, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
@@ -156,7 +156,7 @@ def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | No
 
 
 def misfit(heads: int, key_heads: int, ranks: int, groups: int, two_way: bool) -> str | None:
-    """Why groups of `ranks` ranks cannot split the heads of a call, with a ring of the `groups`; `None` if they can."""
+    """Why groups of `ranks` ranks, in a ring of `groups`, cannot split the heads of a call; `None` if they can."""
     if heads % ranks:
         return f"{heads} query heads do not divide by {ranks} ranks"
     if groups > 1 and two_way and math.lcm(key_heads, ranks) // ranks % 2:

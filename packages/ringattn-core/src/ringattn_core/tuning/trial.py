@@ -57,7 +57,7 @@ class Trial:
         return run
 
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
-        """Makes a function that runs the backward pass over all hops; `whole` is what that of `forward` returned."""
+        """Makes a function that runs the backward pass over all hops, for the tuner; `whole` is the forward result."""
         rows = _rows(self.kernel, self.direction.call, self.direction.location, whole, self.dout)
         blocks = [dataclasses.replace(_with(each, bwd_params=params), shift=rows.shift) for each in self.blocks]
 

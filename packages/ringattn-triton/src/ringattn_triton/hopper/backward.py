@@ -17,16 +17,18 @@ from .backward_plan import BackwardPlan, plan_of
 from .schedules import PROGRAMS
 
 _TOGETHER: Final = 512
-"""The number of turns of heads that run side by side: few enough for the queries to stay in the cache."""
+"""The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most heads whose turns run side by side where turns wait for each other, unless more are needed (`_STEPS`)."""
 _LONG: Final = 31
-"""The most query tiles for each turn of a head that runs at a time: with more, fewer heads have turns side by side.
-Turns on one head share query tiles in the cache while they keep step, and a send that takes multiprocessors for a while
-puts them out of step. On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (benchmarks/NOTES.md)."""
+"""The largest number of query tiles of a head for each turn of that head that runs at the same time. At most
+`_TOGETHER_IN_ORDER` heads run side by side, or fewer to stay below it. Turns of one head read the same query tiles,
+from the cache as long as they are in step; a send that occupies multiprocessors for a while puts them out of step.
+On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (benchmarks/NOTES.md)."""
 _STEPS: Final = 8
-"""The least number of query tiles for each turn of a head that runs at a time. With fewer, turns wait too long. At this
-bound, under a causal mask, a simulation of the waits gives 1.3 times the steps; two passes take 1.4 times as long."""
+"""The smallest number of query tiles of a head for each turn of that head that runs at the same time. With fewer,
+turns wait too long. At this bound, under a causal mask, a simulation of the waits gives 1.3 times the steps; two
+passes take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
 """The same for heads of more than 128, where two passes take 2.2 times as long."""
 _REGISTERS_AT_START: Final = 168

@@ -16,20 +16,21 @@ from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
-"""Both consumers have written ds; in `wide_products`, the one that computes it. A hardware barrier, as those below."""
+"""Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are
+of hardware barriers."""
 Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
-"""The first of two, one for each place of queries: both consumers are done with it."""
+"""The first of two barriers, one for each place of queries: both consumers have read it."""
 DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
 DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
-"""The first of two or three, one for each place of dq: it has been read on its way to memory."""
+"""The first of two or three barriers, one for each place of dq: TMA has read it, to add it to memory."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
-"""The first of four: consumer `c` has filled its place for writer `w` at number `2 c + w`. In `wide_products` the first
-of three, one for each place."""
+"""The first of four barriers: at number `2 c + w`, consumer `c` has filled its place for writer `w`. In
+`wide_products` the first of three, one for each place."""
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
-"""In `wide_products`: the softmax weights are in their place."""
+"""In `wide_products`: the softmax weights have been written to their place."""
 
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-"""As Triton 3.9 calls it; before, it was private."""
+"""Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
 
 
 class Memory(NamedTuple):
@@ -48,8 +49,10 @@ class Memory(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """`x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it. Of these, barriers
-    in shared memory are here: those at which TMA arrives, and those of turns.
+    """The shared memory through which the warps of a program exchange data.
+
+    `x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it. Only barriers in
+    shared memory are fields: those at which TMA arrives, and those of turns. The others are hardware barriers (above).
 
     Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
     `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
@@ -57,7 +60,7 @@ class Shared(NamedTuple):
     ALiBi, place `2 STAGES + i` has the positions of the rows minus that of the tile's first row. `tile` is the number
     of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
     queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
-    places `2 i + c`; in `wide_products` one place first has the softmax weights.
+    places `2 i + c`; in `wide_products` one place holds the softmax weights first.
     """
 
     turn: Any

@@ -11,7 +11,8 @@ from ..kernel_inputs import BlockConstants, power_of_two
 class BackwardPlan:
     """How the kernel runs.
 
-    `wide`: one consumer has dv and the other dk of all keys (`wide_products`), instead of both of half of the keys.
+    `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
+    computes both, for half of the keys.
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
     """
 
@@ -24,15 +25,15 @@ class BackwardPlan:
     dout_stages: int = 2
     ds_places: int = 2
     dq_places: int = 2
-    """For pieces of dq, 64 queries by 64 dimensions."""
+    """The number of places for pieces of dq, each of 64 queries by 64 dimensions."""
     writers: int = 2
     """Warps that add dq to memory: an addition in order takes about as long as a step."""
     registers: int = 240
-    """Registers of a consumer's thread, which it takes over from the other warps'."""
+    """Registers of a consumer's thread: it gets some of those that other warps give back."""
 
     @property
     def barriers(self) -> int:
-        """Room for those in `backward_memory.shared_places`; Triton wants a power of two."""
+        """The size of the array of barriers in `backward_memory.shared_places`: Triton wants a power of two."""
         return power_of_two(5 + self.dout_stages)
 
     def pieces(self, dim: int) -> int:
@@ -45,7 +46,7 @@ PLANS: Final = {
     128: BackwardPlan(q_tile=64),
     256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=1, ds_places=1, dq_places=3),
 }
-"""By head size, filled up to a power of two. The accumulators of a step allow no larger tiles."""
+"""The plans by head size, rounded up to a power of two. The accumulators of a step allow no larger tiles."""
 
 
 def plan_of(constants: BlockConstants) -> BackwardPlan | None:
@@ -55,5 +56,5 @@ def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
     if plan.wide and constants.padded_value_dim == 128:
-        return dataclasses.replace(plan, dout_stages=2)  # for which such values leave room
+        return dataclasses.replace(plan, dout_stages=2)  # smaller values leave room for a second place
     return plan if constants.padded_value_dim == constants.padded_head_dim else None

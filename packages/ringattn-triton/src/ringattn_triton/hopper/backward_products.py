@@ -203,7 +203,7 @@ def _step_of(
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     hardware_barrier("sync", DS_FULL, 256)
-    fence_async_shared()  # for both consumers' ds; after the barrier no thread waits for its stores any more
+    fence_async_shared()  # for both consumers' ds; all stores have ended at the barrier, so it waits for none
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
@@ -223,7 +223,8 @@ def _step_of(
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it.
 
-    That warp fences what TMA reads. Here a fence would wait until all is stored, some 270 cycles of 3,600 of a step.
+    That warp also makes the fence before TMA reads. A fence here would wait until everything is stored: some 270 of the
+    3,600 cycles of a step.
     """
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))

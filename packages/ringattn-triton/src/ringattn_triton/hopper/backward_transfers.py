@@ -54,8 +54,8 @@ def wait_for_additions(PENDING, _semantic=None):
 class Tiles(NamedTuple):
     """Descriptors of the tiles in device memory that a program fetches and writes.
 
-    `dq` is a piece of a tile as it lies in shared memory; `away` is for ALiBi; `dk` and `dv` are for results in half
-    precision.
+    `dq` is a piece of a tile, in the order of shared memory. `away` is used for ALiBi only, and `dk` and `dv` are used
+    for results in half precision only.
     """
 
     k: Any
@@ -72,11 +72,11 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """Takes turns; fetches the query tiles that each visits as places become empty, and its keys and values.
+    """Takes turns; fetches their keys and values, and the query tiles that they visit, as places become empty.
 
-    The next turn is taken when everything of this one is on its way, so that no turn waits long for its program. Keys
-    arrive at the barrier of a turn's first queries, values at that of its first dout. They are fetched after these,
-    when the turn before needs its own no longer.
+    The next turn is taken only when all fetches of this one have begun, so that it does not wait long for this program.
+    Keys arrive at the barrier of the turn's first queries, values at that of its first dout. They are fetched after
+    these, when the turn before no longer needs its own keys and values.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
@@ -84,7 +84,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
-    emptied = 0  # how many steps have given up their place of dout, as far as this warp knows
+    emptied = 0  # the number of steps whose place of dout this warp knows to be empty
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
@@ -123,7 +123,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 if begins:
                     if PLAN.wide:
                         mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
-                    else:  # who gives up the last dout has used keys and values as well
+                    else:  # a consumer that is done with the last dout is done with keys and values too
                         if emptied < done:
                             hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
                             emptied += 1
@@ -138,7 +138,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
 
 @gluon.jit
 def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
-    """Announces what a place of queries gets: `BYTES`, and `MORE` with the first step of a turn."""
+    """Announces the bytes that a place of queries gets: `BYTES`, and `MORE` with the first step of a turn."""
     if more:
         mbarrier.expect(full, BYTES + MORE)
     else:
@@ -168,9 +168,9 @@ def add_dq(
     to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the counter
     when its addition has reached memory. That takes about as long as a step: one writer alone would hold consumers up.
 
-    No wait is for ever. Ranks follow the numbers of turns, and programs take turns in that order, one after the other,
-    when they run: so a turn waits only for turns that a running program has begun, the lowest turn that is not done
-    waits for none, and this holds however many programs run at a time.
+    No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
+    the other. So a turn waits only for turns that a running program has begun, and the lowest turn that is not done
+    waits for none. This holds however many programs run at the same time.
     """
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = memory.q.dtype
@@ -212,7 +212,7 @@ def add_dq(
                     gl.atomic_add(counters + tile, 1, sem="release")
             done += count
         if RESULTS_BY_TMA:
-            # As in two more steps: dv comes to the writer of the first, dk to the other.
+            # Results come like two more steps: dv to the writer of the first of them, dk to the other writer.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)

@@ -11,10 +11,11 @@ from ..kernels.tile_loop import full_tile, masked_tile, visit
 
 
 class Turns(NamedTuple):
-    """All turns: which query tiles each visits (`bounds`, `tiles`; `kernels.tile_loop.visit`), when each may add to a
-    tile of dq (`ranks`), and `count`.
+    """The turns of a launch, and the counters by which programs take them and add to dq in order.
 
-    `counters` has the number of turns that were taken, and after it, for each tile of dq, of turns that have added.
+    `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` when it may add to a
+    tile of dq, and `count` how many turns there are. The first of the `counters` is the number of turns that were
+    taken. After it, each tile of dq has the number of turns that have added to it.
     """
 
     bounds: Any
@@ -40,11 +41,11 @@ class Steps(NamedTuple):
 def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
     """The query tiles that a turn visits, from the first to the last, or from the last to the first if `PLAN.ordered`.
 
-    Turns begin with the first keys, which under a causal mask most queries see. Turns of one head that run at a time
-    then come to the tiles that they share one after the other, in the order in which they may add to them. They stay
-    within a step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be
-    5.5 TB/s for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does
-    not serve them, and the kernel takes 1.6 times as long (`benchmarks/NOTES.md`).
+    Turns begin with the first keys, which under a causal mask most queries see. Turns of one head that run at the same
+    time then reach each shared tile one after another, in the order in which they may add to it. They stay within a
+    step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be 5.5 TB/s
+    for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does not
+    serve them, and the kernel takes 1.6 times as long (`benchmarks/NOTES.md`).
     """
     visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from

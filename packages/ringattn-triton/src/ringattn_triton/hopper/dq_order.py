@@ -27,7 +27,7 @@ def finish_dq(
     sums = tl.load(SUMS + program.to(tl.int64) * 4096 + tl.arange(0, 4096))
     sums = tl.reshape(sums, (8, 4, 8, 4, 2, 2))
     sums = tl.reshape(tl.permute(sums, (1, 4, 2, 0, 3, 5)), (64, 64))
-    # The pieces of one 64 rows are consecutive, and those of the next 64 rows follow.
+    # The pieces of 64 rows are consecutive; those of the next 64 rows follow.
     SIDE_BY_SIDE: tl.constexpr = PIECES * 64 // Q_TILE
     rows = tile * Q_TILE + piece // SIDE_BY_SIDE * 64 + tl.arange(0, 64)
     dims = piece % SIDE_BY_SIDE * 64 + tl.arange(0, 64)

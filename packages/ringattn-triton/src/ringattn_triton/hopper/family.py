@@ -25,7 +25,7 @@ _logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
 """The first version of Triton with which these kernels have not been compiled. Gluon may change in every version."""
 _TOGETHER: Final = 512
-"""How many query tiles of heads that run side by side are enough to fill the device until the last long tile ends."""
+"""The query tiles of all heads that run side by side: enough to fill the device until the last long tile ends."""
 _BOUND: Final = 73.0
 """The largest soft cap, in units of log2, for which scores need no row maximum. (A cap of 50 is 72.2 such units.) The
 kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
@@ -139,7 +139,7 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
 
 
 def _stored(block: Block, constants: BlockConstants, schedule: schedules.HopperSchedule) -> bool:
-    """Whether results have the form of the queries, whose place they can take in shared memory."""
+    """Whether results have the shape and dtype of the queries, so that they can take their place in shared memory."""
     alike = block.final and constants.head_dim == constants.value_dim
     return alike and schedule.q_places == 2 and not constants.bias
 

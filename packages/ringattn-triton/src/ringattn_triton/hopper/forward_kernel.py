@@ -35,9 +35,9 @@ def forward(
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
-    `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no score needs a row
-    maximum taken from it. `STORED`: results are written from shared memory. `REGISTERS`: how many a thread of a
-    consumer has.
+    `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no row maximum is
+    subtracted from scores. `STORED`: results are written from shared memory. `REGISTERS`: the number of registers of a
+    consumer's thread.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
@@ -286,7 +286,7 @@ def _continued(
     drawn = _drawn(shared, taken, P, batch, start, queries.counter, head, APART, F, KV_TILE, STAGES)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     leave(k_empty(S) + taken % STAGES, S)
-    # Once more, so that the assembler does not put off leaving the keys.
+    # A second wait does nothing more, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     softmax_first(taken)
     s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)

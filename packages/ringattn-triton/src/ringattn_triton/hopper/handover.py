@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""By which hardware barrier the consumers of a forward program tell its producer that a place is empty.
+"""The hardware barriers by which the consumers of a forward program tell its producer that a place is empty.
 
-Numbers go on behind those of `order`: one for each place of keys, of values and of turns, and one for the place of
-queries where there is only one. Three consumers with three stages take the last of the 16.
+Their numbers follow those of `order`: one for each place of keys, of values and of turns, and one for the place of
+queries if there is only one. With three consumers and three stages, the last of the 16 barriers is used too.
 
-A consumer arrives once it no longer reads the place: its products from there have ended, and what its threads read
-before they arrive has happened for the producer (`hardware_barriers`). It cannot arrive twice before the producer has
-looked, because it reads a place again only after the producer has filled it.
+A consumer arrives when it no longer reads the place: its products with the place have ended, and so have the reads of
+its threads (`hardware_barriers`). It cannot arrive twice before the producer has waited, because it reads a place again
+only after the producer has filled it.
 """
 
 from triton.experimental import gluon
@@ -44,7 +44,7 @@ def _threads(S):
 
 @gluon.jit
 def leave(number, S: gl.constexpr):
-    """Says, as a consumer, that a place is empty. It does not wait."""
+    """Tells the producer, as a consumer, that a place is empty. It does not wait."""
     hardware_barrier("arrive", number, _threads(S))
 
 

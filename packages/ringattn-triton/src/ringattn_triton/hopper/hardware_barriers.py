@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
-"""Hardware barriers: how groups of warps on Hopper let each other go on without shared memory.
+"""Hardware barriers: they synchronise groups of warps on Hopper without shared memory.
 
 Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and
 often once more afterwards. At a hardware barrier each warp arrives for itself. There are 16 of them. They have no
-phases: nobody may arrive a second time before all have arrived once.
+phases: no warp may arrive a second time before all have arrived once.
 """
 
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
@@ -18,7 +18,7 @@ FIRST_FREE = 4
 def hardware_barrier(ACTION, number, THREADS, _semantic=None):
     """Arrives at a barrier of so many `THREADS`, and waits for the others (`sync`) or goes on at once (`arrive`).
 
-    What a thread read or wrote before it arrives has happened for those who wait.
+    All reads and writes of a thread before it arrives are complete when the waiting threads go on.
     """
     action, number, threads = (_unwrap_if_constexpr(x) for x in (ACTION, number, THREADS))
     operands = [] if isinstance(number, int) else [number.handle]
@@ -33,8 +33,8 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
 def hardware_barrier_of(ACTION, FIRST, place, THREADS, _semantic=None):
     """As `hardware_barrier`, at number `FIRST` where `place` is 0, else at the next one.
 
-    The numbers are constants of the instructions. A number in a register would hold its warp up until the barrier has
-    read it, which is after all that the warp has stored.
+    The numbers are constants of the instructions. If the number were in a register, the warp would wait until the
+    barrier has read the register, which happens only after all earlier stores of the warp.
     """
     action, first, threads = (_unwrap_if_constexpr(x) for x in (ACTION, FIRST, THREADS))
     at = _semantic.to_tensor(place).handle

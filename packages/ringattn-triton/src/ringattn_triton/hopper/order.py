@@ -3,7 +3,8 @@
 """How the consumers of a program on Hopper take turns with the tensor cores.
 
 A consumer begins both products of a step when the one before it has begun both of its own. Its softmax then falls under
-the others' products. The order changes no result. A barrier of shared memory would do the same, and wakes later.
+the others' products. The order changes no result. A barrier in shared memory would do the same, but
+wake its warps later.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from triton.experimental.gluon.language._core import builtin
 from .hardware_barriers import FIRST_FREE, hardware_barrier
 
 FIRST_BARRIER: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
-"""The number of the first consumer's hardware barrier: there may be one partition more than in the backward pass."""
+"""The number of the first consumer's hardware barrier. A forward program may have one more partition, hence the 1."""
 
 
 @gluon.jit
@@ -32,8 +33,8 @@ def pass_order(NUMBER: gl.constexpr, CONSUMERS: gl.constexpr):
 def softmax_first(step, _semantic=None):
     """Keeps the assembler from waiting for the weighted values of the last tile before it takes exponentials.
 
-    It waits as soon as it may, but no sooner than the next thing that is done at a barrier, which it does late. So here
-    is one: an arrival that never happens, since no `step` is negative.
+    It places that wait as early as it may, which is never before the next barrier instruction, and it places barrier
+    instructions late. So this adds an arrival that is never executed, because no `step` is negative.
     """
     at, result = _semantic.to_tensor(step).handle, _semantic.builder.get_int32_ty()
     assembly = "{ .reg .pred p; setp.lt.s32 p, $1, 0; @p bar.arrive 15, 288; } mov.u32 $0, 0;"

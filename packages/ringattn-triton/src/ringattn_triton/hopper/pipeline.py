@@ -22,9 +22,10 @@ store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_share
 class Shared(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    The producer or its fetches arrive at `full` of a place; hardware barriers say that one is empty (`handover`).
-    `tiles` holds the number of each tile of keys, with which the `bias` comes. A turn has five `turns`: its first
-    query, batch row and head, and how many tiles it masks and sees whole.
+    The producer or its fetches arrive at the `full` barrier of a place; hardware barriers say that a place is empty
+    (`handover`). `tiles` holds the number of each tile of keys; the `bias` of a tile is fetched with its keys. A turn
+    has five numbers in `turns`: its first query, its batch row, its head, the number of tiles that need a mask, and the
+    number of tiles that need none.
     """
 
     q: Any
@@ -121,10 +122,10 @@ def produce(
 
 @gluon.jit
 def _announce(shared, done, row, batch, head, masked, whole, out_tiles, S: gl.constexpr):
-    """Tells the consumers of a turn, once all have read all that they need of the one before the last.
+    """Gives the consumers the numbers of a turn, once all are done with the numbers of two turns ago.
 
-    Where there are two places for queries, those of that turn have been read as well; where results are `STORED`, they
-    lie there now, and are written to memory.
+    If there are two places for queries, they are then done with the queries of that turn too. If results are `STORED`,
+    the results of that turn lie in that place, and this begins to write them to memory.
     """
     place = done % 2
     if done > 1:

@@ -52,10 +52,10 @@ def written(
     acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
     S: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Writes the results of a turn, the `number`th of this program; or, where they are `STORED`, puts them where its
-    queries were, whence the producer writes them.
+    """Writes the results of a turn, the `number`th of this program.
 
-    The turn's numbers are read from shared memory again, so that no register holds them meanwhile.
+    If results are `STORED`, it puts them in the place of the queries, and the producer writes them to memory. The
+    numbers of the turn are read from shared memory again, so that they occupy no registers during the turn.
     """
     OUT, LSE, SHIFT = AFTER
     total = sum_of_parts(total, OF_ROWS)

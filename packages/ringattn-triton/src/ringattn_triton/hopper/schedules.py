@@ -27,7 +27,7 @@ class HopperSchedule:
     registers: int
     """Registers of a consumer's thread: it gets some of those that the producer gives back."""
     q_places: int = 2
-    """Tiles of queries in shared memory: with two, those of the next turn come early."""
+    """Places for queries in shared memory: with two, the queries of the next turn are fetched early."""
 
     @property
     def q_tile(self) -> int:

@@ -16,9 +16,9 @@ from .schedules import CONSUMER_ROWS
 def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
     """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
-    A maximum stands until a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives the
-    same results, and sums that need no factor need no multiplication. Where scores are `BOUNDED` half of the bound
-    stands for all maxima, and the factor, 1, is not used.
+    A maximum is updated only if a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives
+    the same results, and without an update the sums need no multiplication. If scores are `BOUNDED`, half of the bound
+    replaces all maxima, and the factor, 1, is not used.
     """
     KV_TILE: gl.constexpr = S[1]
     BOUNDED: gl.constexpr = S[7]

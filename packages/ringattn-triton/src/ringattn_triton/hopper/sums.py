@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-"""The weighted values that a consumer of the forward pass adds up: an accumulator for each piece of a head.
+"""The sums of weighted values in a consumer of the forward pass: one accumulator for each piece of a head.
 
 A head whose size is a power of two has one piece. One of 96 has 64 and 32, one of 192 has 128 and 64.
 """
@@ -18,7 +18,7 @@ from .softmax import as_operand
 
 @gluon.constexpr_function
 def pieces(dim):
-    """How many accumulators there are; three or more would be products too narrow to be fast."""
+    """The number of accumulators, one or two: the products of three or more would be too narrow to be fast."""
     return 2 if (-(-dim // 16)).bit_count() == 2 else 1
 
 
@@ -59,7 +59,7 @@ def _zeros(WIDTH: gl.constexpr):
 
 @gluon.jit
 def with_values(sums, weights, values, DIM: gl.constexpr):
-    """Begins to add weighted values, with one product for each piece."""
+    """Begins to add the weighted values to the sums, with one product for each piece."""
     found = ()
     for number in gl.static_range(pieces(DIM)):
         found += (_product(sums[number], weights, values, first_of(DIM, number), width_of(DIM, number)),)
@@ -74,7 +74,7 @@ def _product(sums, weights, values, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def dims_of(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """The dimensions of a piece of rows in shared memory."""
+    """Selects the dimensions of one piece from `rows` in shared memory."""
     if rows.shape[1] == WIDTH:
         return rows
     else:
@@ -92,7 +92,7 @@ def finished(sums):
 
 @gluon.jit
 def rescaled(sums, factor):
-    """The sums of rows times a factor each. A warp that has no factor but 1 skips the multiplications."""
+    """Multiplies each row of the sums by its factor. A warp whose factors are all 1 skips the multiplications."""
     found = ()
     for number in gl.static_range(len(sums)):
         found += (product_where_needed(sums[number], of_dims(factor, sums[number].shape[1])),)
@@ -101,10 +101,10 @@ def rescaled(sums, factor):
 
 @builtin
 def product_where_needed(acc, factor, _semantic=None):
-    """The product of an accumulator with factors of its rows, if any in the warp is not 1.
+    """Multiplies the rows of an accumulator by their factors, unless all factors in the warp are 1.
 
-    A thread has numbers of two rows, in pairs of neighbours. The vote keeps a warp together, without which the
-    assembler would let the products of the tensor cores wait for each other.
+    A thread holds numbers of two rows, in pairs of neighbours. The vote makes all threads of a warp take the same
+    branch; otherwise the assembler would make the products of the tensor cores wait for each other.
     """
     count = _unwrap_if_constexpr(acc.shape[1]) // 2
     first, second = f"${2 * count}", f"${2 * count + 2}"
@@ -122,5 +122,5 @@ def product_where_needed(acc, factor, _semantic=None):
 
 @gluon.jit
 def of_dims(rows, WIDTH: gl.constexpr):
-    """Numbers of rows, in a form that can be multiplied with a piece."""
+    """A number for each row, in a layout in which it can be multiplied with a piece."""
     return gl.convert_layout(rows, gl.SliceLayout(1, layout_of(WIDTH)))[:, None]

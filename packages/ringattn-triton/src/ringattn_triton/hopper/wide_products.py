@@ -4,8 +4,8 @@
 # pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 """The five products of the one-pass backward for heads of more than 128: one consumer has dv, the other dk.
 
-Both have all 64 keys of a turn. The first computes the weights p and adds to dv. It hands p to the second in shared
-memory, which computes ds and adds to dk. Each computes half of dq from ds.
+Both have all 64 keys of a turn. The first computes the weights p and adds to dv. It hands p over in shared
+memory to the second, which computes ds and adds to dk. Each computes half of dq from ds.
 """
 
 from triton.experimental import gluon
@@ -38,7 +38,7 @@ from .hardware_barriers import hardware_barrier
 from .head_tiles import product_of_heads
 
 _WEIGHTS = gl.constexpr(2)
-"""The place of `dq` in which p is handed over; then it has the last piece of dq of the consumer that wrote p."""
+"""The place of `dq` in which p is handed over. Later it holds the last piece of dq of the consumer that wrote p."""
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ class Shared:
     """Shared memory of one type, or a part of it."""
 
     def __init__(self, data: np.ndarray, dtype: Any, covered: np.ndarray | None = None) -> None:
-        """`covered`: what lies in the same place as values of another type; NaN while this memory is in use."""
+        """`covered`: memory of another type in the same place, which holds NaN while this memory is in use."""
         self.data = data
         self.dtype = dtype
         self.covered = covered
@@ -59,7 +59,7 @@ class Shared:
         return Shared(view, self.dtype, self.covered)
 
     def reinterpret(self, dtype: Any, shape: Sequence[Any], layout: Any) -> "Shared":
-        """The same place for values of another type. Whoever writes one of the two spoils the other."""
+        """The same place for values of another type. A write to one of the two makes the other invalid."""
         sizes = tuple(plain(size) for size in shape)
         self.spoil()
         key = self.data.ctypes.data, dtype.name, sizes
@@ -335,9 +335,9 @@ def convert_layout(value: Tensor, layout: Any, assert_trivial: bool = False) -> 
 
 
 def product_where_needed(acc: Tensor, factor: Tensor) -> Tensor:
-    """The product; a device leaves rows alone where all factors are 1."""
+    """The product. (A device skips it for a warp whose factors are all 1.)"""
     return acc * factor
 
 
 def softmax_first(step: Any) -> None:
-    """Orders instructions, and computes nothing."""
+    """Computes nothing. (On a device it only changes the order of instructions.)"""

@@ -97,8 +97,8 @@ def philox(a, b, key, F: tl.constexpr):
 def _product(x, FACTOR: tl.constexpr, F: tl.constexpr):
     """The high and the low word of the product of two 32-bit words.
 
-    On NVIDIA GPUs it is one instruction. LLVM would multiply 64-bit numbers, whose high halves it does not know to be
-    0.
+    On NVIDIA GPUs it is one instruction. LLVM would multiply 64-bit numbers, because it does not know that their high
+    halves are 0.
     """
     if F.fast:
         return tl.inline_asm_elementwise(

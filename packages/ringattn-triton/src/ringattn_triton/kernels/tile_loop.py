@@ -94,7 +94,7 @@ def offset_of(index, stride: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def in_registers(x, DIM: tl.constexpr):
-    """The tile `x` in registers, from where a product on Hopper can read its left operand.
+    """The tile `x` in registers, so that a product on Hopper can read its left operand from there.
 
     Triton leaves the result of a product in registers, and a product with the identity matrix is exact. From shared
     memory, products of narrow tiles would read as much of the left operand as of the right one, which is too slow.

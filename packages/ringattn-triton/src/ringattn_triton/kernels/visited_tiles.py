@@ -12,11 +12,12 @@ def table(
     LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
     RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes `BOUNDS` and `TILES` of `visited_tiles.Table`. `LINES` are the rows of all groups, `TOGETHER` a program's.
+    """Writes `BOUNDS` and `TILES` of `visited_tiles.Table`.
 
+    `LINES` is the number of rows of all groups, and `TOGETHER` the number of rows that one program writes.
     `SEEN [g, rows, columns]` is 0 for an invisible tile, 1 for one that needs a mask and 2 for one that needs none.
-    From column `WHOLE` on, every visible tile needs a mask. Of the longest runs of tiles without a mask, the last is
-    taken.
+    From column `WHOLE` on, every visible tile needs a mask. Of several longest runs of tiles without a mask, the last
+    is taken.
     """
     line = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
     inside = (line < LINES)[:, None]

@@ -88,7 +88,7 @@ def compile_kernel(call: KernelCall, dtypes: tuple[str, ...], target: GPUTarget)
     backend: Any = make_backend(target)
     asked: dict[str, Any] = {"num_warps": call.warps, "num_stages": call.stages, "enable_fp_fusion": True}
     if target.backend == "cuda":
-        # CUDA 12.8 and 12.9 assemble these versions. Triton would write that of its own assembler; XLA's may be older.
+        # CUDA 12.8 and 12.9 assemble these versions of PTX. Triton's default may be too new for the assembler of XLA.
         asked |= {"maxnreg": call.registers, "ptx_version": 87 if int(target.arch) < 100 else 88}
     options = backend.parse_options(asked)
     context = ir.context()
