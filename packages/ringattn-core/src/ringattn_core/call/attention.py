@@ -51,8 +51,9 @@ def ring_attention(
         kv_positions: `[S]` or `[B, S]`. If only one of the two is given, it serves both.
         query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`.
         alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
-        axis_name: The mesh axis that splits the sequence: the ring. A tuple of names is a ring of two levels: an
-            inner ring over the last axis, which should have the fastest links, and an outer ring over all others.
+        axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is a ring
+            of two levels: an inner ring over the last axis, which should have the fastest links, and an outer ring
+            over all others.
         batch_axis_name: The mesh axis, or axes, that split the batch; `()` means none. With `mesh`, axes named dp,
             fsdp, data or replica are the default.
         head_axis_name: The same for heads. With `mesh`, axes named tp, model or tensor are the default.

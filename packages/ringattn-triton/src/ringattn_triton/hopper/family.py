@@ -27,7 +27,7 @@ _TRITON_CEILING: Final = (3, 10)
 _TOGETHER: Final = 512
 """The query tiles of all heads that run side by side: enough to fill the device until the last long tile ends."""
 _BOUND: Final = 73.0
-"""The largest soft cap, in units of log2, for which scores need no row maximum. (A cap of 50 is 72.2 such units.) The
+"""The largest soft cap, in units of log2, for which scores need no row maximum. (A cap of 50 is 72.1 such units.) The
 kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
 
 
