@@ -205,7 +205,7 @@ ALONE: Final = (
     Case("plain"),
     Case("lse", lse=True),
     Case("causal", causal=True, core=True),
-    Case("window", window=7),
+    Case("window", window=7, core=True),
     Case("window-both-sides", window=(9, 2)),
     Case("window-left-only", window=(5, None)),
     Case("window-right-only", window=(None, 5)),
