@@ -334,7 +334,7 @@ def convert_layout(value: Tensor, layout: Any, assert_trivial: bool = False) -> 
     return cast(value, value.dtype)
 
 
-def product_where_needed(acc: Tensor, factor: Tensor) -> Tensor:
+def product_where_needed(acc: Any, factor: Any) -> Tensor:
     """The product. (A device skips it for a warp whose factors are all 1.)"""
     return acc * factor
 
