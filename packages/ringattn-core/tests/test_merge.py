@@ -157,7 +157,7 @@ class TestCombined:
 
 
 def block_with(kv: jax.Array) -> Block:
-    """A block of which only the keys and values are there."""
+    """A block that has keys and values, and `None` in all other fields."""
     fields = dict.fromkeys(field.name for field in dataclasses.fields(Block) if field.init)
     return Block(**{**fields, "kv": kv})  # pyright: ignore[reportArgumentType]
 

@@ -117,7 +117,10 @@ class BlockConstants:
 
 
 class KernelInputs(NamedTuple):
-    """A block as kernels take it: `arrays` in the order of `INPUTS`. Those that depend on tile sizes are `None`."""
+    """The operands of a kernel for one block: `arrays` has the order of `INPUTS`.
+
+    Arrays that depend on tile sizes are `None` (`in_tiles` makes them).
+    """
 
     arrays: tuple[jax.Array | None, ...]
     constants: BlockConstants

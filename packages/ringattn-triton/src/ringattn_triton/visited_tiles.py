@@ -46,10 +46,10 @@ class TableShape:
 class Table(NamedTuple):
     """`bounds [g, rows, 4]` is `(lo, hi, full_lo, full_hi)` of a range, or `(masked, all, 0, 0)` counts of a list.
 
-    `tiles [g, rows, columns]` lists the tiles that need a mask, then those that need none; it is `None` if `bounds` has
-    only ranges. With a list of the first kind and a range of the second, `bounds` is `(masked, before, full_lo,
-    full_hi)`, and the first `before` listed tiles lie before the range. Entries of a list past its counts are
-    undefined.
+    `tiles [g, rows, columns]` lists first the tiles that need a mask and then the tiles that need no mask. It is `None`
+    if `bounds` has only ranges. If tiles with a mask are listed and tiles without a mask are a range, `bounds` is
+    `(masked, before, full_lo, full_hi)`, and the first `before` listed tiles lie before the range. Entries of a list
+    past its counts are undefined.
     """
 
     bounds: Int32[Array, "g rows 4"]

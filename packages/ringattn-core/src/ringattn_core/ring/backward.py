@@ -157,7 +157,7 @@ class _Pass:
         Its last hop computes with `keys`, or with this rank's own keys if that is `None`. Meanwhile `keys` travel
         `ahead` steps along the outer ring, and the `gradients` of the round before travel one step. Returns four
         things: the keys that arrive over the outer ring, which the next round ends with; the keys of the first hop of
-        the next round; the gradients of this round's keys, which are this round's plus those that arrive; and the sums.
+        the next round; the gradients of this round's keys, to which those that arrive are added; and the sums.
         """
         plan, following, arrived = self.ring.plan, None, None
         if ahead is not None or gradients is not None:
@@ -315,5 +315,5 @@ def _parcel(send: Callable[..., Wires], leaving: Wires, behind: KeyGradients, sh
 
 
 def _total(mine: KeyGradients, arrived: KeyGradients | None) -> KeyGradients:
-    """The gradients of a hop or a round, plus those that arrive for the same keys."""
+    """Adds the key gradients that arrive from another rank to this rank's own, `mine`, which are of the same keys."""
     return mine if arrived is None else tuple(here + there for here, there in zip(mine, arrived, strict=True))

@@ -20,7 +20,7 @@ Wires = tuple[parcels.Wire, ...]
 
 
 def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int, outer: bool = False) -> Wires:
-    """Sends each array `shift` steps in its direction, along the inner or the outer ring; returns those that arrive."""
+    """Sends each array `shift` steps in its direction, along the inner or outer ring; returns the arrays received."""
     return tuple(_permuted(ring, x, each.signed(shift), outer) for each, x in zip(directions, wires, strict=True))
 
 

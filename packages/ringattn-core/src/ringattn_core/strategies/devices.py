@@ -97,8 +97,6 @@ LINKS: Final = {
 }
 
 _H200: Final = {64: (436e12, 456e12), 96: (516e12, 405e12), 128: (580e12, 528e12), 256: (630e12, 330e12)}
-_PEAK: Final = 989e12
-"""The dense bfloat16 peak of an H200, by NVIDIA's data sheet."""
 
 
 def _of_peak(peak: float, forward: float, backward: float) -> dict[int, tuple[float, float]]:

@@ -29,7 +29,7 @@ class BackwardPlan:
     writers: int = 2
     """Warps that add dq to memory: an addition in order takes about as long as a step."""
     registers: int = 240
-    """Registers of a consumer's thread: it gets some of those that other warps give back."""
+    """Registers of a consumer's thread while the program runs. The other warps release theirs, so it gets more."""
 
     @property
     def barriers(self) -> int:

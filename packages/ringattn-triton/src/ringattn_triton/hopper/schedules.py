@@ -25,7 +25,7 @@ class HopperSchedule:
     registers_at_start: int
     """Registers of a thread when a program begins."""
     registers: int
-    """Registers of a consumer's thread: it gets some of those that the producer gives back."""
+    """Registers of a consumer's thread while the program runs. The producer releases its own, so it gets more."""
     q_places: int = 2
     """Places for queries in shared memory: with two, the queries of the next turn are fetched early."""
 
