@@ -90,30 +90,31 @@ def backward(
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     ranks = _ranks(inputs, block, plan) if ordered else None
-    # The two writers of a wide plan have counters of their own.
-    counters = jnp.zeros(1 + ((1 + plan.wide) * batch * heads * q_tiles if ordered else 0), jnp.int32)
+    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
-    sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
+    sums = jax.ShapeDtypeStruct((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
+    # In order, the first turn of a tile of dq writes it, and the others add to it.
+    zeros = None if ordered else jnp.zeros(sums.shape, sums.dtype)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, sums,
+        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, zeros,
     ]  # fmt: skip
     # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
     slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
-    dk, dv, dslopes, _, sums = launch(
+    dk, dv, dslopes, counters, sums = launch(
         backward_kernel,
         arrays,
         [
             *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
             jax.ShapeDtypeStruct(slope_parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
-            jax.ShapeDtypeStruct(sums.shape, sums.dtype),
+            sums,
         ],
         grid=(min(PROGRAMS, table.shape.rows * batch * constants.kv_heads),),
         warps=4,
         stages=1,
         registers=_REGISTERS_AT_START,
-        aliases={len(arrays) - 2: 3, len(arrays) - 1: 4},
+        aliases={len(arrays) - 2: 3} | ({} if ordered else {len(arrays) - 1: 4}),
         name="ringattn_hopper_backward",
         F=constants,
         T=table.shape,
@@ -122,12 +123,12 @@ def backward(
     )
     (dq,) = launch(
         finish_dq,
-        [sums, dq],
+        [sums, counters, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
         grid=(batch * heads * q_tiles * pieces,),
         warps=4,
         stages=1,
-        aliases={1: 0} if dq is not None and not block.final else {},
+        aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
         Q_LENGTH=length,
         HEADS=heads,
@@ -137,6 +138,7 @@ def backward(
         FRESH=dq is None,
         Q_TILE=plan.q_tile,
         PIECES=pieces,
+        ORDERED=ordered,
     )
     if block.slopes is None:
         return Gradients(dq, dk, dv)

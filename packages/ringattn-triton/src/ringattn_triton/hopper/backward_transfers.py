@@ -196,6 +196,7 @@ def add_dq(
             for step in range(start, count, PLAN.writers):
                 tile = ahead
                 ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T, PLAN)
+                rank = 0
                 if PLAN.ordered:
                     rank = gl.load(ranks + tile)
                     while gl.load(counters + tile, volatile=True) < rank:
@@ -203,7 +204,7 @@ def add_dq(
                 for half in gl.static_range(2):
                     hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                     fence_async_shared()
-                    async_atomic_add(tiles.dq, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
+                    add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
                     hardware_barrier("arrive", DQ_EMPTY + half, 160)
@@ -227,6 +228,18 @@ def add_dq(
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
+
+
+@gluon.jit
+def add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
+    """Begins to add a piece of dq to memory. The first one of a tile in order is written over what is there."""
+    if PLAN.ordered:
+        if rank == 0:
+            store(dq, [row, 0], piece)
+        else:
+            async_atomic_add(dq, [row, 0], piece)
+    else:
+        async_atomic_add(dq, [row, 0], piece)
 
 
 @gluon.jit
