@@ -43,10 +43,11 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 def wait_for_additions(PENDING, _semantic=None):
     """Waits until all but `PENDING` of the tiles that this warp added are in memory.
 
-    `tma.store_wait` waits until shared memory has been read, which is sooner.
+    `tma.store_wait` waits until shared memory has been read, which is sooner. That additions are complete implies a
+    fence between them and what the warp does next.
     """
     count = _unwrap_if_constexpr(PENDING)
-    assembly = f"cp.async.bulk.wait_group {count}; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    assembly = f"cp.async.bulk.wait_group {count}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
     result = _semantic.builder.get_int32_ty()
     _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
 
@@ -175,9 +176,10 @@ def add_dq(
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = memory.q.dtype
     shared = shared_places(memory, PLAN)
-    if NUMBER == 0:  # at first all places are empty
-        hardware_barrier("arrive", DQ_EMPTY, 160)
-        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+    PLACE: gl.constexpr = NUMBER % (PLAN.dq_places // 2)
+    if NUMBER == PLACE:  # at first all places are empty
+        for half in gl.static_range(2):
+            hardware_barrier("arrive", DQ_EMPTY + 2 * half + PLACE, 160)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
@@ -204,10 +206,10 @@ def add_dq(
                 for half in gl.static_range(2):
                     hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                     fence_async_shared()
-                    add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
+                    add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(2 * PLACE + half), rank, PLAN)
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    hardware_barrier("arrive", DQ_EMPTY + half, 160)
+                    hardware_barrier("arrive", DQ_EMPTY + 2 * half + PLACE, 160)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
@@ -219,12 +221,12 @@ def add_dq(
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                 fence_async_shared()
                 if done % PLAN.writers == NUMBER:
-                    _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
+                    _store_result(tiles.dv, keys_at, shared, 2 * PLACE + half, TYPE, F.padded_value_dim)
                 else:
-                    _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
+                    _store_result(tiles.dk, keys_at, shared, 2 * PLACE + half, TYPE, F.padded_head_dim)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
-                hardware_barrier("arrive", DQ_EMPTY + half, 160)
+                hardware_barrier("arrive", DQ_EMPTY + 2 * half + PLACE, 160)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
@@ -243,6 +245,6 @@ def add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _store_result(tiles, keys_at, shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
-    """Begins to write the 64 rows of dk or dv that consumer `NUMBER` has handed over."""
-    store(tiles, keys_at, result_place(shared, NUMBER, TYPE, DIM).reshape((1, 1, 64, DIM)))
+def _store_result(tiles, keys_at, shared, PLACE: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """Begins to write the 64 rows of dk or dv in a place of dq."""
+    store(tiles, keys_at, result_place(shared, PLACE, TYPE, DIM).reshape((1, 1, 64, DIM)))

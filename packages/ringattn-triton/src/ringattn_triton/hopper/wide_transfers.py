@@ -26,7 +26,7 @@ def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: 
     shared = shared_places(memory, PLAN)
     if NUMBER == 0:  # at first all places are empty
         hardware_barrier("arrive", DQ_EMPTY, 160)
-        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+        hardware_barrier("arrive", DQ_EMPTY + 2, 160)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
@@ -59,12 +59,12 @@ def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: 
                         add_piece(tiles.dq, to, shared.dq.index(0), rank, PLAN)
                         add_piece(tiles.dq, to + 16, shared.dq.index(2), rank, PLAN)
                         tma.store_wait(2)
-                        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+                        hardware_barrier("arrive", DQ_EMPTY + 2, 160)
                         tma.store_wait(0)
                         hardware_barrier("arrive", DQ_EMPTY, 160)
                     else:
                         tma.store_wait(0)
-                        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+                        hardware_barrier("arrive", DQ_EMPTY + 2, 160)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
