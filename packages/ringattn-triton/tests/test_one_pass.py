@@ -113,10 +113,13 @@ def test_final_gradients_of_ragged_batch_rows_stay_in_their_rows(dims: tuple[int
     computed(dataclasses.replace(block, final=True))
 
 
-def test_rows_and_keys_that_see_nothing_have_gradients_of_zero() -> None:
-    got = computed(make_block(1, 256, 256, dim=64, dtype=HALF, causal=True, offset=100))
-    assert not np.asarray(got.dq[:, :100]).any() and not np.asarray(got.dk[:, 156:]).any()
-    assert np.asarray(got.dq[:, 101:]).any() and np.isfinite(got.dq).all()
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_rows_and_keys_that_see_nothing_have_gradients_of_zero(dim: int, ordered: bool) -> None:
+    # No turn visits the first tile of queries, so nothing is ever added to its dq.
+    got = computed(make_block(1, 256, 256, dim=dim, dtype=HALF, causal=True, offset=150), ordered)
+    assert not np.asarray(got.dq[:, :150]).any() and not np.asarray(got.dk[:, 106:]).any()
+    assert np.asarray(got.dq[:, 151:]).any() and np.isfinite(got.dq).all()
 
 
 def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
@@ -134,6 +137,14 @@ def test_the_longer_the_shard_the_fewer_heads_take_turns_side_by_side(length: in
     constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
     long = dataclasses.replace(constants, q_length=length)
     assert one_pass._heads_in_order(long, backward_plan.PLANS[128]) == heads
+
+
+def test_heads_of_all_batch_rows_take_turns_side_by_side() -> None:
+    block = make_block(4, 256, 256, dim=128, dtype=HALF, causal=True, heads=8, kv_heads=2)
+    rows = jax.ShapeDtypeStruct((4, 8, 256), jnp.float32)
+    program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, block.q, rows, rows)
+    tables = [dict(call.constants)["T"] for call, _ in launches(program.jaxpr) if "hopper_backward" in call.name]
+    assert [table.together for table in tables] == [4 * 2]
 
 
 @pytest.mark.parametrize(

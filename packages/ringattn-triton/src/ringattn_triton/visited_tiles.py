@@ -70,7 +70,7 @@ def table(
     listed = not run or block.q_segments is not None or not block.rule.increasing
     bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
     groups, rows, _ = bounds.shape
-    heads = len(block.q) * block.kv_heads if by_keys else block.q.shape[2]
+    heads = block.kv_heads if by_keys else block.q.shape[2]
     columns = found.some.shape[1 if by_keys else 2]
     return Table(bounds, listing, TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
 

@@ -15,15 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
 
-DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE - 1)
+DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
 """Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are
 of hardware barriers."""
-Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE)
+Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
 """The first of two barriers, one for each place of queries: both consumers have read it."""
-DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 2)
-DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 4)
+DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
+DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
 """The first of two barriers, one for each consumer: TMA has read its places of dq, to add them to memory."""
-WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
+WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 7)
 """In `wide_products`: the softmax weights have been written to their place."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
@@ -176,13 +176,13 @@ def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def result_place(shared, number, TYPE: gl.constexpr, DIM: gl.constexpr):
-    """A place of dq, as a place for a consumer's 64 rows of dk or dv in half precision."""
+def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """A consumer's place of dq, as a place for its 64 rows of dk or dv in half precision."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
     if _REINTERPRET:
-        return shared.dq.index(number).reinterpret(TYPE, [64, DIM], LAYOUT)
+        return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
     else:
-        return shared.dq.index(number)._reinterpret(TYPE, [64, DIM], LAYOUT)
+        return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
 
 
 @gluon.jit

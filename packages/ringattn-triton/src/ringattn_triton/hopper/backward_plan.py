@@ -42,8 +42,8 @@ class BackwardPlan:
 
 
 PLANS: Final = {
-    64: BackwardPlan(q_tile=128, dq_places=4),
-    128: BackwardPlan(q_tile=64, dq_places=4),
+    64: BackwardPlan(q_tile=128),
+    128: BackwardPlan(q_tile=64),
     256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=1, ds_places=1, dq_places=3),
 }
 """The plans by head size, rounded up to a power of two. The accumulators of a step allow no larger tiles."""

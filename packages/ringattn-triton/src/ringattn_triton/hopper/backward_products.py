@@ -226,29 +226,17 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     That warp also makes the fence before TMA reads. A fence here would wait until everything is stored: some 270 of the
     3,600 cycles of a step.
     """
-    place = _empty_place(step, NUMBER, PLAN)
-    shared.dq.index(2 * place + NUMBER).store(in_register_order(dq))
+    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
+    shared.dq.index(NUMBER).store(in_register_order(dq))
     hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
-
-
-@gluon.jit
-def _empty_place(step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Waits until this consumer's place of a step is empty, and returns its number."""
-    place = 0
-    if PLAN.dq_places == 2:
-        hardware_barrier("sync", DQ_EMPTY + 2 * NUMBER, 160)
-    else:
-        place = step % 2
-        hardware_barrier_of("sync", DQ_EMPTY + 2 * NUMBER, place, 160)
-    return place
 
 
 @gluon.jit
 def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: gl.constexpr):
     """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
-    place = _empty_place(step, NUMBER, PLAN)
-    result_place(shared, 2 * place + NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
+    hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
+    result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
     hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
 
 

@@ -43,8 +43,8 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 def wait_for_additions(PENDING, _semantic=None):
     """Waits until all but `PENDING` of the tiles that this warp added are in memory.
 
-    `tma.store_wait` waits until shared memory has been read, which is sooner. That additions are complete implies a
-    fence between them and what the warp does next.
+    `tma.store_wait` waits until shared memory has been read, which is sooner. No fence is needed: PTX has one wherever
+    the end of such an operation is observed.
     """
     count = _unwrap_if_constexpr(PENDING)
     assembly = f"cp.async.bulk.wait_group {count}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
@@ -176,10 +176,9 @@ def add_dq(
     Q_TILES: gl.constexpr = T.columns
     TYPE: gl.constexpr = memory.q.dtype
     shared = shared_places(memory, PLAN)
-    PLACE: gl.constexpr = NUMBER % (PLAN.dq_places // 2)
-    if NUMBER == PLACE:  # at first all places are empty
-        for half in gl.static_range(2):
-            hardware_barrier("arrive", DQ_EMPTY + 2 * half + PLACE, 160)
+    if NUMBER == 0:  # at first all places are empty
+        hardware_barrier("arrive", DQ_EMPTY, 160)
+        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
@@ -199,17 +198,20 @@ def add_dq(
                 tile = ahead
                 ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T, PLAN)
                 rank = 0
+                reached = 0
                 if PLAN.ordered:
                     rank = gl.load(ranks + tile)
-                    while gl.load(counters + tile, volatile=True) < rank:
-                        pass
+                    reached = gl.load(counters + tile, volatile=True)
                 for half in gl.static_range(2):
                     hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
-                    fence_async_shared()
-                    add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(2 * PLACE + half), rank, PLAN)
+                fence_async_shared()
+                while reached < rank:
+                    reached = gl.load(counters + tile, volatile=True)
+                for half in gl.static_range(2):
+                    add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
-                    hardware_barrier("arrive", DQ_EMPTY + 2 * half + PLACE, 160)
+                    hardware_barrier("arrive", DQ_EMPTY + half, 160)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
@@ -221,12 +223,12 @@ def add_dq(
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                 fence_async_shared()
                 if done % PLAN.writers == NUMBER:
-                    _store_result(tiles.dv, keys_at, shared, 2 * PLACE + half, TYPE, F.padded_value_dim)
+                    _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
                 else:
-                    _store_result(tiles.dk, keys_at, shared, 2 * PLACE + half, TYPE, F.padded_head_dim)
+                    _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
-                hardware_barrier("arrive", DQ_EMPTY + 2 * half + PLACE, 160)
+                hardware_barrier("arrive", DQ_EMPTY + half, 160)
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
@@ -245,6 +247,6 @@ def add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _store_result(tiles, keys_at, shared, PLACE: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
-    """Begins to write the 64 rows of dk or dv in a place of dq."""
-    store(tiles, keys_at, result_place(shared, PLACE, TYPE, DIM).reshape((1, 1, 64, DIM)))
+def _store_result(tiles, keys_at, shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
+    """Begins to write the 64 rows of dk or dv that consumer `NUMBER` has handed over."""
+    store(tiles, keys_at, result_place(shared, NUMBER, TYPE, DIM).reshape((1, 1, 64, DIM)))

@@ -203,7 +203,7 @@ def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr):
 @gluon.jit
 def _hand_over(dq, shared, step, PLAN: gl.constexpr):
     """Puts a piece of dq into place 1, for the warp that adds it to memory."""
-    hardware_barrier("sync", DQ_EMPTY + 2, 160)
+    hardware_barrier("sync", DQ_EMPTY + 1, 160)
     shared.dq.index(1).store(in_register_order(dq))
     fence_async_shared()
     hardware_barrier_of("arrive", DQ_FULL + 2, step % PLAN.writers, 160)

@@ -26,7 +26,7 @@ def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: 
     shared = shared_places(memory, PLAN)
     if NUMBER == 0:  # at first all places are empty
         hardware_barrier("arrive", DQ_EMPTY, 160)
-        hardware_barrier("arrive", DQ_EMPTY + 2, 160)
+        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
     done = 0
     taken = 0
     turn = next_turn(shared, taken, 1)
@@ -46,25 +46,25 @@ def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: 
                 tile = ahead
                 ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T, PLAN)
                 rank = 0
+                reached = 0
                 if PLAN.ordered:
                     rank = gl.load(ranks + tile)
-                    while gl.load(counters + tile, volatile=True) < rank:
-                        pass
+                    reached = gl.load(counters + tile, volatile=True)
                 to = (first + tile) * PIECES * 16
                 for piece in gl.static_range(PIECES // 2):
                     hardware_barrier("sync", DQ_FULL + 2 + NUMBER, 160)
+                    if piece == 0:
+                        while reached < rank:
+                            reached = gl.load(counters + tile, volatile=True)
                     add_piece(tiles.dq, to + (PIECES - PIECES // 2 + piece) * 16, shared.dq.index(1), rank, PLAN)
+                    tma.store_wait(0)
+                    hardware_barrier("arrive", DQ_EMPTY + 1, 160)
                     if piece == 0:
                         hardware_barrier("sync", DQ_FULL + NUMBER, 160)
                         add_piece(tiles.dq, to, shared.dq.index(0), rank, PLAN)
                         add_piece(tiles.dq, to + 16, shared.dq.index(2), rank, PLAN)
-                        tma.store_wait(2)
-                        hardware_barrier("arrive", DQ_EMPTY + 2, 160)
                         tma.store_wait(0)
                         hardware_barrier("arrive", DQ_EMPTY, 160)
-                    else:
-                        tma.store_wait(0)
-                        hardware_barrier("arrive", DQ_EMPTY + 2, 160)
                 if PLAN.ordered:
                     wait_for_additions(0)
                     gl.atomic_add(counters + tile, 1, sem="release")
