@@ -54,13 +54,13 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
 
 def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
     """The least number of heads whose turns must run side by side: with fewer, turns of one head wait for others."""
-    q_tiles = -(-constants.q_length // plan.q_tile)
+    q_tiles = -(-constants.q_length // plan.q_tile) * constants.group
     return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
 
 
 def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many heads have turns side by side where turns wait for each other."""
-    q_tiles = -(-constants.q_length // plan.q_tile)
+    q_tiles = -(-constants.q_length // plan.q_tile) * constants.group
     return max(_least_heads(constants, plan), min(_TOGETHER_IN_ORDER, -(-_LONG * PROGRAMS // q_tiles)))
 
 

@@ -56,6 +56,31 @@ def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
         return Steps(visited, visited.before, whole, after)
 
 
+@gluon.constexpr_function
+def heads_inside(F):
+    """Whether a turn visits a tile of all heads of its group before the next tile, or all tiles of a head first.
+
+    Turns of one key head visit different numbers of tiles. With all tiles of a head first, they would soon be at
+    different heads, and share no tiles in the cache. But options that depend on the head are read once for each head.
+    """
+    return not (F.slopes or F.dropout or F.masks)
+
+
+@gluon.jit
+def after_step(step, member, count, F: gl.constexpr):
+    """What follows a step of a turn with `count` tiles: the number of its tile, and that of its head in the group.
+
+    After the last step it is the first one again.
+    """
+    if F.group == 1:
+        return gl.where(step + 1 < count, step + 1, 0), member
+    elif heads_inside(F):
+        step = gl.where(member + 1 < F.group, step, step + 1)
+        return gl.where(step < count, step, 0), gl.where(member + 1 < F.group, member + 1, 0)
+    else:
+        return gl.where(step + 1 < count, step + 1, 0), gl.where(step + 1 < count, member, member + 1)
+
+
 @gluon.jit
 def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile of a step; after the last step, an arbitrary number."""

@@ -51,13 +51,13 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        whole = got_number(at(shared.whole, taken % 2), 4)
+        whole = F.group * got_number(at(shared.whole, taken % 2), 4)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         if PLAN.masked:
-            before = got_number(at(shared.before, taken % 2), 4)
-            after = got_number(at(shared.after, taken % 2), 4)
+            before = F.group * got_number(at(shared.before, taken % 2), 4)
+            after = F.group * got_number(at(shared.after, taken % 2), 4)
             # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
-            for part in range(0, 2 * F.group):
+            for part in range(0, 2):
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
                     dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, True, SUMS)
@@ -66,7 +66,7 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
                     dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         else:
             first = done
-            done += F.group * whole
+            done += whole
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
