@@ -129,7 +129,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     )
     shared = shared_places(memory, PLAN)
     _begin(shared.turn_full, 2, 1)
-    _begin(shared.turn_empty, 2, 2 + PLAN.writers)
+    _begin(shared.turn_empty, 2, 4)
     _begin(shared.kv_empty, 1, 2)
     _begin(shared.q_full, PLAN.stages, 1)
     _begin(shared.dout_full, PLAN.dout_stages, 1)

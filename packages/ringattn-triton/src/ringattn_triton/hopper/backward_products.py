@@ -86,7 +86,7 @@ def compute_gradients(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
-    INSIDE: gl.constexpr = heads_inside(F)
+    INSIDE: gl.constexpr = heads_inside(F, PLAN)
     HEADS: gl.constexpr = 1 if INSIDE else F.group
     TIMES: gl.constexpr = F.group if INSIDE else 1
     RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
@@ -232,7 +232,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
-    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % 2, 160)
 
 
 @gluon.jit
@@ -241,7 +241,7 @@ def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: 
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
-    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % 2, 160)
 
 
 @gluon.jit

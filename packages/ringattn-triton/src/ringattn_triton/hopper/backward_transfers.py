@@ -98,7 +98,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         for number in range(0, F.group * count):
             head = kv_head * F.group + member
             tile = ahead
-            step, member = after_step(step, member, count, F)
+            step, member = after_step(step, member, count, F, PLAN)
             ahead = tile_at(steps, step, T, PLAN)
             begins = number == 0
             place = done % PLAN.stages
@@ -167,9 +167,10 @@ def add_dq(
 ):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
-    Writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that have added
-    to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the counter
-    when its addition has reached memory. That takes about as long as a step: one writer alone would hold consumers up.
+    The two writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that
+    have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
+    counter when its addition has reached memory. That takes about as long as a step: one writer alone would hold
+    consumers up. The release is needed: without it, bits differed in 5 of 20 runs (`benchmarks/NOTES.md`).
 
     No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
     the other. So a turn waits only for turns that a running program has begun, and the lowest turn that is not done
@@ -195,26 +196,29 @@ def add_dq(
         member = 0
         start = (done + NUMBER) % 2
         if start == 1:
-            step, member = after_step(step, member, count, F)
+            step, member = after_step(step, member, count, F, PLAN)
         ahead = tile_at(steps, step, T, PLAN)
         for _ in range(start, F.group * count, 2):
             tile = ahead
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = turns.counters + 1 + first
-            step, member = after_step(step, member, count, F)
-            step, member = after_step(step, member, count, F)
+            step, member = after_step(step, member, count, F, PLAN)
+            step, member = after_step(step, member, count, F, PLAN)
             ahead = tile_at(steps, step, T, PLAN)
             rank = 0
             reached = 0
             if PLAN.ordered:
                 rank = gl.load(ranks + tile)
                 reached = gl.load(counters + tile, volatile=True)
+                for half in gl.static_range(2):
+                    hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                fence_async_shared()
+                while reached < rank:
+                    reached = gl.load(counters + tile, volatile=True)
             for half in gl.static_range(2):
-                hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
-            fence_async_shared()
-            while reached < rank:
-                reached = gl.load(counters + tile, volatile=True)
-            for half in gl.static_range(2):
+                if not PLAN.ordered:
+                    hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                    fence_async_shared()
                 add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
             for half in gl.static_range(2):
                 tma.store_wait(1 - half)
@@ -229,7 +233,7 @@ def add_dq(
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                 fence_async_shared()
-                if done % PLAN.writers == NUMBER:
+                if done % 2 == NUMBER:
                     _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
                 else:
                     _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)

@@ -41,14 +41,14 @@ def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: 
         member = 0
         start = (done + NUMBER) % 2
         if start == 1:
-            step, member = after_step(step, member, count, F)
+            step, member = after_step(step, member, count, F, PLAN)
         ahead = tile_at(steps, step, T, PLAN)
         for _ in range(start, F.group * count, 2):
             tile = ahead
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = turns.counters + 1 + first
-            step, member = after_step(step, member, count, F)
-            step, member = after_step(step, member, count, F)
+            step, member = after_step(step, member, count, F, PLAN)
+            step, member = after_step(step, member, count, F, PLAN)
             ahead = tile_at(steps, step, T, PLAN)
             rank = 0
             reached = 0
