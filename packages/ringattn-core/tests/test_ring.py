@@ -202,6 +202,15 @@ def test_the_tie_keeps_every_bit_of_a_float(bits: int):
     assert (jax.lax.bitcast_convert_type(tied, jnp.uint32) == jnp.uint32(bits)).all()
 
 
+@pytest.mark.parametrize("tie", [ordering.tie, ordering.tie_on_cpu])
+def test_a_number_may_wait_for_an_array_that_varies_over_the_mesh(tie: Any):
+    """On a mesh with `check_vma` the number then counts as varying too, on every platform."""
+    waiting = jax.shard_map(
+        lambda token: tie(jnp.int32(7), token)[None], mesh=mesh_of(4), in_specs=P("sp"), out_specs=P("sp")
+    )
+    assert (jax.jit(waiting)(jnp.ones(8)) == 7).all()
+
+
 def test_float32_is_exact_whatever_precision_jax_is_set_to():
     """Otherwise JAX's default precision would decide how exact a matrix product is on a GPU."""
     q, k, v = arrays(16)

@@ -4,16 +4,19 @@
 XLA is free to run all sends first, which needs memory for every shard at once and hides no transfer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from .varying import align, axes_of
+
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
-    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=_by_barrier)
+    return _either(x, token, _by_barrier)
 
 
 def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
@@ -35,7 +38,12 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """
-    return jax.lax.platform_dependent(x, token, cpu=_by_bits, default=lambda x, _: x)
+    return _either(x, token, lambda x, _: x)
+
+
+def _either(x: jax.Array, token: jax.Array, elsewhere: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """`_by_bits` on CPU, `elsewhere` on other platforms. Either result varies over the mesh axes of both arrays."""
+    return jax.lax.platform_dependent(align(x, axes_of(x, token)), token, cpu=_by_bits, default=elsewhere)
 
 
 def zeros(shape: tuple[int, ...], token: Shaped[Array, "*t"]) -> Float32[Array, "..."]:
