@@ -236,7 +236,7 @@ def precision(argument: str, x: Any, _: Sizes) -> str | None:
     if x is None:
         return None
     name = x.name.lower() if isinstance(x, jax.lax.Precision) else x
-    if name not in PRECISIONS:
+    if not isinstance(name, str) or name not in PRECISIONS:
         known = ", ".join(repr(p) for p in PRECISIONS)
         raise InputError(argument, f"got {x!r}", f"Known precisions: None, {known}, jax.lax.Precision")
     return name

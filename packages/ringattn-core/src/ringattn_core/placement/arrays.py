@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ..errors import InputError
+from ..errors import InputError, in_one_line
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -41,7 +41,7 @@ def as_array(argument: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            argument, f"{type(x).__name__} is not an array ({error})", "Pass what jnp.asarray accepts"
+            argument, f"{type(x).__name__} is not an array ({in_one_line(error)})", "Pass what jnp.asarray accepts"
         ) from error
 
 
