@@ -104,6 +104,8 @@ def _moved(call: Call, name: str, axis: str, ranks: int) -> jax.Array | None:
     if heads is not None and tokens is not None:
         return _exchanged(x, tokens, heads, call.layout, axis, ranks)
     if tokens is not None:
+        if name == "bias":  # each rank adds the gradient of its own heads: in float32, and rounds once
+            x = x.astype(jnp.float32)
         whole = jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
         return of_neighbours(whole, call.layout, ranks, tokens)
     if heads is not None:

@@ -74,7 +74,8 @@ class Trial:
 def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
     """Makes the trial of `problem` on `device`. Equal problems get equal inputs."""
     with jax.default_device(device):
-        ring, call, location = engine.prepared(kernel, _inputs(problem), (problem.ranks - 1, problem.ranks))
+        call = _inputs(problem)
+        ring, location = engine.prepared(kernel, call, (problem.ranks - 1, problem.ranks))
         signs = ring.plan.signs
         direction = split(signs, call, location)[0]
         kv = direction.call.key, direction.call.value
