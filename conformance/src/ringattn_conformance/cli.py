@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from ringattn_core.errors import in_one_line
 
 from . import badge, comparison, run_options
 from .collection import SUITE
@@ -42,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.command(given)
     except (ValueError, OSError) as error:
         parser.exit(UNUSABLE, f"{parser.prog}: {error}\n")
+    except (LookupError, TypeError, AttributeError) as error:
+        if given.command is run:
+            raise
+        parser.exit(UNUSABLE, f"{parser.prog}: a report is damaged ({in_one_line(error)}). Run the suite again\n")
 
 
 def run(given: argparse.Namespace) -> int:
