@@ -4,7 +4,8 @@
 A factor is an option or a property of a call, and its levels are the values that are tried. A mixture has one level of
 every factor. A cover is a set of mixtures in which any two levels that the contract allows together, and any three
 masks, occur together at least once; the first cover leaves out pairs that compile slowly. Later covers draw other
-mixtures, so that more triples of options occur.
+mixtures, so that more triples of options occur, and have every option in every dtype on a ring of one, for which a
+kernel may have code of its own.
 """
 
 import dataclasses
@@ -85,6 +86,7 @@ FIRST_PARTNERS: Final = {"two ways": ("dtype", "layout", "heads"), "ring": ("dty
 LENGTH: Final = 60
 LATER_LENGTHS: Final = 4
 """By what factor sequences of later covers are longer, so that a rank has several tiles and may skip some."""
+RING_OF_ONE: Final = FACTORS["ring"].index({"ring": 1})
 CHEAPEST_FIRST: Final = ("ring", "two ways")
 """Factors whose first level compiles fastest: it is chosen if other levels would meet no more targets."""
 MOST_MASKS: Final = 4
@@ -121,7 +123,7 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
         if not all(allowed.values()):
             break
         draw = random.Random(SEED + cover)
-        missing = sorted(_targets(allowed), key=sorted)
+        missing = sorted(_targets(allowed) | (_on_one_rank(allowed) if cover else set()), key=sorted)
         if cover == 0:
             missing = [target for target in missing if _compiles_fast(dict(target))]
         while missing:
@@ -190,6 +192,15 @@ def _targets(allowed: Mapping[str, Iterable[int]]) -> set[Target]:
     }
 
 
+def _on_one_rank(allowed: Mapping[str, list[int]]) -> set[Target]:
+    """The triples of a ring of one, a dtype, and an option that is on."""
+    on = [(factor, levels[1]) for factor, levels in allowed.items() if len(levels) > 1]
+    every = (
+        frozenset((("ring", RING_OF_ONE), ("dtype", dtype), option)) for dtype in allowed["dtype"] for option in on
+    )
+    return {one for one in every if RING_OF_ONE in allowed["ring"] and len(dict(one)) == 3 and _possible(dict(one))}
+
+
 def _compiles_fast(target: Choice) -> bool:
     return all(target.keys() <= {factor, *FIRST_PARTNERS[factor]} for factor in FIRST_PARTNERS if target.get(factor))
 
@@ -225,7 +236,10 @@ def _filled(
 
 
 def _met(choice: Choice, missing: frozenset[Target]) -> frozenset[Target]:
-    """The missing targets that the choice has: pairs of levels, and triples of masks."""
+    """The missing targets that the choice has: pairs of levels, triples of masks, and those of a ring of one."""
     masks = [(factor, choice[factor]) for factor in MASKS if choice.get(factor)]
     sets = itertools.chain(itertools.combinations(choice.items(), 2), itertools.combinations(masks, 3))
+    if choice["ring"] == RING_OF_ONE:
+        place = (("ring", RING_OF_ONE), ("dtype", choice["dtype"]))
+        sets = itertools.chain(sets, ((*place, option) for option in choice.items()))
     return frozenset(map(frozenset, sets)) & missing
