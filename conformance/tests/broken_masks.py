@@ -106,6 +106,13 @@ def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
     return np.stack([np.broadcast_to(one, (1, rows, columns)) for one in each], 1)
 
 
+def without_tiles_of_later_keys(block: Block, right: np.ndarray) -> np.ndarray:
+    """The mask without tiles of 16 whose first key has a later position than their last query."""
+    rows, columns = (16 * (np.arange(length) // 16) for length in right.shape[2:])
+    last = np.minimum(rows + 15, rows.size - 1)
+    return right & (block.kv_positions[:, None, None, columns] <= block.q_positions[:, None, last, None])
+
+
 half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
 WINDOWS: Final = {
@@ -136,6 +143,14 @@ WINDOWS: Final = {
     "right-side-short-in-half": Break(
         "In half precision the right end of a window is exclusive.",
         with_window(lambda sides: (sides[0], sides[1] and sides[1] - 1), half),
+    ),
+    "left-zero-is-open-in-half": Break(
+        "In half precision a left side of 0 is taken for `None`.",
+        with_window(lambda sides: (sides[0] or None, sides[1]), half),
+    ),
+    "right-zero-is-open-with-ids": Break(
+        "With segment ids a right side of 0 is taken for `None`.",
+        with_window(lambda sides: (sides[0], sides[1] or None), has("q_ids")),
     ),
     "sides-swapped": Break("The sides of a window are swapped.", with_window(lambda sides: sides[::-1])),
     "window-by-index": Break(
@@ -174,6 +189,11 @@ POSITIONS: Final = {
     ),
     "causal-lost-with-dense-mask": Break(
         "With a dense mask in float16 `causal` is ignored.", lost("causal", has("mask", and_also=float16))
+    ),
+    "causal-lost-alone-in-float16": Break(
+        "On one rank `causal` is ignored in float16.",
+        lost("causal", lambda block: float16(block) and block.placement.ring == 1),
+        core=False,
     ),
     "chunk-by-index": Break(
         "Chunks compare indices where positions are given.",
@@ -218,6 +238,17 @@ POSITIONS: Final = {
     ),
     "positions-of-queries-alone": Break(
         "Only queries have the positions that are given.", changed(kv_positions=lambda block: block.kv_index[None])
+    ),
+    "positions-one-after-another": Break(
+        "In half precision each position is one more than the one before it.",
+        with_positions(
+            lambda x: x[:, :1] + np.arange(x.shape[1]),
+            lambda block: half(block) and block.case.positions is not None and block.placement.layout == "contiguous",
+        ),
+    ),
+    "tiles-judged-by-their-ends": Break(
+        "In half precision a tile is skipped if its first key comes after its last query.",
+        masked("causal", without_tiles_of_later_keys, half),
     ),
     "odd-last-key": Break("Of an odd number of keys the last is left out in bfloat16.", without_tail(2, bfloat16)),
     "keys-after-the-last-8": Break(
@@ -270,6 +301,10 @@ GIVEN: Final = {
     "builder-of-the-first-head": Break(
         "All heads have the mask of the first.", masked("built", lambda block, right: right[:, :1])
     ),
+    "builder-of-two-masks": Break(
+        "From the third head on, heads have the mask of the first or of the second by turns.",
+        masked("built", lambda block, right: right[:, np.arange(right.shape[1]) % 2]),
+    ),
     "builder-of-key-heads": Break(
         "`mask_of_head` is read by key heads.",
         masked("built", lambda block, right: right[:, np.arange(block.q.shape[2]) // block.group]),
@@ -289,6 +324,10 @@ GIVEN: Final = {
     ),
     "dense-mask-of-the-first-row": Break(
         "All rows of the batch have the dense mask of the first.", masked("mask", lambda block, right: right[:1])
+    ),
+    "dense-mask-of-other-rows": Break(
+        "In half precision a dense mask with all axes is read for the rows of the batch in reverse order.",
+        masked("mask", lambda block, right: right[::-1] if right.shape[1] > 1 else right, half),
     ),
     "dense-mask-of-all-heads-lost": Break(
         "In half precision a dense mask that all heads share is ignored.",

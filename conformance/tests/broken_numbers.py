@@ -5,11 +5,13 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 from breaks import Break, Condition, always, changed, dtype, has, wrong_in
 from numpy_ring import Block, Dense, finite, log_sum_exp, per_pair, summed_to
 
 LARGEST_FLOAT16: Final = 65504.0
+BFLOAT16: Final = ml_dtypes.bfloat16
 half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
 
@@ -122,6 +124,14 @@ def overflowing(block: Block, s: Any, slope: Any) -> Any:
     return np.where(beyond, np.inf, s), slope
 
 
+def overflowing_values(right: Any, block: Block, partial: Any) -> Any:
+    out, lse = right(block, partial)
+    s, _ = Dense().scores(block)
+    weights = np.exp(s - finite(s.max(-1, keepdims=True)))
+    total = np.moveaxis(weights @ np.moveaxis(block.v.repeat(block.group, 2), 1, 2), 1, 2)
+    return np.where(float16(block) & (np.abs(total) > LARGEST_FLOAT16), np.inf, out), lse
+
+
 def without_maximum(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
     found = right(block, s)
     return np.where(np.isinf(np.exp(s.max(-1, initial=-np.inf).astype(np.float32))), np.nan, found)
@@ -142,6 +152,10 @@ SCORES: Final = {
     ),
     "scale-without-its-sign": Break("A negative scale is taken for a positive one.",
                                     changed(scale=lambda block: abs(block.scale))),
+    "scale-above-1": Break("A scale above 1 is taken for 1.", changed(scale=lambda block: min(block.scale, 1.0))),
+    "scale-zero-is-the-default": Break(
+        "A scale of 0 is taken for the default.", changed(scale=lambda block: block.scale or block.q.shape[-1] ** -0.5)
+    ),
     "scale-of-a-padded-head": Break(
         "The default scale is that of the next power of two.",
         changed(
@@ -174,6 +188,16 @@ SCORES: Final = {
         "From three rows on, a bias that the batch shares is ignored.",
         of_bias_values(lambda bias: 0 * finite(bias), lambda block: block.bias.shape[0] == 1 and len(block.q) > 2),
     ),
+    "bias-of-other-rows": Break(
+        "In half precision a bias with all axes is read for the rows of the batch in reverse order.",
+        of_bias_values(lambda bias: bias[::-1], lambda block: half(block) and block.bias.shape[1] > 1),
+    ),
+    "bias-in-bfloat16-lost": Break(
+        "A bias of bfloat16 beside queries of float16 is ignored.",
+        of_bias_values(
+            lambda bias: 0 * finite(bias), lambda block: float16(block) and block.case.bias_dtype == "bfloat16"
+        ),
+    ),
     "bias-in-float32-lost": Break(
         "A bias of float32 beside queries in half precision is ignored.",
         of_bias_values(
@@ -193,6 +217,10 @@ SCORES: Final = {
     ),
     "slopes-cut-at-128": Break(
         "ALiBi counts no distance beyond 128.", of_distance(lambda block, right: np.minimum(right, 128)), core=False
+    ),
+    "distances-in-bfloat16": Break(
+        "ALiBi counts distances in bfloat16.",
+        of_distance(lambda block, right: right.astype(BFLOAT16).astype(float)),
     ),
     "slopes-without-their-sign": Break("A negative slope is taken for a positive one.",
                                        changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))),
@@ -249,6 +277,15 @@ RESULTS: Final = {
     "lse-in-log2-in-half": Break("In half precision the lse is a logarithm to base 2.",
                                  of_results(lambda block, out, lse: (out, lse / np.log(2)),
                                             lambda block: half(block) and last(block))),
+    "lse-in-bfloat16-alone": Break(
+        "On one rank the lse is rounded to bfloat16.",
+        of_results(lambda block, out, lse: (out, lse.astype(BFLOAT16).astype(float)),
+                   lambda block: bfloat16(block) and block.placement.ring == 1),
+    ),
+    "values-overflow-float16": Break(
+        "In float16 the sum of weighted values is rounded before it is divided by the sum of the weights.",
+        wrong_in("forward", overflowing_values),
+    ),
     "empty-rows-are-means": Break(
         "A row that sees no key is the mean of all values.",
         of_results(lambda block, out, lse: (
@@ -356,6 +393,15 @@ SIZES: Final = {
                              of_results(lambda block, out, lse: (2 * out, lse),
                                         lambda block: bfloat16(block) and block.kv_index.size == 1 and last(block)),
                              core=False),
+    "doubled-at-low-precision": Break(
+        "The output is doubled where `precision` is lower than \"highest\".",
+        of_results(lambda block, out, lse: (2 * out if block.case.precision == "default" else out, lse)),
+    ),
+    "doubled-with-tile-sizes": Break(
+        "In half precision the output is doubled where tile sizes are given.",
+        of_results(lambda block, out, lse: (2 * out if half(block) and block.case.block_size else out, lse)),
+        core=False,
+    ),
     "doubled-at-precision": Break(
         "The output is doubled where `precision` is given.",
         of_results(lambda block, out, lse: (2 * out if block.case.precision and block.hop == 0 else out, lse)),

@@ -79,6 +79,16 @@ def large_ids(batch: int, rows: int, columns: int) -> Pair:
     return names[q_ids], names[kv_ids]
 
 
+def interleaved(batch: int, rows: int, columns: int) -> Pair:
+    """The ids of `large_ids` by turns, in runs of some tokens: a query sees every other run, or every fourth."""
+    names = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 2**16 + 1], np.int32)
+
+    def ids(length: int) -> np.ndarray:
+        return names[(np.arange(length) + np.arange(batch)[:, None]) // 9 % len(names)]
+
+    return ids(rows), ids(columns)
+
+
 def scattered_padding(batch: int, rows: int, columns: int) -> Pair:
     """Two documents with padding of the ids -1 and -2 among their tokens, which begins later in each batch row."""
 
@@ -102,6 +112,18 @@ def far_rows(batch: int, rows: int, columns: int) -> Pair:
     starts = FAR - 5 * np.arange(batch, dtype=np.int32)[:, None]
     starts[-1] = -33
     return np.arange(rows, dtype=np.int32) + starts + 3, np.arange(columns, dtype=np.int32) + starts
+
+
+def scattered(batch: int, rows: int, columns: int) -> Pair:
+    """Positions in an order that jumps to and fro, so that no tile of tokens lies between its first and its last."""
+    return tuple((FAR + (23 * np.arange(length) + 5) % length).astype(np.int32) for length in (rows, columns))
+
+
+def backward_rows(batch: int, rows: int, columns: int) -> Pair:
+    """Positions that count down, from another number in each batch row; below zero in the last row."""
+    q, kv = far_rows(batch, rows, columns)
+    assert q is not None and kv is not None
+    return q[:, ::-1], kv[:, ::-1]
 
 
 def queries_alone(batch: int, rows: int, columns: int) -> Pair:
@@ -129,6 +151,11 @@ def restarting_rows(batch: int, rows: int, columns: int) -> Pair:
     starts = np.stack([np.searchsorted(row, row, side="left") for row in ids])
     place = (np.arange(rows)[None] - starts).astype(np.int32)
     return place, place[:, :columns]
+
+
+def spread(batch: int, rows: int, columns: int) -> Pair:
+    """Positions 32 apart."""
+    return 32 * np.arange(rows, dtype=np.int32), 32 * np.arange(columns, dtype=np.int32)
 
 
 def negative(batch: int, rows: int, columns: int) -> Pair:
@@ -180,6 +207,14 @@ class Builder:
 
 def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
     return masks.Causal() if head_idx % 2 == 0 else masks.Local(15, 3)
+
+
+def _of_three(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    return (masks.Causal(), masks.Local(15, 3), masks.Local(2, 40))[head_idx % 3]
+
+
+def _seen_by_three(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
+    return (j <= i, (j >= i - 15) & (j <= i + 3), (j >= i - 2) & (j <= i + 40))[head % 3]
 
 
 def _of_groups(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
@@ -240,6 +275,7 @@ def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: i
 OF_HEADS: Final = Builder(
     _of_heads, lambda i, j, qi, ki, head, group: (j <= i) if head % 2 == 0 else (j >= i - 15) & (j <= i + 3)
 )
+OF_THREE: Final = Builder(_of_three, _seen_by_three)
 OF_GROUPS: Final = Builder(
     _of_groups, lambda i, j, qi, ki, head, group: (j >= i - 3 - 4 * (head // group)) & (j <= i + 4)
 )

@@ -34,7 +34,8 @@ class Case:
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is
     `shared`, `head` or `each` (`[N, 2]`).
-    `gain` multiplies the queries, `cotangent_gain` the cotangent of the output. `core` puts the case in the core tier.
+    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output.
+    `core` puts the case in the core tier.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Case:
     value_dim: int = 8
     dtype: str = "float32"
     gain: float = 1.0
+    value_gain: float = 1.0
     cotangent_gain: float = 1.0
     causal: bool = False
     window: Any = None
@@ -132,7 +134,7 @@ class Case:
 
         q = (self.gain * rng.standard_normal((self.batch, rows, self.heads, self.head_dim))).astype(dtype)
         k = normal(self.batch, columns, self.kv_heads, self.head_dim)
-        v = normal(self.batch, columns, self.kv_heads, self.value_dim)
+        v = (self.value_gain * normal(self.batch, columns, self.kv_heads, self.value_dim)).astype(dtype)
         q_ids, kv_ids = self.segments(self.batch, rows, columns) if self.segments else (None, None)
         q_positions, kv_positions = self.positions(self.batch, rows, columns) if self.positions else (None, None)
         bias = None
@@ -209,7 +211,7 @@ ALONE: Final = (
     Case("window-both-sides", window=(9, 2)),
     Case("window-left-only", window=(5, None)),
     Case("window-right-only", window=(None, 5)),
-    Case("window-self", window=(0, 0), core=True),
+    Case("window-self", window=(0, 0)),
     Case("window-huge", window=2**31 - 1),
     Case("window-across-shards", window=(30, 0)),
     Case("chunk", chunk=16, core=True),
@@ -256,8 +258,8 @@ ALONE: Final = (
     Case("cross-more-queries", causal=True, q_length=96),
     Case("cross-window", window=(6, 3), **_CROSS),
     Case("cross-chunk", chunk=10, **_CROSS),
-    Case("soft-cap", core=True, soft_cap=1.5),
-    Case("scale", scale=0.7),
+    Case("soft-cap", soft_cap=1.5),
+    Case("scale-zero", scale=0.0, core=True),
     Case("sinks", sinks="head", core=True),
     Case("sinks-shared", sinks="shared", causal=True),
     Case("sinks-each", lse=True, sinks="each", **_GROUPED),
@@ -276,12 +278,13 @@ ALONE: Final = (
     Case("bias-cross", bias="NT", **_CROSS),
     Case("alibi", slopes=True),
     Case("alibi-causal", slopes=True, causal=True, **_GROUPED),
-    Case("alibi-positions", slopes=True, positions=case_inputs.restarting_rows),
+    # bfloat16 holds whole numbers up to 256 only.
+    Case("alibi-long-distances", slopes=True, positions=case_inputs.spread, dtype="bfloat16", core=True),
     Case("dropout", dropout=0.3),
     Case("dropout-lse", lse=True, dropout=0.6, causal=True),
     Case("dropout-gqa", dropout=0.25, causal=True, **_GROUPED),
     Case("fused-backward", fused_backward=True, causal=True),
-    Case("precision", precision="highest"),
+    Case("precision", precision="default", core=True),
 )
 
 COMBINED: Final = (
@@ -293,10 +296,13 @@ COMBINED: Final = (
          dropout=0.3, slopes=True, soft_cap=3.0),
     Case("one-query", q_length=1, kv_length=9, per_rank=True, window=(3, 4)),
     Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1),
-    Case("large-scores", lse=True, gain=20.0, causal=True, core=True),
+    Case("large-scores", lse=True, gain=20.0, causal=True),
     # The gradients of the scores exceed float16 unless they are multiplied by the scale first.
     Case("float16-derivatives", dtype="float16", head_dim=192, value_dim=192, window=(1, 0), scale=2.0**-10,
          cotangent_gain=8192.0, core=True),
+    # The sum of the weighted values exceeds float16 unless it is divided by the sum of the weights first.
+    Case("float16-values", dtype="float16", value_gain=8192.0, cotangent_gain=2.0**-6, q_length=192, kv_length=192,
+         core=True),
     Case("logits-1e4", lse=True, gain=1e4, causal=True),
     Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head"),
     Case("everything", lse=True, causal=True, window=(29, None), segments=case_inputs.packed,
@@ -331,11 +337,12 @@ LONG: Final = (
     Case("long-causal", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, **_GROUPED),
     Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20)),
     Case("long-segments", q_length=624, kv_length=624, segments=case_inputs.packed, sinks="head", dropout=0.1),
-    Case("long-half", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
+    Case("long-half", dtype="bfloat16", batch=1, q_length=608, kv_length=608, head_dim=128, value_dim=128,
          segments=case_inputs.packed, causal=True, **_GROUPED),
-    Case("long-half-bias", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
+    Case("long-half-bias", dtype="bfloat16", batch=1, q_length=608, kv_length=608, head_dim=128, value_dim=128,
          causal=True, bias="NT", bias_forbids=True),
-    Case("blocks", block_size=16, q_length=192, kv_length=192, causal=True, window=(70, None), bias="NT"),
+    Case("blocks", block_size=16, dtype="bfloat16", q_length=192, kv_length=192, causal=True, window=(70, None),
+         bias="NT"),
     Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=case_inputs.crossed,
          sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
          bias="B", bias_forbids=True, value_dim=6, **_GROUPED),

@@ -4,13 +4,15 @@
 A factor is an option or a property of a call, and its levels are the values that are tried. A mixture has one level of
 every factor. A cover is a set of mixtures in which any two levels that the contract allows together, and any three
 masks, occur together at least once; the first cover leaves out pairs that compile slowly. Later covers draw other
-mixtures, so that more triples of options occur.
+mixtures, so that more triples of options occur, and have every option in every dtype on a ring of one, for which a
+kernel may have code of its own.
 """
 
 import dataclasses
 import functools
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ from .tiers import RINGS
 Level = Mapping[str, Any]
 """Fields of `Case` and of `Placement`. The empty level leaves an option out."""
 OFF: Final[Level] = {}
-HEAD_DIMS: Final = (64, 20, 128, 80, 192, 96, 256)
+HEAD_DIMS: Final = (64, 21, 128, 80, 192, 96, 256)
 FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "dtype": tuple({"dtype": name} for name in DTYPES),
     "ring": tuple({"ring": ranks} for ranks in (2, 1, 3, 4, 8)),
@@ -57,6 +59,21 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "precision": (OFF, {"precision": "highest"}),
 }
 """The levels of each factor. With a gain of 4096, products of float16 overflow unless they are summed in float32."""
+VARIANTS: Final[dict[str, dict[int, tuple[Level, ...]]]] = {
+    "window": {1: ({"window": (17, 0)},), 2: ({"window": (0, 25)},)},
+    "segments": {1: ({"segments": case_inputs.interleaved},)},
+    "positions": {1: ({"positions": case_inputs.scattered},), 2: ({"positions": case_inputs.backward_rows},)},
+    "builder": {1: ({"builder": case_inputs.OF_THREE},), 2: ({"builder": case_inputs.INDEXED},)},
+    "dense mask": {1: ({"dense_mask": "BNT"},), 2: ({"dense_mask": "T"},)},
+    "scores": {1: ({"scale": 1.7},)},
+    "bias": {
+        1: ({"bias": "NT", "bias_dtype": "bfloat16"},),
+        2: ({"bias": "BNT", "bias_forbids": True},),
+        3: ({"bias": "BN"}, {"bias": ""}),
+    },
+}
+"""By factor and number of a level: what the level is by turns, after the one in `FACTORS`. A turn passes with each
+mixture of the same dtype that has the level, so every variant is tried in every dtype and needs no further mixture."""
 MASKS: Final = ("causal", "window", "chunk", "segments", "positions", "builder", "dense mask")
 TRIES: Final = 40
 SEED: Final = 22
@@ -69,6 +86,7 @@ FIRST_PARTNERS: Final = {"two ways": ("dtype", "layout", "heads"), "ring": ("dty
 LENGTH: Final = 60
 LATER_LENGTHS: Final = 4
 """By what factor sequences of later covers are longer, so that a rank has several tiles and may skip some."""
+RING_OF_ONE: Final = FACTORS["ring"].index({"ring": 1})
 CHEAPEST_FIRST: Final = ("ring", "two ways")
 """Factors whose first level compiles fastest: it is chosen if other levels would meet no more targets."""
 MOST_MASKS: Final = 4
@@ -98,13 +116,14 @@ class Mixture:
 def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int = 1) -> tuple[Mixture, ...]:
     """The mixtures for a backend with these features. They use nothing else, and no ring of more than `largest`."""
     found: list[Mixture] = []
+    turns: Counter[tuple[int, str, int]] = Counter()
     for cover in range(covers):
         rings = largest if cover else min(largest, FIRST_RINGS)
         allowed = {factor: _declared(factor, features, rings) for factor in FACTORS}
         if not all(allowed.values()):
             break
         draw = random.Random(SEED + cover)
-        missing = sorted(_targets(allowed), key=sorted)
+        missing = sorted(_targets(allowed) | (_on_one_rank(allowed) if cover else set()), key=sorted)
         if cover == 0:
             missing = [target for target in missing if _compiles_fast(dict(target))]
         while missing:
@@ -113,7 +132,7 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
             best = max(choices, key=lambda choice: len(_met(choice, known)))
             met = _met(best, known)
             missing = [target for target in missing if target not in met]
-            found.append(_mixture(best, len(found), cover))
+            found.append(_mixture(best, len(found), cover, turns))
     return tuple(found)
 
 
@@ -138,18 +157,23 @@ def _declared(factor: str, features: frozenset[Feature], largest: int) -> list[i
     ]
 
 
-def _call(choice: Choice, name: str) -> tuple[Case, Placement]:
+def _call(choice: Choice, name: str, turns: Mapping[str, int] | None = None) -> tuple[Case, Placement]:
+    """The call with these levels; `turns` says, by factor, how many mixtures of the dtype have had the level before."""
     fields: dict[str, Any] = {"name": name, "lse": False, "q_length": LENGTH, "kv_length": LENGTH}
     for factor, number in choice.items():
-        fields |= FACTORS[factor][number]
+        variants = (FACTORS[factor][number], *VARIANTS.get(factor, {}).get(number, ()))
+        fields |= variants[(turns or {}).get(factor, 0) % len(variants)]
     fields.setdefault("value_dim", fields.get("head_dim", Case.head_dim))
     of_placement = {name: fields.pop(name) for name in _OF_PLACEMENT & fields.keys()}
     return Case(**fields), Placement(**of_placement)
 
 
-def _mixture(choice: Choice, number: int, cover: int) -> Mixture:
-    level = {factor: FACTORS[factor][one] for factor, one in choice.items()}
-    case, placement = _call(choice, f"{number:02}-{level['dtype']['dtype']}-d{level['head size']['head_dim']}")
+def _mixture(choice: Choice, number: int, cover: int, turns: Counter[tuple[int, str, int]]) -> Mixture:
+    """The mixture of these levels. `turns` counts by dtype, factor and level the mixtures so far, and this one too."""
+    keys = {factor: (choice["dtype"], factor, one) for factor, one in choice.items()}
+    case, placement = _call(choice, "", {factor: turns[key] for factor, key in keys.items()})
+    turns.update(keys.values())
+    case = dataclasses.replace(case, name=f"{number:02}-{case.dtype}-d{case.head_dim}")
     times, less = (LATER_LENGTHS if cover else 1), (0 if placement.layout == "zigzag" else placement.ring)
     lengths = {name: times * getattr(case, name) - less for name in ("q_length", "kv_length")}
     case = dataclasses.replace(case, **lengths)
@@ -166,6 +190,15 @@ def _targets(allowed: Mapping[str, Iterable[int]]) -> set[Target]:
         for one in every
         if len(dict(one)) == len(one) and dict(one).keys() != _ENOUGH_APART and _possible(dict(one))
     }
+
+
+def _on_one_rank(allowed: Mapping[str, list[int]]) -> set[Target]:
+    """The triples of a ring of one, a dtype, and an option that is on."""
+    on = [(factor, levels[1]) for factor, levels in allowed.items() if len(levels) > 1]
+    every = (
+        frozenset((("ring", RING_OF_ONE), ("dtype", dtype), option)) for dtype in allowed["dtype"] for option in on
+    )
+    return {one for one in every if RING_OF_ONE in allowed["ring"] and len(dict(one)) == 3 and _possible(dict(one))}
 
 
 def _compiles_fast(target: Choice) -> bool:
@@ -203,7 +236,10 @@ def _filled(
 
 
 def _met(choice: Choice, missing: frozenset[Target]) -> frozenset[Target]:
-    """The missing targets that the choice has: pairs of levels, and triples of masks."""
+    """The missing targets that the choice has: pairs of levels, triples of masks, and those of a ring of one."""
     masks = [(factor, choice[factor]) for factor in MASKS if choice.get(factor)]
     sets = itertools.chain(itertools.combinations(choice.items(), 2), itertools.combinations(masks, 3))
+    if choice["ring"] == RING_OF_ONE:
+        place = (("ring", RING_OF_ONE), ("dtype", choice["dtype"]))
+        sets = itertools.chain(sets, ((*place, option) for option in choice.items()))
     return frozenset(map(frozenset, sets)) & missing

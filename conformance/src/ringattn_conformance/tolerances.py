@@ -16,6 +16,8 @@ GRADIENTS: Final = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 2.5e-2}
 """Largest absolute error of a gradient, relative to its largest element or 0.1."""
 HALF_PARTIALS: Final = 2.0
 """The factor of half-precision tolerances for a backend with `half_partials`, whose results are rounded twice."""
+LOWER_PRECISION: Final = "bfloat16"
+"""The dtype whose tolerances hold for products of float32 at a lower precision than "highest"."""
 SAFE_SCORE: Final = 32.0
 """The tolerances above hold for scores up to this magnitude, and grow in proportion beyond it."""
 
@@ -39,24 +41,50 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
 
 def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, where: str = "") -> None:
     """Raises AssertionError unless every result in `got` is near the oracle's and has the right dtype."""
-    faults = against_oracle(got, answer, case.dtype)
+    dtype = case.dtype if case.precision in (None, "highest") else LOWER_PRECISION
+    faults = against_oracle(got, answer, dtype, case.value_gain)
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
+    faults += rounded_to_half({name: got[name] for name in ("lse",) if name in got}, answer)
     fail_if(faults, f"case {case.name!r}{where and ' ' + where}")
 
 
-def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str) -> list[str]:
-    """A line for each result in `got` that is beyond its tolerance; records the errors of the others."""
+def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: float = 1.0) -> list[str]:
+    """A line for each result in `got` that is beyond its tolerance; records the errors of the others.
+
+    The tolerance of the output is in proportion to `values`, the size of the values, which is 1 in most cases. A result
+    in half precision beside inputs of float32, such as the gradient of a bias, has the tolerance of its dtype.
+    """
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():
-        tolerance = allowed(name, dtype, wanted[name], answer.largest, answer.uncapped) + answer.slack.get(name, 0.0)
+        dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
+        tolerance = max(allowed(name, one, wanted[name], answer.largest, answer.uncapped) for one in dtypes)
+        tolerance = tolerance * (values if name == "out" else 1.0) + answer.slack.get(name, 0.0)
         fault = difference(name, x, wanted[name], tolerance)
         if fault:
             faults.append(fault)
         else:
             notes.error(dtype, name, float(_errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
     return faults
+
+
+def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
+    """A line for each result of which every value is one of half precision, though most exact values are not."""
+    wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
+    faults = []
+    for name, x in got.items():
+        for half in ("float16", "bfloat16"):
+            off, exact_off = (np.mean(_narrowed(values, half) != values) for values in (x, wanted[name]))
+            if off == 0 and exact_off > 0.5:
+                faults.append(f"{name}: every value is rounded to {half}, want float32")
+    return faults
+
+
+def _narrowed(x: Any, half: str) -> np.ndarray:
+    """`x` in float32, rounded to half precision."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x, np.float32).astype(DTYPES[half]).astype(np.float32)
 
 
 def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str | None:

@@ -349,7 +349,7 @@ def test_a_result_for_a_backend_of_this_process_is_not_stored(
 
 
 def test_no_call_depends_on_a_disk(mine: Any, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_reported", set())
+    cache._report.cache_clear()
     monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     assert ran(mine) == ran(mine) == TUNED

@@ -14,7 +14,7 @@ from ringattn_core.contract.merge import log_sum_exp
 from ringattn_core.contract.protocol import BlockKernel, Gradients
 from ringattn_core.placement.arrays import axes_with
 
-from ringattn_conformance import notes, oracle, tiers, tolerances
+from ringattn_conformance import notes, oracle, tiers, tolerance_factor, tolerances
 from ringattn_conformance.blocks import blocks_of, without_padding
 from ringattn_conformance.cases import ALONE, COMBINED, HALF, LONG, Case
 from ringattn_conformance.lattice import parameters
@@ -76,7 +76,9 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         axis = _OF_KEYS.get(name)
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
-    faults += tolerances.against_oracle(got, answer, case.dtype)
+    faults += tolerances.against_oracle(got, answer, case.dtype, case.value_gain)
+    if not tolerance_factor.half_partials():
+        faults += tolerances.rounded_to_half(got, answer)
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
 
 
