@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
-"""How dq of heads of more than 128 is added to memory: one warp for each of the two consumers that compute it."""
+"""How dq of heads of more than 128 is added to memory: two warps take the steps in turn."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,10 +16,10 @@ from .hardware_barriers import hardware_barrier
 
 @gluon.jit
 def add_wide_dq(NUMBER: gl.constexpr, memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """Adds the pieces of both consumers to memory, of every other step, in order or not: as `add_dq`.
+    """Adds the pieces of dq of both consumers to memory, in every other step. Its order is that of `add_dq`.
 
-    The first consumer hands over its two pieces together, in the places 0 and 2. The other has one or two, one after
-    the other in place 1.
+    The first consumer hands over its two pieces together, in places 0 and 2. The other hands over one or two pieces,
+    one after the other, in place 1.
     """
     Q_TILES: gl.constexpr = T.columns
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
