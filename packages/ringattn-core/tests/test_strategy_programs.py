@@ -91,6 +91,7 @@ def test_gradients_in_bfloat16_are_added_over_ranks_in_float32(
     added = re.findall(r":(\w+)\[[^]]*\] = (?:psum|reduce_scatter)\w*\[", program)
     assert set(added) == {"f32"}
 
+
 @pytest.mark.parametrize(("strategy", "sizes", "forward", "both"), SENT, ids=str)
 def test_the_compiled_program_has_only_the_collectives_of_the_strategy(
     strategy: str, sizes: dict[str, int], forward: dict[str, int], both: dict[str, int]
