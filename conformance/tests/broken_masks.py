@@ -220,7 +220,6 @@ POSITIONS: Final = {
     "chunk-lost-with-ids": Break(
         "With segment ids in bfloat16 the chunk is ignored.",
         lost("chunk", has("q_ids", and_also=bfloat16)),
-        core=False,
     ),
     "positions-of-16-bits": Break(
         "Positions have 16 bits.", with_positions(lambda x: x.astype(np.int16).astype(np.int64))

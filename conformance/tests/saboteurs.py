@@ -8,289 +8,13 @@ import contextlib
 import dataclasses
 from typing import Any, Final
 
-import jax
-import jax.numpy as jnp
+import broken_kernels as broken
 import pytest
-from reference_kernels import Dense, Gathered, Gathering
+from reference_kernels import Dense, Gathering
 from ringattn_conformance import tiers
 from ringattn_conformance.lattice import points
-from ringattn_core import Backend, Block, Feature, Gradients, Partial, Support
+from ringattn_core import Backend, Feature, Support
 from ringattn_core.backends.discovery import registered
-
-
-class CausalLostUnderGrad(Dense):
-    """The backward pass forgets the causal mask."""
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_with_rule(block, causal=False), *arrays)
-
-
-class StaleKeys(Gathering):
-    """At the second hop a rank still works on the keys of the first."""
-
-    def prepare(self, gathered: Gathered) -> Gathered:
-        block, ranks = gathered.block, gathered.ranks
-        axis = block.kv.ndim - 3
-        shards = block.kv.reshape(*block.kv.shape[:axis], ranks, -1, *block.kv.shape[axis + 1 :])
-        own = jax.lax.dynamic_index_in_dim(shards, gathered.rank, axis, keepdims=False)
-        stale = jax.lax.dynamic_update_index_in_dim(shards, own, (gathered.rank - 1) % ranks, axis)
-        return dataclasses.replace(gathered, block=dataclasses.replace(block, kv=stale.reshape(block.kv.shape)))
-
-
-class LogTwo(Gathering):
-    """The lse comes back as a logarithm to base 2."""
-
-    def finish(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return out, lse / jnp.log(2.0)
-
-
-class NarrowLse(Dense):
-    """The lse is bfloat16 from hop to hop."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        found = super().forward(block, partial)
-        return dataclasses.replace(found, lse=_narrow(found.lse))
-
-
-class NarrowOut(Dense):
-    """The partial output is rounded to the input's dtype at every hop."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        found = super().forward(block, partial)
-        return dataclasses.replace(found, out=found.out.astype(block.q.dtype).astype(jnp.float32))
-
-
-class Swapped(Dense):
-    """dk and dv change places."""
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        found = super().backward(block, *arrays)
-        return dataclasses.replace(found, dk=found.dv, dv=found.dk) if found.dk.shape == found.dv.shape else found
-
-
-class SinksEveryHop(Gathering):
-    """The sinks enter the denominator once a hop."""
-
-    def prepare(self, gathered: Gathered) -> Gathered:
-        if gathered.sinks is None:
-            return gathered
-        return dataclasses.replace(gathered, sinks=gathered.sinks + jnp.log(float(gathered.ranks)))
-
-
-class SegmentsNotRotated(Gathering):
-    """Keys of all ranks are judged by the segment ids of the own shard."""
-
-    def prepare(self, gathered: Gathered) -> Gathered:
-        block, ranks = gathered.block, gathered.ranks
-        if block.kv_segments is None:
-            return gathered
-        shards = block.kv_segments.reshape(block.kv_segments.shape[0], ranks, -1)
-        own = jax.lax.dynamic_index_in_dim(shards, gathered.rank, 1, keepdims=False)
-        return dataclasses.replace(gathered, block=dataclasses.replace(block, kv_segments=jnp.tile(own, (1, ranks))))
-
-
-class MeanOfGroup(Dense):
-    """dk and dv of a key head are the mean over its query heads, not the sum."""
-
-    def grouped(self, x: jax.Array, block: Block) -> jax.Array:
-        return super().grouped(x, block) / block.group
-
-
-class NanInEmptyRows(Dense):
-    """A row that sees nothing is 0 divided by 0."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        found = super().forward(block, partial)
-        empty = jnp.isneginf(found.lse)
-        return dataclasses.replace(found, out=jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out))
-
-
-class PaddingNotCleaned(Dense):
-    """Padding holds NaN when the kernel reads it, as if core had not put zeros there."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_nan_in_padding(block), partial)
-
-
-class PaddingSeen(Dense):
-    """Padding sees padding: a negative id is an id like any other."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_ids_of_padding(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_with_ids_of_padding(block), *arrays)
-
-
-class LseCountedFromZero(Dense):
-    """The lse of rows of hugely negative scores is counted from 0, and rounded to what float32 has there."""
-
-    def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
-        return Partial(out, largest + lse)
-
-
-class ShiftIgnoredUnderGrad(Dense):
-    """The backward pass counts every lse from 0."""
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(dataclasses.replace(block, shift=None), *arrays)
-
-
-class WindowOffByOne(Dense):
-    """The left end of a window is exclusive."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(self._narrowed(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(self._narrowed(block), *arrays)
-
-    def _narrowed(self, block: Block) -> Block:
-        left, right = block.rule.window or (None, None)
-        return _with_rule(block, window=(left - 1, right)) if left else block
-
-
-class PositionsRestart(Gathering):
-    """Positions count from 0 on every shard."""
-
-    def prepare(self, gathered: Gathered) -> Gathered:
-        block = gathered.block
-        each = block.kv_length // gathered.ranks
-        return dataclasses.replace(
-            gathered,
-            block=dataclasses.replace(
-                block,
-                q_positions=jnp.arange(block.q_length)[None],
-                kv_positions=(jnp.arange(block.kv_length) % each)[None],
-            ),
-        )
-
-
-class LocalDropout(Dense):
-    """Dropout counts queries from the start of the shard."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_local(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_local(block), *arrays)
-
-
-class OtherDropoutInHalf(Dense):
-    """Dropout draws other bits for narrow numbers."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_other_seed_in_half(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_other_seed_in_half(block), *arrays)
-
-
-class BiasGradientDropped(Dense):
-    """The bias has no gradient."""
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        found = super().backward(block, *arrays)
-        return found if found.dbias is None else dataclasses.replace(found, dbias=jnp.zeros_like(found.dbias))
-
-
-class LastHopMissing(Gathering):
-    """The keys of the next rank, which arrive last, are never seen."""
-
-    def prepare(self, gathered: Gathered) -> Gathered:
-        if gathered.ranks == 1:
-            return gathered
-        block = gathered.block
-        there = (gathered.origin() != (gathered.rank + 1) % gathered.ranks)[None, None, None, :]
-        mask = there if block.mask is None else block.mask & there
-        mask = jnp.broadcast_to(mask, (*mask.shape[:2], block.q_length, block.kv_length))
-        return dataclasses.replace(gathered, block=dataclasses.replace(block, mask=mask))
-
-
-class NanHidden(Dense):
-    """NaN in keys and values counts as zero."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(dataclasses.replace(block, kv=jax.tree.map(jnp.nan_to_num, block.kv)), partial)
-
-
-class SoftCapIgnored(Dense):
-    """The soft cap is ignored, silently."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_rule(block, soft_cap=None), partial)
-
-
-class HalfPrecisionProducts(Dense):
-    """Products of float32 are made in bfloat16."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        narrow = dataclasses.replace(block, q=_narrow(block.q), kv=jax.tree.map(_narrow, block.kv))
-        return super().forward(narrow, partial)
-
-
-class PositionsOfTheFirstRow(Dense):
-    """All batch rows have the positions of the first."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_positions_of_first_row(block), partial)
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(_positions_of_first_row(block), *arrays)
-
-
-class AtMostAsManyQueries(Dense):
-    """Queries beyond the number of keys see no key."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        found = super().forward(block, partial)
-        beyond = jnp.arange(block.q_length) >= block.kv_length
-        out = jnp.where(beyond[:, None, None], 0.0, found.out)
-        return dataclasses.replace(found, out=out, lse=jnp.where(beyond, -jnp.inf, found.lse))
-
-
-class OneQueryAfterAnother(Dense):
-    """Every query is one position after the query before it."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        counted = block.q_positions[:, :1] + jnp.arange(block.q_length, dtype=jnp.int32)
-        return super().forward(dataclasses.replace(block, q_positions=counted), partial)
-
-
-def _positions_of_first_row(block: Block) -> Block:
-    return dataclasses.replace(block, q_positions=block.q_positions[:1])
-
-
-def _with_rule(block: Block, **changes: Any) -> Block:
-    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, **changes))
-
-
-def _other_seed_in_half(block: Block) -> Block:
-    if block.seed is None or block.q.dtype == jnp.float32:
-        return block
-    return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
-
-
-def _with_nan_in_padding(block: Block) -> Block:
-    if block.kv_segments is None:
-        return block
-    padding = (block.kv_segments < 0)[..., None, None]
-    return dataclasses.replace(block, kv=jax.tree.map(lambda x: jnp.where(padding, jnp.nan, x), block.kv))
-
-
-def _with_ids_of_padding(block: Block) -> Block:
-    if block.q_segments is None or block.kv_segments is None:
-        return block
-    q_ids, kv_ids = (jnp.where(ids < 0, 99, ids) for ids in (block.q_segments, block.kv_segments))
-    return dataclasses.replace(block, q_segments=q_ids, kv_segments=kv_ids)
-
-
-def _local(block: Block) -> Block:
-    return dataclasses.replace(block, q_index=jnp.arange(block.q_length, dtype=jnp.int32)[None])
-
-
-def _narrow(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,35 +47,43 @@ _HALF_BITS: Final = "test_dropout::test_they_are_the_same_in_half_precision[{}-4
 _OFFSET: Final = "test_inference::test_an_offset_places_queries_in_a_longer_sequence[{}-plain]"
 _PREFILL: Final = "test_inference::test_prefill_that_sends_the_queries[{}-plain]"
 _DECODE: Final = "test_inference::test_decoding_from_a_cache[{}-%s]"
+_MESH: Final = "test_transforms::test_a_mesh_that_splits_batch_and_heads_too[{}-ring2-contiguous-data2-heads2]"
+_VMAP: Final = "test_transforms::test_one_more_axis_by_vmap[{}-vmap-of-grad]"
 _PLAIN: Final = _point("causal")
 
 SABOTEURS: Final[dict[str, Sabotage]] = {
-    "causal-lost-under-grad": Sabotage(CausalLostUnderGrad(), (_PLAIN,), _SEEN % "causal"),
-    "stale-keys": Sabotage(StaleKeys(), (_point("gqa"),), _BITS % "ring1-contiguous"),
-    "lse-in-log2": Sabotage(LogTwo(), (_point("segments-padding"),), _PLAIN),
-    "lse-in-bfloat16": Sabotage(NarrowLse(), (_PLAIN,), _SEEN % "causal"),
-    "out-rounded-at-every-hop": Sabotage(NarrowOut(), (_RMS,), _PLAIN),
-    "dk-dv-swapped": Sabotage(Swapped(), (_PLAIN,), _SEEN % "causal"),
-    "sinks-at-every-hop": Sabotage(SinksEveryHop(), (_point("sinks"),), _PLAIN),
-    "segments-not-rotated": Sabotage(SegmentsNotRotated(), (_point("segments"), _SEEN % "segments"), _PLAIN),
-    "mean-over-the-group": Sabotage(MeanOfGroup(), (_point("gqa"),), _PLAIN),
-    "nan-in-empty-rows": Sabotage(NanInEmptyRows(), (_point("segments-unseen-rank"),), _PLAIN),
-    "padding-not-cleaned": Sabotage(PaddingNotCleaned(), (_PADDING % "garbage",), _PLAIN),
-    "padding-sees-padding": Sabotage(PaddingSeen(), (_PADDING % "garbage",), _PLAIN),
-    "lse-counted-from-zero": Sabotage(LseCountedFromZero(), (_HUGE % "rows-ring8",), _PLAIN),
-    "shift-ignored-under-grad": Sabotage(ShiftIgnoredUnderGrad(), (_HUGE % "rows-ring1",), _PLAIN),
-    "window-off-by-one": Sabotage(WindowOffByOne(), (_SEEN % "window", _point("window")), _PLAIN),
-    "positions-restart": Sabotage(PositionsRestart(), (_SEEN % "causal",), _point("gqa")),
-    "dropout-by-local-index": Sabotage(LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),
-    "other-dropout-in-half": Sabotage(OtherDropoutInHalf(), (_HALF_BITS,), _BITS % "ring1-contiguous"),
-    "bias-gradient-dropped": Sabotage(BiasGradientDropped(), (_point("bias"),), _PLAIN),
-    "last-hop-missing": Sabotage(LastHopMissing(), (_point("gqa"),), _BITS % "ring1-contiguous"),
-    "nan-hidden": Sabotage(NanHidden(), (_NAN % "k-nan",), _PLAIN),
-    "soft-cap-ignored": Sabotage(SoftCapIgnored(), (_point("soft-cap"),), _PLAIN),
-    "positions-of-the-first-row": Sabotage(PositionsOfTheFirstRow(), (_OFFSET,), _PLAIN),
-    "at-most-as-many-queries": Sabotage(AtMostAsManyQueries(), (_PREFILL,), _PLAIN),
-    "one-query-after-another": Sabotage(OneQueryAfterAnother(), (_DECODE % "3-plain",), _DECODE % "1-heads-alike"),
-    "products-in-bfloat16": Sabotage(HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
+    "causal-lost-under-grad": Sabotage(broken.CausalLostUnderGrad(), (_PLAIN,), _SEEN % "causal"),
+    "stale-keys": Sabotage(broken.StaleKeys(), (_point("gqa"),), _BITS % "ring1-contiguous"),
+    "lse-in-log2": Sabotage(broken.LogTwo(), (_point("segments-padding"),), _PLAIN),
+    "lse-in-bfloat16": Sabotage(broken.NarrowLse(), (_PLAIN,), _SEEN % "causal"),
+    "out-rounded-at-every-hop": Sabotage(broken.NarrowOut(), (_RMS,), _PLAIN),
+    "dk-dv-swapped": Sabotage(broken.Swapped(), (_PLAIN,), _SEEN % "causal"),
+    "sinks-at-every-hop": Sabotage(broken.SinksEveryHop(), (_point("sinks"),), _PLAIN),
+    "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"), _SEEN % "segments"), _PLAIN),
+    "mean-over-the-group": Sabotage(broken.MeanOfGroup(), (_point("gqa"),), _PLAIN),
+    "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-rank"),), _PLAIN),
+    "padding-not-cleaned": Sabotage(broken.PaddingNotCleaned(), (_PADDING % "garbage",), _PLAIN),
+    "padding-sees-padding": Sabotage(broken.PaddingSeen(), (_PADDING % "garbage",), _PLAIN),
+    "lse-counted-from-zero": Sabotage(broken.LseCountedFromZero(), (_HUGE % "rows-ring8",), _PLAIN),
+    "shift-ignored-under-grad": Sabotage(broken.ShiftIgnoredUnderGrad(), (_HUGE % "rows-ring1",), _PLAIN),
+    "window-off-by-one": Sabotage(broken.WindowOffByOne(), (_SEEN % "window", _point("window")), _PLAIN),
+    "positions-restart": Sabotage(broken.PositionsRestart(), (_SEEN % "causal",), _point("gqa")),
+    "dropout-by-local-index": Sabotage(broken.LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),
+    "other-dropout-in-half": Sabotage(broken.OtherDropoutInHalf(), (_HALF_BITS,), _BITS % "ring1-contiguous"),
+    "bias-gradient-dropped": Sabotage(broken.BiasGradientDropped(), (_point("bias"),), _PLAIN),
+    "last-hop-missing": Sabotage(broken.LastHopMissing(), (_point("gqa"),), _BITS % "ring1-contiguous"),
+    "nan-hidden": Sabotage(broken.NanHidden(), (_NAN % "k-nan",), _PLAIN),
+    "soft-cap-ignored": Sabotage(broken.SoftCapIgnored(), (_point("soft-cap"),), _PLAIN),
+    "positions-of-the-first-row": Sabotage(broken.PositionsOfTheFirstRow(), (_OFFSET,), _PLAIN),
+    "at-most-as-many-queries": Sabotage(broken.AtMostAsManyQueries(), (_PREFILL,), _PLAIN),
+    "one-query-after-another": Sabotage(
+        broken.OneQueryAfterAnother(), (_DECODE % "3-plain",), _DECODE % "1-heads-alike"
+    ),
+    "dq-rounded-at-every-hop": Sabotage(broken.NarrowDq(), (_BLOCK % "dropout-of-few-keys-float16",), _PLAIN),
+    "masked-by-a-low-number": Sabotage(broken.MaskedByALowNumber(), (_HUGE % "rows-ring2",), _PLAIN),
+    "builder-by-local-head": Sabotage(broken.BuilderByLocalHead(), (_MESH,), _PLAIN),
+    "seed-of-the-first-row": Sabotage(broken.SeedOfTheFirstRow(), (_VMAP,), _PLAIN),
+    "products-in-bfloat16": Sabotage(broken.HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
 }
 REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gathering()}
 

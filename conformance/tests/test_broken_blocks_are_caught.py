@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from breaks import Break
 from broken_masks import GIVEN, IDS, POSITIONS, WINDOWS
-from broken_numbers import DROPOUT, RESULTS, SCORES, SIZES
+from broken_numbers import DROPOUT, RESULTS, SCORES
+from broken_sizes import SIZES
 from numpy_ring import Dense, run
 from ringattn_conformance import tiers, tolerances
 from ringattn_conformance.cases import Case

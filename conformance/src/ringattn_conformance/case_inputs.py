@@ -154,8 +154,8 @@ def restarting_rows(batch: int, rows: int, columns: int) -> Pair:
 
 
 def spread(batch: int, rows: int, columns: int) -> Pair:
-    """Positions 32 apart."""
-    return 32 * np.arange(rows, dtype=np.int32), 32 * np.arange(columns, dtype=np.int32)
+    """Positions 101 apart, whose distances half precision cannot hold."""
+    return 101 * np.arange(rows, dtype=np.int32), 101 * np.arange(columns, dtype=np.int32)
 
 
 def negative(batch: int, rows: int, columns: int) -> Pair:

@@ -2,6 +2,7 @@
 """Under JAX's transformations and in meshes of several axes the numbers stay the same."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -142,10 +143,10 @@ def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, number: i
 
 
 def _examples(backend: str) -> list[Placed]:
-    """Two calls that differ in their arrays and share the sinks."""
+    """Two calls that differ in their arrays and seeds and share the sinks."""
     one = place(SHARED, Placement(2), backend)
     other = place(dataclasses.replace(SHARED, name="shared-too"), Placement(2), backend)
-    problem = dataclasses.replace(other.inputs.problem, sinks=one.inputs.problem.sinks)
+    problem = dataclasses.replace(other.inputs.problem, sinks=one.inputs.problem.sinks, seed=7)
     return [one, dataclasses.replace(other, inputs=dataclasses.replace(other.inputs, problem=problem))]
 
 
@@ -153,18 +154,18 @@ def _per_example(order: str, examples: list[Placed]) -> Arrays:
     """The gradients of both examples in one program; of the sinks for each, or already summed."""
     first = examples[0]
     operands = {n: jnp.stack([one.operands[n] for one in examples]) for n in first.operands if n != "sinks"}
+    fixed = {n: jnp.stack([one.fixed[n] for one in examples]) for n in first.fixed}
     axes = dict.fromkeys(operands, 0) | {"sinks": None}
     cotangents = tuple(jnp.stack(pair) for pair in zip(*(one.cotangents for one in examples), strict=True))
 
-    def gradients(operands: Arrays, cotangents: tuple[jax.Array, ...], function: Any) -> Arrays:
-        return jax.vjp(lambda x: function(x, first.fixed), operands)[1](cotangents)[0]
+    def gradients(function: Any, operands: Arrays, fixed: Arrays, cotangents: tuple[jax.Array, ...]) -> Arrays:
+        return jax.vjp(lambda x: function(x, fixed), operands)[1](cotangents)[0]
 
     if order == "vmap-of-grad":
-        found = jax.vmap(lambda x, c: gradients(x, c, first.everywhere()), (axes, 0))
+        found = jax.vmap(functools.partial(gradients, first.everywhere()), (axes, 0, 0))
     else:
-        mapped = jax.vmap(first.everywhere(), (axes, None))
-        found = lambda x, c: gradients(x, c, mapped)  # noqa: E731
-    return jax.jit(found)(operands | {"sinks": first.operands["sinks"]}, cotangents)
+        found = functools.partial(gradients, jax.vmap(first.everywhere(), (axes, 0)))
+    return jax.jit(found)(operands | {"sinks": first.operands["sinks"]}, fixed, cotangents)
 
 
 @tiers.mark(tiers.CORE, "vmap-of-grad")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are wrong for some sizes of heads, groups, sequences or tiles only."""
+
+from typing import Any, Final
+
+import numpy as np
+from breaks import Break, changed, wrong_in
+from broken_numbers import bfloat16, cut, half, last, of_results
+from numpy_ring import Block
+
+
+def rows_cut(size: int) -> Any:
+    """Zeros in the rows after the last full tile of this size."""
+
+    def wrong(block: Block, out: np.ndarray, lse: np.ndarray) -> Any:
+        rows = np.arange(block.q_index.size) < block.q_index.size // size * size
+        return (np.where(rows[:, None, None], out, 0) if rows.any() else out), lse
+
+    return wrong
+
+
+SIZES: Final = {
+    "odd-head-size-cut": Break("Of a head size that is no multiple of 8 the rest is left out.",
+                               changed(q=lambda block: cut(block.q, block.q.shape[-1] // 8 * 8))),
+    "large-head-size-cut": Break("Of a head size above 128 the rest is left out.",
+                                 changed(q=lambda block: cut(block.q, 128))),
+    "value-size-cut-at-the-head-size": Break("Of a value size above the head size the rest is left out.",
+                                             changed(v=lambda block: cut(block.v, block.q.shape[-1]))),
+    "other-value-size-cut-at-64": Break(
+        "Of a value size that is not the head size what is beyond 64 is left out.",
+        changed(lambda block: block.v.shape[-1] != block.q.shape[-1], v=lambda block: cut(block.v, 64)),
+    ),
+    "heads-mixed-up": Break(
+        "From five query heads on, each reads the keys of its neighbour.",
+        wrong_in("of_heads", lambda right, block, x: np.roll(right(block, x), 1, 2) if block.q.shape[2] > 4
+                 else right(block, x)),
+    ),
+    "groups-interleaved": Break(
+        "From three key heads on, query head `n` reads key head `n % K`.",
+        wrong_in("of_heads", lambda right, block, x: np.tile(x, (1, 1, block.group, 1)) if x.shape[2] > 2
+                 else right(block, x)),
+    ),
+    "one-key-head-mixed-up": Break(
+        "With one key head for more than four query heads, heads come out in reverse order.",
+        of_results(lambda block, out, lse: (out[:, :, ::-1], lse),
+                   lambda block: block.k.shape[2] == 1 and block.group > 4),
+    ),
+    "heads-beyond-8": Break("Query heads from the ninth on are zero.",
+                            of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 8).swapaxes(2, 3), lse))),
+    "rows-beyond-4": Break("Rows of the batch from the fifth on are zero.",
+                           of_results(lambda block, out, lse: (cut(out.swapaxes(0, 3), 4).swapaxes(0, 3), lse))),
+    "queries-after-the-last-8": Break(
+        "Queries after the last multiple of 8 are zero in half precision.", of_results(rows_cut(8), half)
+    ),
+    "one-query-in-half": Break(
+        "A single query in half precision reads the keys of another group.",
+        of_results(lambda block, out, lse: (out[:, :, ::-1], lse),
+                   lambda block: half(block) and block.q_index.size == 1),
+    ),
+    "one-key-in-half": Break("The output of blocks of one key is doubled in bfloat16.",
+                             of_results(lambda block, out, lse: (2 * out, lse),
+                                        lambda block: bfloat16(block) and block.kv_index.size == 1 and last(block)),
+                             core=False),
+    "doubled-at-low-precision": Break(
+        "The output is doubled where `precision` is lower than \"highest\".",
+        of_results(lambda block, out, lse: (2 * out if block.case.precision == "default" else out, lse)),
+    ),
+    "doubled-at-precision": Break(
+        "The output is doubled where `precision` is given.",
+        of_results(lambda block, out, lse: (2 * out if block.case.precision and block.hop == 0 else out, lse)),
+    ),
+}  # fmt: skip
