@@ -12,12 +12,12 @@ that share a row. So the sign bits of the bytes, shifted by g, are those of two 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language._core import builtin
+from triton.language.core import inline_asm_elementwise, int32
 
 from ..kernels.dropout import half_of, philox
 from ..kernels.tokens import first_counter, unsigned
-from .handover import k_empty, leave, turn_empty, v_empty, wait_until_left
-from .pipeline import got, next_turn, of_turn
+from .pipeline import got
 from .schedules import CONSUMER_ROWS
 from .softmax import of_words
 
@@ -47,81 +47,75 @@ def _of_draws():
 
 
 @gluon.jit
-def draw(shared, P, F: gl.constexpr, S: gl.constexpr):
-    """Draws for every tile that the consumers take, in the same order."""
-    CONSUMERS: gl.constexpr = S[0]
-    KV_TILE: gl.constexpr = S[1]
-    STAGES: gl.constexpr = S[2]
-    TILE: gl.constexpr = CONSUMERS * CONSUMER_ROWS
-    done = 0
-    taken = 0
-    row = next_turn(shared, done)
-    while row >= 0:
-        batch = of_turn(shared, done, 1)
-        head = of_turn(shared, done, 2)
-        tiles = of_turn(shared, done, 3) + of_turn(shared, done, 4)
-        leave(turn_empty(S) + done % 2, S)
-        key = gl.load(P.dropout_keys + (batch * F.heads + head))
-        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, TILE)
-        for _ in range(0, tiles):
-            place = taken % STAGES
-            mbarrier.wait(shared.k_full.index(place), (taken // STAGES) & 1)
-            tile = got(shared.tiles.index(place))
-            leave(k_empty(S) + place, S)
-            if S[11] & 8:
-                word = gl.full([CONSUMER_ROWS // 2, 4], -1, gl.int32, of_bits()) - tile
-                words = (word, word, word, word, word, word)
-            elif counter < 0:
-                words = _apart(P, batch, row, tile, key, F, CONSUMERS, KV_TILE)
-            else:
-                words = _together(P, batch, counter, tile, key, F, CONSUMERS, KV_TILE)
-            # The words of a place have been read when its values have: a consumer takes these later.
-            if taken >= STAGES:
-                wait_until_left(v_empty(S) + place, S)
-            for number in gl.static_range(2 * CONSUMERS):
-                shared.bits.index(place * 2 * CONSUMERS + number).store(words[number])
-            mbarrier.arrive(shared.bits_full.index(place), count=1)
-            taken += 1
-        done += 1
-        row = next_turn(shared, done)
+def drawn(shared, taken, P, batch, start, counter, key, F: gl.constexpr, S: gl.constexpr):
+    """The two words of a tile, in a consumer whose 64 queries begin at row `start`; without dropout they are 0.
+
+    `counter` is the dropout counter of the first query, or -1 if entries do not share draws.
+    """
+    if F.dropout:
+        if counter < 0:
+            tile = got(shared.tiles.index(taken % S[2]))
+            first, second = _apart(P, batch, start, tile, key, F, S[1])
+        else:
+            of_keys = got(shared.counters.index(taken % S[2]))
+            first, second = _together(counter, of_keys, key, F, S[1], S[11])
+        if S[11] & 32 == 0:
+            first = draws_first(first, second, taken)
+        return first, second
+    else:
+        return 0, 0
+
+
+@builtin
+def draws_first(first, second, step, _semantic=None):
+    """Returns `first`, and keeps the assembler from drawing only after it has waited for the scores.
+
+    It does not place a wait before an earlier barrier instruction. So this adds an arrival that depends on the draws
+    and is never executed, because no `step` is negative.
+    """
+    assembly = (
+        "{ .reg .pred p; .reg .b32 x, y; or.b32 x, $1, $2; shr.s32 y, $3, 31; and.b32 x, x, y; setp.ne.s32 p, x, 0; "
+        "@p bar.arrive 15, 288; mov.b32 $0, $1; }"
+    )
+    arguments = [first, second, step]
+    return inline_asm_elementwise(assembly, "=r,r,r,r", arguments, int32, False, 1, _semantic=_semantic)
 
 
 @gluon.jit
-def _together(P, batch, counter, tile, key, F: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr):
-    """The words of all consumers where four entries share a draw."""
+def _together(counter, of_keys, key, F: gl.constexpr, KV_TILE: gl.constexpr, HOW: gl.constexpr = 0):
+    """The words where four entries share a draw."""
     DRAWS: gl.constexpr = _of_draws()
-    of_keys = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
     columns = gl.arange(0, 8, gl.SliceLayout(0, DRAWS))
-    words = ()
-    for number in gl.static_range(CONSUMERS):
-        rows = number * (CONSUMER_ROWS // 2) + gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, DRAWS))
-        upper = _none()
-        lower = _none()
-        for group in gl.static_range(KV_TILE // 16):
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, DRAWS))
+    upper = _none()
+    lower = _none()
+    for group in gl.static_range(KV_TILE // 16):
+        if HOW & 256:
+            first, second = _philox((counter + rows)[:, None], (of_keys + (columns + group * 8))[None, :], key)
+        else:
             first, second = philox((counter + rows)[:, None], (of_keys + (columns + group * 8))[None, :], key, F)
-            upper = _with_bits(upper, _survives(first, F))
-            lower = _with_bits(lower, _survives(second, F))
-        words += (_word(upper, KV_TILE), _word(lower, KV_TILE))
-    return words
+        upper = _with_bits(upper, _survives(first, F, HOW))
+        lower = _with_bits(lower, _survives(second, F, HOW))
+    return _word(upper, KV_TILE), _word(lower, KV_TILE)
 
 
 @gluon.jit
-def _apart(P, batch, row, tile, key, F: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr):
-    """The words of all consumers where each entry draws for itself, as in a striped shard."""
+def _apart(P, batch, start, tile, key, F: gl.constexpr, KV_TILE: gl.constexpr):
+    """The words where each entry draws for itself, as in a striped shard."""
     DRAWS: gl.constexpr = _of_draws()
     columns = gl.arange(0, 8, gl.SliceLayout(0, DRAWS))
     rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, DRAWS))
     words = ()
-    for number in gl.static_range(2 * CONSUMERS):
-        i = row + number // 2 * CONSUMER_ROWS + (rows >> 3) * 16 + (rows & 7) + number % 2 * 8
+    for number in gl.static_range(2):
+        i = start + (rows >> 3) * 16 + (rows & 7) + number * 8
         q_index = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(i, F.q_length - 1)))[:, None]
         word = _none()
-        for group in gl.static_range(KV_TILE // 16):
+        for group in range(KV_TILE // 16):
             j = tile * KV_TILE + group * 16 + columns
             halves = _own_half(P, batch, q_index, j, key, F) | (_own_half(P, batch, q_index, j + 8, key, F) << 16)
             word = _with_bits(word, _survives(halves, F))
         words += (_word(word, KV_TILE),)
-    return words
+    return words[0], words[1]
 
 
 @gluon.jit
@@ -149,26 +143,30 @@ def _word(bits, KV_TILE: gl.constexpr):
 
 
 @gluon.jit
-def _survives(halves, F: gl.constexpr):
+def _philox(a, b, key):
+    a = a.to(gl.uint32)
+    b = b.to(gl.uint32)
+    for _ in gl.static_range(7):
+        high = gl.inline_asm_elementwise("mul.hi.u32 $0, $1, $2;", "=r,r,r", [a, 0xD256D193], dtype=gl.uint32, is_pure=True, pack=1)
+        low = gl.inline_asm_elementwise("mul.lo.u32 $0, $1, $2;", "=r,r,r", [a, 0xD256D193], dtype=gl.uint32, is_pure=True, pack=1)
+        a = high ^ key ^ b
+        b = low
+        key = key + 0x9E3779B9
+    return a, b
+
+
+@gluon.jit
+def _survives(halves, F: gl.constexpr, HOW: gl.constexpr = 0):
     """For each half of a word 1 where it is not less than the threshold, else 0."""
+    if HOW & 64:
+        LOW: gl.constexpr = F.threshold << 16
+        return gl.where((halves << 16) >= LOW, 1, 0).to(gl.uint32) | gl.where(halves >= LOW, 0x10000, 0).to(gl.uint32)
     LEAST: gl.constexpr = (F.threshold - 1) * 0x10001
     MINUS: gl.constexpr = (0x10000 - (F.threshold - 1)) % 0x10000 * 0x10001
     return gl.inline_asm_elementwise(
         "{.reg .b32 more; max.u16x2 more, $1, $2; add.u16x2 more, more, $3; min.u16x2 $0, more, $4;}", "=r,r,r,r,r",
         [halves, LEAST, MINUS, 0x10001], dtype=gl.uint32, is_pure=True, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def wait_for_bits(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr):
-    """Waits, as a consumer, for the two words of a tile; without dropout they are 0."""
-    if F.dropout:
-        place = taken % S[2]
-        mbarrier.wait(shared.bits_full.index(place), (taken // S[2]) & 1)
-        at = (place * S[0] + NUMBER) * 2
-        return shared.bits.index(at).load(of_bits()), shared.bits.index(at + 1).load(of_bits())
-    else:
-        return 0, 0
 
 
 @gluon.jit
@@ -215,3 +213,13 @@ def _signs(word, WHICH: gl.constexpr):
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [word, WHICH], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr):
+    """The dropout counter of the first of a consumer's queries, or -1 if entries do not share draws; else 0."""
+    if F.dropout:
+        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, S[0] * CONSUMER_ROWS)
+        return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
+    else:
+        return 0

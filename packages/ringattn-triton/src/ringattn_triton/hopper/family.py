@@ -92,7 +92,6 @@ class HopperFamily:
             BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
             STORED=_stored(block, constants, schedule),
             REGISTERS=schedule.registers,
-            DRAWING=schedule.drawing,
             VARIANT=VARIANT,
         )
         return Partial(out, lse, shift if constants.bias else None)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ..kernels.tokens import of_columns, of_head, of_rows
-from .drawing import draw, dropped, wait_for_bits
+from .drawing import counter_of_queries, drawn, dropped
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
 from .order import pass_order, softmax_first, wait_for_order
@@ -33,7 +33,7 @@ def forward(
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr, ORDERED: gl.constexpr, Q_PLACES: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
     SHIFTED: gl.constexpr, BOUNDED: gl.constexpr, STORED: gl.constexpr, REGISTERS: gl.constexpr,
-    DRAWING: gl.constexpr, VARIANT: gl.constexpr,
+    VARIANT: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
@@ -80,13 +80,6 @@ def forward(
     if F.slopes:
         FLOATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         positions = gl.allocate_shared_memory(gl.float32, [STAGES, KV_TILE], FLOATS)
-    bits = queries
-    bits_full = queries
-    if F.dropout:
-        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-        bits = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS * 2, CONSUMER_ROWS // 2, 4], WORDS)
-        bits_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        begin(bits_full, STAGES)
     shared = Shared(
         queries,
         gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
@@ -98,33 +91,21 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
         positions,
-        bits,
-        bits_full,
     )
     begin(shared.q_full, Q_PLACES)
     begin(shared.k_full, STAGES)
     begin(shared.v_full, STAGES)
     begin(shared.turns_full, 2)
     S: gl.constexpr = (
-        CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED, STORED, F.dropout, VARIANT
+        CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED, STORED, 0, VARIANT
     )  # fmt: skip
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)
     tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
     all_turns = T.rows * BATCH * F.heads
-    if CONSUMERS == 2 and F.dropout:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
-                (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
-                (draw, (shared, P, F, S)),
-                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, DRAWING, 24],
-        )
-    elif CONSUMERS == 2:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
@@ -133,18 +114,6 @@ def forward(
             ],
             [4, 1],
             [REGISTERS, 24],
-        )
-    elif F.dropout:
-        gl.warp_specialize(
-            [
-                (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
-                (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
-                (_consume, (2, shared, P, BEFORE, AFTER, F, S)),
-                (draw, (shared, P, F, S)),
-                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, DRAWING, 24],
         )
     else:
         gl.warp_specialize(
@@ -215,9 +184,8 @@ def _consume(
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
         away = of_keys(shared, taken, F, S, SCORES)
-        bits = (0, 0)
-        if S[11] & 1 == 0:
-            bits = wait_for_bits(shared, taken, NUMBER, F, S)
+        counter = counter_of_queries(P, batch, row, NUMBER, F, S)
+        bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
         old_top, old_total = top, total
         top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
         total = in_parts(kept)
@@ -225,8 +193,6 @@ def _consume(
         leave(k_empty(S) + taken % STAGES, S)
         s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
         p, total = weighed(s, base, shrink, total, F, S)
-        if S[11] & 1:
-            bits = wait_for_bits(shared, taken, NUMBER, F, S)
         acc = finished(acc)
         if done > 0:
             leave(v_empty(S) + before, S)
@@ -246,7 +212,7 @@ def _consume(
         taken += 1
         acc, weights, total, top, shrink, taken = _other_steps(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-            from_origin, head, P, batch, F, S, SCORES,
+            from_origin, head, start, counter, P, batch, F, S, SCORES,
         )  # fmt: skip
         if Q_PLACES == 1:
             leave(q_empty(S), S)
@@ -265,7 +231,7 @@ def _consume(
 @gluon.jit
 def _other_steps(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
-    queries, from_origin, head, P, batch, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    queries, from_origin, head, start, counter, P, batch, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """All steps of a turn after its first one."""
     MASKED: gl.constexpr = S[4]
@@ -274,14 +240,14 @@ def _other_steps(
         for _ in range(1, masked):
             acc, weights, total, top, shrink = _continued(
                 acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-                queries, from_origin, head, P, batch, F, True, S, SCORES,
+                queries, from_origin, head, start, counter, P, batch, F, True, S, SCORES,
             )  # fmt: skip
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
         acc, weights, total, top, shrink = _continued(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-            queries, from_origin, head, P, batch, F, False, S, SCORES,
+            queries, from_origin, head, start, counter, P, batch, F, False, S, SCORES,
         )  # fmt: skip
         taken += 1
     return acc, weights, total, top, shrink, taken
@@ -290,7 +256,7 @@ def _other_steps(
 @gluon.jit
 def _continued(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
-    head, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    head, start, counter, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     CONSUMERS: gl.constexpr = S[0]
@@ -315,9 +281,7 @@ def _continued(
     away = 0
     if S[11] & 4 == 0:
         away = of_keys(shared, taken, F, S, SCORES)
-    bits = (0, 0)
-    if S[11] & 1 == 0:
-        bits = wait_for_bits(shared, taken, NUMBER, F, S)
+    bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     leave(k_empty(S) + taken % STAGES, S)
     # A second wait does nothing more, but keeps the assembler from delaying `leave`.
@@ -327,8 +291,6 @@ def _continued(
         away = of_keys(shared, taken, F, S, SCORES)
     s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
     p, total = weighed(s, base, shrink, total, F, S)
-    if S[11] & 1:
-        bits = wait_for_bits(shared, taken, NUMBER, F, S)
     acc = finished(acc)
     leave(v_empty(S) + last % STAGES, S)
     return acc, dropped(packed(p, queries_here.dtype), bits, F, S), total, top, shrink

@@ -39,7 +39,7 @@ def q_empty(S):
 
 @gluon.constexpr_function
 def _threads(S):
-    return 32 + 128 * (S[0] + S[10])
+    return 32 + 128 * S[0]
 
 
 @gluon.jit

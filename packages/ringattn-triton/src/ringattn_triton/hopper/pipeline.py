@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
+from ..kernels.tokens import first_counter
 from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
 from .positions import loaded_of_keys, origin_of
 from .schedules import CONSUMER_ROWS
@@ -39,9 +40,8 @@ class Shared(NamedTuple):
     v_full: Any
     turns: Any
     turns_full: Any
+    counters: Any
     positions: Any
-    bits: Any
-    bits_full: Any
 
 
 @gluon.jit
@@ -192,9 +192,14 @@ def _tile_fetched(
     place = fetched % STAGES
     at = [kv_head, batch * F.kv_length + tile * KV_TILE, 0]
     full = shared.k_full.index(place)
+    counter = 0
+    if F.dropout:
+        counter = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
     away = loaded_of_keys(P, batch, tile, origin, F, KV_TILE)
     if fetched >= STAGES:
         wait_until_left(k_empty(S) + place, S)
+    if F.dropout:
+        _put(shared.counters.index(place), counter)
     if F.slopes:
         shared.positions.index(place).store(away)
     _put(shared.tiles.index(place), tile)

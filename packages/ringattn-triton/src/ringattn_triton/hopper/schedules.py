@@ -26,8 +26,6 @@ class HopperSchedule:
     """Registers of a thread when a program begins."""
     registers: int
     """Registers of a consumer's thread while the program runs. The producer releases its own, so it gets more."""
-    drawing: int = 56
-    """Registers of a drawer's thread, with dropout."""
     q_places: int = 2
     """Places for queries in shared memory: with two, the queries of the next turn are fetched early."""
 
@@ -40,18 +38,15 @@ _FORWARD: Final = {
     (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 160),
     (128, 128, False): HopperSchedule(2, 128, 2, True, 168, 240),
     (128, 128, True): HopperSchedule(3, 64, 3, True, 128, 160),
-    (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, q_places=1),
-    (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, q_places=1),
+    (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, 1),
+    (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, 1),
 }
 """The schedules by head size of keys and of values, rounded up to powers of two, and by whether there is a soft cap."""
 
 
 _DROPOUT: Final = {
-    (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 152, 32),
-    (128, 128, False): HopperSchedule(2, 128, 2, True, 128, 216, 56),
-    (128, 128, True): HopperSchedule(2, 64, 3, False, 128, 216, 56),
-    (256, 128, False): HopperSchedule(2, 64, 3, False, 128, 216, 56, 1),
-    (256, 256, False): HopperSchedule(2, 64, 2, False, 128, 216, 56, 1),
+    (64, 64, False): HopperSchedule(2, 128, 2, True, 168, 240),
+    (128, 128, True): HopperSchedule(2, 64, 3, False, 168, 240),
 }
 _WITH_MORE: Final = {
     (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 160),
@@ -68,5 +63,5 @@ def forward(constants: BlockConstants) -> HopperSchedule | None:
     sizes = constants.padded_head_dim, constants.padded_value_dim, constants.capped
     usual = _FORWARD.get(sizes)
     if constants.dropout:
-        return _DROPOUT.get(sizes)
+        return _DROPOUT.get(sizes, usual)
     return _WITH_MORE.get(sizes, usual) if constants.slopes else usual
