@@ -31,10 +31,6 @@ _BOUND: Final = 73.0
 kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
 
 
-import os
-VARIANT = int(os.environ.get("VARIANT", "0"))
-
-
 class HopperFamily:
     """Kernels in Gluon, for blocks where they are faster than the portable ones."""
 
@@ -83,7 +79,7 @@ class HopperFamily:
             KV_TILE=schedule.kv_tile,
             STAGES=schedule.stages,
             # Documents are faster without an order, by 2.6% (benchmarks/NOTES.md).
-            ORDERED=schedule.ordered and not constants.segments and not VARIANT & 16,
+            ORDERED=schedule.ordered and not constants.segments,
             # With a bias, the bias takes the room of the next turn's queries.
             Q_PLACES=1 if constants.bias else schedule.q_places,
             MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
@@ -92,7 +88,6 @@ class HopperFamily:
             BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
             STORED=_stored(block, constants, schedule),
             REGISTERS=schedule.registers,
-            VARIANT=VARIANT,
         )
         return Partial(out, lse, shift if constants.bias else None)
 

@@ -14,14 +14,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ..kernels.tokens import of_columns, of_head, of_rows
-from .drawing import counter_of_queries, drawn, dropped
+from .forward_dropout import counter_of_queries, drawn, dropped
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
 from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import Shared, begin, got, next_turn, of_turn, produce
+from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
-from .positions import of_keys, of_queries
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import finished, no_sums, pieces, rescaled, with_values
 
@@ -33,7 +33,6 @@ def forward(
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr, ORDERED: gl.constexpr, Q_PLACES: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
     SHIFTED: gl.constexpr, BOUNDED: gl.constexpr, STORED: gl.constexpr, REGISTERS: gl.constexpr,
-    VARIANT: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
 
@@ -79,7 +78,7 @@ def forward(
     positions = queries
     if F.slopes:
         FLOATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        positions = gl.allocate_shared_memory(gl.float32, [STAGES, KV_TILE], FLOATS)
+        positions = gl.allocate_shared_memory(gl.float32, [2 * STAGES, KV_TILE], FLOATS)
     shared = Shared(
         queries,
         gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
@@ -98,9 +97,7 @@ def forward(
     begin(shared.k_full, STAGES)
     begin(shared.v_full, STAGES)
     begin(shared.turns_full, 2)
-    S: gl.constexpr = (
-        CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED, STORED, 0, VARIANT
-    )  # fmt: skip
+    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED, STORED)
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)
     tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
@@ -208,7 +205,7 @@ def _consume(
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        weights = dropped(packed(p, queries_here.dtype), bits, F, S)
+        weights = dropped(packed(p, queries_here.dtype), bits, F, KV_TILE)
         taken += 1
         acc, weights, total, top, shrink, taken = _other_steps(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
@@ -278,8 +275,10 @@ def _continued(
         pass_order(NUMBER, CONSUMERS)
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
     bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+    # Positions that are loaded before the scores are there occupy 32 registers more.
+    LATE: gl.constexpr = F.causal or CONSUMERS == 3
     away = 0
-    if S[11] & 4 == 0:
+    if not LATE:
         away = of_keys(shared, taken, F, S, SCORES)
     bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
@@ -287,13 +286,13 @@ def _continued(
     # A second wait does nothing more, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     softmax_first(taken)
-    if S[11] & 4:
+    if LATE:
         away = of_keys(shared, taken, F, S, SCORES)
     s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
     p, total = weighed(s, base, shrink, total, F, S)
     acc = finished(acc)
     leave(v_empty(S) + last % STAGES, S)
-    return acc, dropped(packed(p, queries_here.dtype), bits, F, S), total, top, shrink
+    return acc, dropped(packed(p, queries_here.dtype), bits, F, KV_TILE), total, top, shrink
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from ..kernels.tokens import first_counter
 from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
-from .positions import loaded_of_keys, origin_of
+from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -201,7 +201,7 @@ def _tile_fetched(
     if F.dropout:
         _put(shared.counters.index(place), counter)
     if F.slopes:
-        shared.positions.index(place).store(away)
+        place_of_positions(shared, fetched, S).store(away)
     _put(shared.tiles.index(place), tile)
     mbarrier.expect(full, KV_TILE * DIM * 2 + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))
     fetch(k_tiles, at, full, shared.k.index(place).reshape((1, KV_TILE, DIM)))

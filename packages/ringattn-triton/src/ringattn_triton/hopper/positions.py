@@ -4,13 +4,12 @@
 """Positions for ALiBi in the forward pass on Hopper: float32, counted from the first query of a turn.
 
 The producer loads and converts the positions of a tile of keys once for all threads, and puts them beside the keys.
-They are exact up to 2^24 from the origin.
+They are exact up to 2^24 from the origin. They have twice as many places as keys: a consumer reads them after it has
+left the place of the keys, and is done when it leaves that of the next keys.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from .schedules import CONSUMER_ROWS  # noqa: F401
 
 
 @gluon.jit
@@ -45,9 +44,15 @@ def loaded_of_keys(P, batch, tile, origin, F: gl.constexpr, KV_TILE: gl.constexp
 
 
 @gluon.jit
+def place_of_positions(shared, number, S: gl.constexpr):
+    """The place for the positions of the `number`th tile that a program fetches."""
+    return shared.positions.index(number % (2 * S[2]))
+
+
+@gluon.jit
 def of_keys(shared, taken, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
     """How far the keys of a tile are from the origin, as a row of scores, or 0 without ALiBi."""
     if F.slopes:
-        return shared.positions.index(taken % S[2]).load(gl.SliceLayout(0, SCORES))[None, :]
+        return place_of_positions(shared, taken, S).load(gl.SliceLayout(0, SCORES))[None, :]
     else:
         return 0

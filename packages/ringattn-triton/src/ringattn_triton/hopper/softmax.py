@@ -25,7 +25,7 @@ def scored(
     BOUNDED: gl.constexpr = S[7]
     RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     FOLD: gl.constexpr = fold_of(F)
-    ONE_SIDED: gl.constexpr = F.slopes and F.causal and not MASKED and S[11] & 2 == 0
+    ONE_SIDED: gl.constexpr = F.slopes and F.causal and not MASKED
     if F.capped:
         s = bent(s, F)
     if not (F.plain or folded(F)):

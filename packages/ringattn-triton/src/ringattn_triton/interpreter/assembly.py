@@ -11,8 +11,6 @@ import numpy as np
 _LOW: Final = np.uint64(2**32 - 1)
 _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "tanh.approx.f32": lambda x: (np.tanh(x),),
-    "mul.hi.u32": lambda a, b: ((a.astype(np.uint64) * b >> np.uint64(32)).astype(np.uint32),),
-    "mul.lo.u32": lambda a, b: ((a.astype(np.uint64) * b & _LOW).astype(np.uint32),),
     "mul.wide.u32": lambda a, b: (a.astype(np.uint64) * b.astype(np.uint64),),
     "cvt.rn.bf16x2.f32": lambda upper, lower: (_halves(upper, lower, jnp.bfloat16),),
     "cvt.rn.f16x2.f32": lambda upper, lower: (_halves(upper, lower, np.float16),),
