@@ -14,14 +14,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ..kernels.tokens import of_columns, of_head, of_rows
-from .dropout import counter_of_queries, draws
+from .forward_dropout import counter_of_queries, drawn, dropped
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
 from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import Shared, begin, got, next_turn, of_turn, produce
+from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
-from .softmax import distances, in_parts, packed, scored, sums_of_parts, weighed
+from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import finished, no_sums, pieces, rescaled, with_values
 
 
@@ -74,6 +75,10 @@ def forward(
     bias = queries
     if F.bias:
         bias = gl.allocate_shared_memory(TYPE, [STAGES * CONSUMERS, CONSUMER_ROWS, KV_TILE], BIASES)
+    positions = queries
+    if F.slopes:
+        FLOATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        positions = gl.allocate_shared_memory(gl.float32, [2 * STAGES, KV_TILE], FLOATS)
     shared = Shared(
         queries,
         gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
@@ -85,6 +90,8 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+        positions,
     )
     begin(shared.q_full, Q_PLACES)
     begin(shared.k_full, STAGES)
@@ -100,7 +107,7 @@ def forward(
             [
                 (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
                 (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
-                (produce, (shared, tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -111,7 +118,7 @@ def forward(
                 (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
                 (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
                 (_consume, (2, shared, P, BEFORE, AFTER, F, S)),
-                (produce, (shared, tiles, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
@@ -169,27 +176,20 @@ def _consume(
         if ORDERED:
             pass_order(NUMBER, CONSUMERS)
         head = of_head(P, batch, head_number, F)
-        counter = 0
-        origin = 0
-        if F.dropout:
-            counter = counter_of_queries(P, batch, row // (CONSUMERS * CONSUMER_ROWS), NUMBER, F, CONSUMERS)
-        if F.slopes:
-            origin = gl.load(P.q_positions + (batch * F.q_positions_batch + gl.minimum(start, F.q_length - 1)))
-        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), counter, F, RAGGED, False)
+        queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
+        from_origin = of_queries(queries, P, batch, row, F)
         keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
         bias = _bias(shared, taken, NUMBER, F, S, SCORES)
-        away = distances(queries, keys, origin, F)
-        if F.dropout and counter < 0:
-            drawn = _drawn(shared, taken, P, batch, start, counter, head, True, F, KV_TILE, STAGES)
-        else:
-            drawn = _drawn(shared, taken, P, batch, start, counter, head, False, F, KV_TILE, STAGES)
+        away = of_keys(shared, taken, F, S, SCORES)
+        counter = counter_of_queries(P, batch, row, NUMBER, F, S)
+        bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
         old_top, old_total = top, total
         top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
         leave(k_empty(S) + taken % STAGES, S)
-        s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)
-        p, total = weighed(s, base, shrink, total, drawn, F, S, SCORES)
+        s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
+        p, total = weighed(s, base, shrink, total, F, S)
         acc = finished(acc)
         if done > 0:
             leave(v_empty(S) + before, S)
@@ -205,18 +205,12 @@ def _consume(
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        weights = packed(p, queries_here.dtype)
+        weights = dropped(packed(p, queries_here.dtype), bits, F, KV_TILE)
         taken += 1
-        if F.dropout and counter < 0:
-            acc, weights, total, top, shrink, taken = _other_steps(
-                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-                head, start, origin, P, batch, True, F, S, SCORES,
-            )  # fmt: skip
-        else:
-            acc, weights, total, top, shrink, taken = _other_steps(
-                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-                head, start, origin, P, batch, False, F, S, SCORES,
-            )  # fmt: skip
+        acc, weights, total, top, shrink, taken = _other_steps(
+            acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+            from_origin, head, start, counter, P, batch, F, S, SCORES,
+        )  # fmt: skip
         if Q_PLACES == 1:
             leave(q_empty(S), S)
         done += 1
@@ -234,23 +228,23 @@ def _consume(
 @gluon.jit
 def _other_steps(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
-    queries, head, start, origin, P, batch, APART: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    queries, from_origin, head, start, counter, P, batch, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """All steps of a turn after its first one; `APART`: each entry draws for itself."""
+    """All steps of a turn after its first one."""
     MASKED: gl.constexpr = S[4]
     first = 1
     if MASKED:
         for _ in range(1, masked):
             acc, weights, total, top, shrink = _continued(
                 acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-                queries, head, start, origin, P, batch, APART, F, True, S, SCORES,
+                queries, from_origin, head, start, counter, P, batch, F, True, S, SCORES,
             )  # fmt: skip
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
         acc, weights, total, top, shrink = _continued(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-            queries, head, start, origin, P, batch, APART, F, False, S, SCORES,
+            queries, from_origin, head, start, counter, P, batch, F, False, S, SCORES,
         )  # fmt: skip
         taken += 1
     return acc, weights, total, top, shrink, taken
@@ -258,9 +252,8 @@ def _other_steps(
 
 @gluon.jit
 def _continued(
-    acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, head, start,
-    origin, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr,
-    SCORES: gl.constexpr,
+    acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
+    head, start, counter, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     CONSUMERS: gl.constexpr = S[0]
@@ -282,18 +275,24 @@ def _continued(
         pass_order(NUMBER, CONSUMERS)
     keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
     bias = _bias(shared, taken, NUMBER, F, S, SCORES)
-    away = distances(queries, keys, origin, F)
-    drawn = _drawn(shared, taken, P, batch, start, queries.counter, head, APART, F, KV_TILE, STAGES)
+    # Positions that are loaded before the scores are there occupy 32 registers more.
+    LATE: gl.constexpr = F.causal or CONSUMERS == 3
+    away = 0
+    if not LATE:
+        away = of_keys(shared, taken, F, S, SCORES)
+    bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     leave(k_empty(S) + taken % STAGES, S)
     # A second wait does nothing more, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     softmax_first(taken)
-    s, base, top, shrink = scored(s, top, queries, keys, bias, away, head, F, MASKED, S)
-    p, total = weighed(s, base, shrink, total, drawn, F, S, SCORES)
+    if LATE:
+        away = of_keys(shared, taken, F, S, SCORES)
+    s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
+    p, total = weighed(s, base, shrink, total, F, S)
     acc = finished(acc)
     leave(v_empty(S) + last % STAGES, S)
-    return acc, packed(p, queries_here.dtype), total, top, shrink
+    return acc, dropped(packed(p, queries_here.dtype), bits, F, KV_TILE), total, top, shrink
 
 
 @gluon.jit
@@ -301,8 +300,8 @@ def _keys(
     shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The `Keys` of a tile to mask or with ALiBi, or 0."""
-    if MASKED or F.slopes:
+    """The `Keys` of a tile to mask, or 0."""
+    if MASKED:
         start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
         columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
         return of_columns(P, batch, start, columns, 0, F, KV_TILE, False)
@@ -317,16 +316,3 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr,
         return shared.bias.index((taken % S[2]) * S[0] + NUMBER).load(SCORES)
     else:
         return 0
-
-
-@gluon.jit
-def _drawn(
-    shared, taken, P, batch, start, counter, head, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """The draws of dropout for a tile, or zeros."""
-    if F.dropout:
-        tile = got(shared.tiles.index(taken % STAGES))
-        return draws(P, batch, start, tile, counter, head.dropout_key, APART, F, KV_TILE)
-    else:
-        return 0, 0

@@ -10,7 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
+from ..kernels.tokens import first_counter
 from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
+from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -38,6 +40,8 @@ class Shared(NamedTuple):
     v_full: Any
     turns: Any
     turns_full: Any
+    counters: Any
+    positions: Any
 
 
 @gluon.jit
@@ -49,7 +53,7 @@ def begin(barriers, PLACES: gl.constexpr):
 
 @gluon.jit
 def produce(
-    shared, tiles, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr
+    shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Takes turns from a common counter and fetches their tiles, as places become empty.
 
@@ -102,15 +106,20 @@ def produce(
                 fetch(q_tiles, at, full, mine)
             done += 1
         kv_head = head // F.group
+        origin = origin_of(P, batch, row * (CONSUMERS * CONSUMER_ROWS), F)
         for step in range(0, masked):
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
-            fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
+            fetched = _tile_fetched(
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, S
+            )
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
-            fetched = _tile_fetched(shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F, S)
+            fetched = _tile_fetched(
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, S
+            )
         turn = following
     _announce(shared, done, -1, 0, 0, 0, 0, out_tiles, S)
     if S[9]:
@@ -171,8 +180,9 @@ def got(place):
 
 @gluon.jit
 def _tile_fetched(
-    shared, k_tiles, v_tiles, bias_tiles, batch, kv_head, bias_row, tile, fetched, F: gl.constexpr, S: gl.constexpr
-):
+    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr,
+    S: gl.constexpr,
+):  # fmt: skip
     """Fetches one tile of keys, with its bias, and one of values into the next place; returns how many there were."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
@@ -182,8 +192,16 @@ def _tile_fetched(
     place = fetched % STAGES
     at = [kv_head, batch * F.kv_length + tile * KV_TILE, 0]
     full = shared.k_full.index(place)
+    counter = 0
+    if F.dropout:
+        counter = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
+    away = loaded_of_keys(P, batch, tile, origin, F, KV_TILE)
     if fetched >= STAGES:
         wait_until_left(k_empty(S) + place, S)
+    if F.dropout:
+        _put(shared.counters.index(place), counter)
+    if F.slopes:
+        place_of_positions(shared, fetched, S).store(away)
     _put(shared.tiles.index(place), tile)
     mbarrier.expect(full, KV_TILE * DIM * 2 + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))
     fetch(k_tiles, at, full, shared.k.index(place).reshape((1, KV_TILE, DIM)))

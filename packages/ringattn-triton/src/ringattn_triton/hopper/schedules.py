@@ -44,12 +44,10 @@ _FORWARD: Final = {
 """The schedules by head size of keys and of values, rounded up to powers of two, and by whether there is a soft cap."""
 
 
-_WITH_MORE: Final = {
-    (64, 64, False): None,
-    (128, 128, True): HopperSchedule(2, 64, 3, False, 168, 240),
-}
-"""The same where dropout or ALiBi need registers, which three consumers do not have. With two consumers, heads of 64
-are up to 10% faster with dropout than by the portable kernels, and no faster with ALiBi (benchmarks/NOTES.md)."""
+_TWO_CONSUMERS: Final = HopperSchedule(2, 64, 3, False, 168, 240)
+_WITH_SLOPES: Final = {(128, 128, True): _TWO_CONSUMERS}
+_WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS}
+"""The same where ALiBi or dropout need registers, which three consumers do not have."""
 
 
 def forward(constants: BlockConstants) -> HopperSchedule | None:
@@ -58,4 +56,6 @@ def forward(constants: BlockConstants) -> HopperSchedule | None:
         return None
     sizes = constants.padded_head_dim, constants.padded_value_dim, constants.capped
     usual = _FORWARD.get(sizes)
-    return _WITH_MORE.get(sizes, usual) if constants.dropout or constants.slopes else usual
+    if constants.dropout:
+        return _WITH_DROPOUT.get(sizes, usual)
+    return _WITH_SLOPES.get(sizes, usual) if constants.slopes else usual

@@ -8,12 +8,13 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.scores import LOG2_E, bent, in_log2
 from ..kernels.tokens import visible
-from .dropout import kept
 from .schedules import CONSUMER_ROWS
 
 
 @gluon.jit
-def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr):
+def scored(
+    s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
     """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
     A maximum is updated only if a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives
@@ -23,42 +24,68 @@ def scored(s, top, queries, keys, bias, away, head, F: gl.constexpr, MASKED: gl.
     KV_TILE: gl.constexpr = S[1]
     BOUNDED: gl.constexpr = S[7]
     RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
-    FOLD: gl.constexpr = 1.0 if F.bias else F.fold
+    FOLD: gl.constexpr = fold_of(F)
+    ONE_SIDED: gl.constexpr = F.slopes and F.causal and not MASKED
     if F.capped:
         s = bent(s, F)
-    if not F.plain:
+    if not (F.plain or folded(F)):
         s = s * F.unbend
     if F.bias:
         s = s + bias.to(gl.float32)
+    offset = top
     if F.slopes:
-        s = s - head.slope * gl.abs(away[0] - away[1])
+        slope = head.slope / F.unbend if folded(F) else head.slope
+        if ONE_SIDED:
+            # All keys come before the query, so what a row subtracts from all its scores is left to `base`.
+            s = s + slope * away
+            offset = from_origin * slope * FOLD
+        else:
+            s = s - slope * gl.abs(from_origin[:, None] - away)
     if MASKED:
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
     if BOUNDED:
         return s, top, top, top
     else:
-        now = gl.maximum(top, gl.max(s, 1) * FOLD)
+        most = gl.max(s, 1) * FOLD
+        if ONE_SIDED:
+            most = most - offset
+        now = gl.maximum(top, most)
         SLACK: gl.constexpr = 8.0 / LOG2_E if F.bias else 8.0
         now = gl.where(now > top + SLACK, now, top)
         base = now
         if MASKED or F.bias:
             base = gl.where(now == -float("inf"), 0.0, now)
-        return s, base, now, gl.exp2(in_log2(top - base, F))
+        shrink = gl.exp2(in_log2(top - base, F))
+        if ONE_SIDED:
+            base = base + offset
+        return s, base, now, shrink
 
 
 @gluon.jit
-def weighed(s, base, shrink, total, drawn, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
-    """The weights of a tile after dropout, and the updated sums of weights before it (`sums_of_parts`)."""
+def weighed(s, base, shrink, total, F: gl.constexpr, S: gl.constexpr):
+    """The weights of a tile, and the updated sums of weights (`sums_of_parts`)."""
     if S[7]:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)
     else:
-        FOLD: gl.constexpr = 1.0 if F.bias else F.fold
+        FOLD: gl.constexpr = fold_of(F)
         p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, parts_of_rows()))[:, None] + sums_of_parts(p)
-    if F.dropout:
-        p = gl.where(kept(drawn[0], drawn[1], F, S[1], SCORES), p, 0.0)
     return p, total
+
+
+@gluon.constexpr_function
+def folded(F):
+    """Whether ALiBi's slopes are divided by `unbend` rather than scores multiplied by it."""
+    return F.slopes and not F.bias and F.unbend > 0
+
+
+@gluon.constexpr_function
+def fold_of(F):
+    """The factor of scores to units of log2, or, with a bias, 1 (`kernels.scores.in_log2`)."""
+    if F.bias:
+        return 1.0
+    return F.unbend * F.fold if folded(F) else F.fold
 
 
 @gluon.constexpr_function
@@ -94,18 +121,6 @@ def sum_of_parts(total, OF_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def distances(queries, keys, origin, F: gl.constexpr):
-    """How far the queries and the keys of a tile are from `origin`, for ALiBi, which takes the difference; or zeros.
-
-    Whole numbers become float32 once for each row and column, not for each score; they are exact up to 2^24.
-    """
-    if F.slopes:
-        return (queries.position - origin).to(gl.float32), (keys.position - origin).to(gl.float32)
-    else:
-        return 0, 0
-
-
-@gluon.jit
 def packed(p, TYPE: gl.constexpr):
     """Weights in half precision, two neighbours of a row in one word: `[64, KV_TILE / 2]`.
 
@@ -113,7 +128,20 @@ def packed(p, TYPE: gl.constexpr):
     """
     first, second = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(ROUND, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+    words = gl.inline_asm_elementwise(ROUND, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.convert_layout(words, of_words(p.shape[1]))
+
+
+@gluon.constexpr_function
+def of_words(KV_TILE):
+    """The layout of packed weights `[64, KV_TILE / 2]`: a product's, with two neighbours in a word."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(2, KV_TILE.bit_length() - 2))],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[CONSUMER_ROWS.value, KV_TILE // 2],
+    )
 
 
 @gluon.jit
