@@ -2,8 +2,9 @@
 """How many tokens a chip needs to hide its sends, and what share of the kernels' rate 1,024 chips and more keep.
 
 By the cost model of `ringattn explain`, for one causal sequence in zigzag order over all chips. With `--measured`,
-the program takes the rates of kernels from what `gpu_ring.py` printed, and compares the model with the rings that were
-measured there. Without it, all numbers are constants of the model. Needs no accelerator.
+the program fits the rates of kernels, and the fixed time of a call, to one GPU alone in what `gpu_ring.py` printed, and
+compares the model with the rings that were measured there. Without it, all numbers are constants of the model. Needs no
+accelerator.
 """
 
 import argparse
@@ -11,10 +12,11 @@ import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import hops
 from ringattn_core.strategies import choose
@@ -26,34 +28,60 @@ HEADER = re.compile(r"^gpu_ring\.py: .*, (\d+) device\(s\)")
 ROW = re.compile(r"^(\d+) tokens, (forward|forward\+backward): (\w+), TFLOP/s of a GPU +([\d.]+)$")
 OF_RUN = (16, 16, 128)
 """Query heads, key heads and head size of `gpu_ring.py` by default."""
+PASSES = {"forward": 1.0, "forward+backward": 3.5}
+"""The parts of `gpu_ring.py`, with the products of matrices in each over those of a forward pass."""
 TOKENS = tuple(2**power for power in range(8, 18))
 LENGTHS = range(256, TOKENS[-1] + 1, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One ring that was measured: TFLOP/s of a GPU by the part (forward or both passes) and by who ran it."""
+    """What one run of `gpu_ring.py` measured on `ranks` GPUs.
+
+    `rates` are TFLOP/s of a GPU by the number of tokens, the part (forward or both passes) and who ran it. A GPU alone
+    had the tokens of one rank.
+    """
 
     ranks: int
-    tokens: int
-    rates: Mapping[tuple[str, str], float]
+    rates: dict[tuple[int, str, str], float] = dataclasses.field(default_factory=dict)
+
+    def fitted(self, part: str) -> tuple[float, float]:
+        """The fixed seconds of a call, and the operations a second of its kernels, from one GPU alone.
+
+        They fit the times at all lengths with the least squares of relative errors. With a single length, or where the
+        fit would be negative, the fixed time is 0.
+        """
+        alone = [(tokens, rate) for (tokens, name, who), rate in self.rates.items() if (name, who) == (part, "alone")]
+        counts = [operations((tokens // self.ranks) ** 2 / 2, part) for tokens, _ in alone]
+        seconds = [count / (1e12 * rate) for count, (_, rate) in zip(counts, alone, strict=True)]
+        terms = np.array([(1 / time, count / time) for count, time in zip(counts, seconds, strict=True)])
+        call, each = np.linalg.lstsq(terms, np.ones(len(terms)))[0] if len(terms) > 1 else (-1.0, 0.0)
+        if call < 0:
+            call, (each,) = 0.0, np.linalg.lstsq(terms[:, 1:], np.ones(len(terms)))[0]
+        return float(call), 1 / float(each)
 
     def device(self, base: Device) -> Device:
-        """The device with the kernel rates that one GPU of this run reached alone."""
-        forward, both = (1e12 * self.rates[part, "alone"] for part in ("forward", "forward+backward"))
+        """The device with the kernel rates of this run."""
+        forward, both = (self.fitted(part)[1] for part in PASSES)
         backward = 2.5 / (3.5 / both - 1 / forward)
         return dataclasses.replace(base, rates={OF_RUN[2]: (forward, backward)})
 
 
+def operations(pairs: float, part: str) -> float:
+    """The operations of the kernels of `gpu_ring.py` for so many pairs of a query and a key."""
+    heads, _, dim = OF_RUN
+    return PASSES[part] * 4 * heads * dim * pairs
+
+
 def runs(text: str) -> list[Run]:
-    """The rings in the output of `gpu_ring.py`, which may stand in a page."""
-    ranks, found = 0, dict[tuple[int, int], dict[tuple[str, str], float]]()
+    """The runs in the output of `gpu_ring.py`, which may stand in a page."""
+    found: list[Run] = []
     for line in text.splitlines():
         if header := HEADER.match(line):
-            ranks = int(header[1])
-        elif ranks and (row := ROW.match(line)):
-            found.setdefault((ranks, int(row[1])), {})[row[2], row[3]] = float(row[4])
-    return [Run(*key, rates) for key, rates in found.items()]
+            found.append(Run(int(header[1])))
+        elif found and (row := ROW.match(line)):
+            found[-1].rates[int(row[1]), row[2], row[3]] = float(row[4])
+    return [run for run in found if run.rates]
 
 
 def work(ranks: int, length: int, heads: tuple[int, int, int] = OF_RUN) -> Work:
@@ -65,12 +93,13 @@ def work(ranks: int, length: int, heads: tuple[int, int, int] = OF_RUN) -> Work:
 
 
 def compared(run: Run, base: Device) -> Iterator[tuple[str, float, float]]:
-    """The measured and the predicted TFLOP/s of a ring, by part; the kernels run at the rate of one GPU alone."""
-    made = work(run.ranks, run.tokens // run.ranks)
-    ring = choose.reckoned(made, run.device(base))[0]
-    pairs = run.tokens**2 / 2 / run.ranks
-    for part, seconds, passes in (("forward", total(ring.forward), 1.0), ("forward+backward", ring.seconds, 3.5)):
-        yield part, run.rates[part, "ring"], passes * pairs * made.operations[0] / seconds / 1e12
+    """The measured and the predicted TFLOP/s of each ring, by its name; a call on a ring has the fixed time of one."""
+    device = run.device(base)
+    for tokens, part in dict.fromkeys((tokens, part) for tokens, part, _ in run.rates):
+        ring = choose.reckoned(work(run.ranks, tokens // run.ranks), device)[0]
+        seconds = run.fitted(part)[0] + (total(ring.forward) if part == "forward" else ring.seconds)
+        model = operations(tokens**2 / 2 / run.ranks, part) / seconds / 1e12
+        yield f"{run.ranks} GPUs, {tokens} tokens, {part}", run.rates[tokens, part, "ring"], model
 
 
 def extrapolated(
@@ -126,12 +155,11 @@ def main() -> None:
         print("The model beside measured rings, TFLOP/s of a GPU:\n")
         print(f"{'':<40}  {'measured':>8}  {'model':>8}  {'model over measured':>19}")
     for run in found:
-        for part, measured, model in compared(run, device):
-            name = f"{run.ranks} GPUs, {run.tokens} tokens, {part}"
+        for name, measured, model in compared(run, device):
             print(f"{name:<40}  {measured:8.1f}  {model:8.1f}  {model / measured:19.3f}")
     if found:
-        newest = max(found, key=lambda run: run.rates["forward", "alone"])
-        rate = newest.device(device).rates[OF_RUN[2]]
+        fastest = max(found, key=lambda run: run.fitted("forward")[1])
+        rate = fastest.device(device).rates[OF_RUN[2]]
         device = dataclasses.replace(device, rates={**device.rates, OF_RUN[2]: rate})
         print(f"\nKernel rates of heads of {OF_RUN[2]}: measured; all else: constants. {device.source}.")
     else:

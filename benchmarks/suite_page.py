@@ -3,7 +3,7 @@
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,8 +110,14 @@ def throughput(run: dict[str, Any]) -> Any:
         peak = lambda row: scale * row.tera / suite_tables.limit(row)[1]  # noqa: E731
         floor_line(axes, of_part, lambda row: row.tokens, peak, "at the peak rates")
         axes.set_ylim(bottom=0)
-    panels[0].legend(frameon=False, fontsize=8)
+    name_lines(panels)
     return figure
+
+
+def name_lines(panels: Sequence[Any]) -> None:
+    """One legend for all panels: a candidate may take part in the last one only."""
+    found = {name: line for axes in panels for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    panels[-1].legend(list(found.values()), list(found), frameon=False, fontsize=8)
 
 
 def memory(run: dict[str, Any]) -> Any:
@@ -127,7 +133,7 @@ def memory(run: dict[str, Any]) -> Any:
         moved = lambda row: row.floor["memory"] * rate / suite_tables.MIB  # noqa: E731
         floor_line(axes, of_part, lambda row: row.tokens, moved, "inputs and results")
         axes.set_yscale("log", base=10)
-    panels[0].legend(frameon=False, fontsize=8)
+    name_lines(panels)
     return figure
 
 
@@ -154,7 +160,7 @@ def efficiency(run: dict[str, Any]) -> Any:
         lines(axes, run["suite"], of_place, lambda row: row.ring, share)
         floor_line(axes, of_place, lambda row: row.ring, lambda row: 1.0, "one device")
         axes.set_ylim(bottom=0)
-    panels[0].legend(frameon=False, fontsize=8)
+    name_lines(panels)
     return figure
 
 
@@ -170,7 +176,7 @@ def error(run: dict[str, Any]) -> Any:
         lines(axes, run["suite"], of_place, lambda row: row.ring, lambda row: row.error or 0.0)
         floor_line(axes, of_place, lambda row: row.ring, lambda row: row.rounding or 0.0, "exact, then rounded")
         axes.set_ylim(bottom=0)
-    panels[0].legend(frameon=False, fontsize=8)
+    name_lines(panels)
     return figure
 
 

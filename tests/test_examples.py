@@ -12,8 +12,12 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 LIBRARIES = ("jax_nn", "linen", "nnx", "equinox")
 
 
+# XLA's optimiser takes most of the time of an example.
+UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": UNOPTIMISED}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=EXAMPLES, env=environment, check=False
     )

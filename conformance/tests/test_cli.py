@@ -102,3 +102,16 @@ def test_a_report_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.Cap
         cli.main(["compare", str(tmp_path / "lost.json"), str(tmp_path / "lost.json")])
     assert exit.value.code == cli.UNUSABLE
     assert "ringattn-conformance: " in (told := capsys.readouterr().err) and "lost.json: No such file" in told
+
+
+@pytest.mark.parametrize("changes", [{"backends": {"acme": {}}}, {"backends": ["acme"]}, {"versions": None}], ids=str)
+def test_a_damaged_report_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
+):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**report(), **changes}))
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["compare", str(path), str(path)])
+    assert exit.value.code == cli.UNUSABLE
+    told = capsys.readouterr().err
+    assert "a report is damaged" in told and told.count("\n") == 1

@@ -7,14 +7,18 @@ from typing import Any, Final, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.call.validation import validated
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract import packing
+from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.masks.builder import build
-from ringattn_core.placement.arrays import axes_with
+from ringattn_core.placement.padding import cleaned
+from ringattn_core.ring import engine
+from ringattn_core.ring.blocks import block
+from ringattn_core.ring.directions import Direction
 
-from .cases import Case, Inputs
+from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
 
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
@@ -22,7 +26,6 @@ _OPTIONAL: Final = tuple(
     field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type) and field.name != "shift"
 )
 """The arrays of a block that only some calls have."""
-_KEYS: Final = axes_with(Block, "S")
 
 
 def make_block(
@@ -74,55 +77,20 @@ def without_padding(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
 
 
 def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
-    """All queries against each of `shards` equal shards of the keys."""
-    problem = inputs.problem
-    rows, columns = problem.q.shape[1], problem.k.shape[1]
-    q_positions, kv_positions = (
-        np.atleast_2d(np.arange(length) if x is None else x).astype(np.int32)
-        for x, length in ((problem.q_positions, rows), (problem.kv_positions, columns))
-    )
-    q_ids, kv_ids = problem.q_segments, problem.kv_segments
-    q_ids, kv_ids = (kv_ids if q_ids is None else q_ids), (q_ids if kv_ids is None else kv_ids)
-    k, v = without_padding(problem.k, kv_ids), without_padding(problem.v, kv_ids)
-    kv = np.stack([k, v]) if k.shape == v.shape else np.concatenate([k, v], -1)
-    rule = rule_of(case, rows, columns)
-
-    optional = {name: getattr(problem, name, None) for name in _OPTIONAL} | {
-        "q_segments": q_ids, "kv_segments": kv_ids, "mask": inputs.dense_mask,
-        "seed": np.full((case.batch,), problem.seed, np.uint32) if problem.dropout else None,
-    }  # fmt: skip
-    given = {name: x if x is None or name == "seed" else np.atleast_2d(x) for name, x in optional.items()} | {
-        "q": without_padding(problem.q, q_ids), "kv": kv, "q_positions": q_positions, "kv_positions": kv_positions,
-        "q_index": np.arange(rows, dtype=np.int32)[None], "kv_index": np.arange(columns, dtype=np.int32)[None],
-        "batch_index": np.arange(case.batch, dtype=np.int32), "head_index": np.arange(case.heads, dtype=np.int32),
-    }  # fmt: skip
-    split_along = _KEYS | {"kv": kv.ndim - 3}
-
-    def part(name: str, shard: int) -> Any:
-        x = given[name]
-        x = np.split(x, shards, split_along[name])[shard] if x is not None and name in split_along else x
-        return None if x is None else jnp.asarray(x)
-
-    return [Block(rule=rule, **{name: part(name, shard) for name in given}) for shard in range(shards)]
+    """All queries against each of `shards` equal shards of the keys, made by core's ring engine."""
+    call = call_of(case, inputs)
+    given = (("query", call.q_segment_ids), ("key", call.kv_segment_ids), ("value", call.kv_segment_ids))
+    call = dataclasses.replace(call, **{name: cleaned(getattr(call, name), ids) for name, ids in given})
+    ring, location = engine.prepared(None, call, (0, 1))
+    whole = block(ring, Direction(1, call, location), packing.pack(call.key, call.value), 0)
+    size = whole.kv_length // shards
+    return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
 
 
-def rule_of(case: Case, rows: int, columns: int) -> Rule:
-    """The static half of the case's blocks."""
-    window = case.window if isinstance(case.window, tuple | None) else (case.window, case.window)
-    built = None
-    if case.builder is not None:
-        built = build(case.builder.build, rows, columns, case.heads, case.kv_heads)
-    config = static_options(case).get("cfg")
-    return Rule(
-        scale=case.head_dim**-0.5 if case.scale is None else case.scale,
-        causal=case.causal,
-        window=window,
-        chunk=case.chunk,
-        soft_cap=case.soft_cap,
-        dropout=case.dropout,
-        masks=built.masks if built else (),
-        mask_of_head=built.of_head if built else (),
-        increasing=case.positions is None,
-        fused_backward=case.fused_backward,
-        **({"fwd_params": config.fwd_params, "bwd_params": config.bwd_params} if config else {}),
-    )
+def call_of(case: Case, inputs: Inputs) -> Call:
+    """The case as a call on one device, in core's canonical form."""
+    options = static_options(case)
+    config = options.pop("cfg", RingAttentionConfig())
+    given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
+    arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
+    return validated(**arrays, **options, fwd_params=config.fwd_params, bwd_params=config.bwd_params, ranks=1)

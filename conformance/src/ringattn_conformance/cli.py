@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from ringattn_core.errors import in_one_line
 
-from . import badge, comparison, tiers, tolerance_factor
+from . import badge, comparison, run_options
 from .collection import SUITE
-from .plugin import EXPECTATIONS_OPTION, LARGEST_OPTION, REPORT_OPTION
-from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION
 from .schema import Report, read, write
 
 CERTIFIED: Final = 0
@@ -44,24 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.command(given)
     except (ValueError, OSError) as error:
         parser.exit(UNUSABLE, f"{parser.prog}: {error}\n")
+    except (LookupError, TypeError, AttributeError) as error:
+        if given.command is run:
+            raise
+        parser.exit(UNUSABLE, f"{parser.prog}: a report is damaged ({in_one_line(error)}). Run the suite again\n")
 
 
 def run(given: argparse.Namespace) -> int:
     """Runs the suite against one backend; ignores the pytest settings of the current folder."""
-    options = {
-        BACKEND_OPTION: given.backend,
-        TIER_OPTION: given.tier,
-        LARGEST_OPTION: given.largest_ring,
-        FACTOR_OPTION: given.tolerance_factor,
-        EXPECTATIONS_OPTION: given.expectations,
-    }
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "report.json")
         line = ["--pyargs", f"{__package__}.suite", "-c", os.devnull, "--rootdir", str(SUITE.parent)]
-        line += ["-p", "no:cacheprovider", "--tb=short", "-n", str(given.workers), REPORT_OPTION, str(written)]
+        line += ["-p", "no:cacheprovider", "--tb=short", "-n", str(given.workers), run_options.BACKEND, given.backend]
         # pytest warns that it cannot rewrite the assertions of this package, which is imported already.
         line += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        line += [text for option, x in options.items() if x is not None for text in (option, str(x))]
+        asked = {name: getattr(given, name) for name in run_options.OPTIONS}
+        line += run_options.in_pytest(asked | {"report": written})
         code = pytest.main([*line, *given.pytest])
         if not written.is_file():
             return UNUSABLE if code else NOT_CERTIFIED
@@ -108,26 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="run the suite against one backend", epilog=CODES, formatter_class=raw)
     one.description = "Run the suite against one backend, and judge it. What follows -- goes to pytest."
     one.add_argument("backend", metavar="NAME", help="the name under which it is registered")
-    one.add_argument(
-        "--tier", choices=list(tiers.TIERS), default=tiers.FULL, help="how many cases are run (%(default)s)"
-    )
     one.add_argument("-n", dest="workers", default="0", metavar="N", help="processes, or 'auto' (default: this one)")
-    one.add_argument("--report", type=Path, metavar="FILE", help="write the report as JSON")
-    one.add_argument(
-        "--expectations", type=Path, metavar="PATH", help="the backend's pyproject.toml (./pyproject.toml)"
-    )
-    one.add_argument(
-        "--largest-ring",
-        type=int,
-        metavar="RANKS",
-        help="no larger ring in the rotating cases; no certificate is given",
-    )
-    one.add_argument(
-        "--tolerance-factor",
-        type=tolerance_factor.parsed,
-        metavar="X",
-        help="multiplies every tolerance; above 1 no certificate is given",
-    )
+    for name, how in run_options.OPTIONS.items():
+        one.add_argument(f"--{name}", dest=name, **how)
     one.set_defaults(command=run)
     image = commands.add_parser("badge", help="draw a report as an SVG badge")
     image.add_argument("report", type=Path, metavar="REPORT.json")

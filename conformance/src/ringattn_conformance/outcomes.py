@@ -9,8 +9,9 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from . import notes
+from . import notes, tolerances
 from .cases import Case
+from .ranks import Placement, answer_of, place, run
 
 
 def supports(backend: str, *features: Feature) -> bool:
@@ -45,3 +46,12 @@ def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
         yield False
     assert refusal.value.backend == backend
     assert any(feature.name in refusal.value.feature for feature in missing), str(refusal.value)
+
+
+def agrees(case: Case, placement: Placement, backend: str, gradients: bool) -> None:
+    """Asserts that the outputs of a call and, if asked for, its gradients are the oracle's, or that it is refused."""
+    placed = place(case, placement, backend)
+    with owed(backend, case.needs | placement.needs | ({Feature.GRADIENTS} if gradients else set())) as right:
+        got = run(placed, gradients)
+        if right:
+            tolerances.check(got, answer_of(case, placement.ring), case, placed.inputs, f"on {placed.placement}")

@@ -8,25 +8,20 @@ import functools
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from . import environment, expectations, tiers, tolerance_factor
+from . import environment, expectations, run_options, tiers, tolerance_factor
 from .collection import PARAMETER
-from .recorder import BACKEND_OPTION, FACTOR_OPTION, TIER_OPTION, Recorder
+from .recorder import Recorder
 
-LARGEST_OPTION: Final = "--ringattn-largest-ring"
-REPORT_OPTION: Final = "--ringattn-report"
-EXPECTATIONS_OPTION: Final = "--ringattn-expectations"
 MIXTURE: Final = "ringattn_mixture"
 FORWARD_MIXTURE: Final = "ringattn_forward_mixture"
 COVERS: Final = 2
 """How many covers of mixtures the full tier has; the core tier has one."""
 FORWARD_STEP: Final = 8
 """One of this many mixtures also runs without gradients, which is another program."""
-DEVICES: Final = tiers.RINGS[-1]
 COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
@@ -35,53 +30,14 @@ RECORDER: Final = "ringattn_recorder"
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ringattn", "ring-attention conformance")
     group.addoption(
-        BACKEND_OPTION,
+        run_options.BACKEND,
         action="append",
         metavar="NAME",
         dest="ringattn_backends",
         help="the backend to certify; repeat for several (default: every installed one that is available here)",
     )
-    group.addoption(
-        TIER_OPTION,
-        choices=list(tiers.TIERS),
-        default=tiers.FULL,
-        dest="ringattn_tier",
-        help="how much is tried (default: %(default)s). "
-        + "; ".join(f"{n}: {what}" for n, what in tiers.TIERS.items()),
-    )
-    group.addoption(
-        LARGEST_OPTION,
-        type=int,
-        choices=range(1, DEVICES + 1),
-        default=DEVICES,
-        metavar="RANKS",
-        dest="ringattn_largest_ring",
-        help="no rotating case on a ring of more ranks (default: %(default)s), which spoils the certificate; "
-        "for backends that are slow to interpret",
-    )
-    group.addoption(
-        REPORT_OPTION,
-        type=Path,
-        metavar="FILE",
-        dest="ringattn_report",
-        help="write what was tried, on what, and the worst errors, as JSON",
-    )
-    group.addoption(
-        EXPECTATIONS_OPTION,
-        type=Path,
-        metavar="PATH",
-        dest="ringattn_expectations",
-        help="the backend's pyproject.toml, whose [tool.ringattn-conformance] names the failures that are expected "
-        "(default: ./pyproject.toml, where there is one)",
-    )
-    group.addoption(
-        FACTOR_OPTION,
-        type=tolerance_factor.parsed,
-        default=1.0,
-        metavar="X",
-        dest="ringattn_tolerance_factor",
-        help="multiply every tolerance; more than 1 spoils the certificate",
-    )
+    for name, how in run_options.OPTIONS.items():
+        group.addoption(f"--ringattn-{name}", dest=run_options.field(name), **how)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -105,7 +61,7 @@ def force_devices() -> None:
     """Makes eight CPU devices, unless XLA_FLAGS sets a number or JAX is already imported."""
     flags = os.environ.get("XLA_FLAGS", "")
     if COUNT_FLAG not in flags and "jax" not in sys.modules:
-        os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={DEVICES}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={run_options.LARGEST}".strip()
 
 
 def _concerns(options: Any, args: Iterable[str]) -> bool:
@@ -179,9 +135,9 @@ def backends(config: pytest.Config) -> list[str]:
             try:
                 reason = discovery.get(name).why_unavailable()
             except RingAttnError as error:
-                raise pytest.UsageError(f"{BACKEND_OPTION} {name}: {error}") from error
+                raise pytest.UsageError(f"{run_options.BACKEND} {name}: {error}") from error
             if reason is not None:
-                raise pytest.UsageError(f"{BACKEND_OPTION} {name}: {reason}")
+                raise pytest.UsageError(f"{run_options.BACKEND} {name}: {reason}")
         return list(dict.fromkeys(named))
     reasons = {name: found.why_unavailable() for name, found in discovery.registrations().items()}
     available = [name for name, reason in reasons.items() if reason is None]

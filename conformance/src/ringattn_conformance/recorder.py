@@ -8,15 +8,12 @@ from typing import Any, Final, cast
 
 import pytest
 
-from . import notes, summary, tiers
+from . import notes, run_options, summary, tiers
 from .collection import Collection, Name, in_suite, name_of, saved
 from .expectations import Expectations
 from .report import Run, document
 from .schema import Options, Outcome, Report, write
 
-BACKEND_OPTION: Final = "--ringattn-backend"
-TIER_OPTION: Final = "--ringattn-tier"
-FACTOR_OPTION: Final = "--ringattn-tolerance-factor"
 NAME: Final = "ringattn_name"
 NOTES: Final = "ringattn_notes"
 """The properties of a test report that carry the test's name and notes to the process that reports."""
@@ -88,12 +85,10 @@ class Recorder:
         """The command that runs one test with the options of this run."""
         module, options = item.getparent(pytest.Module), self.config.option
         where = module.obj.__name__ if module is not None else ""
-        line = f"pytest --pyargs '{where}::{item.name}' {BACKEND_OPTION} {backend}"
-        changed = {
-            TIER_OPTION: (options.ringattn_tier, tiers.FULL),
-            FACTOR_OPTION: (options.ringattn_tolerance_factor, 1.0),
-        }
-        return line + "".join(f" {option} {value}" for option, (value, usual) in changed.items() if value != usual)
+        line = f"pytest --pyargs '{where}::{item.name}' {run_options.BACKEND} {backend}"
+        asked = {name: getattr(options, run_options.field(name)) for name in ("tier", "tolerance-factor")}
+        changed = {name: x for name, x in asked.items() if x != run_options.OPTIONS[name]["default"]}
+        return " ".join([line, *run_options.in_pytest(changed)])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: Any = dict(report.user_properties)

@@ -2,6 +2,7 @@
 """A kernel that breaks the block protocol gets an error that says what it returned and what it must return."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -175,13 +176,14 @@ def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(opti
         given = dict(causal=True, mesh=mesh, axis_name="sp", backend=backend, **options)
         return (ring_attention(q, 2 * q, 3 * q, None, bias, **given) ** 2).sum()
 
+    wanted = jax.jit(jax.grad(lambda *arrays: loss(*arrays, "xla"), (0, 1)))(q, bias)
     for by in ((0,), (1,), (0, 1)):
         kernel.fixed.clear()
         with discovery.registered(EVERYTHING, kernel):
-            got = jax.grad(transform(lambda *arrays: loss(*arrays, "odd")), by)(q, bias)
+            got = jax.jit(jax.grad(transform(lambda *arrays: loss(*arrays, "odd")), by))(q, bias)
         assert set(kernel.fixed) == {1 not in by}
-        for x, y in zip(got, jax.grad(lambda *arrays: loss(*arrays, "xla"), by)(q, bias), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+        for x, y in zip(got, (wanted[number] for number in by), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_under_vmap_too_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated():
@@ -193,8 +195,29 @@ def test_under_vmap_too_the_gradient_of_a_bias_is_computed_only_where_it_is_diff
     assert sorted(set(kernel.fixed)) == [False, True] and kernel.fixed == sorted(kernel.fixed, reverse=True)
 
 
-def wrapped(transform: str, loss: Any) -> Any:
-    return {"plain": loss, "jit": jax.jit(loss), "remat": jax.checkpoint(loss)}[transform]
+def loss_of_two_calls(ring: int, fixed_first: bool, axis: str) -> Any:
+    """A loss with two calls; the bias of the first one is `constant` if `fixed_first`, else that of the second."""
+    mesh = jax.make_mesh((ring,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
+        return ring_attention(q, 2 * q, 3 * q, None, bias, backend="xla", mesh=mesh, axis_name=axis)
+
+    def loss(q: jax.Array, bias: jax.Array, constant: jax.Array) -> jax.Array:
+        order = (constant, bias) if fixed_first else (bias, constant)
+        return (attend(attend(q, order[0]), order[1]) ** 2).sum()
+
+    return loss
+
+
+def operands_of_two_calls() -> list[jax.Array]:
+    draw = np.random.default_rng(1)
+    q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((1, 8, 2, 4), (1, 2, 8, 8)))
+    return [q, bias, jnp.zeros_like(bias)]
+
+
+@functools.cache
+def gradients_with_every_bias(ring: int, fixed_first: bool) -> Any:
+    return jax.jit(jax.grad(loss_of_two_calls(ring, fixed_first, "every"), (0, 1, 2)))(*operands_of_two_calls())
 
 
 @pytest.mark.parametrize("transform", ["plain", "jit", "remat"])
@@ -204,20 +227,11 @@ def test_one_trace_may_differentiate_the_bias_of_one_call_and_not_of_another(
     fixed_first: bool, ring: int, transform: str
 ):
     """JAX traces the call once, and differentiates that trace with respect to the bias and without it."""
-    mesh = jax.make_mesh((ring,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-    draw = np.random.default_rng(1)
-    q, bias = (jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in ((1, 8, 2, 4), (1, 2, 8, 8)))
-
-    def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
-        return ring_attention(q, 2 * q, 3 * q, None, bias, backend="xla", mesh=mesh, axis_name="sp")
-
-    def loss(q: jax.Array, bias: jax.Array, constant: jax.Array) -> jax.Array:
-        order = (constant, bias) if fixed_first else (bias, constant)
-        return (attend(attend(q, order[0]), order[1]) ** 2).sum()
-
-    jax.clear_caches()
-    got = jax.grad(wrapped(transform, loss), (0, 1))(q, bias, jnp.zeros_like(bias))
-    want = jax.grad(wrapped(transform, loss), (0, 1, 2))(q, bias, jnp.zeros_like(bias))
+    # JAX keeps what it traced for a mesh; each case has another, which it has not seen.
+    loss = loss_of_two_calls(ring, fixed_first, f"{transform}_{fixed_first}")
+    loss = {"plain": loss, "jit": jax.jit(loss), "remat": jax.checkpoint(loss)}[transform]
+    got = jax.jit(jax.grad(loss, (0, 1)))(*operands_of_two_calls())
+    want = gradients_with_every_bias(ring, fixed_first)
     assert float(jnp.abs(want[1]).max()) > 1
     for x, y in zip(got, want, strict=False):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)

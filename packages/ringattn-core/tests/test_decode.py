@@ -21,6 +21,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 from ringattn_core.ring import cache
 from ringattn_xla.block import KERNEL as XLA
+from traced_calls import forget_traced_calls
 
 B, T, S, N, K, H, HV = 3, 2, 32, 4, 2, 8, 6
 SHAPES = {"query": (B, T, N, H), "key": (B, S, K, H), "value": (B, S, K, HV)}
@@ -96,7 +97,7 @@ def test_a_cache_that_is_cut_into_chunks_gives_the_same(
 ) -> None:
     monkeypatch.setattr(cache, "SHORTEST_CHUNK", keys)
     monkeypatch.setattr(cache, "MOST_CHUNKS", most)
-    jax.clear_caches()
+    forget_traced_calls()
     seen = []
     chunked = cache._chunked
     monkeypatch.setattr(cache, "_chunked", lambda block, count: seen.append(count) or chunked(block, count))
@@ -104,7 +105,7 @@ def test_a_cache_that_is_cut_into_chunks_gives_the_same(
     got = decode_attention(QUERY, KEY, VALUE, LENGTHS, return_lse=True, **over, **OPTIONS[name])
     agrees(got, expected(LENGTHS, **OPTIONS[name]))
     assert seen == [8 if keys == 2 else 2]
-    jax.clear_caches()
+    forget_traced_calls()
 
 
 def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group() -> None:

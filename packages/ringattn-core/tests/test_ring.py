@@ -28,41 +28,38 @@ def arrays(length: int, dtype: Any = jnp.float32, dims: tuple[int, int] = (H, H)
     return [jax.random.normal(key, (1, length, *shape), dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def mesh_of(ranks: int) -> jax.sharding.Mesh:
-    return jax.make_mesh((ranks,), ("sp",), axis_types=(AxisType.Auto,))
+def mesh_of(ranks: int, axis: str = "sp") -> jax.sharding.Mesh:
+    return jax.make_mesh((ranks,), (axis,), axis_types=(AxisType.Auto,))
 
 
-def differentiated(ranks: int, **options: Any) -> Callable[..., Any]:
+def differentiated(ranks: int, axis: str = "sp", **options: Any) -> Callable[..., Any]:
     def loss(q: Any, k: Any, v: Any) -> Any:
-        return (ring_attention(q, k, v, mesh=mesh_of(ranks), axis_name="sp", **options).astype(jnp.float32) ** 2).sum()
+        out = ring_attention(q, k, v, mesh=mesh_of(ranks, axis), axis_name=axis, **options)
+        return (out.astype(jnp.float32) ** 2).sum()
 
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "options",
+    ("dtype", "options"),
     [
-        dict(causal=True),
-        dict(sliding_window=3),
-        dict(causal=True, layout="zigzag"),
-        dict(layout="striped", two_way=True, dropout_prob=0.2, dropout_seed=5),
+        (jnp.float32, dict(causal=True)),
+        (jnp.bfloat16, dict(sliding_window=3)),
+        (jnp.bfloat16, dict(causal=True, layout="zigzag")),
+        (jnp.bfloat16, dict(layout="striped", two_way=True, dropout_prob=0.2, dropout_seed=5)),
     ],
     ids=str,
 )
 def test_a_ring_in_a_scan_equals_an_unrolled_ring_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, dtype: Any, options: dict[str, Any]
 ):
-    operands = arrays(32, dtype)
-    unrolled = differentiated(8, **options)(*operands)
+    operands = arrays(24, dtype)
+    unrolled = differentiated(6, **options)(*operands)
     monkeypatch.setattr(hops, "UNROLLED", 2)
-    jax.clear_caches()
-    jaxpr = str(jax.make_jaxpr(differentiated(8, **options))(*operands))
-    looped = differentiated(8, **options)(*operands)
-    monkeypatch.undo()
-    jax.clear_caches()
-    assert ("scan" in jaxpr) == ("sliding_window" not in options)
-    for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(looped), strict=True):
+    # JAX keeps what it traced for a mesh; the other ring is on another.
+    looped = differentiated(6, "looped", **options).trace(*operands)
+    assert ("scan" in str(looped.jaxpr)) == ("sliding_window" not in options)
+    for a, b in zip(jax.tree.leaves(unrolled), jax.tree.leaves(looped.lower().compile()(*operands)), strict=True):
         assert (a == b).all()
 
 

@@ -18,6 +18,7 @@ from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import hops
 from ringattn_core.ring.hops import Plan, plan
 from separate_sends import SEPARATE, SeparateSends
+from traced_calls import forget_traced_calls
 
 SHAPES = [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2)]
 SPEC = PartitionSpec(None, ("outer", "inner"))
@@ -98,11 +99,11 @@ def test_in_a_scan_both_levels_compute_what_one_device_does(
 ) -> None:
     options: dict[str, Any] = dict(causal=True, layout="striped")
     monkeypatch.setattr(hops, "UNROLLED", 1)
-    jax.clear_caches()
+    forget_traced_calls()
     with registered(SEPARATE, SeparateSends()):
         program = loss(outer, inner, backend=backend, **options).trace(*arrays())
         got = program.lower().compile()(*arrays())
-    jax.clear_caches()
+    forget_traced_calls()
     assert str(program.jaxpr).count(" scan[") == {4: 2, 2: 4}[outer], "of rounds, or of the hops of both rounds"
     whole = jax.value_and_grad(lambda *x: (from_one_device(outer * inner, *x, **options) ** 2).sum(), (0, 1, 2))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(whole(*arrays())), strict=True):
@@ -162,9 +163,9 @@ def test_a_send_between_groups_waits_for_the_round_before_and_no_kernel_of_its_r
 ) -> None:
     """On a ring of 3 by 2 ranks. On CPU, where a send blocks, kernels wait for all sends of their hop."""
     monkeypatch.setattr(ordering, "tie_on_cpu", lambda x, token: x)
-    jax.clear_caches()
+    forget_traced_calls()
     program = traced(3, 2, 1)
-    jax.clear_caches()
+    forget_traced_calls()
     bodies = {id(body): body for e in equations(program) for body in jaxprs_in_params(e.params)}
     forward, backward = (found for body in bodies.values() if (found := permutes(body, 2)))
     assert forward == [

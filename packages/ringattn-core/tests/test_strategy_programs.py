@@ -67,6 +67,31 @@ SENT: list[tuple[str, dict[str, int], dict[str, int], dict[str, int]]] = [
 ]
 
 
+SHARED = [
+    # strategy, sizes of the mesh axes, shape of a bias of which several ranks have a part of the gradient
+    ("ring", {"sp": 2}, (1, 8, 1, 16)),
+    ("ring", {"dp": 2, "sp": 2}, (1, 8, 16, 16)),
+    ("ring", {"tp": 2, "sp": 2}, (2, 1, 16, 16)),
+    ("ulysses", {"sp": 2}, (2, 1, 16, 16)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "shape"), SHARED, ids=str)
+def test_gradients_in_bfloat16_are_added_over_ranks_in_float32(
+    strategy: str, sizes: dict[str, int], shape: tuple[int, ...]
+):
+    options: Any = {"mesh": mesh_of(**sizes), "axis_name": "sp", "strategy": strategy}
+
+    def loss(x: Any, bias: Any, slopes: Any, sinks: Any) -> Any:
+        return ring_attention(*x, sinks, bias, alibi_slopes=slopes, **options).astype(jnp.float32).sum()
+
+    ones = [jnp.ones(size, jnp.bfloat16) for size in (shape, (8,), (8,))]
+    operands = [x.astype(jnp.bfloat16) for x in arrays()]
+    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(operands, *ones))
+    added = re.findall(r":(\w+)\[[^]]*\] = (?:psum|reduce_scatter)\w*\[", program)
+    assert set(added) == {"f32"}
+
+
 @pytest.mark.parametrize(("strategy", "sizes", "forward", "both"), SENT, ids=str)
 def test_the_compiled_program_has_only_the_collectives_of_the_strategy(
     strategy: str, sizes: dict[str, int], forward: dict[str, int], both: dict[str, int]

@@ -2,6 +2,7 @@
 """Calls work under JAX's debugging flags: strict promotion, leak checks, NaN and infinity checks."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -120,16 +121,32 @@ class TestStrictPromotion:
             jnp.add(jnp.ones(3), jnp.ones((2, 3)))
 
 
+@contextlib.contextmanager
+def leaks_refused() -> Iterator[None]:
+    """JAX looks for leaked tracers among all objects of Python. What other tests left behind is none of them."""
+    gc.freeze()
+    try:
+        with jax.check_tracer_leaks():
+            yield
+    finally:
+        gc.unfreeze()
+
+
 class TestLeaks:
     @pytest.mark.parametrize("call", ["mask of each head", "dropout", "shared sinks and padding"])
     def test_no_tracer_leaves_its_trace(self, call: str):
         gradient, arguments = gradient_of(call, on_mesh=True)
-        with jax.check_tracer_leaks():
+        with leaks_refused():
             jax.make_jaxpr(gradient)(*arguments)
 
     def test_vmap_leaks_no_tracer(self):
-        with jax.check_tracer_leaks():
+        with leaks_refused():
             jax.make_jaxpr(jax.vmap(lambda q: ring_attention(q, q, q, causal=True)))(normal(0, 3, B, T, N, H))
+
+    def test_a_leak_is_found(self):
+        kept = []
+        with leaks_refused(), pytest.raises(Exception, match="Leaked"):
+            jax.make_jaxpr(lambda x: kept.append(x) or x)(1.0)
 
 
 class TestNansAndInfinities:

@@ -29,7 +29,7 @@ def problem(**changes: Any) -> Problem:
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(cache, "_reported", set())
+    cache._report.cache_clear()
     return tmp_path / "kept" / "tuning"
 
 

@@ -21,6 +21,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature, Support
 from ringattn_core.errors import InputError, TuningError
 from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
+from traced_calls import forget_traced_calls
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
@@ -72,12 +73,12 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     monkeypatch.setattr(tuner, "fastest", fastest)
     yield kernel
-    jax.clear_caches()
+    forget_traced_calls()
 
 
 def ran(kernel: Any, **options: Any) -> RingAttentionConfig:
     """The parameters that a new call runs with, forward and backward."""
-    jax.clear_caches()
+    forget_traced_calls()
     kernel.rules.clear()
     jax.eval_shape(jax.grad(lambda x: ring_attention(x, x, x, backend="mine", **options).sum()), X)
     (found,) = {RingAttentionConfig(rule.fwd_params, rule.bwd_params) for rule in kernel.rules}
@@ -258,7 +259,7 @@ class TestUnderATrace:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", said)
         forget()
         mine.rules.clear()
-        jax.clear_caches()
+        forget_traced_calls()
         jax.jit(lambda x: ring_attention(x, x, x, backend="mine"))(X)
         assert {rule.fwd_params for rule in mine.rules} == {TUNED.fwd_params}
         assert len(mine.tunings) == 1
@@ -349,7 +350,7 @@ def test_a_result_for_a_backend_of_this_process_is_not_stored(
 
 
 def test_no_call_depends_on_a_disk(mine: Any, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_reported", set())
+    cache._report.cache_clear()
     monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
     monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
     assert ran(mine) == ran(mine) == TUNED

@@ -54,6 +54,7 @@ OPERANDS = {
         "key: has 3 heads, which do not divide the 4",
     ),
     "a string": (("q", *arrays()[1:]), "query: str is not an array"),
+    "objects": ((np.array([None]), *arrays()[1:]), "query: ndarray is not an array (TypeError: Error interpreting"),
     "ragged lists": (([[1.0], [1.0, 2.0]], *arrays()[1:]), "query: list is not an array"),
 }
 
@@ -100,6 +101,7 @@ OPTIONS = {
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
     "a list of layouts": (dict(layout=["zigzag"]), "layout: got ['zigzag']"),
+    "an array as precision": (dict(precision=np.ones(2)), "precision: got array"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
     "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),

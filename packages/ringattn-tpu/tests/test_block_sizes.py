@@ -16,7 +16,7 @@ from tpu_blocks import make_block
 
 def shaped(length: int, kv_length: int | None = None, batch: int = 1, dim: int = 128, **options) -> Block:
     """A block of these lengths whose arrays are shapes alone."""
-    options = {"dtype": jnp.bfloat16, **options}
+    options = {"dtype": jnp.bfloat16, "draw": lambda size: jnp.zeros(size), **options}
     return jax.eval_shape(lambda: make_block(batch, length, kv_length or length, 1, dim=dim, **options))
 
 

@@ -2,6 +2,7 @@
 """Blocks of random numbers with any option that decides what is visible, and which pairs those are."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,10 +25,11 @@ def make_block(
     dim: int = 8,
     dtype: Any = jnp.float32,
     params: dict[str, Any] | None = None,
+    draw: Callable[..., Any] | None = None,
     **fields: Any,
 ) -> Block:
-    """A block of random numbers; fields of `Rule` go to its rule, those of `Block` to itself."""
-    draw = np.random.default_rng(0)
+    """A block of random numbers, or of what `draw(size=)` makes; fields of `Rule` go to its rule, others to itself."""
+    draw = draw or np.random.default_rng(0).normal
     kv_heads = kv_heads or heads
     of_rule = {name: fields.pop(name) for name in list(fields) if name in _OF_RULE}
     sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
@@ -43,8 +45,8 @@ def make_block(
         **fields,
     }
     return Block(
-        q=jnp.asarray(draw.normal(size=(batch, q_length, heads, dim)), dtype),
-        kv=jnp.asarray(draw.normal(size=(2, batch, kv_length, kv_heads, dim)), dtype),
+        q=jnp.asarray(draw(size=(batch, q_length, heads, dim)), dtype),
+        kv=jnp.asarray(draw(size=(2, batch, kv_length, kv_heads, dim)), dtype),
         rule=Rule(**{"scale": dim**-0.5, **sizes, **of_rule}),
         **{name: x if x is None or isinstance(x, bool) else jnp.asarray(x) for name, x in given.items()},
     )

@@ -33,7 +33,7 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_hopper_backward with masks"): {90: (296, _WHILE_MASKING)},
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (304, _DRAWS)},
     ("bfloat16", 128, "ringattn_hopper_backward"): {90: (8, _AT_THE_END)},
-    ("bfloat16", 128, "ringattn_hopper_backward with masks"): {90: (88, _WHILE_MASKING)},
+    ("bfloat16", 128, "ringattn_hopper_backward with masks"): {90: (96, _WHILE_MASKING)},
     ("bfloat16", 96, "ringattn_hopper_backward"): {90: (8, _AT_THE_END)},
     ("bfloat16", 96, "ringattn_hopper_backward with masks"): {90: (88, _WHILE_MASKING)},
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (144, _WHILE_MASKING)},

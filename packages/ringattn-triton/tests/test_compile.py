@@ -26,6 +26,7 @@ CASES = ((jnp.bfloat16, 64), (jnp.bfloat16, 128), (jnp.float32, 64))
 BACKWARD = {"ringattn_backward_keys", "ringattn_backward_queries"}
 TABLE = "ringattn_table"
 KERNELS = {"ringattn_forward", TABLE} | BACKWARD
+MATRIX_UNITS = {90: "wgmma", 100: "tcgen05", "gfx942": "mfma"}
 HOPPER = "ringattn_hopper_forward"
 
 
@@ -124,7 +125,7 @@ def runs(report, target):
 
 @pytest.mark.parametrize("target", (*CUDA, *ROCM))
 @pytest.mark.parametrize(("dtype", "head_dim"), CASES)
-def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, head_dim, target, monkeypatch):
+def test_every_kernel_fits_its_target_spills_little_and_uses_the_matrix_units(dtype, head_dim, target, monkeypatch):
     found = reports(alone(block(dtype, head_dim)), target, monkeypatch)
     special = {HOPPER, TABLE} | BACKWARD
     expected = special if (dtype, head_dim, target) == (*CASES[1], 90) else KERNELS
@@ -133,6 +134,8 @@ def test_every_kernel_fits_its_target_and_spills_no_more_than_its_budget(dtype, 
         runs(report, target)
         bound, reason = allowed(dtype.__name__, head_dim, report.name, target)
         assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+        if dtype == jnp.bfloat16:
+            assert report.matrix == ("" if report.name == TABLE else MATRIX_UNITS.get(target, "mma")), report
 
 
 def for_hopper(block, fresh, monkeypatch):
@@ -153,11 +156,21 @@ def for_hopper(block, fresh, monkeypatch):
     return report
 
 
-@pytest.mark.parametrize(
-    ("length", "fields", "fresh"),
-    [(LENGTH, {}, True), (LENGTH, {"causal": True}, False), (LENGTH - 24, {"causal": True, "window": (300, 0)}, False)],
+PLAIN, CAUSAL, RAGGED = (
+    (LENGTH, {}, True),
+    (LENGTH, {"causal": True}, False),
+    (LENGTH - 24, {"causal": True, "window": (300, 0)}, False),
 )
-@pytest.mark.parametrize(("head_dim", "soft_cap"), [(64, None), (128, None), (128, 30.0), (256, None)])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "soft_cap", "length", "fields", "fresh"),
+    [
+        *((128, None, *kind) for kind in (PLAIN, CAUSAL, RAGGED)),
+        # A kernel with a mask has the loop of one without, and its own.
+        *((*heads, *kind) for heads in ((64, None), (128, 30.0), (256, None)) for kind in (CAUSAL, RAGGED)),
+    ],
+)
 def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
     rule = Rule(scale=head_dim**-0.5, soft_cap=soft_cap, **fields)
     report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)
@@ -205,13 +218,6 @@ def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatc
     assert report.spilled <= 1536, report
 
 
-@pytest.mark.parametrize("target", (*CUDA, *ROCM))
-def test_products_of_bfloat16_run_on_the_matrix_units(target, monkeypatch):
-    kinds = {90: "wgmma", 100: "tcgen05", "gfx942": "mfma"}
-    for report in reports(block(jnp.bfloat16, 128), target, monkeypatch):
-        assert report.matrix == ("" if report.name == TABLE else kinds.get(target, "mma")), report
-
-
 @pytest.mark.parametrize("target", (80, 90, *ROCM))
 def test_kernels_with_every_feature_at_once_compile_and_fit(target, monkeypatch):
     found = reports(everything(jnp.bfloat16, 40), target, monkeypatch)
@@ -235,7 +241,7 @@ def test_two_programs_for_the_gradients_of_documents_fit_on_hopper_and_keep_prod
         assert 2 * report.shared <= SHARED[90] * 1024 and report.spilled <= most, report
 
 
-@pytest.mark.parametrize("target", (*CUDA, *ROCM))
+@pytest.mark.parametrize("target", (80, *ROCM))
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize(("listed", "run"), [(False, True), (True, False), (True, True)])
 def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, target):

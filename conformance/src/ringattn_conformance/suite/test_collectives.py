@@ -12,7 +12,7 @@ from ringattn_core.ring import hops
 from ringattn_core.ring.parcels import joint
 
 from ringattn_conformance import tiers
-from ringattn_conformance.blocks import rule_of
+from ringattn_conformance.blocks import call_of
 from ringattn_conformance.cases import DTYPES, Case
 from ringattn_conformance.outcomes import owed
 from ringattn_conformance.ranks import Placed, Placement, on_devices, place, with_gradients
@@ -62,9 +62,9 @@ def _bytes(dtype: str, dims: str) -> int:
 def _planned(placed: Placed) -> Counter[tuple[int, int]]:
     """The permutes that the engine plans for the same call."""
     (rows, columns), ring = placed.case.lengths(placed.placement.ring), placed.placement.ring
-    rule, together = rule_of(placed.case, rows, columns), joint(discovery.get(placed.backend).implementation())
+    call, together = call_of(placed.case, placed.inputs), joint(discovery.get(placed.backend).implementation())
     plan = hops.plan(
-        rule, placed.placement.layout, ring, rows // ring, columns // ring, placed.placement.two_way, together
+        call.rule, placed.placement.layout, ring, rows // ring, columns // ring, placed.placement.two_way, together
     )
     problem, itemsize = placed.inputs.problem, DTYPES[placed.case.dtype](0).itemsize
     elements = (problem.k.size + problem.v.size) // ring

@@ -13,14 +13,14 @@ from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import ELSEWHERE, KEYWORDS, OPERANDS, Case
+from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.outcomes import owed
-from ringattn_conformance.ranks import static_options
+from ringattn_conformance.ranks import Placement, static_options
 
-LAYOUTS: dict[str, set[Feature]] = {"contiguous": set(), "zigzag": {Feature.ZIGZAG}, "striped": {Feature.STRIPED}}
 UNEVEN = tuple(case for case in ELSEWHERE if case.name.startswith("uneven"))
 
 
-def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> None:
+def _agrees(case: Case, backend: str, layout: str, *more: Feature) -> None:
     """The call on global arrays, reordered by core's own functions, and every gradient, against the oracle."""
     ring = max(ring for ring in (1, 2, 4) if ring <= len(jax.devices()))
     mesh = Mesh(np.array(jax.devices()[:ring]), ("sp",))
@@ -38,7 +38,7 @@ def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> No
         return from_layout(out, layout, ring), *(from_layout(x, layout, ring, 2) for x in lse)
 
     cotangents = tuple(jnp.asarray(x) for x in (inputs.dout, inputs.dlse) if x is not None)
-    with owed(backend, case.needs | features | {Feature.GRADIENTS}) as right:
+    with owed(backend, case.needs | Placement(layout=layout).needs | {Feature.GRADIENTS, *more}) as right:
         outputs, pull = jax.vjp(call, operands)
         gradients = {OPERANDS[name]: x for name, x in pull(cotangents)[0].items()}
         if right:
@@ -51,11 +51,11 @@ def _agrees(case: Case, backend: str, layout: str, features: set[Feature]) -> No
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_global_arrays_through_a_mesh_in_every_layout(ringattn_backend: str, layout: str):
     case = Case("by-mesh", causal=True, window=(20, None), sinks="head", heads=4, kv_heads=2)
-    _agrees(case, ringattn_backend, layout, LAYOUTS[layout])
+    _agrees(case, ringattn_backend, layout)
 
 
 @tiers.mark(tiers.CORE, "uneven-causal", "uneven-segments")
 @pytest.mark.parametrize("case", UNEVEN, ids=str)
 def test_lengths_that_the_ring_does_not_divide(ringattn_backend: str, case: Case):
     # Padding is a segment of its own, so core may need segment ids that the caller did not give.
-    _agrees(case, ringattn_backend, "contiguous", {Feature.SEGMENT_IDS})
+    _agrees(case, ringattn_backend, "contiguous", Feature.SEGMENT_IDS)

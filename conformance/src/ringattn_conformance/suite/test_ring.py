@@ -5,20 +5,15 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import tiers, tolerances
+from ringattn_conformance import tiers
 from ringattn_conformance.cases import NAMED, Case
 from ringattn_conformance.lattice import Point
-from ringattn_conformance.outcomes import owed, supports
-from ringattn_conformance.ranks import Placement, answer_of, place, run
+from ringattn_conformance.outcomes import agrees, supports
+from ringattn_conformance.ranks import Placement
 
 
 def _agrees(case: Case, placement: Placement, backend: str) -> None:
-    gradients = supports(backend, Feature.GRADIENTS)
-    placed = place(case, placement, backend)
-    with owed(backend, case.needs | placement.needs | ({Feature.GRADIENTS} if gradients else set())) as right:
-        got = run(placed, gradients)
-        if right:
-            tolerances.check(got, answer_of(case, placement.ring), case, placed.inputs, f"on {placed.placement}")
+    agrees(case, placement, backend, supports(backend, Feature.GRADIENTS))
 
 
 def test_outputs_and_gradients_are_those_of_the_oracle(ringattn_backend: str, ringattn_point: Point):

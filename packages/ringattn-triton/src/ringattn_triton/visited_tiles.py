@@ -58,19 +58,20 @@ class Table(NamedTuple):
 
 
 def table(
-    inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS
-) -> Table:
+    inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
+    heads: int | None = None,
+) -> Table:  # fmt: skip
     """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
 
-    As many heads run side by side as it takes to have this number of `programs`. A tile that reaches past the end of
-    the keys, or of the queries with `by_keys`, always needs a mask.
+    As many of the `heads`, by default those of one batch row, run side by side as it takes to have this number of
+    `programs`. A tile that reaches past the end of the keys, or of the queries with `by_keys`, always needs a mask.
     """
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)
     listed = not run or block.q_segments is not None or not block.rule.increasing
     bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
     groups, rows, _ = bounds.shape
-    heads = block.kv_heads if by_keys else block.q.shape[2]
+    heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
     columns = found.some.shape[1 if by_keys else 2]
     return Table(bounds, listing, TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
 

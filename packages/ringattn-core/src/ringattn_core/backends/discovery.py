@@ -83,7 +83,7 @@ class Registration:
         path = backend.kernel or backend.ring
         assert path is not None
         try:
-            loaded = _imported(path) if self.given is None else self.given
+            loaded = imported(path) if self.given is None else self.given
             reason = _defect_of_kernel(loaded) if backend.kernel else _defect_of_ring(loaded)
         except KeyboardInterrupt:
             raise
@@ -99,7 +99,7 @@ class Registration:
         if probe is None:
             return None
         try:
-            reason = _imported(probe)()
+            reason = imported(probe)()
             if reason is None or (isinstance(reason, str) and reason.strip()):
                 return None if reason is None else " ".join(reason.split())
             wrong = f"it returned {reason!r}, and must return None or a sentence"
@@ -115,7 +115,8 @@ class Registration:
         return error
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """The object that an import path `"module:attribute"` names."""
     module, _, attribute = path.partition(":")
     return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 

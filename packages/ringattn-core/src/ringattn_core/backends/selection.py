@@ -3,6 +3,7 @@
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import logging
 import os
@@ -29,9 +30,9 @@ VARIABLES: Final = (BACKEND_VARIABLE, "RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR")
 """The environment variables that core reads. A backend declares its own in `Backend.variables`."""
 
 _logger: Final = logging.getLogger("ringattn")
-_logged: set[str] = set()
+_log_once: Final = functools.cache(_logger.log)
 _context: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("ringattn_backend", default=())
-discovery.on_clear.append(_logged.clear)
+discovery.on_clear.append(_log_once.cache_clear)
 
 
 def select(backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str) -> Registration:
@@ -205,9 +206,3 @@ def unknown_variables() -> Iterator[str]:
         if variable.startswith("RINGATTN_") and variable not in known:
             guess = did_you_mean(variable, known)
             yield f"environment variable {variable} is not known{guess}. Known: {', '.join(known)}"
-
-
-def _log_once(level: int, message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        _logger.log(level, message)

@@ -84,14 +84,14 @@ def query_offset(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
 
 
 def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
-    """Converts sinks to `[N, n]`, a row for each head of this rank.
+    """Converts sinks to `[N, n]` in float32, a row for each head of this rank.
 
     A single axis holds one sink for each head if its length is the number of heads of all ranks; else the heads share
     the sinks. If JAX tracks that the axis is split with the heads, it holds one sink for each head of this rank.
     """
     if x is None:
         return None
-    found, heads = typed(argument, x, arrays.Sinks), sizes.of["N"]
+    found, heads = typed(argument, x, arrays.Sinks).astype(jnp.float32), sizes.of["N"]
     if found.ndim == 2 and found.size and found.shape[0] == heads:
         return found
     every = sizes.heads[0]
@@ -108,6 +108,11 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     if every != heads:
         found = jax.lax.dynamic_slice_in_dim(found, axes.coordinate(sizes.head_axes) * heads, heads)
     return found[:, None]
+
+
+def slopes(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
+    """Slopes in float32, so that their gradients are added over ranks in float32, and rounded once."""
+    return None if x is None else array(argument, x, arrays.Slopes, sizes).astype(jnp.float32)
 
 
 def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:
@@ -231,7 +236,7 @@ def precision(argument: str, x: Any, _: Sizes) -> str | None:
     if x is None:
         return None
     name = x.name.lower() if isinstance(x, jax.lax.Precision) else x
-    if name not in PRECISIONS:
+    if not isinstance(name, str) or name not in PRECISIONS:
         known = ", ".join(repr(p) for p in PRECISIONS)
         raise InputError(argument, f"got {x!r}", f"Known precisions: None, {known}, jax.lax.Precision")
     return name

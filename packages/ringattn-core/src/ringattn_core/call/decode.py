@@ -80,9 +80,9 @@ def _sharded(registration: Registration, call: Call, mesh: Any) -> Any:
             f"divide. Pass head_axis_name=() to leave heads whole, or another mesh"
         )
     whole = Roles(roles.batch, (), roles.heads)
-    given = {name: x for name in ARRAYS if (x := getattr(call, name)) is not None}
     specs = {
-        name: (roles if name in ("key", "value") else whole).spec(ARRAYS[name], x.shape) for name, x in given.items()
+        name: (roles if name in ("key", "value") else whole).spec(ARRAYS[name], x.shape)
+        for name, x in call.arrays.items()
     }
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
     out, *lse = over_shards(attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)

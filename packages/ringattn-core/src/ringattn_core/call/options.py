@@ -70,7 +70,7 @@ OPTIONS: Final = (
     Option("q_positions", checks.positions(arrays.QueryPositions), arrays.QueryPositions, Feature.POSITIONS),
     Option("kv_positions", checks.positions(arrays.KeyPositions), arrays.KeyPositions),
     Option("query_offset", checks.query_offset, arrays.QueryOffset, Feature.POSITIONS),
-    Option("alibi_slopes", array=arrays.Slopes, feature=Feature.ALIBI),
+    Option("alibi_slopes", checks.slopes, arrays.Slopes, Feature.ALIBI),
     Option("dropout_prob", checks.probability, feature=Feature.DROPOUT),
     Option("dropout_seed", checks.seed, arrays.Seed),
     Option("batch_axis_name", lambda argument, value, _: None if value is None else axes.names(value, argument)),

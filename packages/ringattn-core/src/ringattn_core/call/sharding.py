@@ -37,7 +37,7 @@ Work = Callable[[Registration, Call], Any]
 
 def specs(call: Call, roles: Roles) -> dict[str, P]:
     """The `PartitionSpec` of every array of the call. Axes of size 1 that are broadcast are not split."""
-    return {name: roles.spec(ARRAYS[name], x.shape) for name, x in _given(call).items()}
+    return {name: roles.spec(ARRAYS[name], x.shape) for name, x in call.arrays.items()}
 
 
 @reverse_mode_only()
@@ -78,10 +78,11 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     if more != (0, 0) or copies > 1:
         # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
-        given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in _given(call).items()}
+        given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()}
         call = _padded(dataclasses.replace(call, **given), *more)
         call = dataclasses.replace(call, key=repeated_heads(call.key, copies), value=repeated_heads(call.value, copies))
-    return dataclasses.replace(call, **roles.names), roles
+    bias = arrays.wide_if_shared(call.bias, roles)
+    return dataclasses.replace(call, bias=bias, **roles.names), roles
 
 
 def over_shards(
@@ -91,7 +92,7 @@ def over_shards(
 
     `split` has the specs of the arrays by name, and `outputs` those of the two results.
     """
-    placed = {name: _placed(x, mesh, split[name]) for name, x in _given(call).items()}
+    placed = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
     options = _with_parameters(registration, options, mesh, split, placed)
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
@@ -115,10 +116,6 @@ def _with_parameters(
     found = with_parameters(registration, shard, ranks_of(mesh, shard.axis_name or ()), mesh)
     parameters = {"fwd_params": found.fwd_params, "bwd_params": found.bwd_params}
     return dataclasses.replace(options, strategy=whole.strategy, **parameters)
-
-
-def _given(call: Call) -> dict[str, jax.Array]:
-    return {name: getattr(call, name) for name in ARRAYS if getattr(call, name) is not None}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
@@ -186,7 +183,7 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         call = dataclasses.replace(call, **ids)
     extra = {"T": queries, "S": keys, "S_global": keys, "t": queries}
     grown = {}
-    for name, x in _given(call).items():
+    for name, x in call.arrays.items():
         named = zip(arrays.letters(ARRAYS[name], x.ndim), x.shape, strict=True)
         whole = call.query.shape[1] != 1
         widths = [(0, 0 if a == "t" and n == 1 and whole else extra.get(a, 0)) for a, n in named]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 
 from ..contract.call import Call
 from ..contract.signature import SIGNATURE
@@ -50,14 +49,13 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         )
     if not found["dropout_prob"]:
         found["dropout_seed"] = None
-    if found["axis_name"] and found["bias"] is not None and found["bias"].shape[2] == 1:
-        # All ranks share its row: their gradients are added in float32, and rounded once.
-        found["bias"] = found["bias"].astype(jnp.float32)
     call = Call(query=q, key=k, value=v, **found)
     if inside:
         refuse_replicated(call)
         refuse_unnamed_axes(call)
-        return dataclasses.replace(call, axis_name=call.axis_name or None)
+        roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))
+        bias = arrays.wide_if_shared(call.bias, roles)
+        return dataclasses.replace(call, bias=bias, axis_name=call.axis_name or None)
     return call
 
 

@@ -4,7 +4,6 @@
 import argparse
 import dataclasses
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
@@ -14,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .. import masks
+from ..backends.discovery import imported
 from ..call.attention import ring_attention
 from ..call.options import DEFAULTS
 from ..errors import InputError, in_one_line
@@ -160,11 +160,10 @@ def _prefix(length: int, *_: int) -> masks.Mask:
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    module, _, attribute = path.partition(":")
     remedy = "Pass MODULE:FUNCTION of an importable module"
-    if not module or not attribute:
+    if not all(path.partition(":")):
         raise InputError("--mask-builder", f"got {path!r}", remedy)
     try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        return imported(path)
     except (Exception, SystemExit) as error:  # the module may raise anything
         raise InputError("--mask-builder", f"cannot load {path!r} ({in_one_line(error)})", remedy) from error

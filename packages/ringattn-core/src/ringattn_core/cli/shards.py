@@ -104,8 +104,8 @@ def tile_size(shard: Shard, asked: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def _shard(kernel: Any, local: Call) -> Shard:
-    ring, call, location = engine.prepared(kernel, local)
-    return Shard(call, location, ring, options.needs(local))
+    ring, location = engine.prepared(kernel, local)
+    return Shard(local, location, ring, options.needs(local))
 
 
 def _every_rank(call: AbstractCall, work: Callable[[Call], Any], integers: dict[str, Any]) -> Any:

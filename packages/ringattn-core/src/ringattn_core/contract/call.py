@@ -57,6 +57,11 @@ class Call:
     return_lse: bool
     strategy: str
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that the call has, by name."""
+        return {name: x for name in IN_BLOCK if (x := getattr(self, name)) is not None}
+
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function."""
         names = [field.name for field in dataclasses.fields(self)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from ..errors import InputError
+from ..errors import InputError, in_one_line
 
 Query = Float[Array, "B T N H"]
 Key = Float[Array, "B S K H"]
@@ -41,7 +41,7 @@ def as_array(argument: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            argument, f"{type(x).__name__} is not an array ({error})", "Pass what jnp.asarray accepts"
+            argument, f"{type(x).__name__} is not an array ({in_one_line(error)})", "Pass what jnp.asarray accepts"
         ) from error
 
 
@@ -119,6 +119,18 @@ class Roles:
         names = letters(array, None if shape is None else len(shape))
         whole = [shape is not None and broadcasts(name) and shape[i] == 1 for i, name in enumerate(names)]
         return PartitionSpec(*(None if w else _entry(self.of(name)) for name, w in zip(names, whole, strict=True)))
+
+
+def wide_if_shared(bias: Bias | None, roles: Roles) -> Bias | None:
+    """The bias in float32 if ranks share an axis of it that is broadcast; else as it is.
+
+    Each of these ranks has a part of the gradient. The parts are then added in float32, and the sum is rounded once.
+    """
+    if bias is None:
+        return None
+    named = zip(letters(Bias), bias.shape, strict=True)
+    shared = any(size == 1 and broadcasts(letter) and roles.of(letter) for letter, size in named)
+    return bias.astype(jnp.float32) if shared else bias
 
 
 def _entry(names: tuple[str, ...]) -> Any:

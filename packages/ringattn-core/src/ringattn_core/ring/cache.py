@@ -50,7 +50,8 @@ _sharded_queries = without_derivative(
 @functools.partial(jax.jit, static_argnums=0)
 def _attend(kernel: BlockKernel, call: Call) -> Any:
     sharded = call.query_offset is not None
-    ring, everyone, location = prepared(kernel, _with_all_queries(call) if sharded else call)
+    everyone = _with_all_queries(call) if sharded else call
+    ring, location = prepared(kernel, everyone)
     here = Direction(1, *align((everyone, location), axes_of(everyone, location)))
     own = block(ring, here, (here.call.key, here.call.value), 0)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))

@@ -17,7 +17,7 @@ from ..errors import DerivativeError
 from ..placement import axes
 from .backward import backward
 from .blocks import Ring
-from .directions import CALL_HEADS, Location
+from .directions import Location
 from .forward import Residuals, Result, forward
 from .hops import plan
 from .parcels import joint
@@ -29,7 +29,7 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
     With `gathers`, each rank gathers the keys of all ranks and computes one block, without a ring. `stripe` is the
     length of a run of consecutive tokens in a shard of the striped layout.
     """
-    ring, call, location = prepared(kernel, call, None, gathers, stripe)
+    ring, location = prepared(kernel, call, None, gathers, stripe)
     # -inf is a valid score (masked out) and a valid lse (a row that sees no key).
     with jax.debug_infs(False):
         # Replicated inputs are aligned, so that JAX sums their gradients.
@@ -38,8 +38,8 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
 
 def prepared(
     kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False, stripe: int = 1
-) -> tuple[Ring, Call, Location]:
-    """What the engine reads: the plan, the call with its values per head in float32, and the location of this rank.
+) -> tuple[Ring, Location]:
+    """What the engine reads: the plan, and the location of this rank.
 
     `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
     passes no kernel. `gathers` and `stripe` are as in `run`.
@@ -53,14 +53,12 @@ def prepared(
     made = plan(rule, call.layout, of_keys, *lengths, call.two_way, joint(kernel), stripe)
     if not (place or gathers):
         made = made.over(axes.size("axis_name", axis[-1:]))
-    of_heads = {name: getattr(call, name) for name, heads in CALL_HEADS.items() if heads == 0}
-    call = dataclasses.replace(call, **{n: None if x is None else x.astype(jnp.float32) for n, x in of_heads.items()})
     location = Location(
         jnp.asarray(rank, jnp.int32),
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
     )
-    return Ring(kernel, made, axis, ranks, stripe, call.key.dtype != call.query.dtype), call, location
+    return Ring(kernel, made, axis, ranks, stripe, call.key.dtype != call.query.dtype), location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:

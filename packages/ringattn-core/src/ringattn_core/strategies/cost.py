@@ -124,7 +124,7 @@ def all_gather(work: Work, device: Device) -> Cost:
 
 def ulysses(work: Work, device: Device, inner: int) -> Cost:
     """Groups of `inner` consecutive ranks exchange heads for tokens; each group is then one rank of an outer ring."""
-    refusal = refused(work, inner)
+    refusal = misfit(work.heads, work.kv_heads, inner, work.ranks // inner, work.two_way)
     if refusal is not None:
         return Cost("ulysses", inner, (), (), 0, refusal)
     within, across, outer = device.link(inner), device.link(work.ranks), work.over_heads(inner)
@@ -151,13 +151,6 @@ def ulysses(work: Work, device: Device, inner: int) -> Cost:
         ),
         memory=_call_bytes(work) + to_heads + back + _engine_bytes(outer),
     )
-
-
-def refused(work: Work, inner: int) -> str | None:
-    """Why groups of `inner` ranks cannot split the heads of the call."""
-    if work.ranks % inner:
-        return f"{work.ranks} ranks do not divide into groups of {inner}"
-    return misfit(work.heads, work.kv_heads, inner, work.ranks // inner, work.two_way)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from ..contract import packing
-from ..contract.call import IN_BLOCK, Call
+from ..contract.call import Call
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -41,8 +41,9 @@ def by_heads(call: Call) -> Call:
     else:
         packed = _exchanged(packed, -3, -2, call.layout, inner, ranks)
     key, value = packing.unpack(packed, call.key.shape[-1])
-    rest = {name: _moved(call, name, inner, ranks) for name in IN_BLOCK if name not in ("key", "value")}
-    return _with_heads_over_inner(call, rest | {"key": key, "value": value})
+    rest = dataclasses.replace(call, key=None, value=None).arrays
+    moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
+    return _with_heads_over_inner(call, moved | {"key": key, "value": value})
 
 
 def shapes_by_heads(call: Call, sizes: Mapping[str, int]) -> Call:
@@ -58,8 +59,7 @@ def shapes_by_heads(call: Call, sizes: Mapping[str, int]) -> Call:
             shape[tokens] *= ranks
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    given = {name: x for name in IN_BLOCK if (x := getattr(call, name)) is not None}
-    return _with_heads_over_inner(call, {name: moved(name, x) for name, x in given.items()})
+    return _with_heads_over_inner(call, {name: moved(name, x) for name, x in call.arrays.items()})
 
 
 def _with_heads_over_inner(call: Call, moved: dict[str, Any]) -> Call:
@@ -95,15 +95,14 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     return (back(out, arrays.Output), back(lse, arrays.LogSumExp)) if call.return_lse else back(out, arrays.Output)
 
 
-def _moved(call: Call, name: str, axis: str, ranks: int) -> jax.Array | None:
+def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
-    x = getattr(call, name)
-    if x is None:
-        return None
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
     if heads is not None and tokens is not None:
         return _exchanged(x, tokens, heads, call.layout, axis, ranks)
     if tokens is not None:
+        if name == "bias":  # each rank adds the gradient of its own heads: in float32, and rounds once
+            x = x.astype(jnp.float32)
         whole = jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
         return of_neighbours(whole, call.layout, ranks, tokens)
     if heads is not None:

@@ -2,6 +2,7 @@
 """Stores tuned configurations on disk, a JSON file for each problem. Disk errors only warn."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..config import RingAttentionConfig
+from ..errors import in_one_line
 from .policy import CACHE_VARIABLE
 from .problem import Problem
 
@@ -19,7 +21,8 @@ LOCK_SECONDS: Final = 10.0
 
 _FORMAT: Final = 1
 _logger: Final = logging.getLogger("ringattn")
-_reported: Final[set[str]] = set()
+_report: Final = functools.cache(_logger.warning)
+"""Logs each message once, because the same disk error would recur at every call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
             finally:
                 temporary.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError, NotImplementedError) as error:
-        _report(f"cannot store a tuned configuration in {root}: {_told(error)}. It holds for this process only")
+        _report(f"cannot store a tuned configuration in {root}: {in_one_line(error)}. It holds for this process only")
         return None
     return path
 
@@ -93,7 +96,7 @@ def entries() -> list[Entry]:
     try:
         paths = [] if root is None else sorted(root.glob("*.json"), key=lambda path: path.stat().st_mtime)
     except OSError as error:
-        _report(f"cannot list {root}: {_told(error)}")
+        _report(f"cannot list {root}: {in_one_line(error)}")
         return []
     return [entry for entry in map(_read, paths) if entry is not None]
 
@@ -117,10 +120,10 @@ def _read(path: Path) -> Entry | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _report(f"cannot read {path}: {_told(error)}. The backend's default is used")
+        _report(f"cannot read {path}: {in_one_line(error)}. The backend's default is used")
         return None
     except ValueError as error:
-        return _unusable(path, _told(error))
+        return _unusable(path, in_one_line(error))
     try:
         told = json.loads(text)
         if told["format"] != _FORMAT:
@@ -128,7 +131,7 @@ def _read(path: Path) -> Entry | None:
         config = RingAttentionConfig.from_dict(told["config"])
         return Entry(dict(told["problem"]), config, tuple(map(dict, told["trials"])), path)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        return _unusable(path, _told(error))
+        return _unusable(path, in_one_line(error))
 
 
 def _locked(root: Path) -> AbstractContextManager[Any]:
@@ -139,14 +142,3 @@ def _locked(root: Path) -> AbstractContextManager[Any]:
 
 def _unusable(path: Path, reason: str) -> None:
     _report(f"the tuned configuration in {path} cannot be used: {reason}. The backend's default is used")
-
-
-def _report(message: str) -> None:
-    """Logs each message once, because the same disk error would recur at every call."""
-    if message not in _reported:
-        _reported.add(message)
-        _logger.warning("%s", message)
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

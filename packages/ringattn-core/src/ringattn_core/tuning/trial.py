@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
-from ..contract.call import IN_BLOCK, Call
+from ..contract.call import Call
 from ..contract.checks import backward, forward
 from ..contract.packing import pack
 from ..contract.protocol import Block, BlockKernel, Partial
@@ -74,7 +74,8 @@ class Trial:
 def trial(kernel: BlockKernel, problem: Problem, device: jax.Device) -> Trial:
     """Makes the trial of `problem` on `device`. Equal problems get equal inputs."""
     with jax.default_device(device):
-        ring, call, location = engine.prepared(kernel, _inputs(problem), (problem.ranks - 1, problem.ranks))
+        call = _inputs(problem)
+        ring, location = engine.prepared(kernel, call, (problem.ranks - 1, problem.ranks))
         signs = ring.plan.signs
         direction = split(signs, call, location)[0]
         kv = direction.call.key, direction.call.value
@@ -101,9 +102,8 @@ def _inputs(problem: Problem) -> Call:
             "Tune a problem that core made, or run ringattn tune",
         )
     call = dataclasses.replace(call, **dict.fromkeys(UNSEEN))
-    given = {name: x for name in IN_BLOCK if (x := getattr(call, name)) is not None}
-    keys = jax.random.split(jax.random.key(0), len(given))
-    made = {name: _array(name, x, problem, key) for (name, x), key in zip(given.items(), keys, strict=True)}
+    keys = jax.random.split(jax.random.key(0), len(call.arrays))
+    made = {name: _array(name, x, problem, key) for (name, x), key in zip(call.arrays.items(), keys, strict=True)}
     return dataclasses.replace(call, **made)
 
 

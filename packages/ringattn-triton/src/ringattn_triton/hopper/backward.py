@@ -19,16 +19,19 @@ from .schedules import PROGRAMS
 _TOGETHER: Final = 512
 """The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
-"""The most heads whose turns run side by side where turns wait for each other, unless more are needed (`_STEPS`)."""
+"""The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
+1.3 times as long as with 16, because the cache does not hold so many heads (benchmarks/NOTES.md)."""
+_WIDE_TOGETHER_IN_ORDER: Final = 4
+"""The same for heads of more than 128: with 8, the kernel takes 1.1 times as long."""
 _LONG: Final = 31
-"""The largest number of query tiles of a head for each turn of that head that runs at the same time. At most
+"""The largest number of steps of a turn for each turn of a key head that runs at the same time. At most
 `_TOGETHER_IN_ORDER` heads run side by side, or fewer to stay below it. Turns of one head read the same query tiles,
 from the cache as long as they are in step; a send that occupies multiprocessors for a while puts them out of step.
 On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (benchmarks/NOTES.md)."""
 _STEPS: Final = 8
-"""The smallest number of query tiles of a head for each turn of that head that runs at the same time. With fewer,
-turns wait too long. At this bound, under a causal mask, a simulation of the waits gives 1.3 times the steps; two
-passes take 1.4 times as long."""
+"""The smallest number of steps of a turn for each turn of a head that would run at the same time, if all heads ran side
+by side. With fewer, turns wait too long. At this bound, under a causal mask, a simulation of the waits gives 1.3 times
+the steps; two passes take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
 """The same for heads of more than 128, where two passes take 2.2 times as long."""
 _REGISTERS_AT_START: Final = 168
@@ -47,21 +50,37 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no soft cap with ALiBi"
     if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
         return "the one-pass backward kernel has no options for heads of more than 128"
-    if not block.rule.fused_backward and len(block.q) * constants.kv_heads < _least_heads(constants, plan):
+    if not block.rule.fused_backward and not _enough_heads(block, constants, plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
     return None
 
 
-def _least_heads(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """The least number of heads whose turns must run side by side: with fewer, turns of one head wait for others."""
-    q_tiles = -(-constants.q_length // plan.q_tile)
-    return min(PROGRAMS, -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // q_tiles))
+def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
+    """Whether turns add to dq in order: where the caller wants the same bits at every run, or where it is faster.
+
+    On an H100 the order takes 0.83 of the time with 8 heads in a group, because turns share tiles in the cache, and
+    0.94 with 2k tokens or 0.92 with documents, because dq needs no zeros; it takes 1.02 with 16k tokens
+    (benchmarks/NOTES.md).
+    """
+    faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
+    return not block.rule.fused_backward or (faster and not plan.wide and _enough_heads(block, constants, plan))
+
+
+def _enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
+    """Whether there are so many heads that turns of one head seldom wait for each other."""
+    least = -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // _steps_of_all(constants, plan))
+    return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 
 
 def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many heads have turns side by side where turns wait for each other."""
-    q_tiles = -(-constants.q_length // plan.q_tile)
-    return max(_least_heads(constants, plan), min(_TOGETHER_IN_ORDER, -(-_LONG * PROGRAMS // q_tiles)))
+    """How many key heads have turns side by side where turns wait for each other."""
+    most = _WIDE_TOGETHER_IN_ORDER if plan.wide else _TOGETHER_IN_ORDER
+    return min(most, -(-_LONG * PROGRAMS // _steps_of_all(constants, plan)))
+
+
+def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
+    """How many steps a turn has that sees all queries."""
+    return -(-constants.q_length // plan.q_tile) * constants.group
 
 
 def backward(
@@ -71,49 +90,54 @@ def backward(
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"] | None,
 ) -> Gradients:
-    """The gradients of a block that the kernel takes. They are deterministic unless `rule.fused_backward` is set."""
+    """The gradients of a block that the kernel takes. They are deterministic unless `rule.fused_backward` is set.
+
+    See `_in_order`.
+    """
     from .backward_kernel import backward as backward_kernel
     from .dq_order import finish_dq
 
     inputs = kernel_inputs.of_block(block, fast=True)
     constants = inputs.constants
     batch, length, heads, dim = block.q.shape
-    ordered = not block.rule.fused_backward
     plan = plan_of(constants)
     assert plan is not None
-    turns = _TOGETHER
+    ordered = _in_order(block, constants, plan)
+    turns, side_by_side = _TOGETHER, constants.kv_heads
     if ordered:
         turns = _heads_in_order(constants, plan) * -(-constants.kv_length // plan.kv_tile)
-    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, by_keys=True, programs=turns)
+        side_by_side *= batch
+    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, True, turns, side_by_side)
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     ranks = _ranks(inputs, block, plan) if ordered else None
-    # The two writers of a wide plan have counters of their own.
-    counters = jnp.zeros(1 + ((1 + plan.wide) * batch * heads * q_tiles if ordered else 0), jnp.int32)
+    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
-    sums = jnp.zeros(batch * heads * q_tiles * pieces * 4096, jnp.float32)
+    sums = jax.ShapeDtypeStruct((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
+    # In order, the first turn of a tile of dq writes it, and the others add to it.
+    zeros = None if ordered else jnp.zeros(sums.shape, sums.dtype)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, sums,
+        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, zeros,
     ]  # fmt: skip
     # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
     slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
-    dk, dv, dslopes, _, sums = launch(
+    dk, dv, dslopes, counters, sums = launch(
         backward_kernel,
         arrays,
         [
             *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
             jax.ShapeDtypeStruct(slope_parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
-            jax.ShapeDtypeStruct(sums.shape, sums.dtype),
+            sums,
         ],
         grid=(min(PROGRAMS, table.shape.rows * batch * constants.kv_heads),),
         warps=4,
         stages=1,
         registers=_REGISTERS_AT_START,
-        aliases={len(arrays) - 2: 3, len(arrays) - 1: 4},
+        aliases={len(arrays) - 2: 3} | ({} if ordered else {len(arrays) - 1: 4}),
         name="ringattn_hopper_backward",
         F=constants,
         T=table.shape,
@@ -122,12 +146,12 @@ def backward(
     )
     (dq,) = launch(
         finish_dq,
-        [sums, dq],
+        [sums, counters, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
         grid=(batch * heads * q_tiles * pieces,),
         warps=4,
         stages=1,
-        aliases={1: 0} if dq is not None and not block.final else {},
+        aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
         Q_LENGTH=length,
         HEADS=heads,
@@ -137,6 +161,7 @@ def backward(
         FRESH=dq is None,
         Q_TILE=plan.q_tile,
         PIECES=pieces,
+        ORDERED=ordered,
     )
     if block.slopes is None:
         return Gradients(dq, dk, dv)

@@ -35,7 +35,8 @@ def backward(
     end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.
     `RANKS` says in which order turns add to a tile of dq. `DSLOPES` has a number for each head, part of its steps, key
     tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
-    The two arrays with `BEFORE` in their names have the same memory as the results.
+    `COUNTERS` and `COUNTERS_BEFORE` are one array. So are `DQ` and `DQ_BEFORE`, which holds zeros, if turns add to dq
+    in any order. In order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
     """
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim

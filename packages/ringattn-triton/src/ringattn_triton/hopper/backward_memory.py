@@ -22,12 +22,11 @@ Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
 """The first of two barriers, one for each place of queries: both consumers have read it."""
 DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
 DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
-"""The first of two or three barriers, one for each place of dq: TMA has read it, to add it to memory."""
-DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
-"""The first of four barriers: at number `2 c + w`, consumer `c` has filled its place for writer `w`. In
-`wide_products` the first of three, one for each place."""
-WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 11)
+"""The first of two barriers, one for each consumer: TMA has read its places of dq, to add them to memory."""
+WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 7)
 """In `wide_products`: the softmax weights have been written to their place."""
+DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
+"""The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
 
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
@@ -130,7 +129,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     )
     shared = shared_places(memory, PLAN)
     _begin(shared.turn_full, 2, 1)
-    _begin(shared.turn_empty, 2, 2 + PLAN.writers)
+    _begin(shared.turn_empty, 2, 4)
     _begin(shared.kv_empty, 1, 2)
     _begin(shared.q_full, PLAN.stages, 1)
     _begin(shared.dout_full, PLAN.dout_stages, 1)

@@ -26,8 +26,6 @@ class BackwardPlan:
     ds_places: int = 2
     dq_places: int = 2
     """The number of places for pieces of dq, each of 64 queries by 64 dimensions."""
-    writers: int = 2
-    """Warps that add dq to memory: an addition in order takes about as long as a step."""
     registers: int = 240
     """Registers of a consumer's thread while the program runs. The other warps release theirs, so it gets more."""
 

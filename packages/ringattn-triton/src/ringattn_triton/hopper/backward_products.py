@@ -32,6 +32,7 @@ from .backward_memory import (
     shared_places,
 )
 from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
+from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
@@ -85,18 +86,21 @@ def compute_gradients(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     # Both parts of a head's steps run through one copy of the code: what is masked, then what is seen whole.
     PARTS: gl.constexpr = 2 if PLAN.masked else 1
+    INSIDE: gl.constexpr = heads_inside(F, PLAN)
+    HEADS: gl.constexpr = 1 if INSIDE else F.group
+    TIMES: gl.constexpr = F.group if INSIDE else 1
     RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = got_number(at(shared.before, taken % 2), 4)
-        whole = got_number(at(shared.whole, taken % 2), 4)
-        after = got_number(at(shared.after, taken % 2), 4)
+        before = TIMES * got_number(at(shared.before, taken % 2), 4)
+        whole = TIMES * got_number(at(shared.whole, taken % 2), 4)
+        after = TIMES * got_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
-        for part in range(0, PARTS * F.group):
+        for part in range(0, PARTS * HEADS):
             head = _head_of(P, turn, part // PARTS, F, T, PLAN)
             dslope = slope_sums(F)
             if PLAN.masked:
@@ -228,7 +232,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
-    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % 2, 160)
 
 
 @gluon.jit
@@ -237,7 +241,7 @@ def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: 
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
-    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % PLAN.writers, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % 2, 160)
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from .backward_memory import (
     result_place,
     shared_places,
 )
-from .backward_turns import steps_of, tile_at
+from .backward_turns import after_step, steps_of, tile_at
 from .hardware_barriers import hardware_barrier
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -43,10 +43,11 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 def wait_for_additions(PENDING, _semantic=None):
     """Waits until all but `PENDING` of the tiles that this warp added are in memory.
 
-    `tma.store_wait` waits until shared memory has been read, which is sooner.
+    `tma.store_wait` waits until shared memory has been read, which is sooner. No fence is needed: PTX has one wherever
+    the end of such an operation is observed.
     """
     count = _unwrap_if_constexpr(PENDING)
-    assembly = f"cp.async.bulk.wait_group {count}; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    assembly = f"cp.async.bulk.wait_group {count}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
     result = _semantic.builder.get_int32_ty()
     _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
 
@@ -91,46 +92,48 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
         steps = steps_of(row, batch, turns, T, PLAN)
         _announce(shared, taken, turn, steps.before, steps.whole, steps.after)
         count = steps.before + steps.whole + steps.after
+        step = 0
+        member = 0
         ahead = tile_at(steps, 0, T, PLAN)
-        for member in range(0, F.group):
+        for number in range(0, F.group * count):
             head = kv_head * F.group + member
-            for step in range(0, count):
-                tile = ahead
-                ahead = tile_at(steps, gl.where(step + 1 < count, step + 1, 0), T, PLAN)
-                begins = (member == 0) & (step == 0)
-                place = done % PLAN.stages
-                tokens_at = [head, batch * F.q_length + tile * PLAN.q_tile, 0]
-                numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
-                q_full = at(shared.q_full, place)
-                if done >= PLAN.stages:
-                    hardware_barrier("sync", Q_EMPTY + place, 288)
-                put_number(at(shared.tile, place), tile)
-                OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1)
-                _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
-                fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
-                fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
-                if F.slopes:
-                    group = batch if F.q_positions_batch else 0
-                    fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
-                place = done % PLAN.dout_stages
-                dout_full = at(shared.dout_full, place)
-                if emptied + PLAN.dout_stages <= done:
-                    hardware_barrier("sync", DOUT_EMPTY + place, 288)
-                    emptied += 1
-                _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
-                fetch(tiles.dout, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
-                fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
-                if begins:
-                    if PLAN.wide:
-                        mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
-                    else:  # a consumer that is done with the last dout is done with keys and values too
-                        if emptied < done:
-                            hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
-                            emptied += 1
-                    keys_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
-                    fetch(tiles.k, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
-                    fetch(tiles.v, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
-                done += 1
+            tile = ahead
+            step, member = after_step(step, member, count, F, PLAN)
+            ahead = tile_at(steps, step, T, PLAN)
+            begins = number == 0
+            place = done % PLAN.stages
+            tokens_at = [head, batch * F.q_length + tile * PLAN.q_tile, 0]
+            numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
+            q_full = at(shared.q_full, place)
+            if done >= PLAN.stages:
+                hardware_barrier("sync", Q_EMPTY + place, 288)
+            put_number(at(shared.tile, place), tile)
+            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1)
+            _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
+            fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
+            fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
+            if F.slopes:
+                group = batch if F.q_positions_batch else 0
+                fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
+            place = done % PLAN.dout_stages
+            dout_full = at(shared.dout_full, place)
+            if emptied + PLAN.dout_stages <= done:
+                hardware_barrier("sync", DOUT_EMPTY + place, 288)
+                emptied += 1
+            _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
+            fetch(tiles.dout, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
+            fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
+            if begins:
+                if PLAN.wide:
+                    mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
+                else:  # a consumer that is done with the last dout is done with keys and values too
+                    if emptied < done:
+                        hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
+                        emptied += 1
+                keys_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
+                fetch(tiles.k, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
+                fetch(tiles.v, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
+            done += 1
         taken += 1
         turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
     _announce(shared, taken, turn, 0, 0, 0)
@@ -164,9 +167,10 @@ def add_dq(
 ):  # fmt: skip
     """Adds the two halves of each dq tile to memory as the consumers compute them.
 
-    Writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that have added
-    to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the counter
-    when its addition has reached memory. That takes about as long as a step: one writer alone would hold consumers up.
+    The two writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that
+    have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
+    counter when its addition has reached memory. That takes about as long as a step: one writer alone would hold
+    consumers up. The release is needed: without it, bits differed in 5 of 20 runs (`benchmarks/NOTES.md`).
 
     No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
     the other. So a turn waits only for turns that a running program has begun, and the lowest turn that is not done
@@ -188,36 +192,48 @@ def add_dq(
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0
         ranks = turns.ranks + (group * T.rows + row) * Q_TILES
-        for member in range(0, F.group):
+        step = 0
+        member = 0
+        start = (done + NUMBER) % 2
+        if start == 1:
+            step, member = after_step(step, member, count, F, PLAN)
+        ahead = tile_at(steps, step, T, PLAN)
+        for _ in range(start, F.group * count, 2):
+            tile = ahead
             first = (batch * F.heads + kv_head * F.group + member) * Q_TILES
             counters = turns.counters + 1 + first
-            start = (done + NUMBER) % PLAN.writers
-            ahead = tile_at(steps, start, T, PLAN)
-            for step in range(start, count, PLAN.writers):
-                tile = ahead
-                ahead = tile_at(steps, gl.where(step + PLAN.writers < count, step + PLAN.writers, 0), T, PLAN)
-                if PLAN.ordered:
-                    rank = gl.load(ranks + tile)
-                    while gl.load(counters + tile, volatile=True) < rank:
-                        pass
+            step, member = after_step(step, member, count, F, PLAN)
+            step, member = after_step(step, member, count, F, PLAN)
+            ahead = tile_at(steps, step, T, PLAN)
+            rank = 0
+            reached = 0
+            if PLAN.ordered:
+                rank = gl.load(ranks + tile)
+                reached = gl.load(counters + tile, volatile=True)
                 for half in gl.static_range(2):
                     hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+                fence_async_shared()
+                while reached < rank:
+                    reached = gl.load(counters + tile, volatile=True)
+            for half in gl.static_range(2):
+                if not PLAN.ordered:
+                    hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                     fence_async_shared()
-                    async_atomic_add(tiles.dq, [((first + tile) * 2 + half) * 16, 0], shared.dq.index(half))
-                for half in gl.static_range(2):
-                    tma.store_wait(1 - half)
-                    hardware_barrier("arrive", DQ_EMPTY + half, 160)
-                if PLAN.ordered:
-                    wait_for_additions(0)
-                    gl.atomic_add(counters + tile, 1, sem="release")
-            done += count
+                add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
+            for half in gl.static_range(2):
+                tma.store_wait(1 - half)
+                hardware_barrier("arrive", DQ_EMPTY + half, 160)
+            if PLAN.ordered:
+                wait_for_additions(0)
+                gl.atomic_add(counters + tile, 1, sem="release")
+        done += F.group * count
         if RESULTS_BY_TMA:
             # Results come like two more steps: dv to the writer of the first of them, dk to the other writer.
             for half in gl.static_range(2):
                 keys_at = [batch, kv_head, row * PLAN.kv_tile + half * 64, 0]
                 hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
                 fence_async_shared()
-                if done % PLAN.writers == NUMBER:
+                if done % 2 == NUMBER:
                     _store_result(tiles.dv, keys_at, shared, half, TYPE, F.padded_value_dim)
                 else:
                     _store_result(tiles.dk, keys_at, shared, half, TYPE, F.padded_head_dim)
@@ -227,6 +243,18 @@ def add_dq(
         taken += 1
         turn = next_turn(shared, taken, 1)
     wait_for_additions(0)
+
+
+@gluon.jit
+def add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
+    """Begins to add a piece of dq to memory. The first one of a tile in order is written over what is there."""
+    if PLAN.ordered:
+        if rank == 0:
+            store(dq, [row, 0], piece)
+        else:
+            async_atomic_add(dq, [row, 0], piece)
+    else:
+        async_atomic_add(dq, [row, 0], piece)
 
 
 @gluon.jit

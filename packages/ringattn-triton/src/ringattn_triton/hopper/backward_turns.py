@@ -56,6 +56,33 @@ def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
         return Steps(visited, visited.before, whole, after)
 
 
+@gluon.constexpr_function
+def heads_inside(F, PLAN):
+    """Whether a turn visits a tile of all heads of its group before the next tile, or all tiles of a head first.
+
+    Turns of one key head visit different numbers of tiles. With all tiles of a head first, they are soon at different
+    heads, and share no tiles in the cache: with 8 heads in a group, the kernel takes 1.13 times as long. Turns that do
+    not wait for each other are faster with all tiles of a head first. Options that depend on the head are read once
+    for each head.
+    """
+    return PLAN.ordered and not (F.slopes or F.dropout or F.masks)
+
+
+@gluon.jit
+def after_step(step, member, count, F: gl.constexpr, PLAN: gl.constexpr):
+    """What follows a step of a turn with `count` tiles: the number of its tile, and that of its head in the group.
+
+    After the last step it is the first one again.
+    """
+    if F.group == 1:
+        return gl.where(step + 1 < count, step + 1, 0), member
+    elif heads_inside(F, PLAN):
+        step = gl.where(member + 1 < F.group, step, step + 1)
+        return gl.where(step < count, step, 0), gl.where(member + 1 < F.group, member + 1, 0)
+    else:
+        return gl.where(step + 1 < count, step + 1, 0), gl.where(step + 1 < count, member, member + 1)
+
+
 @gluon.jit
 def tile_at(steps, step, T: gl.constexpr, PLAN: gl.constexpr):
     """The number of the query tile of a step; after the last step, an arbitrary number."""

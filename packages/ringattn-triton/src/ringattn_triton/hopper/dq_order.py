@@ -13,18 +13,26 @@ import triton.language as tl
 
 @triton.jit
 def finish_dq(
-    SUMS, BEFORE, DQ,
+    SUMS, COUNTERS, BEFORE, DQ,
     Q_LENGTH: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, Q_TILES: tl.constexpr, SCALE: tl.constexpr,
-    FRESH: tl.constexpr, Q_TILE: tl.constexpr, PIECES: tl.constexpr,
+    FRESH: tl.constexpr, Q_TILE: tl.constexpr, PIECES: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """`DQ [B, T, N, H] = BEFORE + SCALE * SUMS`, one piece of a tile a program; `SUMS` is in register order."""
+    """`DQ [B, T, N, H] = BEFORE + SCALE * SUMS`, one piece of a tile a program; `SUMS` is in register order.
+
+    If turns add in order, `COUNTERS` says how many turns have added to a tile. A tile to which none has added was never
+    written: its sums are zeros.
+    """
     program = tl.program_id(0)
     piece = program % PIECES
     tile = program // PIECES % Q_TILES
     head = program // (PIECES * Q_TILES) % HEADS
     batch = program // (PIECES * Q_TILES) // HEADS
     # Registers: 8 blocks of columns, 4 warps, 8 by 4 threads, 2 rows, 2 columns.
-    sums = tl.load(SUMS + program.to(tl.int64) * 4096 + tl.arange(0, 4096))
+    at = program.to(tl.int64) * 4096 + tl.arange(0, 4096)
+    if ORDERED:
+        sums = tl.load(SUMS + at, mask=tl.load(COUNTERS + 1 + program // PIECES) > 0, other=0.0)
+    else:
+        sums = tl.load(SUMS + at)
     sums = tl.reshape(sums, (8, 4, 8, 4, 2, 2))
     sums = tl.reshape(tl.permute(sums, (1, 4, 2, 0, 3, 5)), (64, 64))
     # The pieces of 64 rows are consecutive; those of the next 64 rows follow.

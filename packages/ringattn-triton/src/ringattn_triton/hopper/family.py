@@ -153,11 +153,11 @@ def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
 
 def _too_little(constants: BlockConstants) -> bool:
     """Whether the beginning and end of a turn take most of its time: it has few tiles, or small products with masks."""
+    if constants.head_dim > 64:
+        return False
     left, right, chunk = (math.inf if x is None else x for x in (constants.left, constants.right, constants.chunk))
     seen = min(left + (0 if constants.causal or constants.chunk is not None else right), chunk)
-    if constants.head_dim > 64:
-        return seen < 1024
-    return seen < 2048 or constants.q_length < 4096 or constants.segments or constants.masks
+    return seen < 2047 or constants.q_length < 2048 or constants.segments or constants.masks
 
 
 HOPPER: Final = HopperFamily()

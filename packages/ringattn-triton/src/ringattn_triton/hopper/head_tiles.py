@@ -21,7 +21,7 @@ def product_count(dim):
 
 
 @gluon.constexpr_function
-def _piece(dim, number):
+def piece(dim, number):
     """The first dimension and the width of a piece."""
     first, rest = 0, -(-dim // 16) * 16
     for _ in range(number):
@@ -45,7 +45,7 @@ def product_of_heads(left, right, nought, DIM: gl.constexpr):
     """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
-        product = _product_of_piece(left, right, product, _piece(DIM, number)[0], _piece(DIM, number)[1])
+        product = _product_of_piece(left, right, product, piece(DIM, number)[0], piece(DIM, number)[1])
     return product
 
 

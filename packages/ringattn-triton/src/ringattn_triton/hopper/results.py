@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..kernels.scores import LOG2_E, SHIFT_BELOW
+from ..kernels.scores import continued_rows as continued
 from .handover import leave, turn_empty
 from .pipeline import of_turn
 from .schedules import CONSUMER_ROWS
@@ -19,10 +20,7 @@ from .sums import dims_of, first_of, layout_of, of_dims, pieces, width_of
 def continued_rows(
     LSE_BEFORE, SHIFT_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, OF_ROWS: gl.constexpr
 ):
-    """The row maxima and sums of weights with which a turn begins.
-
-    With a bias maxima are natural scores, without one in units of log2 (`kernels.scores.in_log2`).
-    """
+    """The row maxima and sums of weights with which a turn begins, as `kernels.scores.continued_rows` gives them."""
     FRESH: gl.constexpr = S[5]
     BOUNDED: gl.constexpr = S[7]
     SHIFTED: gl.constexpr = S[8]
@@ -34,17 +32,13 @@ def continued_rows(
         rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
         at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
         before = gl.load(LSE_BEFORE + at, mask=rows < F.q_length, other=-float("inf"))
-        nothing = before == -float("inf")
         if BOUNDED:
             return least, gl.exp2(before * LOG2_E - least)
-        elif SHIFTED:
-            shift = gl.load(SHIFT_BEFORE + at, mask=rows < F.q_length, other=0.0)
-            top = shift + before
-            return top, gl.where(nothing, 0.0, gl.exp2((before - (top - shift)) * LOG2_E))
-        elif F.bias:
-            return before, gl.where(nothing, 0.0, 1.0)
         else:
-            return before * LOG2_E, gl.where(nothing, 0.0, 1.0)
+            shift = 0.0
+            if SHIFTED:
+                shift = gl.load(SHIFT_BEFORE + at, mask=rows < F.q_length, other=0.0)
+            return continued(before, shift, SHIFTED, F)
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import float32, inline_asm_elementwise
 
+from .head_tiles import piece, product_count
 from .schedules import CONSUMER_ROWS
 from .softmax import as_operand
 
@@ -19,23 +20,19 @@ from .softmax import as_operand
 @gluon.constexpr_function
 def pieces(dim):
     """The number of accumulators, one or two: the products of three or more would be too narrow to be fast."""
-    return 2 if (-(-dim // 16)).bit_count() == 2 else 1
+    return 2 if product_count(dim) == 2 else 1
 
 
 @gluon.constexpr_function
 def first_of(dim, number):
     """The first dimension of a piece."""
-    return 0 if number == 0 else 1 << ((-(-dim // 16) * 16).bit_length() - 1)
+    return piece(dim, number)[0]
 
 
 @gluon.constexpr_function
 def width_of(dim, number):
     """How many dimensions a piece has."""
-    filled = -(-dim // 16) * 16
-    if filled.bit_count() != 2:
-        return 1 << (filled - 1).bit_length()
-    first = 1 << (filled.bit_length() - 1)
-    return filled - first if number else first
+    return piece(dim, number)[1] if product_count(dim) == 2 else 1 << (dim - 1).bit_length()
 
 
 @gluon.constexpr_function

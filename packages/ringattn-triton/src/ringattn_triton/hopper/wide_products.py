@@ -34,7 +34,8 @@ from .backward_memory import (
 )
 from .backward_products import in_register_order, opaque_zero, write_gradient
 from .backward_scores import probabilities, tile_of
-from .hardware_barriers import hardware_barrier
+from .backward_turns import heads_inside
+from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_of_heads
 
 _WEIGHTS = gl.constexpr(2)
@@ -46,18 +47,21 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
     """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
     DIM: gl.constexpr = F.padded_value_dim
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    INSIDE: gl.constexpr = heads_inside(F, PLAN)
+    HEADS: gl.constexpr = 1 if INSIDE else F.group
+    TIMES: gl.constexpr = F.group if INSIDE else 1
     shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        whole = got_number(at(shared.whole, taken % 2), 4)
+        whole = TIMES * got_number(at(shared.whole, taken % 2), 4)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         if PLAN.masked:
-            before = got_number(at(shared.before, taken % 2), 4)
-            after = got_number(at(shared.after, taken % 2), 4)
+            before = TIMES * got_number(at(shared.before, taken % 2), 4)
+            after = TIMES * got_number(at(shared.after, taken % 2), 4)
             # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
-            for part in range(0, 2 * F.group):
+            for part in range(0, 2 * HEADS):
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
                     dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, True, SUMS)
@@ -66,7 +70,7 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
                     dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         else:
             first = done
-            done += F.group * whole
+            done += HEADS * whole
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
@@ -125,8 +129,8 @@ def _step_of_dv(
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
     hardware_barrier("arrive", Q_EMPTY + place, 288)
-    # The last tile's p has been read, and the piece of dq that came after it is on its way to memory.
-    hardware_barrier("sync", DQ_EMPTY + _WEIGHTS, 160)
+    # The last tile's p has been read, and so have both pieces of dq that came after it.
+    hardware_barrier("sync", DQ_EMPTY, 160)
     shared.dq.index(_WEIGHTS).store(in_register_order(p))
     hardware_barrier("arrive", WEIGHTS_FULL, 256)
     dout_place = step % PLAN.dout_stages
@@ -141,9 +145,11 @@ def _step_of_dv(
     dq = _piece_of_dq(shared, ds_place, 0)
     other = _piece_of_dq(shared, ds_place, 1)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    _hand_over(dq, shared, 0)
+    shared.dq.index(0).store(in_register_order(dq))
     other = warpgroup_mma_wait(0, deps=[other])
-    _hand_over(other, shared, _WEIGHTS)
+    shared.dq.index(_WEIGHTS).store(in_register_order(other))
+    fence_async_shared()
+    hardware_barrier_of("arrive", DQ_FULL, step % 2, 160)
     return dv
 
 
@@ -174,13 +180,13 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.
     dq = _piece_of_dq(shared, ds_place, FIRST)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), at(shared.q, place), dk, is_async=True)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    _hand_over(dq, shared, 1)
+    _hand_over(dq, shared, step)
     if PIECES // 2 > 1:
         other = _piece_of_dq(shared, ds_place, FIRST + 1)
         dk = warpgroup_mma_wait(1, deps=[dk])
         hardware_barrier("arrive", Q_EMPTY + place, 288)
         other = warpgroup_mma_wait(0, deps=[other])
-        _hand_over(other, shared, 1)
+        _hand_over(other, shared, step)
     else:
         dk = warpgroup_mma_wait(0, deps=[dk])
         hardware_barrier("arrive", Q_EMPTY + place, 288)
@@ -199,13 +205,12 @@ def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(dq, shared, PLACE: gl.constexpr):
-    """Puts a piece of dq into a place, for the warp that adds it to memory."""
-    if PLACE != _WEIGHTS:  # which was waited for before p was written there
-        hardware_barrier("sync", DQ_EMPTY + PLACE, 160)
-    shared.dq.index(PLACE).store(in_register_order(dq))
+def _hand_over(dq, shared, step):
+    """Puts a piece of dq into place 1, for the warp that adds it to memory."""
+    hardware_barrier("sync", DQ_EMPTY + 1, 160)
+    shared.dq.index(1).store(in_register_order(dq))
     fence_async_shared()
-    hardware_barrier("arrive", DQ_FULL + PLACE, 160)
+    hardware_barrier_of("arrive", DQ_FULL + 2, step % 2, 160)
 
 
 @gluon.constexpr_function

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a run of the suite: pytest has them with the prefix `--ringattn-`, the command line without."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from . import tiers, tolerance_factor
+
+BACKEND: Final = "--ringattn-backend"
+LARGEST: Final = tiers.RINGS[-1]
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "tier": {
+        "choices": list(tiers.TIERS),
+        "default": tiers.FULL,
+        "help": "how much is tried (default: %(default)s). " + "; ".join(f"{n}: {x}" for n, x in tiers.TIERS.items()),
+    },
+    "largest-ring": {
+        "type": int,
+        "choices": range(1, LARGEST + 1),
+        "default": LARGEST,
+        "metavar": "RANKS",
+        "help": "no rotating case on a ring of more ranks (default: %(default)s), which spoils the certificate; for "
+        "backends that are slow to interpret",
+    },
+    "tolerance-factor": {
+        "type": tolerance_factor.parsed,
+        "default": 1.0,
+        "metavar": "X",
+        "help": "multiply every tolerance; more than 1 spoils the certificate",
+    },
+    "expectations": {
+        "type": Path,
+        "metavar": "PATH",
+        "help": "the backend's pyproject.toml, whose [tool.ringattn-conformance] names the failures that are expected "
+        "(default: ./pyproject.toml, where there is one)",
+    },
+    "report": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "write what was tried, on what, and the worst errors, as JSON",
+    },
+}
+"""The name of each option, and the arguments of `add_argument` for it."""
+
+
+def field(name: str) -> str:
+    """The attribute of pytest's `config.option` that holds the option."""
+    return f"ringattn_{name.replace('-', '_')}"
+
+
+def in_pytest(values: dict[str, Any]) -> list[str]:
+    """The words of pytest's command line that give these options; `None` is left out."""
+    return [word for name, x in values.items() if x is not None for word in (f"--ringattn-{name}", str(x))]
