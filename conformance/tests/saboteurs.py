@@ -79,7 +79,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "one-query-after-another": Sabotage(
         broken.OneQueryAfterAnother(), (_DECODE % "3-plain",), _DECODE % "1-heads-alike"
     ),
-    "dq-rounded-at-every-hop": Sabotage(broken.NarrowDq(), (_BLOCK % "dropout-of-few-keys-float16",), _PLAIN),
+    "dq-rounded-at-every-hop": Sabotage(broken.NarrowDq(), (_BLOCK % "one-query-bfloat16",), _PLAIN),
     "masked-by-a-low-number": Sabotage(broken.MaskedByALowNumber(), (_HUGE % "rows-ring2",), _PLAIN),
     "builder-by-local-head": Sabotage(broken.BuilderByLocalHead(), (_MESH,), _PLAIN),
     "seed-of-the-first-row": Sabotage(broken.SeedOfTheFirstRow(), (_VMAP,), _PLAIN),

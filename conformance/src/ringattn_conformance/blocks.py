@@ -81,7 +81,7 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     call = call_of(case, inputs)
     given = (("query", call.q_segment_ids), ("key", call.kv_segment_ids), ("value", call.kv_segment_ids))
     call = dataclasses.replace(call, **{name: cleaned(getattr(call, name), ids) for name, ids in given})
-    ring, call, location = engine.prepared(None, call, (0, 1))
+    ring, location = engine.prepared(None, call, (0, 1))
     whole = block(ring, Direction(1, call, location), packing.pack(call.key, call.value), 0)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]

@@ -41,12 +41,16 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
 
 def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, where: str = "") -> None:
     """Raises AssertionError unless every result in `got` is near the oracle's and has the right dtype."""
-    dtype = case.dtype if case.precision in (None, "highest") else LOWER_PRECISION
-    faults = against_oracle(got, answer, dtype, case.value_gain)
+    faults = against_oracle(got, answer, dtype_of(case), case.value_gain)
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
     faults += rounded_to_half({name: got[name] for name in ("lse",) if name in got}, answer)
     fail_if(faults, f"case {case.name!r}{where and ' ' + where}")
+
+
+def dtype_of(case: Case) -> str:
+    """The dtype whose tolerances hold for the results of a case."""
+    return case.dtype if case.precision in (None, "highest") else LOWER_PRECISION
 
 
 def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: float = 1.0) -> list[str]:

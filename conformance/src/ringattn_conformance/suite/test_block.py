@@ -76,7 +76,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         axis = _OF_KEYS.get(name)
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
-    faults += tolerances.against_oracle(got, answer, case.dtype, case.value_gain)
+    faults += tolerances.against_oracle(got, answer, tolerances.dtype_of(case), case.value_gain)
     if not tolerance_factor.half_partials():
         faults += tolerances.rounded_to_half(got, answer)
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
