@@ -116,7 +116,8 @@ def far_rows(batch: int, rows: int, columns: int) -> Pair:
 
 def scattered(batch: int, rows: int, columns: int) -> Pair:
     """Positions in an order that jumps to and fro, so that no tile of tokens lies between its first and its last."""
-    return tuple((FAR + (23 * np.arange(length) + 5) % length).astype(np.int32) for length in (rows, columns))
+    q, kv = ((FAR + (23 * np.arange(length) + 5) % length).astype(np.int32) for length in (rows, columns))
+    return q, kv
 
 
 def backward_rows(batch: int, rows: int, columns: int) -> Pair:

@@ -32,7 +32,7 @@ def mesh_of(ranks: int, axis: str = "sp") -> jax.sharding.Mesh:
     return jax.make_mesh((ranks,), (axis,), axis_types=(AxisType.Auto,))
 
 
-def differentiated(ranks: int, axis: str = "sp", **options: Any) -> Callable[..., Any]:
+def differentiated(ranks: int, axis: str = "sp", **options: Any) -> Any:
     def loss(q: Any, k: Any, v: Any) -> Any:
         out = ring_attention(q, k, v, mesh=mesh_of(ranks, axis), axis_name=axis, **options)
         return (out.astype(jnp.float32) ** 2).sum()
