@@ -187,15 +187,25 @@ def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budg
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
-@pytest.mark.parametrize(("head_dim", "soft_cap"), [(128, None), (128, 30.0), (256, None)])
-@pytest.mark.parametrize("option", ["dropout", "slopes"])
-def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, monkeypatch):
-    """Dropout spills around its loops: a step has the draws beside all that another step has."""
+@pytest.mark.parametrize(
+    ("option", "head_dim", "soft_cap", "bound"),
+    [
+        ("dropout", 128, None, 64),
+        ("dropout", 128, 30.0, 64),
+        ("dropout", 256, None, 80),
+        ("slopes", 64, None, 304),
+        ("slopes", 128, None, 32),
+        ("slopes", 128, 30.0, 32),
+        ("slopes", 256, None, 32),
+    ],
+)
+def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, bound, monkeypatch):
+    """Steps with masks, and ends of turns, spill; the other steps read back a few words at most."""
     dropout = 0.1 if option == "dropout" else 0.0
     rule = Rule(scale=head_dim**-0.5, causal=True, soft_cap=soft_cap, dropout=dropout)
     given = {"seed": shape(1, dtype=jnp.uint32)} if dropout else {"slopes": shape(1, HEADS, dtype=jnp.float32)}
     report = for_hopper(block(jnp.bfloat16, head_dim, rule=rule, **given), True, monkeypatch)
-    assert report.spilled <= (256 if dropout else 32), report
+    assert report.spilled <= bound, report
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
