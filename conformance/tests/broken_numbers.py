@@ -5,13 +5,12 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 from breaks import Break, Condition, always, changed, dtype, has, wrong_in
 from numpy_ring import Block, Dense, finite, log_sum_exp, per_pair, summed_to
+from ringattn_conformance.cases import DTYPES
 
 LARGEST_FLOAT16: Final = 65504.0
-BFLOAT16: Final = ml_dtypes.bfloat16
 half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
 
@@ -266,10 +265,10 @@ RESULTS: Final = {
     "lse-in-log2-in-half": Break("In half precision the lse is a logarithm to base 2.",
                                  of_results(lambda block, out, lse: (out, lse / np.log(2)),
                                             lambda block: half(block) and last(block))),
-    "lse-in-bfloat16-alone": Break(
-        "On one rank the lse is rounded to bfloat16.",
-        of_results(lambda block, out, lse: (out, lse.astype(BFLOAT16).astype(float)),
-                   lambda block: bfloat16(block) and block.placement.ring == 1),
+    "lse-rounded-alone": Break(
+        "On one rank the lse is rounded to the dtype of the queries.",
+        of_results(lambda block, out, lse: (out, lse.astype(DTYPES[block.case.dtype]).astype(float)),
+                   lambda block: half(block) and block.placement.ring == 1),
         core=False,
     ),
     "values-overflow-float16": Break(

@@ -209,6 +209,9 @@ def _possible(choice: Choice) -> bool:
     """Whether a mixture may have these levels together: core accepts them, each has an effect, and queries see keys."""
     level = {factor: FACTORS[factor][number] for factor, number in choice.items()}
     ring = level.get("ring", {}).get("ring", 4)
+    # A chunk is causal anyway. On one rank, where few mixtures are causal, `causal` must have an effect of its own.
+    if ring == 1 and level.get("causal") and level.get("chunk"):
+        return False
     two_way = level.get("two ways")
     if ring == 1 and level.get("layout", {}).get("layout", "contiguous") != "contiguous":
         return False
