@@ -210,9 +210,13 @@ def test_query_heads_split_over_ranks_that_hold_all_key_heads_read_their_own(
     w = jax.random.normal(jax.random.key(1), q.shape)
     of_queries, of_keys = P(None, "sp", "tp"), P(None, "sp")
 
+    def causal(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+        assert (num_heads, num_reps) == (heads, heads // key_heads)
+        return masks.Causal()
+
     def split(q: Any, k: Any, v: Any) -> Any:
         return jax.shard_map(
-            lambda q, k, v: ring_attention(q, k, v, axis_name="sp", head_axis_name="tp", causal=True),
+            lambda q, k, v: ring_attention(q, k, v, axis_name="sp", head_axis_name="tp", mask_builder=causal),
             mesh=mesh_of(sp=8 // ranks, tp=ranks), in_specs=(of_queries, of_keys, of_keys), out_specs=of_queries,
             check_vma=check_vma,
         )(q, k, v)  # fmt: skip

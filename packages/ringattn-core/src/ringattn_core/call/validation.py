@@ -75,10 +75,12 @@ def checked_operands(
             "Each mesh axis splits one axis of the arrays",
         )
     found = {name: arrays.as_array(name, x) for name, x in given.items()}
-    head_ranks, head_axes = 1, ()
+    head_ranks, head_axes, whole_keys = 1, (), None
     if ranks is None and heads and all(x.ndim == 4 for x in found.values()):
         query, *others = found
-        found |= {name: own_key_heads(found[query], found[name], heads) for name in others}
+        own = {name: own_key_heads(found[query], found[name], heads) for name in others}
+        whole_keys = next((found[name].shape[2] for name in others if own[name] is not found[name]), None)
+        found |= own
     _refuse_misfits(found)
     if ranks is None:
         ranks, _, head_ranks = (
@@ -90,7 +92,7 @@ def checked_operands(
     return found, Sizes(
         of=dict(zip("BTNHSK", (*q.shape, *k.shape[1:3]), strict=True)) | {"S_GLOBAL": lengths[1]},
         lengths=lengths,
-        heads=(q.shape[2] * head_ranks, k.shape[2] * head_ranks),
+        heads=(q.shape[2] * head_ranks, whole_keys or k.shape[2] * head_ranks),
         head_axes=head_axes,
     )
 
