@@ -6,7 +6,7 @@
 Programs take turns. A turn owns 128 keys of one key head, 64 for each consumer, a group of four warps
 (`backward_products`). One more warp fetches the query tiles that see these keys, two add dq to memory
 (`backward_transfers`). Of heads with more than 128 dimensions a turn owns 64 keys, and the consumers share the work
-in another way (`wide_products`, `wide_transfers`).
+in another way (`wide_products`).
 """
 
 from triton.experimental import gluon
@@ -19,7 +19,6 @@ from .backward_transfers import Tiles, add_dq, fetch_tiles
 from .backward_turns import Turns
 from .head_tiles import tiles_of_heads
 from .wide_products import compute_dk, compute_dv
-from .wide_transfers import add_wide_dq
 
 
 @gluon.jit
@@ -77,8 +76,8 @@ def backward(
                 (compute_dv, (memory, P, DV, turns, F, T, PLAN)),
                 (compute_dk, (memory, DK, turns, F, T, PLAN)),
                 (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
-                (add_wide_dq, (0, memory, tiles, turns, F, T, PLAN)),
-                (add_wide_dq, (1, memory, tiles, turns, F, T, PLAN)),
+                (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],

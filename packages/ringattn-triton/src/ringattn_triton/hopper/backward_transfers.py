@@ -2,7 +2,7 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
-"""What two single warps of the one-pass backward do: one takes turns and fetches tiles, the other adds dq to memory."""
+"""What three single warps of the one-pass backward do: one takes turns and fetches tiles, two add dq to memory."""
 
 from typing import Any, NamedTuple
 
@@ -165,7 +165,7 @@ def add_dq(
     NUMBER: gl.constexpr, memory, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Adds the two halves of each dq tile to memory as the consumers compute them.
+    """Adds the pieces of each dq tile to memory as the consumers compute them.
 
     The two writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that
     have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
@@ -210,19 +210,10 @@ def add_dq(
             if PLAN.ordered:
                 rank = gl.load(ranks + tile)
                 reached = gl.load(counters + tile, volatile=True)
-                for half in gl.static_range(2):
-                    hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
-                fence_async_shared()
-                while reached < rank:
-                    reached = gl.load(counters + tile, volatile=True)
-            for half in gl.static_range(2):
-                if not PLAN.ordered:
-                    hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
-                    fence_async_shared()
-                add_piece(tiles.dq, ((first + tile) * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
-            for half in gl.static_range(2):
-                tma.store_wait(1 - half)
-                hardware_barrier("arrive", DQ_EMPTY + half, 160)
+            if PLAN.wide:
+                _add_wide_pieces(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, F, PLAN)
+            else:
+                _add_halves(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, PLAN)
             if PLAN.ordered:
                 wait_for_additions(0)
                 gl.atomic_add(counters + tile, 1, sem="release")
@@ -246,7 +237,53 @@ def add_dq(
 
 
 @gluon.jit
-def add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
+def _add_halves(dq, tile, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Adds both halves of a tile of dq, one from each consumer, when it is this turn's time."""
+    if PLAN.ordered:
+        for half in gl.static_range(2):
+            hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+        fence_async_shared()
+        while reached < rank:
+            reached = gl.load(counter, volatile=True)
+    for half in gl.static_range(2):
+        if not PLAN.ordered:
+            hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
+            fence_async_shared()
+        _add_piece(dq, (tile * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
+    for half in gl.static_range(2):
+        tma.store_wait(1 - half)
+        hardware_barrier("arrive", DQ_EMPTY + half, 160)
+
+
+@gluon.jit
+def _add_wide_pieces(
+    dq, tile, counter, rank, reached, shared, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr
+):
+    """Adds the pieces of a tile of dq for heads of more than 128.
+
+    The first consumer hands over its two pieces together, in places 0 and 2. The other hands over one or two pieces,
+    one after the other, in place 1.
+    """
+    PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
+    to = tile * PIECES * 16
+    for piece in gl.static_range(PIECES // 2):
+        hardware_barrier("sync", DQ_FULL + 2 + NUMBER, 160)
+        if piece == 0:
+            while reached < rank:
+                reached = gl.load(counter, volatile=True)
+        _add_piece(dq, to + (PIECES - PIECES // 2 + piece) * 16, shared.dq.index(1), rank, PLAN)
+        tma.store_wait(0)
+        hardware_barrier("arrive", DQ_EMPTY + 1, 160)
+        if piece == 0:
+            hardware_barrier("sync", DQ_FULL + NUMBER, 160)
+            _add_piece(dq, to, shared.dq.index(0), rank, PLAN)
+            _add_piece(dq, to + 16, shared.dq.index(2), rank, PLAN)
+            tma.store_wait(0)
+            hardware_barrier("arrive", DQ_EMPTY, 160)
+
+
+@gluon.jit
+def _add_piece(dq, row, piece, rank, PLAN: gl.constexpr):
     """Begins to add a piece of dq to memory. The first one of a tile in order is written over what is there."""
     if PLAN.ordered:
         if rank == 0:
