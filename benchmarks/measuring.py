@@ -17,7 +17,7 @@ from interleaved import ON_A_DEVICE, measured_rounds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import ours, temporary_bytes, with_gradients
 from ringattn_core import from_layout, ring_mesh, to_layout
-from rivals import LAYOUT, OURS, RIVALS, UNABLE, Rival, Tensors
+from rivals import LAYOUT, OURS, RIVALS, UNABLE, Rival
 from workloads import SMALL, SUITES, Workload
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -146,7 +146,7 @@ def _measured(task: Task, part: str, send: Callable[[Any], None]) -> list[Row]:
                     if error <= TOLERANCES[workload.shape.dtype]:
                         prepared[who, ring] = one
                     else:
-                        problem = f"computes something else: its relative error is {row.error:.1e}"
+                        problem = f"computes something else: its relative error is {error:.1e}"
             rows.append(dataclasses.replace(row, problem=problem))
     seconds = _timed(task, part, prepared, send)
     return [dataclasses.replace(row, seconds=tuple(seconds.get((row.who, row.ring), ()))) for row in rows]
@@ -176,7 +176,7 @@ def prepare(rival: Rival, workload: Workload, part: str, ring: int) -> Prepared:
     attend: Callable[..., Any] = rival.make(workload, mesh)
     if not rival.jax:
         call = functools.partial(attend, *arrays)
-        return Prepared(call, lambda: _of_torch(call()), None)
+        return Prepared(call, lambda: call().block_until_ready().arrays(), None)
     program = jax.jit(with_gradients(attend) if part == "forward+backward" else attend).lower(*arrays).compile()
 
     def results() -> list[jax.Array]:
@@ -184,10 +184,6 @@ def prepare(rival: Rival, workload: Workload, part: str, ring: int) -> Prepared:
         return found if mesh is None else [from_layout(x, LAYOUT, ring) if x.ndim == 4 else x for x in found]
 
     return Prepared(lambda: program(*arrays), results, temporary_bytes(program))
-
-
-def _of_torch(results: Tensors) -> list[jax.Array]:
-    return results.block_until_ready().arrays()
 
 
 def _arrays(workload: Workload, part: str, mesh: Mesh | None = None) -> tuple[jax.Array, ...]:

@@ -74,7 +74,7 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
 
 
 def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
-    """A line for each result of which every value is one of half precision, though most exact values are not."""
+    """A line for each result that was rounded to half precision: all its values are, and most exact values are not."""
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():

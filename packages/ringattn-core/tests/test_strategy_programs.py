@@ -68,7 +68,7 @@ SENT: list[tuple[str, dict[str, int], dict[str, int], dict[str, int]]] = [
 
 
 SHARED = [
-    # strategy, sizes of the mesh axes, shape of a bias of which several ranks have a part of the gradient
+    # Strategy, sizes of the mesh axes, and the shape of a bias. Its gradient is a sum over several ranks.
     ("ring", {"sp": 2}, (1, 8, 1, 16)),
     ("ring", {"dp": 2, "sp": 2}, (1, 8, 16, 16)),
     ("ring", {"tp": 2, "sp": 2}, (2, 1, 16, 16)),
