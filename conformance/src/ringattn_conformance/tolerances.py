@@ -74,10 +74,16 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
 
 
 def rounded_to_half(got: Mapping[str, Any], answer: Answer) -> list[str]:
-    """A line for each result that was rounded to half precision: all its values are, and most exact values are not."""
+    """A line for each result that was rounded to half precision: all its values are, and most exact values are not.
+
+    The gradient of a bias is not judged: where it is summed over nothing, each of its entries is the derivative of one
+    score, which kernels hold in the dtype of the inputs.
+    """
     wanted = {"out": answer.out, "lse": answer.lse, **answer.gradients}
     faults = []
     for name, x in got.items():
+        if name == "dbias":
+            continue
         want = wanted[name][np.isfinite(wanted[name]) & (wanted[name] != 0)]
         for half in ("float16", "bfloat16"):
             if (_narrowed(x, half) == x).all() and want.size and np.mean(_narrowed(want, half) != want) > 0.5:
