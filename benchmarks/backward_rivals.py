@@ -16,6 +16,7 @@ import flash_attention_3
 import jax
 import jax.numpy as jnp
 import numpy as np
+from call_rivals import ALL, DEFAULT, RIVAL
 from interleaved import TIMINGS, both_timings
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
@@ -23,9 +24,9 @@ from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import target
 from ringattn_triton.portable.family import PORTABLE
-from workloads import CASES, Shape, Workload
+from workloads import Shape, Workload
 
-RIVAL: Final = "FlashAttention-3"
+KNOWN: Final = {name: case for name, case in ALL.items() if not case.sinks and "forward+backward" in case.parts}
 
 
 def block_of(case: Workload, arrays: Sequence[jax.Array]) -> Block:
@@ -120,12 +121,15 @@ def compare_bits(times: int = 20) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=["bits", *(name for name, case in CASES.items() if not case.sinks)])
+    parser.add_argument("cases", nargs="*", default=["bits", *(name for name in DEFAULT if name in KNOWN)])
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
+    unknown = [name for name in asked.cases if name not in ("bits", *KNOWN)]
+    if unknown:
+        parser.error(f"no case {unknown[0]!r}; there are bits, {', '.join(KNOWN)}")
     print(jax.__version__, jax.devices()[0].device_kind)
     for name in asked.cases:
-        compare_bits() if name == "bits" else measure(name, CASES[name], asked.rounds)
+        compare_bits() if name == "bits" else measure(name, KNOWN[name], asked.rounds)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ def test_the_rival_can_take_every_case(monkeypatch: pytest.MonkeyPatch):
     assert set(call_rivals.DEFAULT) <= set(call_rivals.ALL)
 
 
+def test_the_backward_pass_alone_has_every_default_case_but_sinks():
+    import backward_rivals
+    import call_rivals
+
+    assert set(call_rivals.DEFAULT) - set(backward_rivals.KNOWN) == {"sinks"}
+
+
 @pytest.mark.parametrize("name", ["window 1024", "documents of 512"])
 def test_both_families_take_every_forward_case(name: str):
     """Traced for a Hopper, not compiled."""
