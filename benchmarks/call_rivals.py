@@ -3,7 +3,7 @@
 
 `python call_rivals.py causal documents`, or no name for the cases of `workloads.py`; `--list` names all. The two passes
 alone are timed by `forward_rivals.py` and `backward_rivals.py`. `interleaved.py` explains `sustained` and `burst`.
-All programs are compiled before the first is timed.
+All programs are compiled before the first is timed, one after the other: Triton's compiler fails in several threads.
 """
 
 import argparse

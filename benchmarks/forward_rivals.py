@@ -3,7 +3,8 @@
 
 `python forward_rivals.py` prints a table of milliseconds, for windows of several lengths and three head sizes.
 `HopperFamily.why_not_forward` follows it. `interleaved.py` explains `sustained` and `burst`. Needs FlashAttention-3
-(`flash_attention_3.py`). All programs are compiled before the first is timed.
+(`flash_attention_3.py`). All programs are compiled before the first is timed, one after the other: Triton's compiler
+fails in several threads.
 """
 
 import argparse

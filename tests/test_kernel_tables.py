@@ -45,6 +45,41 @@ def test_a_row_has_the_time_of_the_rival_over_ours_in_every_column():
     assert {line.count("|") for line in (*table.heading().splitlines(), table.row("a", whole))} == {8}
 
 
+def test_everything_is_compiled_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """With our backend for CPUs in all three places."""
+    import call_rivals as table
+    import rivals
+    from workloads import Shape, Workload
+
+    small = Workload(Shape(1, 64, 2, 2, 16, "float32"))
+    cases = {"a": small, "b": Workload(small.shape, document=32, parts=("forward",))}
+    steps: list[str] = []
+
+    def timed(runs: Any, rounds: int) -> dict[str, dict[str, float]]:
+        steps.append("time")
+        jax.block_until_ready([run() for run in runs.values()])
+        return {timing: dict.fromkeys(runs, 1.0) for timing in table.TIMINGS}
+
+    def prepared(*given: Any) -> Any:
+        steps.append("compile")
+        return prepare(*given)
+
+    prepare = table.prepare
+    monkeypatch.setattr(table, "ALL", cases)
+    monkeypatch.setitem(rivals.RIVALS["gpu"], table.RIVAL, rivals.RIVALS["cpu"][table.OURS])
+    monkeypatch.setattr(table, "both_timings", timed)
+    monkeypatch.setattr(table, "prepare", prepared)
+    table.measure(list(cases), rounds=1)
+    assert steps == ["compile"] * 7 + ["time"] * 3
+    out = capsys.readouterr().out
+    assert "| a | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |\n| b | 1.00 | 1.00 | - | - | - | - |" in out
+    monkeypatch.setitem(table.TOLERANCES, "float32", -1.0)
+    with pytest.raises(SystemExit, match="a, forward: ours differs from FlashAttention-3 by"):
+        table.measure(["a"], rounds=1)
+
+
 def test_the_rival_can_take_every_case(monkeypatch: pytest.MonkeyPatch):
     import call_rivals
     import flash_attention_3
