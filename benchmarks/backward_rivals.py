@@ -2,34 +2,37 @@
 """The backward pass alone, on one Hopper: one pass, ordered or not, two passes, FlashAttention-3 and cuDNN in turn.
 
 `python backward_rivals.py causal documents`, or no name for all. FlashAttention-3 takes part where
-`FLASH_ATTENTION_3` names its library (`flash_attention_3.py`). `bits` repeats one call and compares the bits.
+`FLASH_ATTENTION_3` names its library (`flash_attention_3.py`). Each time is printed sustained and in bursts, which
+`interleaved.py` explains. `bits` repeats one call and compares the bits.
 """
 
 import argparse
 import dataclasses
 import functools
-import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import flash_attention_3
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interleaved import seconds_of
+from call_rivals import ALL, DEFAULT, RIVAL
+from interleaved import TIMINGS, both_timings
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import target
 from ringattn_triton.portable.family import PORTABLE
-from workloads import CASES, Shape, Workload
+from workloads import Shape, Workload
+
+KNOWN: Final = {name: case for name, case in ALL.items() if not case.sinks and "forward+backward" in case.parts}
 
 
-def block_of(case: Workload) -> Block:
-    """A block of the case's inputs, as on a ring of one."""
+def block_of(case: Workload, arrays: Sequence[jax.Array]) -> Block:
+    """A block of query, key and value, as on a ring of one."""
     shape = case.shape
-    q, k, v, _ = shape.arrays()
+    q, k, v = arrays
     index = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
     rule = Rule(scale=shape.head_size**-0.5, causal=case.causal, window=case.window)
     fields: dict[str, Any] = dict.fromkeys(("bias", "mask", "slopes", "seed"))
@@ -63,7 +66,8 @@ def two(block: Block, dout: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[
 
 def candidates(case: Workload) -> dict[str, Callable[[], Any]]:
     """Every backward pass that can run the case, on the same inputs."""
-    block, dout = block_of(case), case.shape.arrays()[3]
+    *inputs, dout = case.shape.arrays()
+    block = block_of(case, inputs)
     done = jax.jit(KERNEL.forward)(block, None)
     given = block, dout, done.out.astype(jnp.bfloat16), done.lse
     runs: dict[str, Callable[[], Any]] = {
@@ -73,7 +77,7 @@ def candidates(case: Workload) -> dict[str, Callable[[], Any]]:
     }
     if flash_attention_3.library() is not None:
         rival = jax.jit(lambda *arrays: flash_attention_3.backward(case, arrays))
-        runs["FlashAttention-3"] = lambda: rival(dout, block.q, block.k, block.v, *given[2:])
+        runs[RIVAL] = lambda: rival(dout, block.q, block.k, block.v, *given[2:])
     if not case.window and not case.document:
         attend = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")  # pyright: ignore[reportArgumentType]
         _, transposed = jax.vjp(attend, block.q, block.k, block.v)
@@ -83,23 +87,26 @@ def candidates(case: Workload) -> dict[str, Callable[[], Any]]:
 
 
 def measure(name: str, case: Workload, rounds: int) -> None:
-    """Prints the errors of each candidate against our two passes, and its median and least time."""
+    """Prints the errors of each candidate against our two passes, and its median times."""
     runs = candidates(case)
     right = [np.asarray(x, np.float32) for x in runs["two passes"]()]
     for who, run in runs.items():
         found = [np.asarray(x, np.float32) for x in run()]
         wrong = [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, right, strict=True)]
         print(f"{name:10s} {who:18s} dq, dk, dv beside two passes:", *(f"{x:.5f}" for x in wrong), flush=True)
-    times: dict[str, list[float]] = {who: [] for who in runs}
-    for _ in range(rounds):
-        for who, run in runs.items():
-            seconds_of(run, 8)
-            times[who].append(seconds_of(run, 8))
-    tera = 2.5 * case.shape.tera("forward", case.share)
-    for who, seconds in times.items():
-        middle, least = statistics.median(seconds), min(seconds)
-        rate = f"{tera / middle:4.0f} TFLOP/s"
-        print(f"{name:10s} {who:18s} {1e3 * middle:7.3f} ms, least {1e3 * least:7.3f}, {rate}", flush=True)
+    seconds = both_timings(runs, rounds)
+    for who in runs:
+        print(f"{name:10s} {who:18s} {row(who, seconds, 2.5 * case.tera('forward'))}", flush=True)
+
+
+def row(who: str, seconds: Mapping[str, Mapping[str, float]], tera: float) -> str:
+    """The milliseconds and the rate of one candidate in each timing, and its time over FlashAttention-3's."""
+    found = []
+    for timing in TIMINGS:
+        mine, rival = seconds[timing][who], seconds[timing].get(RIVAL)
+        over = "" if rival is None else f", {mine / rival:.2f} of {RIVAL}"
+        found.append(f"{timing} {1e3 * mine:7.3f} ms, {tera / mine:4.0f} TFLOP/s{over}")
+    return "; ".join(found)
 
 
 def compare_bits(times: int = 20) -> None:
@@ -114,12 +121,15 @@ def compare_bits(times: int = 20) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=["bits", *(name for name, case in CASES.items() if not case.sinks)])
+    parser.add_argument("cases", nargs="*", default=["bits", *(name for name in DEFAULT if name in KNOWN)])
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
+    unknown = [name for name in asked.cases if name not in ("bits", *KNOWN)]
+    if unknown:
+        parser.error(f"no case {unknown[0]!r}; there are bits, {', '.join(KNOWN)}")
     print(jax.__version__, jax.devices()[0].device_kind)
     for name in asked.cases:
-        compare_bits() if name == "bits" else measure(name, CASES[name], asked.rounds)
+        compare_bits() if name == "bits" else measure(name, KNOWN[name], asked.rounds)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,14 @@ import jax
 COMPARE = {"<=": operator.le, ">=": operator.ge}
 ON_A_DEVICE = 0.1
 """Seconds of a measurement on a GPU or TPU that make the share of its host negligible."""
+TIMINGS = ("sustained", "burst")
+"""Sustained: rounds of some 100 ms a candidate, at the clock that the power limit leaves. Burst: a few calls after a
+rest, which are over before the GPU lowers its clock."""
+REST = 0.03
+"""Seconds without work before a burst."""
+BURST = 0.005
+"""A burst has as many calls as take this many seconds, and at least `FEWEST`."""
+FEWEST = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +71,28 @@ def measured_rounds(
                 seconds_of(candidate, calls[name])
             found[name].append(seconds_of(candidate, calls[name]))
     return found
+
+
+def bursts(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, rest: Callable[[float], None] = time.sleep
+) -> dict[str, float]:
+    """The median seconds per call of each candidate in bursts. All run in every round, each after a rest."""
+    calls = {}
+    for name, candidate in candidates.items():
+        seconds_of(candidate, 1)
+        calls[name] = max(FEWEST, math.ceil(BURST / seconds_of(candidate, FEWEST)))
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, candidate in candidates.items():
+            rest(REST)
+            found[name].append(seconds_of(candidate, calls[name]))
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def both_timings(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
+    """The median seconds per call of each candidate on a GPU, by the names of `TIMINGS`; bursts come first."""
+    burst = bursts(candidates, rounds)
+    return {"sustained": medians(candidates, rounds, ON_A_DEVICE), "burst": burst}
 
 
 def seconds_of(candidate: Callable[[], object], calls: int) -> float:

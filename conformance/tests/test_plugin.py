@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ringattn_conformance.plugin import COUNT_FLAG
+from ringattn_conformance.devices import COUNT_FLAG
 
 CONFTEST = """
 import contextlib

@@ -105,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="run the suite against one backend", epilog=CODES, formatter_class=raw)
     one.description = "Run the suite against one backend, and judge it. What follows -- goes to pytest."
     one.add_argument("backend", metavar="NAME", help="the name under which it is registered")
-    one.add_argument("-n", dest="workers", default="0", metavar="N", help="processes, or 'auto' (default: this one)")
+    workers = "processes, spread over the devices, or 'auto' (default: this one)"
+    one.add_argument("-n", dest="workers", default="0", metavar="N", help=workers)
     for name, how in run_options.OPTIONS.items():
         one.add_argument(f"--{name}", dest=name, **how)
     one.set_defaults(command=run)

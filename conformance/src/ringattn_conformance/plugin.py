@@ -5,14 +5,12 @@ Nothing here imports JAX before the suite is asked for.
 """
 
 import functools
-import os
-import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
 
-from . import environment, expectations, run_options, tiers, tolerance_factor
+from . import devices, environment, expectations, run_options, tiers, tolerance_factor
 from .collection import PARAMETER
 from .recorder import Recorder
 
@@ -22,7 +20,6 @@ COVERS: Final = 2
 """How many covers of mixtures the full tier has; the core tier has one."""
 FORWARD_STEP: Final = 8
 """One of this many mixtures also runs without gradients, which is another program."""
-COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 
@@ -44,24 +41,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
     """Runs before any conftest.py can import JAX, which reads XLA_FLAGS once."""
     if _concerns(early_config.known_args_namespace, args):
-        force_devices()
+        devices.prepare()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
-        force_devices()
+        devices.prepare()
         config.add_cleanup(functools.partial(tolerance_factor.use, tolerance_factor.used()))
         tolerance_factor.use(config.option.ringattn_tolerance_factor)
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
         config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)
-
-
-def force_devices() -> None:
-    """Makes eight CPU devices, unless XLA_FLAGS sets a number or JAX is already imported."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if COUNT_FLAG not in flags and "jax" not in sys.modules:
-        os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={run_options.LARGEST}".strip()
 
 
 def _concerns(options: Any, args: Iterable[str]) -> bool:
@@ -157,5 +147,5 @@ def described(name: str) -> str:
     from ringattn_core.backends import discovery
 
     found = discovery.registrations()[name]
-    devices = jax.devices()
-    return f"{name} of {found.distribution} {found.version} on {len(devices)} {devices[0].platform} devices"
+    seen = jax.devices()
+    return f"{name} of {found.distribution} {found.version} on {len(seen)} {seen[0].platform} devices"

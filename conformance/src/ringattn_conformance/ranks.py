@@ -17,7 +17,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
 
-from . import notes, oracle
+from . import devices, notes, oracle
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 
 RING: Final = "ring"
@@ -71,8 +71,8 @@ class Placement:
 
     @property
     def mesh(self) -> Mesh:
-        devices = np.array(jax.devices()[: self.devices])
-        return Mesh(devices.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
+        taken = np.array(devices.in_turn()[: self.devices])
+        return Mesh(taken.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":
         """This placement, emulated if there are too few devices."""

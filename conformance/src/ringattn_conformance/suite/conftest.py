@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much XLA optimises the programs of the suite (most run once), and which tolerances the backend under test has."""
+"""How the tests of the suite run: how much XLA optimises (most programs run once), on which device, how exactly."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -8,7 +8,7 @@ import jax
 import pytest
 from ringattn_core.backends import discovery
 
-from ringattn_conformance import tiers, tolerance_factor
+from ringattn_conformance import devices, tiers, tolerance_factor
 
 OPTIMISED: Final = ("test_collectives", "test_determinism", "test_numerics")
 """Modules that test the program as users compile it."""
@@ -34,3 +34,14 @@ def tolerances_of_the_backend(request: pytest.FixtureRequest) -> Iterator[None]:
     tolerance_factor.of_backend(bool(name) and discovery.get(name).descriptor().half_partials)
     yield
     tolerance_factor.of_backend(False)
+
+
+@pytest.fixture(autouse=True)
+def device_of_the_worker() -> Iterator[None]:
+    """Calls on one device run on the worker's own."""
+    first = devices.in_turn()[0]
+    if first == jax.devices()[0]:
+        yield
+    else:
+        with jax.default_device(first):
+            yield

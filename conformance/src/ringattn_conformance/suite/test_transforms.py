@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerances
+from ringattn_conformance import devices, oracle, tiers, tolerances
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
 from ringattn_conformance.outcomes import declared, owed
 from ringattn_conformance.ranks import (
@@ -204,9 +204,9 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
 @tiers.core
 def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
     case = Case("two-axes", causal=True)
-    inputs, devices = case.inputs(4), jax.devices()
-    rows, columns = (2, 2) if len(devices) >= 4 else (1, 1)
-    mesh = Mesh(np.array(devices[: rows * columns]).reshape(rows, columns), ("outer", "inner"))
+    inputs, found = case.inputs(4), devices.in_turn()
+    rows, columns = (2, 2) if len(found) >= 4 else (1, 1)
+    mesh = Mesh(np.array(found[: rows * columns]).reshape(rows, columns), ("outer", "inner"))
     spec = PartitionSpec(None, ("outer", "inner"))
     problem, options = inputs.problem, static_options(case)
 

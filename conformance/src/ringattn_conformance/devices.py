@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which devices a process of the suite has, and which of them it takes first.
+
+Every worker of pytest-xdist sees all devices, so rings are as real with workers as without. Each begins with another
+device, so calls on one device are spread over all. Nothing here imports JAX before its devices are asked for.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+from . import run_options
+
+if TYPE_CHECKING:
+    import jax
+
+COUNT_FLAG: Final = "--xla_force_host_platform_device_count"
+PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
+WORKER: Final = "PYTEST_XDIST_WORKER"
+"""Holds `gw0`, `gw1` and so on in workers of pytest-xdist."""
+
+
+def prepare() -> None:
+    """Makes eight CPU devices, and lets processes share a GPU; JAX must not be imported yet.
+
+    What the user has set stays: a number of CPU devices in XLA_FLAGS, and whether a process reserves a GPU's memory.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "jax" not in sys.modules:
+        os.environ.setdefault(PREALLOCATE, "false")
+        if COUNT_FLAG not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={run_options.LARGEST}".strip()
+
+
+def in_turn() -> "list[jax.Device]":
+    """All devices of JAX, beginning with the one of this worker."""
+    import jax
+
+    found = jax.devices()
+    first = int(os.environ.get(WORKER, "gw0").removeprefix("gw")) % len(found)
+    return [*found[first:], *found[:first]]
