@@ -99,6 +99,11 @@ def main() -> None:
             claims.append(Claim(f"{what} alone", rates["ring"] / rates["alone"], ">=", target, "x"))
             if "gather" in rates:
                 claims.append(Claim(f"{what} gather", rates["ring"] / rates["gather"], ">=", 1.0, "x"))
+            if "auto" in rates:
+                best = max(rates[name] for name in STRATEGIES if name != "auto" and name in rates)
+                claims.append(
+                    Claim(f"{tokens} tokens, {part}: auto over the best", rates["auto"] / best, ">=", 0.97, "x")
+                )
     report("gpu_ring.py", claims, raw)
 
 

@@ -5,9 +5,10 @@ import dataclasses
 import json
 import math
 import operator
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
@@ -53,6 +54,9 @@ def measured_rounds(
 ) -> dict[str, list[float]]:
     """The seconds per call of each candidate in each round. All run in every round, so a slow minute hits all alike.
 
+    Each round has an order of its own (`in_order`): a GPU is warmer, and so slower, after some candidates than after
+    others.
+
     Without `least`, a measurement is one call. With `least`, it is as many calls in a row as take that many seconds.
     The GPU then queues calls, so the millisecond that it takes to wake the host does not count. The same number of
     calls runs before, uncounted: a GPU throttles some time after its power limit is reached, and a candidate measured
@@ -64,13 +68,21 @@ def measured_rounds(
         seconds_of(candidate, 1)
         calls[name] = math.ceil(least / seconds_of(candidate, 1)) if least else 1
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, candidate in candidates.items():
+    for number in range(rounds):
+        for name in in_order(candidates, number):
             starts(name)
             if least:
-                seconds_of(candidate, calls[name])
-            found[name].append(seconds_of(candidate, calls[name]))
+                seconds_of(candidates[name], calls[name])
+            found[name].append(seconds_of(candidates[name], calls[name]))
     return found
+
+
+def in_order(names: Iterable[str], number: int) -> list[str]:
+    """The names in the order of round `number`: that given in the first round, and then a random one, always alike."""
+    ordered = list(names)
+    if number:
+        random.Random(number).shuffle(ordered)
+    return ordered
 
 
 def bursts(
@@ -82,10 +94,10 @@ def bursts(
         seconds_of(candidate, 1)
         calls[name] = max(FEWEST, math.ceil(BURST / seconds_of(candidate, FEWEST)))
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, candidate in candidates.items():
+    for number in range(rounds):
+        for name in in_order(candidates, number):
             rest(REST)
-            found[name].append(seconds_of(candidate, calls[name]))
+            found[name].append(seconds_of(candidates[name], calls[name]))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
