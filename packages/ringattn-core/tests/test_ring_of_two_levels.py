@@ -126,7 +126,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def traced(outer: int, inner: int, key_heads: int) -> Any:
     """The program of both passes, on an abstract mesh that needs no devices."""
-    mesh = AbstractMesh((outer, inner), ("outer", "inner"))
+    mesh = AbstractMesh((outer, inner), ("outer", "inner"), axis_types=(AxisType.Auto,) * 2)
     shapes = [jax.ShapeDtypeStruct((1, 4 * outer * inner, heads, 4), jnp.float32) for heads in (2, *[key_heads] * 2)]
     attend = functools.partial(ring_attention, axis_name=("outer", "inner"))
     ring = jax.shard_map(attend, mesh=mesh, in_specs=SPEC, out_specs=SPEC)
