@@ -55,8 +55,8 @@ class Shared(NamedTuple):
 
     Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
     `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
-    `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. For
-    ALiBi, place `2 STAGES + i` has the positions of the rows minus that of the tile's first row. `tile` is the number
+    `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
+    `2 STAGES + i` has the positions of the rows minus that of the tile's first row, for distances. `tile` is the number
     of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
     queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
     places `2 i + c`; in `wide_products` one place holds the softmax weights first.
@@ -106,7 +106,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.slopes else 0)
+    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances else 0)
     ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
     q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
     k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)

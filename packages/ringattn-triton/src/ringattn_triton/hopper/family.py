@@ -133,8 +133,8 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the block is shorter than a tile"
     if constants.bias and not _bias_by_tma(block, constants):
         return "the bias cannot be fetched in tiles"
-    if constants.bias and (constants.slopes or constants.dropout):
-        return "a bias leaves no registers for ALiBi or dropout"
+    if constants.bias and (constants.distances or constants.dropout):
+        return "a bias leaves no registers for distances or dropout"
     return "each tile has too little to do" if _too_little(constants) else None
 
 

@@ -13,7 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from ..kernels.tokens import of_columns, of_head, of_rows
+from ..kernels.scores import of_head
+from ..kernels.tokens import of_columns, of_rows
 from .forward_dropout import counter_of_queries, drawn, dropped
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
@@ -76,7 +77,7 @@ def forward(
     if F.bias:
         bias = gl.allocate_shared_memory(TYPE, [STAGES * CONSUMERS, CONSUMER_ROWS, KV_TILE], BIASES)
     positions = queries
-    if F.slopes:
+    if F.distances:
         FLOATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         positions = gl.allocate_shared_memory(gl.float32, [2 * STAGES, KV_TILE], FLOATS)
     shared = Shared(

@@ -200,7 +200,7 @@ def _tile_fetched(
         wait_until_left(k_empty(S) + place, S)
     if F.dropout:
         _put(shared.counters.index(place), counter)
-    if F.slopes:
+    if F.distances:
         place_of_positions(shared, fetched, S).store(away)
     _put(shared.tiles.index(place), tile)
     mbarrier.expect(full, KV_TILE * DIM * 2 + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))

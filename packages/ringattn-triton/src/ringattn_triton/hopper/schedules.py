@@ -45,9 +45,9 @@ _FORWARD: Final = {
 
 
 _TWO_CONSUMERS: Final = HopperSchedule(2, 64, 3, False, 168, 240)
-_WITH_SLOPES: Final = {(128, 128, True): _TWO_CONSUMERS}
+_WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS}
-"""The same where ALiBi or dropout need registers, which three consumers do not have."""
+"""The same where distances or dropout need registers, which three consumers do not have."""
 
 
 def forward(constants: BlockConstants) -> HopperSchedule | None:
@@ -58,4 +58,4 @@ def forward(constants: BlockConstants) -> HopperSchedule | None:
     usual = _FORWARD.get(sizes)
     if constants.dropout:
         return _WITH_DROPOUT.get(sizes, usual)
-    return _WITH_SLOPES.get(sizes, usual) if constants.slopes else usual
+    return _WITH_DISTANCES.get(sizes, usual) if constants.distances else usual
