@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
+from .numbers import got_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
 """Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are
@@ -183,18 +184,6 @@ def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.const
         return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
     else:
         return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
-
-
-@gluon.jit
-def put_number(place, number):
-    """Writes one number to a place, by a partition of one warp."""
-    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def got_number(place, WARPS: gl.constexpr):
-    """The number in a place, for all threads of a partition of `WARPS` warps."""
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit

@@ -25,7 +25,6 @@ from .backward_memory import (
     Q_EMPTY,
     at,
     finished_turn,
-    got_number,
     next_turn,
     result_place,
     shared_places,
@@ -34,6 +33,7 @@ from .backward_scores import derivatives, head_sums, probabilities, tile_of, wei
 from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
+from .numbers import got_number
 from .results import in_sixteens
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))

@@ -20,16 +20,13 @@ from .backward_memory import (
     Q_EMPTY,
     at,
     next_turn,
-    put_number,
     result_place,
     shared_places,
 )
 from .backward_turns import after_step, steps_of, tile_at
 from .hardware_barriers import hardware_barrier
-
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""As Triton 3.9 calls it, and as it was called before."""
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from .head_tiles import fetch, store
+from .numbers import put_number
 
 
 @builtin

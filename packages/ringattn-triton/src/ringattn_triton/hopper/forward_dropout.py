@@ -20,7 +20,7 @@ from triton.language.core import inline_asm_elementwise, int32
 from ..kernels.dropout import philox
 from ..kernels.tokens import first_counter
 from .dropout import own_draw
-from .pipeline import got
+from .numbers import got_number
 from .schedules import CONSUMER_ROWS
 from .softmax import of_words
 
@@ -50,28 +50,28 @@ def _of_draws():
 
 
 @gluon.jit
-def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr):
+def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The dropout counter of the first of a consumer's queries, or -1 if entries do not share draws; else 0."""
     if F.dropout:
-        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, S[0] * CONSUMER_ROWS)
+        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, PLAN.q_tile)
         return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
     else:
         return 0
 
 
 @gluon.jit
-def drawn(shared, taken, P, batch, start, counter, key, F: gl.constexpr, S: gl.constexpr):
+def drawn(shared, taken, P, batch, start, counter, key, F: gl.constexpr, PLAN: gl.constexpr):
     """The two words of each thread for a tile, or zeros without dropout.
 
     The consumer's queries begin at row `start`; `counter` is from `counter_of_queries`.
     """
     if F.dropout:
         if counter < 0:
-            tile = got(shared.tiles.index(taken % S[2]))
-            first, second = _apart(P, batch, start, tile, key, F, S[1])
+            tile = got_number(shared.tiles.index(taken % PLAN.stages), 4)
+            first, second = _apart(P, batch, start, tile, key, F, PLAN.kv_tile)
         else:
-            of_keys = got(shared.counters.index(taken % S[2]))
-            first, second = _together(counter, of_keys, key, F, S[1])
+            of_keys = got_number(shared.counters.index(taken % PLAN.stages), 4)
+            first, second = _together(counter, of_keys, key, F, PLAN.kv_tile)
         return draws_first(first, second, taken), second
     else:
         return 0, 0

@@ -44,15 +44,15 @@ def loaded_of_keys(P, batch, tile, origin, F: gl.constexpr, KV_TILE: gl.constexp
 
 
 @gluon.jit
-def place_of_positions(shared, number, S: gl.constexpr):
+def place_of_positions(shared, number, PLAN: gl.constexpr):
     """The place for the positions of the `number`th tile that a program fetches."""
-    return shared.positions.index(number % (2 * S[2]))
+    return shared.positions.index(number % (2 * PLAN.stages))
 
 
 @gluon.jit
-def of_keys(shared, taken, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
+def of_keys(shared, taken, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
     """How far the keys of a tile are from the origin, as a row of scores, or 0 where scores depend on no distance."""
     if F.distances:
-        return place_of_positions(shared, taken, S).load(gl.SliceLayout(0, SCORES))[None, :]
+        return place_of_positions(shared, taken, PLAN).load(gl.SliceLayout(0, SCORES))[None, :]
     else:
         return 0

@@ -13,17 +13,15 @@ from .schedules import CONSUMER_ROWS
 
 @gluon.jit
 def scored(
-    s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
+    s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
     A maximum is updated only if a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives
-    the same results, and without an update the sums need no multiplication. If scores are `BOUNDED`, half of the bound
+    the same results, and without an update the sums need no multiplication. If scores are `bounded`, half of the bound
     replaces all maxima, and the factor, 1, is not used.
     """
-    KV_TILE: gl.constexpr = S[1]
-    BOUNDED: gl.constexpr = S[7]
-    RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
     ONE_SIDED: gl.constexpr = F.slopes and F.causal and not MASKED
     if F.capped:
@@ -43,7 +41,7 @@ def scored(
             s = s - slope * gl.abs(from_origin[:, None] - away)
     if MASKED:
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
-    if BOUNDED:
+    if PLAN.bounded:
         return s, top, top, top
     else:
         most = gl.max(s, 1) * FOLD
@@ -62,9 +60,9 @@ def scored(
 
 
 @gluon.jit
-def weighed(s, base, shrink, total, F: gl.constexpr, S: gl.constexpr):
+def weighed(s, base, shrink, total, F: gl.constexpr, PLAN: gl.constexpr):
     """The weights of a tile, and the updated sums of weights (`sums_of_parts`)."""
-    if S[7]:
+    if PLAN.bounded:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)
     else:
