@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
-from .dropout import kept, of_draws, own_draw
-from .softmax import parts_of_rows, sums_of_parts
+from .dropout import kept, of_draws, own_draws
+from .softmax import in_fours, sums_of_parts
 
 
 class Tile(NamedTuple):
@@ -115,7 +115,7 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 def head_sums(F: gl.constexpr):
     """Zeros, to which `with_head_sums` adds; the number 0 where no option has a number for each head."""
     if F.head_gradient:
-        return gl.zeros([64, 4], gl.float32, parts_of_rows())
+        return gl.zeros([64, 4], gl.float32, in_fours(4))
     else:
         return 0
 
@@ -188,6 +188,5 @@ def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constex
     else:
         i = (q_start + (columns >> 3) * 16 + (columns & 7))[None, :]
         j = (kv_start + (rows >> 3) * 16 + (rows & 7))[:, None]
-        first = own_draw(P, batch, i, j, key, F) | (own_draw(P, batch, i, j + 8, key, F) << 16)
-        second = own_draw(P, batch, i + 8, j, key, F) | (own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+        first, second = own_draws(P, batch, i, j, key, F)
     return first, second
