@@ -39,13 +39,9 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
     inputs = {} if fused and bias is None else given.operands(by_keys=False)
     found = _fused(given, of_keys, dq) if fused else {**_keys(given, of_keys), **_queries(given, inputs, dq)}
     dk, dv = (jnp.swapaxes(found[name][:, :, :kv_length], 1, 2) for name in ("dk", "dv"))
-    dbias = dslopes = None
-    if block.slopes is not None:
-        each = found["dslopes"].sum((2, 3))
-        dslopes = each if block.slopes.shape[0] > 1 else each.sum(0, keepdims=True)
-    if bias is not None:
-        dbias = _bias_gradient(given, inputs)[:, :, : bias.shape[2], :kv_length]
-    return Gradients(jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2), dk, dv, dbias, dslopes)
+    dq = jnp.swapaxes(found["dq"][:, :, :q_length], 1, 2)
+    dbias = None if bias is None else _bias_gradient(given, inputs)[:, :, : bias.shape[2], :kv_length]
+    return Gradients.of(block, dq, dk, dv, dbias, found.get("dheads"))
 
 
 def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
@@ -93,7 +89,7 @@ def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
     wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
     floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
     alone = of_keys.rows == 1 or block.group == 1
-    return block.slopes is None and alone and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
+    return not given.head_gradient and alone and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
 
 
 def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
@@ -115,16 +111,16 @@ def _keys(given: KernelInputs, of_keys: Steps) -> Found:
 
 
 def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found:
-    """Computes `dq`, and `dslopes [B, N, 8, 128]` as partial sums: the caller sums the last two axes."""
+    """Computes `dq`, and `dheads [B, N, 8, 128]` as partial sums: the caller sums the last two axes."""
     sizes = given.sizes
     batch, _, heads, head_dim = given.block.q.shape
     outputs = {"dq": _result(given, "dq", False)}
     if dq is not None:
         inputs = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}
-    if given.block.slopes is not None:
+    if given.head_gradient:
         zeros = jnp.zeros((batch, heads, SUBLANES, LANES), jnp.float32)
-        inputs = inputs | {"dslopes": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
-        outputs["dslopes"] = given.operand(zeros, "BN..", by_keys=False)
+        inputs = inputs | {"dheads": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
+        outputs["dheads"] = given.operand(zeros, "BN..", by_keys=False)
     listed = steps(given.block, sizes.q_tile, sizes.kv_tile, every_own=dq is None)
     scratch = _row_columns(given) | {"acc": pltpu.VMEM((sizes.q_tile, head_dim), jnp.float32)}
     return given.launch(

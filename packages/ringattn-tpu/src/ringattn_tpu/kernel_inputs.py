@@ -68,6 +68,11 @@ class KernelInputs(NamedTuple):
     sizes: Sizes
     arrays: dict[str, tuple[jax.Array, str]]
 
+    @property
+    def head_gradient(self) -> bool:
+        """Whether an option has a number for each head, and that number a gradient."""
+        return self.block.slopes is not None
+
     def operands(self, by_keys: bool) -> dict[str, Operand]:
         """The arrays as operands of a kernel that owns tiles of queries, or of keys if `by_keys`."""
         found = {name: self.operand(x, axes, by_keys) for name, (x, axes) in self.arrays.items()}

@@ -107,6 +107,21 @@ class BlockConstants:
         return padded_dim(self.value_dim)
 
     @property
+    def distances(self) -> bool:
+        """Whether scores depend on how far a query and a key are apart."""
+        return self.slopes
+
+    @property
+    def by_head(self) -> bool:
+        """Whether an option other than a bias is read for each head."""
+        return self.slopes or self.dropout or self.masks
+
+    @property
+    def head_gradient(self) -> bool:
+        """Whether an option has a number for each head, and that number a gradient."""
+        return self.slopes
+
+    @property
     def without_masks(self) -> "BlockConstants":
         """The same without packed masks (`mask_bits`), for a kernel that reads their bits in its own way."""
         return dataclasses.replace(self, masks=False)

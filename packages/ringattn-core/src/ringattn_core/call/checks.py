@@ -110,9 +110,9 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     return found[:, None]
 
 
-def slopes(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
-    """Slopes in float32, so that their gradients are added over ranks in float32, and rounded once."""
-    return None if x is None else array(argument, x, arrays.Slopes, sizes).astype(jnp.float32)
+def in_float32(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
+    """A check for numbers that go on in float32, so that their gradients are added over ranks in float32."""
+    return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes).astype(jnp.float32)
 
 
 def mask_builder(argument: str, builder: Any, sizes: Sizes) -> Built | None:

@@ -183,6 +183,26 @@ class Gradients:
     dbias: Float[Array, "b n t S"] | None = None
     dslopes: Float32[Array, "b N"] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        block: Block,
+        dq: jax.Array,
+        dk: jax.Array,
+        dv: jax.Array,
+        dbias: jax.Array | None,
+        parts: jax.Array | None,
+    ) -> "Gradients":
+        """The gradients of a block from a kernel that leaves those of each head's number as `parts [B, N, ...]`.
+
+        The parts are summed over all further axes, and over the batch if its rows share the numbers. They are not read
+        if the call has no such option.
+        """
+        if block.slopes is None or parts is None:
+            return cls(dq, dk, dv, dbias)
+        each = parts.sum(tuple(range(2, parts.ndim)))
+        return cls(dq, dk, dv, dbias, each.sum(0, keepdims=True) if len(block.slopes) == 1 else each)
+
 
 @runtime_checkable
 class BlockKernel(Protocol):

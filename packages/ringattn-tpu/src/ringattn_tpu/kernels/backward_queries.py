@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of queries and slopes: the kernel keeps a tile of queries while keys and values visit it."""
+"""The gradients of queries and of heads' numbers: the kernel keeps a tile of queries while keys visit it."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST, OPENS
 from .derivatives import derivatives
-from .scores import Part, distance, folded, keep_columns, matmul
+from .scores import Part, folded, keep_columns, matmul, minus_head_gradient
 
 
 def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
-    """Writes `dq`, added to the input `dq` if there is one, and `dslopes` as partial sums `[8, 128]` for each head."""
+    """Writes `dq`, added to the input `dq` if there is one, and `dheads` as partial sums `[8, 128]` for each head."""
     acc, row_values, columns = scratch["acc"], scratch["row_values"], scratch.get("columns")
 
     @pl.when(step.has(FIRST))
@@ -24,18 +24,18 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
         keep_columns(inputs["row_values"], row_values)
         acc[...] = jnp.zeros_like(acc)
 
-    if "dslopes" in outputs:
+    if "dheads" in outputs:
 
         @pl.when(step.has(OPENS))
         def _():
-            outputs["dslopes"][...] = jnp.zeros_like(outputs["dslopes"])
+            outputs["dheads"][...] = jnp.zeros_like(outputs["dheads"])
 
     def visit(start: int, masked: bool) -> None:
         one = Part(settings, step, inputs, columns, False, start, part)
         found = derivatives(one, row_values, masked)
         acc[...] += matmul(found.dproduct, one.rows("k"), settings)
-        if "dslopes" in outputs:
-            outputs["dslopes"][...] -= _in_one_register(found.ds * distance(one))
+        if "dheads" in outputs:
+            outputs["dheads"][...] -= _in_one_register(minus_head_gradient(one, found.ds))
 
     over_parts(step, inputs["k"].shape[0], part, visit)
 

@@ -139,6 +139,11 @@ def _bias(part: Part) -> jax.Array:
     return to_width(to_column(bias[...].astype(jnp.float32)), part.width)
 
 
+def minus_head_gradient(part: Part, ds: jax.Array) -> jax.Array:
+    """What each score adds to the gradient of its head's slope, with the other sign."""
+    return ds * distance(part)
+
+
 def distance(part: Part) -> jax.Array:
     """`|i - j|` for the positions of each query and key."""
     return jnp.abs(part.of_query("position") - part.of_key("position")).astype(jnp.float32)

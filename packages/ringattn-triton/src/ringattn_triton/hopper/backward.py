@@ -46,9 +46,9 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.bias:
         return "the one-pass backward kernel has no bias"
-    if constants.capped and constants.slopes:
-        return "the one-pass backward kernel has no soft cap with ALiBi"
-    if plan.wide and (constants.capped or constants.slopes or constants.dropout or constants.masks):
+    if constants.capped and constants.distances:
+        return "the one-pass backward kernel has no soft cap where scores depend on distances"
+    if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and not _enough_heads(block, constants, plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
@@ -120,16 +120,16 @@ def backward(
     zeros = None if ordered else jnp.zeros(sums.shape, sums.dtype)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, lse, delta, plan, q_tiles * plan.q_tile), ranks, counters, zeros,
+        *_rows(block, constants, lse, delta, plan), ranks, counters, zeros,
     ]  # fmt: skip
-    # Each consumer of each turn writes what it finds for the slope of a head, masked steps apart from others.
-    slope_parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.slopes else (1,)
-    dk, dv, dslopes, counters, sums = launch(
+    # Each consumer of each turn writes what it finds for the number of a head, masked steps apart from others.
+    parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.head_gradient else (1,)
+    dk, dv, dheads, counters, sums = launch(
         backward_kernel,
         arrays,
         [
             *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
-            jax.ShapeDtypeStruct(slope_parts, jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             sums,
         ],
@@ -163,26 +163,28 @@ def backward(
         PIECES=pieces,
         ORDERED=ordered,
     )
-    if block.slopes is None:
-        return Gradients(dq, dk, dv)
-    by_batch = -dslopes.sum(2)
-    return Gradients(dq, dk, dv, None, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
+    return Gradients.of(block, dq, dk, dv, None, -dheads)
 
 
 def _rows(
-    block: Block, lse: Float32[Array, "B N T"], delta: Float32[Array, "B N T"], plan: BackwardPlan, length: int
+    block: Block,
+    constants: BlockConstants,
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    plan: BackwardPlan,
 ) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b rows"] | None]:
-    """`lse` in units of log2 and `-delta`, filled up to a `length` of whole tiles; and, for ALiBi, how far the position
-    of each query is from that of the first one in its tile."""
-    more = (0, length - block.q_length)
+    """`lse` in units of log2 and `-delta`, filled up to whole tiles; and, where scores depend on distances, how far the
+    position of each query is from that of the first one in its tile."""
+    more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
-    if block.slopes is None:
+    if not constants.distances:
         return lse, delta, None
-    positions = jnp.pad(block.q_positions, [(0, 0), more], mode="edge").reshape(-1, length // plan.q_tile, plan.q_tile)
-    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(-1, length)
+    padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
+    positions = padded.reshape(len(padded), -1, plan.q_tile)
+    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:

@@ -25,15 +25,15 @@ from .wide_products import compute_dk, compute_dv
 def backward(
     Q, K, V, P,
     BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
-    DK, DV, DSLOPES, COUNTERS, DQ,
+    DK, DV, DHEADS, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns, the tiles of keys of all key heads, from a counter.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
-    end, `LSE` is +inf. For ALiBi `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile.
-    `RANKS` says in which order turns add to a tile of dq. `DSLOPES` has a number for each head, part of its steps, key
-    tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
+    end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile, for scores
+    that depend on distances. `RANKS` says in which order turns add to a tile of dq. `DHEADS` has a number for each
+    head, part of its steps, key tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
     `COUNTERS` and `COUNTERS_BEFORE` are one array. So are `DQ` and `DQ_BEFORE`, which holds zeros, if turns add to dq
     in any order. In order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
     """
@@ -51,7 +51,7 @@ def backward(
     values = V + F.v_start
     lse = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     away = lse
-    if F.slopes:
+    if F.distances:
         GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
         away = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
@@ -85,8 +85,8 @@ def backward(
     else:
         gl.warp_specialize(
             [
-                (compute_gradients, (0, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
-                (compute_gradients, (1, memory, P, DK, DV, DSLOPES, turns, F, T, PLAN)),
+                (compute_gradients, (0, memory, P, DK, DV, DHEADS, turns, F, T, PLAN)),
+                (compute_gradients, (1, memory, P, DK, DV, DHEADS, turns, F, T, PLAN)),
                 (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
                 (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
                 (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),

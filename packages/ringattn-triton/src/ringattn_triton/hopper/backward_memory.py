@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
+from .numbers import got_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
 """Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are
@@ -55,8 +56,8 @@ class Shared(NamedTuple):
 
     Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
     `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
-    `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. For
-    ALiBi, place `2 STAGES + i` has the positions of the rows minus that of the tile's first row. `tile` is the number
+    `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
+    `2 STAGES + i` has the positions of the rows minus that of the tile's first row, for distances. `tile` is the number
     of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
     queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
     places `2 i + c`; in `wide_products` one place holds the softmax weights first.
@@ -106,7 +107,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.slopes else 0)
+    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances else 0)
     ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
     q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
     k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)
@@ -183,18 +184,6 @@ def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.const
         return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
     else:
         return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
-
-
-@gluon.jit
-def put_number(place, number):
-    """Writes one number to a place, by a partition of one warp."""
-    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def got_number(place, WARPS: gl.constexpr):
-    """The number in a place, for all threads of a partition of `WARPS` warps."""
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit

@@ -15,9 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.scores import narrowed, scaled
+from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
-from ..kernels.tokens import of_head
 from .backward_memory import (
     DOUT_EMPTY,
     DQ_EMPTY,
@@ -26,15 +25,15 @@ from .backward_memory import (
     Q_EMPTY,
     at,
     finished_turn,
-    got_number,
     next_turn,
     result_place,
     shared_places,
 )
-from .backward_scores import derivatives, probabilities, slope_gradient, slope_sums, tile_of, weights
+from .backward_scores import derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
+from .numbers import got_number
 from .results import in_sixteens
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
@@ -74,7 +73,7 @@ def results_by_tma(GRADIENT, PLAN):
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, DK, DV, DSLOPES, turns,
+    NUMBER: gl.constexpr, memory, P, DK, DV, DHEADS, turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes and writes dk and dv of the 64 keys that consumer `NUMBER` owns in each turn of its program.
@@ -102,24 +101,24 @@ def compute_gradients(
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         for part in range(0, PARTS * HEADS):
             head = _head_of(P, turn, part // PARTS, F, T, PLAN)
-            dslope = slope_sums(F)
+            dhead = head_sums(F)
             if PLAN.masked:
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
-                    dk, dv, dslope = _step_of(
-                        dk, dv, dslope, shared, step, NUMBER, P, turn, head, F, T, PLAN, True, SCORES, SUMS
+                    dk, dv, dhead = _step_of(
+                        dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, True, SCORES, SUMS
                     )
                 done = end
             end = done + (gl.where(part % 2 == 0, whole, 0) if PLAN.masked else whole)
             for step in range(done, end):
-                dk, dv, dslope = _step_of(
-                    dk, dv, dslope, shared, step, NUMBER, P, turn, head, F, T, PLAN, False, SCORES, SUMS
+                dk, dv, dhead = _step_of(
+                    dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, False, SCORES, SUMS
                 )
             done = end
-            if F.slopes:
+            if F.head_gradient:
                 row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
-                gl.store(DSLOPES + here, gl.sum(gl.sum(dslope, 1), 0))
+                gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
         if RESULTS_BY_TMA:
             mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
             _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV, PLAN)
@@ -153,7 +152,7 @@ def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: 
 @gluon.jit
 def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """The `Head` that a turn works on, or 0 where no option depends on the head."""
-    if F.slopes or F.dropout or F.masks:
+    if F.by_head:
         _, batch, kv_head = owned(turn, T, F.kv_heads)
         return of_head(P, batch, kv_head * F.group + member, F)
     else:
@@ -162,7 +161,7 @@ def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constex
 
 @gluon.jit
 def _step_of(
-    dk, dv, dslope, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
+    dk, dv, dhead, shared, step, NUMBER: gl.constexpr, P, turn, head, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile against the keys, with keys as rows.
@@ -191,7 +190,7 @@ def _step_of(
     v = again(v, shared.v, 0)
     dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), again(dout, shared.dout, place), zero, F.value_dim)
     tile = 0
-    if MASKED or F.slopes or F.dropout:
+    if MASKED or F.distances or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(
             P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
@@ -202,8 +201,7 @@ def _step_of(
     dv = warpgroup_mma(left, again(dout, shared.dout, place), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
-    if F.slopes:
-        dslope += slope_gradient(exact, shared.rows, place, tile, PLAN, SCORES)
+    dhead = with_head_sums(dhead, exact, shared.rows, place, tile, F, PLAN, SCORES)
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     hardware_barrier("sync", DS_FULL, 256)
@@ -220,7 +218,7 @@ def _step_of(
     _hand_over(dq, shared, step, NUMBER, PLAN)
     dk = warpgroup_mma_wait(0, deps=[dk])
     hardware_barrier_of("arrive", Q_EMPTY, place, 288)
-    return dk, dv, dslope
+    return dk, dv, dhead
 
 
 @gluon.jit

@@ -11,15 +11,15 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
-from .dropout import kept, of_draws, own_draw
-from .softmax import parts_of_rows, sums_of_parts
+from .dropout import kept, of_draws, own_draws
+from .softmax import in_fours, sums_of_parts
 
 
 class Tile(NamedTuple):
     """What a step reads of its tile beside the products: zeros where the options do not need it.
 
-    `away`: the keys' positions, float32, from that of the tile's first query on; for ALiBi, exact up to 2^24. `first`,
-    `second`: the two words of each draw of dropout. `bits`: of the mask, 16 keys in each number.
+    `away`: the keys' positions, float32, from that of the tile's first query on; for distances, exact up to 2^24.
+    `first`, `second`: the two words of each draw of dropout. `bits`: of the mask, 16 keys in each number.
     """
 
     queries: Any
@@ -49,7 +49,7 @@ def tile_of(
         queries = of_rows(P, batch, rows, 0, F, F.q_length % PLAN.q_tile != 0, True)
         columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
         keys = of_columns(P, batch, kv_start, columns, 0, F, PLAN.kv_tile, True)
-    if F.slopes:
+    if F.distances:
         column = kv_start + NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
         if F.kv_length % PLAN.kv_tile != 0:
             column = gl.minimum(column, F.kv_length - 1)
@@ -112,9 +112,21 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 
 @gluon.jit
-def slope_gradient(ds, rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """Minus the gradient of the ALiBi slope, from one tile, as one partial sum for each row and thread: `[64, 4]`."""
-    return sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
+def head_sums(F: gl.constexpr):
+    """Zeros, to which `with_head_sums` adds; the number 0 where no option has a number for each head."""
+    if F.head_gradient:
+        return gl.zeros([64, 4], gl.float32, in_fours(4))
+    else:
+        return 0
+
+
+@gluon.jit
+def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+    """Adds minus the gradient of the ALiBi slope, from one tile, as one partial sum for each row and thread."""
+    if F.slopes:
+        return sums + sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
+    else:
+        return sums
 
 
 @gluon.constexpr_function
@@ -160,15 +172,6 @@ def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def slope_sums(F: gl.constexpr):
-    """Zeros to add the results of `slope_gradient` to; the number 0 without ALiBi."""
-    if F.slopes:
-        return gl.zeros([64, 4], gl.float32, parts_of_rows())
-    else:
-        return 0
-
-
-@gluon.jit
 def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The random bits of a tile: two words for every four entries, each `[32, q_tile / 2]`.
 
@@ -185,6 +188,5 @@ def _draws(P, batch, q_start, kv_start, key, NUMBER: gl.constexpr, F: gl.constex
     else:
         i = (q_start + (columns >> 3) * 16 + (columns & 7))[None, :]
         j = (kv_start + (rows >> 3) * 16 + (rows & 7))[:, None]
-        first = own_draw(P, batch, i, j, key, F) | (own_draw(P, batch, i, j + 8, key, F) << 16)
-        second = own_draw(P, batch, i + 8, j, key, F) | (own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+        first, second = own_draws(P, batch, i, j, key, F)
     return first, second

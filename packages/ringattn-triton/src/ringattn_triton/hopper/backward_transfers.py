@@ -20,16 +20,13 @@ from .backward_memory import (
     Q_EMPTY,
     at,
     next_turn,
-    put_number,
     result_place,
     shared_places,
 )
 from .backward_turns import after_step, steps_of, tile_at
 from .hardware_barriers import hardware_barrier
-
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""As Triton 3.9 calls it, and as it was called before."""
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from .head_tiles import fetch, store
+from .numbers import put_number
 
 
 @builtin
@@ -55,8 +52,8 @@ def wait_for_additions(PENDING, _semantic=None):
 class Tiles(NamedTuple):
     """Descriptors of the tiles in device memory that a program fetches and writes.
 
-    `dq` is a piece of a tile, in the order of shared memory. `away` is used for ALiBi only, and `dk` and `dv` are used
-    for results in half precision only.
+    `dq` is a piece of a tile, in the order of shared memory. `away` is used for distances only, and `dk` and `dv` are
+    used for results in half precision only.
     """
 
     k: Any
@@ -108,11 +105,11 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if done >= PLAN.stages:
                 hardware_barrier("sync", Q_EMPTY + place, 288)
             put_number(at(shared.tile, place), tile)
-            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.slopes else 1)
+            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances else 1)
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
             fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
             fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
-            if F.slopes:
+            if F.distances:
                 group = batch if F.q_positions_batch else 0
                 fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
             place = done % PLAN.dout_stages

@@ -65,7 +65,7 @@ def heads_inside(F, PLAN):
     not wait for each other are faster with all tiles of a head first. Options that depend on the head are read once
     for each head.
     """
-    return PLAN.ordered and not (F.slopes or F.dropout or F.masks)
+    return PLAN.ordered and not F.by_head
 
 
 @gluon.jit

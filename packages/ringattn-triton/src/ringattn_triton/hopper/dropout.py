@@ -32,7 +32,15 @@ def of_draws(KV_TILE):
 
 
 @gluon.jit
-def own_draw(P, batch, query, key_number, key, F: gl.constexpr):
+def own_draws(P, batch, i, j, key, F: gl.constexpr):
+    """The two words of a draw whose entries cannot share it: each of the four draws its half for itself."""
+    first = _own_draw(P, batch, i, j, key, F) | (_own_draw(P, batch, i, j + 8, key, F) << 16)
+    second = _own_draw(P, batch, i + 8, j, key, F) | (_own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+    return first, second
+
+
+@gluon.jit
+def _own_draw(P, batch, query, key_number, key, F: gl.constexpr):
     """The 16 bits of each pair of these queries and keys, which are broadcast against each other."""
     i = gl.load(P.q_index + (batch * F.q_index_batch + gl.minimum(query, F.q_length - 1)))
     j = gl.load(P.kv_index + (batch * F.kv_index_batch + gl.minimum(key_number, F.kv_length - 1)))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family of kernels for Hopper: which blocks it takes, and its forward pass. `backward` has the backward pass."""
 
+import dataclasses
 import functools
 import logging
 import math
@@ -47,13 +48,12 @@ class HopperFamily:
 
         inputs = kernel_inputs.of_block(block, fast=True)
         constants = inputs.constants
-        schedule = schedules.forward(constants)
-        assert schedule is not None
-        table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, programs=_TOGETHER)
+        plan = _plan(block, constants, partial)
+        table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
         before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
         turns_taken = jnp.zeros(1, jnp.int32)
         arrays = [
-            *inputs.in_tiles(schedule.q_tile, schedule.kv_tile, of_all_keys=True),
+            *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
             table.bounds,
             table.tiles,
             *before,
@@ -61,7 +61,6 @@ class HopperFamily:
         ]
         last = len(arrays) - 1
         batch, _, heads, _ = block.q.shape
-        masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
         out, lse, shift, _ = launch(
             forward_kernel,
             arrays,
@@ -69,25 +68,13 @@ class HopperFamily:
             grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
             warps=4,
             stages=1,
-            registers=schedule.registers_at_start,
+            registers=plan.registers_at_start,
             aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
             name="ringattn_hopper_forward",
             F=constants,
             T=table.shape,
             BATCH=batch,
-            CONSUMERS=schedule.consumers,
-            KV_TILE=schedule.kv_tile,
-            STAGES=schedule.stages,
-            # Documents are faster without an order, by 2.6% (benchmarks/NOTES.md).
-            ORDERED=schedule.ordered and not constants.segments,
-            # With a bias, the bias takes the room of the next turn's queries.
-            Q_PLACES=1 if constants.bias else schedule.q_places,
-            MASKED=masked or constants.kv_length % schedule.kv_tile != 0,
-            FRESH=partial is None,
-            SHIFTED=before[2] is not None,
-            BOUNDED=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
-            STORED=_stored(block, constants, schedule),
-            REGISTERS=schedule.registers,
+            PLAN=plan,
         )
         return Partial(out, lse, shift if constants.bias else None)
 
@@ -133,15 +120,30 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the block is shorter than a tile"
     if constants.bias and not _bias_by_tma(block, constants):
         return "the bias cannot be fetched in tiles"
-    if constants.bias and (constants.slopes or constants.dropout):
-        return "a bias leaves no registers for ALiBi or dropout"
+    if constants.bias and (constants.distances or constants.dropout):
+        return "a bias leaves no registers for distances or dropout"
     return "each tile has too little to do" if _too_little(constants) else None
 
 
-def _stored(block: Block, constants: BlockConstants, schedule: schedules.HopperSchedule) -> bool:
-    """Whether results have the shape and dtype of the queries, so that they can take their place in shared memory."""
+def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> schedules.ForwardPlan:
+    """The plan of a block that the forward kernel takes."""
+    plan = schedules.forward(constants)
+    assert plan is not None
+    masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
+    # Results of the shape and dtype of the queries can take their place in shared memory.
     alike = block.final and constants.head_dim == constants.value_dim
-    return alike and schedule.q_places == 2 and not constants.bias
+    return dataclasses.replace(
+        plan,
+        # Documents are faster without an order, by 2.6% (benchmarks/NOTES.md).
+        ordered=plan.ordered and not constants.segments,
+        # With a bias, the bias takes the room of the next turn's queries.
+        q_places=1 if constants.bias else plan.q_places,
+        masked=masked or constants.kv_length % plan.kv_tile != 0,
+        fresh=partial is None,
+        shifted=partial is not None and partial.shift is not None,
+        bounded=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
+        stored=alike and plan.q_places == 2 and not constants.bias,
+    )
 
 
 def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:

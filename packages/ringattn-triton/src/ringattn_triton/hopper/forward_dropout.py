@@ -19,10 +19,10 @@ from triton.language.core import inline_asm_elementwise, int32
 
 from ..kernels.dropout import philox
 from ..kernels.tokens import first_counter
-from .dropout import own_draw
-from .pipeline import got
+from .dropout import of_draws, own_draws
+from .numbers import got_number
 from .schedules import CONSUMER_ROWS
-from .softmax import of_words
+from .softmax import in_fours
 
 
 @gluon.constexpr_function
@@ -37,41 +37,29 @@ def _of_bits():
     )
 
 
-@gluon.constexpr_function
-def _of_draws():
-    """The layout of the draws of a group of 16 keys, `[32, 8]`: two neighbours in each thread."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1]],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
-        block_bases=[],
-        shape=[CONSUMER_ROWS.value // 2, 8],
-    )
-
-
 @gluon.jit
-def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr):
+def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """The dropout counter of the first of a consumer's queries, or -1 if entries do not share draws; else 0."""
     if F.dropout:
-        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, S[0] * CONSUMER_ROWS)
+        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, PLAN.q_tile)
         return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
     else:
         return 0
 
 
 @gluon.jit
-def drawn(shared, taken, P, batch, start, counter, key, F: gl.constexpr, S: gl.constexpr):
+def drawn(shared, taken, P, batch, start, counter, key, F: gl.constexpr, PLAN: gl.constexpr):
     """The two words of each thread for a tile, or zeros without dropout.
 
     The consumer's queries begin at row `start`; `counter` is from `counter_of_queries`.
     """
     if F.dropout:
         if counter < 0:
-            tile = got(shared.tiles.index(taken % S[2]))
-            first, second = _apart(P, batch, start, tile, key, F, S[1])
+            tile = got_number(shared.tiles.index(taken % PLAN.stages), 4)
+            first, second = _apart(P, batch, start, tile, key, F, PLAN.kv_tile)
         else:
-            of_keys = got(shared.counters.index(taken % S[2]))
-            first, second = _together(counter, of_keys, key, F, S[1])
+            of_keys = got_number(shared.counters.index(taken % PLAN.stages), 4)
+            first, second = _together(counter, of_keys, key, F, PLAN.kv_tile)
         return draws_first(first, second, taken), second
     else:
         return 0, 0
@@ -95,8 +83,8 @@ def draws_first(first, second, step, _semantic=None):
 @gluon.jit
 def _together(counter, of_keys, key, F: gl.constexpr, KV_TILE: gl.constexpr):
     """The words if four entries share a draw; the counters are those of the first query and of the first key."""
-    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, _of_draws()))[:, None]
-    columns = gl.arange(0, 8, gl.SliceLayout(0, _of_draws()))[None, :]
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(16)))[:, None]
+    columns = gl.arange(0, 8, gl.SliceLayout(0, of_draws(16)))[None, :]
     upper = _no_bits()
     lower = _no_bits()
     for group in gl.static_range(KV_TILE // 16):
@@ -109,15 +97,14 @@ def _together(counter, of_keys, key, F: gl.constexpr, KV_TILE: gl.constexpr):
 @gluon.jit
 def _apart(P, batch, start, tile, key, F: gl.constexpr, KV_TILE: gl.constexpr):
     """The words if each entry draws for itself, as in a striped shard. A loop over groups keeps the code short."""
-    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, _of_draws()))[:, None]
-    columns = gl.arange(0, 8, gl.SliceLayout(0, _of_draws()))[None, :]
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(16)))[:, None]
+    columns = gl.arange(0, 8, gl.SliceLayout(0, of_draws(16)))[None, :]
     i = start + (rows >> 3) * 16 + (rows & 7)
     upper = _no_bits()
     lower = _no_bits()
     for group in range(KV_TILE // 16):
         j = tile * KV_TILE + group * 16 + columns
-        first = own_draw(P, batch, i, j, key, F) | (own_draw(P, batch, i, j + 8, key, F) << 16)
-        second = own_draw(P, batch, i + 8, j, key, F) | (own_draw(P, batch, i + 8, j + 8, key, F) << 16)
+        first, second = own_draws(P, batch, i, j, key, F)
         upper = _with_group(upper, first, F)
         lower = _with_group(lower, second, F)
     return _word(upper, KV_TILE), _word(lower, KV_TILE)
@@ -161,7 +148,7 @@ def dropped(weights, bits, F: gl.constexpr, KV_TILE: gl.constexpr):
         else:
             parts = gl.reshape(masks, [CONSUMER_ROWS // 16, 8, 4, 2, 2, 2, 2])
             ordered = gl.permute(parts, (0, 6, 1, 5, 4, 3, 2))
-        return weights & gl.convert_layout(gl.reshape(ordered, [CONSUMER_ROWS, KV_TILE // 2]), of_words(KV_TILE))
+        return weights & gl.convert_layout(gl.reshape(ordered, [CONSUMER_ROWS, KV_TILE // 2]), in_fours(KV_TILE // 2))
     else:
         return weights
 

@@ -13,12 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from ..kernels.tokens import of_columns, of_head, of_rows
+from ..kernels.scores import of_head
+from ..kernels.tokens import of_columns, of_rows
 from .forward_dropout import counter_of_queries, drawn, dropped
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
+from .numbers import got_number
 from .order import pass_order, softmax_first, wait_for_order
-from .pipeline import Shared, begin, got, next_turn, of_turn, produce
+from .pipeline import Shared, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
@@ -30,39 +32,32 @@ from .sums import finished, no_sums, pieces, rescaled, with_values
 def forward(
     Q, K, V, P,
     BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, TAKEN_BEFORE, OUT, LSE, SHIFT_AFTER, TAKEN,
-    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr, ORDERED: gl.constexpr, Q_PLACES: gl.constexpr, MASKED: gl.constexpr, FRESH: gl.constexpr,
-    SHIFTED: gl.constexpr, BOUNDED: gl.constexpr, STORED: gl.constexpr, REGISTERS: gl.constexpr,
+    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0.
-
-    `MASKED`: there are tiles to mask. `FRESH`, `SHIFTED`: as for the portable kernel. `BOUNDED`: no row maximum is
-    subtracted from scores. `STORED`: results are written from shared memory. `REGISTERS`: the number of registers of a
-    consumer's thread.
-    """
+    """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0."""
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
     ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], TYPE)
-    COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, DIM], TYPE)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, VALUE_DIM], TYPE)
-    BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, KV_TILE], TYPE)
+    COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, VALUE_DIM], TYPE)
+    BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, PLAN.kv_tile], TYPE)
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     q_tiles = tiles_of_heads(
         Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS, DIM
     )
-    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM)
+    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, PLAN.kv_tile, DIM)
     values = V + F.v_start
-    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM)
+    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, PLAN.kv_tile, VALUE_DIM)
     bias_tiles = q_tiles
     if F.bias:
         # A bias that all batch rows or heads share has one copy.
         BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
         bias_tiles = tma.make_tensor_descriptor(
-            P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, KV_TILE], BIASES
+            P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, PLAN.kv_tile], BIASES
         )
     out_tiles = q_tiles
-    if STORED:
+    if PLAN.stored:
         OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
         TOKEN: gl.constexpr = F.heads * F.value_dim
         out_tiles = tma.make_tensor_descriptor(
@@ -71,76 +66,67 @@ def forward(
         )  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    queries = gl.allocate_shared_memory(TYPE, [Q_PLACES * CONSUMERS, CONSUMER_ROWS, DIM], ROWS)
+    queries = gl.allocate_shared_memory(TYPE, [PLAN.q_places * PLAN.consumers, CONSUMER_ROWS, DIM], ROWS)
     bias = queries
     if F.bias:
-        bias = gl.allocate_shared_memory(TYPE, [STAGES * CONSUMERS, CONSUMER_ROWS, KV_TILE], BIASES)
+        bias = gl.allocate_shared_memory(TYPE, [PLAN.stages * PLAN.consumers, CONSUMER_ROWS, PLAN.kv_tile], BIASES)
     positions = queries
-    if F.slopes:
-        FLOATS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        positions = gl.allocate_shared_memory(gl.float32, [2 * STAGES, KV_TILE], FLOATS)
+    if F.distances:
+        positions = gl.allocate_shared_memory(gl.float32, [2 * PLAN.stages, PLAN.kv_tile], NUMBER)
     shared = Shared(
         queries,
-        gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], BARRIER),
-        gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, DIM], COLUMNS),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int64, [PLAN.q_places, 1], BARRIER),
+        gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.kv_tile, DIM], COLUMNS),
+        gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         bias,
-        gl.allocate_shared_memory(TYPE, [STAGES, KV_TILE, VALUE_DIM], VALUES),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.kv_tile, VALUE_DIM], VALUES),
+        gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER),
+        gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         positions,
     )
-    begin(shared.q_full, Q_PLACES)
-    begin(shared.k_full, STAGES)
-    begin(shared.v_full, STAGES)
+    begin(shared.q_full, PLAN.q_places)
+    begin(shared.k_full, PLAN.stages)
+    begin(shared.v_full, PLAN.stages)
     begin(shared.turns_full, 2)
-    S: gl.constexpr = (CONSUMERS, KV_TILE, STAGES, ORDERED, MASKED, FRESH, Q_PLACES, BOUNDED, SHIFTED, STORED)
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)
     tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
     all_turns = T.rows * BATCH * F.heads
-    if CONSUMERS == 2:
+    if PLAN.consumers == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
-                (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
-                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+                (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
+                (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
+                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, PLAN)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [PLAN.registers, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, shared, P, BEFORE, AFTER, F, S)),
-                (_consume, (1, shared, P, BEFORE, AFTER, F, S)),
-                (_consume, (2, shared, P, BEFORE, AFTER, F, S)),
-                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, S)),
+                (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
+                (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
+                (_consume, (2, shared, P, BEFORE, AFTER, F, PLAN)),
+                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, PLAN)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [PLAN.registers, PLAN.registers, 24],
         )
 
 
 @gluon.jit
 def _consume(
-    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, S: gl.constexpr,
+    NUMBER: gl.constexpr, shared, P, BEFORE, AFTER, F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """A consumer: it computes and writes 64 queries of every turn."""
-    CONSUMERS: gl.constexpr = S[0]
-    KV_TILE: gl.constexpr = S[1]
-    STAGES: gl.constexpr = S[2]
-    ORDERED: gl.constexpr = S[3]
-    MASKED: gl.constexpr = S[4]
-    FRESH: gl.constexpr = S[5]
-    Q_PLACES: gl.constexpr = S[6]
-    BOUNDED: gl.constexpr = S[7]
+    KV_TILE: gl.constexpr = PLAN.kv_tile
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    RAGGED: gl.constexpr = F.q_length % (CONSUMERS * CONSUMER_ROWS) != 0
+    RAGGED: gl.constexpr = F.q_length % PLAN.q_tile != 0
     nought = gl.zeros([CONSUMER_ROWS, KV_TILE], gl.float32, SCORES)
     taken = 0
     done = 0
@@ -149,8 +135,8 @@ def _consume(
     total = sums_of_parts(nought)
     weights = packed(nought, shared.k.dtype)
     shrink = top + 1.0
-    if ORDERED and NUMBER == CONSUMERS - 1:
-        pass_order(NUMBER, CONSUMERS)
+    if PLAN.ordered and PLAN.consumers - 1 == NUMBER:
+        pass_order(NUMBER, PLAN.consumers)
     row = next_turn(shared, done)
     while row >= 0:
         batch = of_turn(shared, done, 1)
@@ -160,91 +146,90 @@ def _consume(
         start = row + NUMBER * CONSUMER_ROWS
         # The scores of the first tile, and the weighted values of the last turn's last, are in flight together. Before
         # the first turn there are none: what is multiplied then is not looked at.
-        queries_here = shared.q.index((done % Q_PLACES) * CONSUMERS + NUMBER)
-        mbarrier.wait(shared.q_full.index(done % Q_PLACES), (done // Q_PLACES) & 1)
-        mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
-        k = shared.k.index(taken % STAGES)
-        if ORDERED:
+        queries_here = shared.q.index((done % PLAN.q_places) * PLAN.consumers + NUMBER)
+        mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
+        mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
+        k = shared.k.index(taken % PLAN.stages)
+        if PLAN.ordered:
             wait_for_order(NUMBER)
         s = product_of_heads(queries_here, k, nought, F.head_dim)
-        if not BOUNDED:
+        if not PLAN.bounded:
             acc = rescaled(acc, shrink)
-        before = (taken + STAGES - 1) % STAGES
+        before = (taken + PLAN.stages - 1) % PLAN.stages
         if done > 0:
-            mbarrier.wait(shared.v_full.index(before), ((taken - 1) // STAGES) & 1)
+            mbarrier.wait(shared.v_full.index(before), ((taken - 1) // PLAN.stages) & 1)
         acc = with_values(acc, weights, shared.v.index(before), F.value_dim)
-        if ORDERED:
-            pass_order(NUMBER, CONSUMERS)
+        if PLAN.ordered:
+            pass_order(NUMBER, PLAN.consumers)
         head = of_head(P, batch, head_number, F)
         queries = of_rows(P, batch, start + gl.arange(0, CONSUMER_ROWS, OF_ROWS), 0, F, RAGGED, False)
         from_origin = of_queries(queries, P, batch, row, F)
-        keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
-        bias = _bias(shared, taken, NUMBER, F, S, SCORES)
-        away = of_keys(shared, taken, F, S, SCORES)
-        counter = counter_of_queries(P, batch, row, NUMBER, F, S)
-        bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
+        keys = _keys(shared, taken, P, batch, F, PLAN, PLAN.masked, SCORES)
+        bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
+        away = of_keys(shared, taken, F, PLAN, SCORES)
+        counter = counter_of_queries(P, batch, row, NUMBER, F, PLAN)
+        bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, PLAN)
         old_top, old_total = top, total
-        top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, S, OF_ROWS)
+        top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-        leave(k_empty(S) + taken % STAGES, S)
-        s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
-        p, total = weighed(s, base, shrink, total, F, S)
+        leave(k_empty(PLAN) + taken % PLAN.stages, PLAN)
+        s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
+        p, total = weighed(s, base, shrink, total, F, PLAN)
         acc = finished(acc)
         if done > 0:
-            leave(v_empty(S) + before, S)
-            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, S, OF_ROWS)
+            leave(v_empty(PLAN) + before, PLAN)
+            written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
         acc = no_sums(F.value_dim)
-        if not FRESH:
+        if not PLAN.fresh:
             acc = loaded(BEFORE[0], start, batch, head_number, F)
             # `kept` is 1, unless scores are bounded or the partial result has a shift.
-            factor = kept if BOUNDED else shrink * kept if S[8] else shrink
+            factor = kept if PLAN.bounded else shrink * kept if PLAN.shifted else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
             acc = rescaled(acc, factor)
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        weights = dropped(packed(p, queries_here.dtype), bits, F, KV_TILE)
+        weights = dropped(packed(p, queries_here.dtype), bits, F, PLAN.kv_tile)
         taken += 1
         acc, weights, total, top, shrink, taken = _other_steps(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-            from_origin, head, start, counter, P, batch, F, S, SCORES,
+            from_origin, head, start, counter, P, batch, F, PLAN, SCORES,
         )  # fmt: skip
-        if Q_PLACES == 1:
-            leave(q_empty(S), S)
+        if PLAN.q_places == 1:
+            leave(q_empty(PLAN), PLAN)
         done += 1
         row = next_turn(shared, done)
     if done > 0:
-        if not BOUNDED:
+        if not PLAN.bounded:
             acc = rescaled(acc, shrink)
         last = taken - 1
-        mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = with_values(acc, weights, shared.v.index(last % STAGES), F.value_dim)
+        mbarrier.wait(shared.v_full.index(last % PLAN.stages), (last // PLAN.stages) & 1)
+        acc = with_values(acc, weights, shared.v.index(last % PLAN.stages), F.value_dim)
         acc = finished(acc)
-        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, S, OF_ROWS)
+        written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
 
 
 @gluon.jit
 def _other_steps(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
-    queries, from_origin, head, start, counter, P, batch, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    queries, from_origin, head, start, counter, P, batch, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """All steps of a turn after its first one."""
-    MASKED: gl.constexpr = S[4]
     first = 1
-    if MASKED:
+    if PLAN.masked:
         for _ in range(1, masked):
             acc, weights, total, top, shrink = _continued(
                 acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-                queries, from_origin, head, start, counter, P, batch, F, True, S, SCORES,
+                queries, from_origin, head, start, counter, P, batch, F, True, PLAN, SCORES,
             )  # fmt: skip
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
         acc, weights, total, top, shrink = _continued(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-            queries, from_origin, head, start, counter, P, batch, F, False, S, SCORES,
+            queries, from_origin, head, start, counter, P, batch, F, False, PLAN, SCORES,
         )  # fmt: skip
         taken += 1
     return acc, weights, total, top, shrink, taken
@@ -253,66 +238,58 @@ def _other_steps(
 @gluon.jit
 def _continued(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
-    head, start, counter, P, batch, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr,
+    head, start, counter, P, batch, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
-    CONSUMERS: gl.constexpr = S[0]
-    KV_TILE: gl.constexpr = S[1]
-    STAGES: gl.constexpr = S[2]
-    ORDERED: gl.constexpr = S[3]
-    BOUNDED: gl.constexpr = S[7]
     last = taken - 1
-    mbarrier.wait(shared.k_full.index(taken % STAGES), (taken // STAGES) & 1)
-    if ORDERED:
+    mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
+    if PLAN.ordered:
         wait_for_order(NUMBER)
-    k = shared.k.index(taken % STAGES)
+    k = shared.k.index(taken % PLAN.stages)
     s = product_of_heads(queries_here, k, nought, F.head_dim)
-    if not BOUNDED:
+    if not PLAN.bounded:
         acc = rescaled(acc, shrink)
-    mbarrier.wait(shared.v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = with_values(acc, weights, shared.v.index(last % STAGES), F.value_dim)
-    if ORDERED:
-        pass_order(NUMBER, CONSUMERS)
-    keys = _keys(shared, taken, P, batch, F, MASKED, SCORES, KV_TILE, STAGES)
-    bias = _bias(shared, taken, NUMBER, F, S, SCORES)
+    mbarrier.wait(shared.v_full.index(last % PLAN.stages), (last // PLAN.stages) & 1)
+    acc = with_values(acc, weights, shared.v.index(last % PLAN.stages), F.value_dim)
+    if PLAN.ordered:
+        pass_order(NUMBER, PLAN.consumers)
+    keys = _keys(shared, taken, P, batch, F, PLAN, MASKED, SCORES)
+    bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
     # Positions that are loaded before the scores are there occupy 32 registers more.
-    LATE: gl.constexpr = F.causal or CONSUMERS == 3
+    LATE: gl.constexpr = F.causal or PLAN.consumers == 3
     away = 0
     if not LATE:
-        away = of_keys(shared, taken, F, S, SCORES)
-    bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, S)
+        away = of_keys(shared, taken, F, PLAN, SCORES)
+    bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-    leave(k_empty(S) + taken % STAGES, S)
+    leave(k_empty(PLAN) + taken % PLAN.stages, PLAN)
     # A second wait does nothing more, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     softmax_first(taken)
     if LATE:
-        away = of_keys(shared, taken, F, S, SCORES)
-    s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, S)
-    p, total = weighed(s, base, shrink, total, F, S)
+        away = of_keys(shared, taken, F, PLAN, SCORES)
+    s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
+    p, total = weighed(s, base, shrink, total, F, PLAN)
     acc = finished(acc)
-    leave(v_empty(S) + last % STAGES, S)
-    return acc, dropped(packed(p, queries_here.dtype), bits, F, KV_TILE), total, top, shrink
+    leave(v_empty(PLAN) + last % PLAN.stages, PLAN)
+    return acc, dropped(packed(p, queries_here.dtype), bits, F, PLAN.kv_tile), total, top, shrink
 
 
 @gluon.jit
-def _keys(
-    shared, taken, P, batch, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, KV_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def _keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr):
     """The `Keys` of a tile to mask, or 0."""
     if MASKED:
-        start = got(shared.tiles.index(taken % STAGES)) * KV_TILE
-        columns = gl.arange(0, KV_TILE, gl.SliceLayout(0, SCORES))
-        return of_columns(P, batch, start, columns, 0, F, KV_TILE, False)
+        start = got_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile
+        columns = gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))
+        return of_columns(P, batch, start, columns, 0, F, PLAN.kv_tile, False)
     else:
         return 0
 
 
 @gluon.jit
-def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, S: gl.constexpr, SCORES: gl.constexpr):
+def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
     """The bias of a tile of scores, or 0."""
     if F.bias:
-        return shared.bias.index((taken % S[2]) * S[0] + NUMBER).load(SCORES)
+        return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(SCORES)
     else:
         return 0

@@ -18,37 +18,37 @@ from .order import FIRST_BARRIER
 
 
 @gluon.constexpr_function
-def k_empty(S):
-    return FIRST_BARRIER.value + S[0]
+def k_empty(PLAN):
+    return FIRST_BARRIER.value + PLAN.consumers
 
 
 @gluon.constexpr_function
-def v_empty(S):
-    return FIRST_BARRIER.value + S[0] + S[2]
+def v_empty(PLAN):
+    return FIRST_BARRIER.value + PLAN.consumers + PLAN.stages
 
 
 @gluon.constexpr_function
-def turn_empty(S):
-    return FIRST_BARRIER.value + S[0] + 2 * S[2]
+def turn_empty(PLAN):
+    return FIRST_BARRIER.value + PLAN.consumers + 2 * PLAN.stages
 
 
 @gluon.constexpr_function
-def q_empty(S):
-    return FIRST_BARRIER.value + S[0] + 2 * S[2] + 2
+def q_empty(PLAN):
+    return FIRST_BARRIER.value + PLAN.consumers + 2 * PLAN.stages + 2
 
 
 @gluon.constexpr_function
-def _threads(S):
-    return 32 + 128 * S[0]
+def _threads(PLAN):
+    return 32 + 128 * PLAN.consumers
 
 
 @gluon.jit
-def leave(number, S: gl.constexpr):
+def leave(number, PLAN: gl.constexpr):
     """Tells the producer, as a consumer, that a place is empty. It does not wait."""
-    hardware_barrier("arrive", number, _threads(S))
+    hardware_barrier("arrive", number, _threads(PLAN))
 
 
 @gluon.jit
-def wait_until_left(number, S: gl.constexpr):
+def wait_until_left(number, PLAN: gl.constexpr):
     """Waits, as the producer, until all consumers have left a place."""
-    hardware_barrier("sync", number, _threads(S))
+    hardware_barrier("sync", number, _threads(PLAN))

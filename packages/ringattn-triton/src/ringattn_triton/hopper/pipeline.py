@@ -12,13 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from ..kernels.tokens import first_counter
 from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
+from .head_tiles import fetch, store
+from .numbers import got_number, put_number
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
-
-fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""The function that fetches a tile, by its name in Triton 3.9 or the name before."""
-store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""The function that writes a tile to memory, likewise."""
 
 
 class Shared(NamedTuple):
@@ -53,7 +50,7 @@ def begin(barriers, PLACES: gl.constexpr):
 
 @gluon.jit
 def produce(
-    shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, S: gl.constexpr
+    shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Takes turns from a common counter and fetches their tiles, as places become empty.
 
@@ -61,11 +58,9 @@ def produce(
     number of the next turn is taken at the beginning of a turn, and that of a tile one tile ahead.
     """
     q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = tiles
-    CONSUMERS: gl.constexpr = S[0]
-    FRESH: gl.constexpr = S[5]
-    Q_PLACES: gl.constexpr = S[6]
+    CONSUMERS: gl.constexpr = PLAN.consumers
     DIM: gl.constexpr = F.padded_head_dim
-    BYTES: gl.constexpr = CONSUMERS * CONSUMER_ROWS * DIM * 2
+    BYTES: gl.constexpr = PLAN.q_tile * DIM * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     fetched = 0
@@ -82,21 +77,21 @@ def produce(
         if F.bias:
             of_batch: gl.constexpr = F.bias_batch // F.bias_query
             of_head: gl.constexpr = F.bias_head // F.bias_query
-            bias_row = batch * of_batch + head * of_head + row * (CONSUMERS * CONSUMER_ROWS)
-        if FRESH:
+            bias_row = batch * of_batch + head * of_head + row * PLAN.q_tile
+        if PLAN.fresh:
             # A turn that sees nothing gets one tile that is masked away, so that its zeros are written. A partial
             # result that is continued is in its place already.
             nothing = masked + whole == 0
             masked = gl.where(nothing, 1, masked)
             ahead = gl.where(nothing, 0, ahead)
         if masked + whole > 0:
-            first = row * (CONSUMERS * CONSUMER_ROWS)
-            _announce(shared, done, first, batch, head, masked, whole, out_tiles, S)
-            place = done % Q_PLACES
+            first = row * PLAN.q_tile
+            _announce(shared, done, first, batch, head, masked, whole, out_tiles, PLAN)
+            place = done % PLAN.q_places
             full = shared.q_full.index(place)
-            if Q_PLACES == 1 and done > 0:
-                wait_until_left(q_empty(S), S)
-            if S[9]:
+            if PLAN.q_places == 1 and done > 0:
+                wait_until_left(q_empty(PLAN), PLAN)
+            if PLAN.stored:
                 tma.store_wait(0)
             mbarrier.expect(full, BYTES)
             first += batch * F.q_length
@@ -106,114 +101,96 @@ def produce(
                 fetch(q_tiles, at, full, mine)
             done += 1
         kv_head = head // F.group
-        origin = origin_of(P, batch, row * (CONSUMERS * CONSUMER_ROWS), F)
+        origin = origin_of(P, batch, row * PLAN.q_tile, F)
         for step in range(0, masked):
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
             fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, S
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, PLAN
             )
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
             fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, S
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, PLAN
             )
         turn = following
-    _announce(shared, done, -1, 0, 0, 0, 0, out_tiles, S)
-    if S[9]:
+    _announce(shared, done, -1, 0, 0, 0, 0, out_tiles, PLAN)
+    if PLAN.stored:
         if done > 0:
-            wait_until_left(turn_empty(S) + (done - 1) % 2, S)
-            _write_results(shared, (done - 1) % 2, out_tiles, S)
+            wait_until_left(turn_empty(PLAN) + (done - 1) % 2, PLAN)
+            _write_results(shared, (done - 1) % 2, out_tiles, PLAN)
         tma.store_wait(0)
 
 
 @gluon.jit
-def _announce(shared, done, row, batch, head, masked, whole, out_tiles, S: gl.constexpr):
+def _announce(shared, done, row, batch, head, masked, whole, out_tiles, PLAN: gl.constexpr):
     """Gives the consumers the numbers of a turn, once all are done with the numbers of two turns ago.
 
-    If there are two places for queries, they are then done with the queries of that turn too. If results are `STORED`,
+    If there are two places for queries, they are then done with the queries of that turn too. If results are `stored`,
     the results of that turn lie in that place, and this begins to write them to memory.
     """
     place = done % 2
     if done > 1:
-        wait_until_left(turn_empty(S) + place, S)
-        if S[9]:
-            _write_results(shared, place, out_tiles, S)
-    _put(shared.turns.index(place * 5), row)
-    _put(shared.turns.index(place * 5 + 1), batch)
-    _put(shared.turns.index(place * 5 + 2), head)
-    _put(shared.turns.index(place * 5 + 3), masked)
-    _put(shared.turns.index(place * 5 + 4), whole)
+        wait_until_left(turn_empty(PLAN) + place, PLAN)
+        if PLAN.stored:
+            _write_results(shared, place, out_tiles, PLAN)
+    put_number(shared.turns.index(place * 5), row)
+    put_number(shared.turns.index(place * 5 + 1), batch)
+    put_number(shared.turns.index(place * 5 + 2), head)
+    put_number(shared.turns.index(place * 5 + 3), masked)
+    put_number(shared.turns.index(place * 5 + 4), whole)
     mbarrier.arrive(shared.turns_full.index(place), count=1)
 
 
 @gluon.jit
-def _write_results(shared, place, out_tiles, S: gl.constexpr):
+def _write_results(shared, place, out_tiles, PLAN: gl.constexpr):
     """Begins to write the results of a turn, which lie where its queries were."""
-    row = _read(shared.turns.index(place * 5))
-    batch = _read(shared.turns.index(place * 5 + 1))
-    head = _read(shared.turns.index(place * 5 + 2))
-    for number in gl.static_range(S[0]):
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    row = got_number(shared.turns.index(place * 5), 1)
+    batch = got_number(shared.turns.index(place * 5 + 1), 1)
+    head = got_number(shared.turns.index(place * 5 + 2), 1)
+    for number in gl.static_range(CONSUMERS):
         at = [batch, head, row + number * CONSUMER_ROWS, 0]
-        mine = shared.q.index(place * S[0] + number).reshape((1, 1, CONSUMER_ROWS, shared.q.shape[2]))
+        mine = shared.q.index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q.shape[2]))
         store(out_tiles, at, mine)
-
-
-@gluon.jit
-def _read(place):
-    """Reads a number, as the producer."""
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [1], [0])), 0)
-
-
-@gluon.jit
-def _put(place, number):
-    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-
-
-@gluon.jit
-def got(place):
-    """Reads a number from a place, in all threads of a consumer."""
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _tile_fetched(
     shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr,
-    S: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Fetches one tile of keys, with its bias, and one of values into the next place; returns how many there were."""
-    CONSUMERS: gl.constexpr = S[0]
-    KV_TILE: gl.constexpr = S[1]
-    STAGES: gl.constexpr = S[2]
+    CONSUMERS: gl.constexpr = PLAN.consumers
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
-    place = fetched % STAGES
-    at = [kv_head, batch * F.kv_length + tile * KV_TILE, 0]
+    place = fetched % PLAN.stages
+    at = [kv_head, batch * F.kv_length + tile * PLAN.kv_tile, 0]
     full = shared.k_full.index(place)
     counter = 0
     if F.dropout:
-        counter = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
-    away = loaded_of_keys(P, batch, tile, origin, F, KV_TILE)
-    if fetched >= STAGES:
-        wait_until_left(k_empty(S) + place, S)
+        counter = first_counter(P.kv_counters, batch, tile * PLAN.kv_tile, F.kv_index_batch, F.kv_length, PLAN.kv_tile)
+    away = loaded_of_keys(P, batch, tile, origin, F, PLAN.kv_tile)
+    if fetched >= PLAN.stages:
+        wait_until_left(k_empty(PLAN) + place, PLAN)
     if F.dropout:
-        _put(shared.counters.index(place), counter)
-    if F.slopes:
-        place_of_positions(shared, fetched, S).store(away)
-    _put(shared.tiles.index(place), tile)
-    mbarrier.expect(full, KV_TILE * DIM * 2 + (CONSUMERS * CONSUMER_ROWS * KV_TILE * 2 if F.bias else 0))
-    fetch(k_tiles, at, full, shared.k.index(place).reshape((1, KV_TILE, DIM)))
+        put_number(shared.counters.index(place), counter)
+    if F.distances:
+        place_of_positions(shared, fetched, PLAN).store(away)
+    put_number(shared.tiles.index(place), tile)
+    mbarrier.expect(full, PLAN.kv_tile * DIM * 2 + (PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0))
+    fetch(k_tiles, at, full, shared.k.index(place).reshape((1, PLAN.kv_tile, DIM)))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number)
-            fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * KV_TILE], full, mine)
+            fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
     full = shared.v_full.index(place)
-    if fetched >= STAGES:
-        wait_until_left(v_empty(S) + place, S)
-    mbarrier.expect(full, KV_TILE * VALUE_DIM * 2)
-    fetch(v_tiles, at, full, shared.v.index(place).reshape((1, KV_TILE, VALUE_DIM)))
+    if fetched >= PLAN.stages:
+        wait_until_left(v_empty(PLAN) + place, PLAN)
+    mbarrier.expect(full, PLAN.kv_tile * VALUE_DIM * 2)
+    fetch(v_tiles, at, full, shared.v.index(place).reshape((1, PLAN.kv_tile, VALUE_DIM)))
     return fetched + 1
 
 
@@ -227,4 +204,4 @@ def next_turn(shared, done):
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
     """One of the five numbers of a turn."""
-    return got(shared.turns.index(done % 2 * 5 + NUMBER))
+    return got_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)

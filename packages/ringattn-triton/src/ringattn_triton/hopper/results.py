@@ -18,37 +18,34 @@ from .sums import dims_of, first_of, layout_of, of_dims, pieces, width_of
 
 @gluon.jit
 def continued_rows(
-    LSE_BEFORE, SHIFT_BEFORE, start, batch, head, F: gl.constexpr, S: gl.constexpr, OF_ROWS: gl.constexpr
+    LSE_BEFORE, SHIFT_BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr
 ):
     """The row maxima and sums of weights with which a turn begins, as `kernels.scores.continued_rows` gives them."""
-    FRESH: gl.constexpr = S[5]
-    BOUNDED: gl.constexpr = S[7]
-    SHIFTED: gl.constexpr = S[8]
-    LEAST: gl.constexpr = F.fold / 2 if BOUNDED else -float("inf")
+    LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
     least = gl.full([CONSUMER_ROWS], LEAST, gl.float32, OF_ROWS)
-    if FRESH:
+    if PLAN.fresh:
         return least, gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     else:
         rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
         at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
         before = gl.load(LSE_BEFORE + at, mask=rows < F.q_length, other=-float("inf"))
-        if BOUNDED:
+        if PLAN.bounded:
             return least, gl.exp2(before * LOG2_E - least)
         else:
             shift = 0.0
-            if SHIFTED:
+            if PLAN.shifted:
                 shift = gl.load(SHIFT_BEFORE + at, mask=rows < F.q_length, other=0.0)
-            return continued(before, shift, SHIFTED, F)
+            return continued(before, shift, PLAN.shifted, F)
 
 
 @gluon.jit
 def written(
     acc, top, total, shared, number, NUMBER: gl.constexpr, AFTER, F: gl.constexpr,
-    S: gl.constexpr, OF_ROWS: gl.constexpr,
+    PLAN: gl.constexpr, OF_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Writes the results of a turn, the `number`th of this program.
 
-    If results are `STORED`, it puts them in the place of the queries, and the producer writes them to memory. The
+    If results are `stored`, it puts them in the place of the queries, and the producer writes them to memory. The
     numbers of the turn are read from shared memory again, so that they occupy no registers during the turn.
     """
     OUT, LSE, SHIFT = AFTER
@@ -56,8 +53,8 @@ def written(
     start = of_turn(shared, number, 0) + NUMBER * CONSUMER_ROWS
     batch = of_turn(shared, number, 1)
     head = of_turn(shared, number, 2)
-    if not S[9]:
-        leave(turn_empty(S) + number % 2, S)
+    if not PLAN.stored:
+        leave(turn_empty(PLAN) + number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     nothing = total == 0.0
@@ -72,14 +69,14 @@ def written(
     gl.store(LSE + lse_at, gl.where(nothing, -float("inf"), lse), mask=rows < F.q_length)
     for piece in gl.static_range(len(acc)):
         out = (acc[piece] * of_dims(inverse, acc[piece].shape[1])).to(OUT.dtype.element_ty)
-        if S[9]:
-            mine = shared.q.index(number % 2 * S[0] + NUMBER)
+        if PLAN.stored:
+            mine = shared.q.index(number % 2 * PLAN.consumers + NUMBER)
             dims_of(mine, first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
         else:
             _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
-    if S[9]:
+    if PLAN.stored:
         fence_async_shared()
-        leave(turn_empty(S) + number % 2, S)
+        leave(turn_empty(PLAN) + number % 2, PLAN)
 
 
 @gluon.jit

@@ -15,8 +15,13 @@ CONSUMER_ROWS: Final = tl.constexpr(64)
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperSchedule:
-    """How a forward kernel runs. `ordered`: consumers begin products in turn (`order`); ignored with segment ids."""
+class ForwardPlan:
+    """How the forward kernel runs.
+
+    `ordered`: consumers begin products in turn (`order`). `masked`: there are tiles to mask. `fresh`, `shifted`: as for
+    the portable kernel. `bounded`: no row maximum is subtracted from scores. `stored`: results are written from shared
+    memory.
+    """
 
     consumers: int
     kv_tile: int
@@ -28,6 +33,11 @@ class HopperSchedule:
     """Registers of a consumer's thread while the program runs. The producer releases its own, so it gets more."""
     q_places: int = 2
     """Places for queries in shared memory: with two, the queries of the next turn are fetched early."""
+    masked: bool = False
+    fresh: bool = False
+    shifted: bool = False
+    bounded: bool = False
+    stored: bool = False
 
     @property
     def q_tile(self) -> int:
@@ -35,27 +45,27 @@ class HopperSchedule:
 
 
 _FORWARD: Final = {
-    (64, 64, False): HopperSchedule(3, 128, 2, True, 128, 160),
-    (128, 128, False): HopperSchedule(2, 128, 2, True, 168, 240),
-    (128, 128, True): HopperSchedule(3, 64, 3, True, 128, 160),
-    (256, 128, False): HopperSchedule(2, 64, 3, False, 168, 240, 1),
-    (256, 256, False): HopperSchedule(2, 64, 2, False, 168, 240, 1),
+    (64, 64, False): ForwardPlan(3, 128, 2, True, 128, 160),
+    (128, 128, False): ForwardPlan(2, 128, 2, True, 168, 240),
+    (128, 128, True): ForwardPlan(3, 64, 3, True, 128, 160),
+    (256, 128, False): ForwardPlan(2, 64, 3, False, 168, 240, 1),
+    (256, 256, False): ForwardPlan(2, 64, 2, False, 168, 240, 1),
 }
-"""The schedules by head size of keys and of values, rounded up to powers of two, and by whether there is a soft cap."""
+"""The plans by head size of keys and of values, rounded up to powers of two, and by whether there is a soft cap."""
 
 
-_TWO_CONSUMERS: Final = HopperSchedule(2, 64, 3, False, 168, 240)
-_WITH_SLOPES: Final = {(128, 128, True): _TWO_CONSUMERS}
+_TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
+_WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS}
-"""The same where ALiBi or dropout need registers, which three consumers do not have."""
+"""The same where distances or dropout need registers, which three consumers do not have."""
 
 
-def forward(constants: BlockConstants) -> HopperSchedule | None:
-    """The schedule of the forward kernel, or `None` where there is no kernel for such heads."""
+def forward(constants: BlockConstants) -> ForwardPlan | None:
+    """The plan of the forward kernel, or `None` where there is no kernel for such heads."""
     if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
         return None
     sizes = constants.padded_head_dim, constants.padded_value_dim, constants.capped
     usual = _FORWARD.get(sizes)
     if constants.dropout:
         return _WITH_DROPOUT.get(sizes, usual)
-    return _WITH_SLOPES.get(sizes, usual) if constants.slopes else usual
+    return _WITH_DISTANCES.get(sizes, usual) if constants.distances else usual

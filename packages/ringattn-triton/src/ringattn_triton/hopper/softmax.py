@@ -13,17 +13,15 @@ from .schedules import CONSUMER_ROWS
 
 @gluon.jit
 def scored(
-    s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr
+    s, top, queries, keys, bias, from_origin, away, head, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """The scores of a tile, what to subtract from them, the updated row maxima, and the factor for the sums so far.
 
     A maximum is updated only if a score exceeds it by a factor of 2^8 in the weights: any number near the maximum gives
-    the same results, and without an update the sums need no multiplication. If scores are `BOUNDED`, half of the bound
+    the same results, and without an update the sums need no multiplication. If scores are `bounded`, half of the bound
     replaces all maxima, and the factor, 1, is not used.
     """
-    KV_TILE: gl.constexpr = S[1]
-    BOUNDED: gl.constexpr = S[7]
-    RAGGED: gl.constexpr = MASKED and F.kv_length % KV_TILE != 0
+    RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
     ONE_SIDED: gl.constexpr = F.slopes and F.causal and not MASKED
     if F.capped:
@@ -43,7 +41,7 @@ def scored(
             s = s - slope * gl.abs(from_origin[:, None] - away)
     if MASKED:
         s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
-    if BOUNDED:
+    if PLAN.bounded:
         return s, top, top, top
     else:
         most = gl.max(s, 1) * FOLD
@@ -62,15 +60,15 @@ def scored(
 
 
 @gluon.jit
-def weighed(s, base, shrink, total, F: gl.constexpr, S: gl.constexpr):
+def weighed(s, base, shrink, total, F: gl.constexpr, PLAN: gl.constexpr):
     """The weights of a tile, and the updated sums of weights (`sums_of_parts`)."""
-    if S[7]:
+    if PLAN.bounded:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)
     else:
         FOLD: gl.constexpr = fold_of(F)
         p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, parts_of_rows()))[:, None] + sums_of_parts(p)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, in_fours(4)))[:, None] + sums_of_parts(p)
     return p, total
 
 
@@ -88,30 +86,18 @@ def fold_of(F):
     return F.unbend * F.fold if folded(F) else F.fold
 
 
-@gluon.constexpr_function
-def parts_of_rows():
-    """The layout of an array `[64, 4]` with an element in each of the four threads that share a row of a product."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[CONSUMER_ROWS.value, 4],
-    )
-
-
 @gluon.jit
 def sums_of_parts(p):
     """The partial sums of a row, `[64, 4]`, one in each of the four threads that share it, without communication."""
     own = gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(own, parts_of_rows())
+    return gl.convert_layout(own, in_fours(4))
 
 
 @gluon.jit
 def in_parts(total):
     """Turns sums of rows into four partial sums as of `sums_of_parts`: the first is the sum, the others are 0."""
-    first = gl.arange(0, 4, gl.SliceLayout(0, parts_of_rows()))[None, :] == 0
-    return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, parts_of_rows()))[:, None], 0.0)
+    first = gl.arange(0, 4, gl.SliceLayout(0, in_fours(4)))[None, :] == 0
+    return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, in_fours(4)))[:, None], 0.0)
 
 
 @gluon.jit
@@ -129,18 +115,21 @@ def packed(p, TYPE: gl.constexpr):
     first, second = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
     words = gl.inline_asm_elementwise(ROUND, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
-    return gl.convert_layout(words, of_words(p.shape[1]))
+    return gl.convert_layout(words, in_fours(p.shape[1] // 2))
 
 
 @gluon.constexpr_function
-def of_words(KV_TILE):
-    """The layout of packed weights `[64, KV_TILE / 2]`: a product's, with two neighbours in a word."""
+def in_fours(COLUMNS):
+    """The layout of an array `[64, COLUMNS]` of which the four threads that share a row of a product have every fourth.
+
+    It is that of weights with two neighbours packed in a word, and with four columns that of one number a thread.
+    """
     return gl.DistributedLinearLayout(
-        reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(2, KV_TILE.bit_length() - 2))],
+        reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(2, COLUMNS.bit_length() - 1))],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[CONSUMER_ROWS.value, KV_TILE // 2],
+        shape=[CONSUMER_ROWS.value, COLUMNS],
     )
 
 

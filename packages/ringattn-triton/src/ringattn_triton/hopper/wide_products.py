@@ -28,7 +28,6 @@ from .backward_memory import (
     WEIGHTS_FULL,
     at,
     finished_turn,
-    got_number,
     next_turn,
     shared_places,
 )
@@ -37,6 +36,7 @@ from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_of_heads
+from .numbers import got_number
 
 _WEIGHTS = gl.constexpr(2)
 """The place of `dq` in which p is handed over. Later it holds the last piece of dq of the consumer that wrote p."""

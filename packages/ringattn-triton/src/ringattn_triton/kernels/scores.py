@@ -2,6 +2,8 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """The scores of a tile, and in the backward pass its probabilities and the gradients of its scores."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from ringattn_core.contract import protocol
@@ -11,6 +13,42 @@ from .tokens import as_queries, visible, wide_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(kernel_inputs.LOG2_E)
 SHIFT_BELOW: tl.constexpr = tl.constexpr(protocol.SHIFT_BELOW)
+
+
+class Head(NamedTuple):
+    """One head of one batch row: pointers to its bias, shifts and mask words, its slope, its dropout key."""
+
+    bias: Any
+    shift: Any
+    slope: Any
+    mask_words: Any
+    dropout_key: Any
+
+
+@triton.jit
+def of_head(P, batch, head, F: tl.constexpr):
+    """Loads the `Head` of a batch row and a query head."""
+    bias = 0
+    shift = 0
+    slope = 0.0
+    mask_words = 0
+    dropout_key = 0
+    wide_batch = batch.to(tl.int64)
+    wide_head = head.to(tl.int64)
+    if F.bias:
+        bias = P.bias + (wide_batch * F.bias_batch + wide_head * F.bias_head)
+    if F.shifted:
+        shift = P.shift + (wide_batch * F.heads + wide_head) * F.q_length
+    if F.slopes:
+        slope = tl.load(P.slopes + (batch * F.slopes_batch + head))
+    if F.masks:
+        mask = wide_head
+        if not F.one_mask:
+            mask = tl.load(P.mask_of_head + head).to(tl.int64)
+        mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
+    if F.dropout:
+        dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))
+    return Head(bias, shift, slope, mask_words, dropout_key)
 
 
 @triton.jit
@@ -46,6 +84,14 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
     if F.slopes:
         s = s - head.slope * distance(queries, keys)
     return s
+
+
+@triton.jit
+def with_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
+    """Adds what the queries of a tile contribute to the gradient of their head's slope. Without slopes `sums` stay."""
+    if F.slopes:
+        sums -= tl.sum(ds * distance(queries, keys), 1)
+    return sums
 
 
 @triton.jit

@@ -7,39 +7,16 @@ column or a row, so that the other functions serve both cases. `P` is `Inputs`, 
 `kernel_inputs.BlockConstants`.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..kernel_inputs import INPUTS
 
-class Inputs(NamedTuple):
-    """The pointers to the arrays in `kernel_inputs.INPUTS`, except q, k and v."""
-
-    q_positions: Any
-    kv_positions: Any
-    q_index: Any
-    kv_index: Any
-    q_counters: Any
-    kv_counters: Any
-    q_segments: Any
-    kv_segments: Any
-    bias: Any
-    shift: Any
-    slopes: Any
-    mask_words: Any
-    mask_of_head: Any
-    dropout_keys: Any
-
-
-class Head(NamedTuple):
-    """One head of one batch row: pointers to its bias, shifts and mask words, its slope, its dropout key."""
-
-    bias: Any
-    shift: Any
-    slope: Any
-    mask_words: Any
-    dropout_key: Any
+Inputs = namedtuple("Inputs", INPUTS[3:])
+"""The pointers to the arrays in `kernel_inputs.INPUTS`, except q, k and v."""
 
 
 class Queries(NamedTuple):
@@ -93,32 +70,6 @@ def as_keys(x, BY_KEYS: tl.constexpr):
 @triton.jit
 def unsigned(x):
     return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def of_head(P, batch, head, F: tl.constexpr):
-    """Loads the `Head` of a batch row and a query head."""
-    bias = 0
-    shift = 0
-    slope = 0.0
-    mask_words = 0
-    dropout_key = 0
-    wide_batch = batch.to(tl.int64)
-    wide_head = head.to(tl.int64)
-    if F.bias:
-        bias = P.bias + (wide_batch * F.bias_batch + wide_head * F.bias_head)
-    if F.shifted:
-        shift = P.shift + (wide_batch * F.heads + wide_head) * F.q_length
-    if F.slopes:
-        slope = tl.load(P.slopes + (batch * F.slopes_batch + head))
-    if F.masks:
-        mask = wide_head
-        if not F.one_mask:
-            mask = tl.load(P.mask_of_head + head).to(tl.int64)
-        mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
-    if F.dropout:
-        dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))
-    return Head(bias, shift, slope, mask_words, dropout_key)
 
 
 @triton.jit

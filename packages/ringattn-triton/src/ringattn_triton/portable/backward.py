@@ -34,12 +34,9 @@ def backward(
     schedules.refuse_large_heads(inputs.constants)
     # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
-    dq, dslopes, dbias = _of_queries(block, inputs, rows, dq, target)
+    dq, dheads, dbias = _of_queries(block, inputs, rows, dq, target)
     dk, dv = _of_keys(block, inputs.with_transposed_bias(), rows, target)
-    if block.slopes is None:
-        return Gradients(dq, dk, dv, dbias)
-    by_batch = dslopes.sum(2)
-    return Gradients(dq, dk, dv, dbias, by_batch.sum(0, keepdims=True) if len(block.slopes) == 1 else by_batch)
+    return Gradients.of(block, dq, dk, dv, dbias, dheads)
 
 
 def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> tuple[jax.Array, ...]:
@@ -60,7 +57,7 @@ def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> 
 def _of_queries(
     block: Block, inputs: KernelInputs, rows: Rows, before: jax.Array | None, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dq, what each row adds to the gradient of its head's slope, and dbias, by the kernel that owns queries."""
+    """dq, what each row adds to the gradient of its head's number, and dbias, by the kernel that owns queries."""
     schedule = schedules.backward_queries(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     tiles = schedule.q_tile, schedule.kv_tile
     table = visited_tiles.table(inputs, block, *tiles)
@@ -70,7 +67,7 @@ def _of_queries(
     batch, length, heads, _ = block.q.shape
     outputs = [
         jax.ShapeDtypeStruct(block.q.shape, _dtype(block, block.q)),
-        jax.ShapeDtypeStruct((1,) if block.slopes is None else (batch, heads, length), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, length) if inputs.constants.head_gradient else (1,), jnp.float32),
         jax.ShapeDtypeStruct(
             (1,) if strips is None else (batch, heads, strips.rows, strips.columns, *tiles), block.q.dtype
         ),
@@ -93,17 +90,17 @@ def _of_queries(
         )
 
     if bias is None or strips is None:
-        dq, dslopes, _ = of_strip(None, before)
-        return dq, dslopes, None
+        dq, dheads, _ = of_strip(None, before)
+        return dq, dheads, None
     seen = visited_tiles.seen(inputs, block, *tiles).some.astype(jnp.int8)
-    dq, dbias, dslopes = before, None, []
+    dq, dbias, dheads = before, None, []
     for start in range(0, count[0], strips.rows):
         first = bias_gradient.first_tile(start, dbias)
         dq, by_row, ds = of_strip(first, dq)
-        dslopes.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
+        dheads.append(by_row[..., start * tiles[0] : (start + strips.rows) * tiles[0]])
         dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, tiles)
     assert dq is not None and dbias is not None
-    return dq, jnp.concatenate(dslopes, -1), dbias.astype(_dtype(block, bias))
+    return dq, jnp.concatenate(dheads, -1), dbias.astype(_dtype(block, bias))
 
 
 def _dtype(block: Block, x: jax.Array) -> jnp.dtype:

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import backward_rows, bent, biases, derivatives, distance, narrowed, scaled
+from ..kernels.scores import backward_rows, bent, biases, derivatives, narrowed, of_head, scaled, with_head_gradient
 from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
-from ..kernels.tokens import of_head, of_keys, of_queries
+from ..kernels.tokens import of_keys, of_queries
 from .bias_sums_kernel import keep_tile
 
 
@@ -121,13 +121,13 @@ def _added_to_keys(
 @triton.jit
 def backward_queries(
     Q, K, V, P, BOUNDS, TILES, DOUT, LSE, DELTA, FIRST, DQ_BEFORE,
-    DQ, DSLOPES, DS,
+    DQ, DHEADS, DS,
     F: tl.constexpr, T: tl.constexpr, S: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, IN_STRIPS: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head.
 
-    `DSLOPES [B, N, T]` is what each row adds to the gradient of its head's slope; unused without slopes. `FRESH`: there
+    `DHEADS [B, N, T]` is what each row adds to the gradient of its head's number, if an option has one. `FRESH`: there
     is no `DQ_BEFORE` to continue. `IN_STRIPS`: the launch computes one strip (`S` is `bias_gradient.Strips`), whose
     first tile is in `FIRST`, and writes the gradients of its scores to `DS`; otherwise `S` is `T`.
     """
@@ -171,21 +171,21 @@ def backward_queries(
         row_of_tiles = ((batch * F.heads + head_number) * S.rows + own - first_own) * S.columns
         ds_at = DS + row_of_tiles.to(tl.int64) * (Q_TILE * KV_TILE)
     dq = tl.zeros([Q_TILE, DIM], tl.float32)
-    dslope = tl.zeros([Q_TILE], tl.float32)
+    dhead = tl.zeros([Q_TILE], tl.float32)
     ahead = full_tile(visited, visited.full_from, T)
     for step in tl.range(visited.full_from, visited.full_to):
         tile = full_tile(visited, step, T) if T.run else ahead
         ahead = full_tile(visited, step + 1, T)
-        dq, dslope = _added_to_queries(
-            dq, dslope, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
+        dq, dhead = _added_to_queries(
+            dq, dhead, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, False,
         )  # fmt: skip
     ahead = masked_tile(visited, 0, T)
     for step in tl.range(0, visited.masked):
         tile = masked_tile(visited, step, T) if not T.listed else ahead
         ahead = masked_tile(visited, step + 1, T)
-        dq, dslope = _added_to_queries(
-            dq, dslope, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
+        dq, dhead = _added_to_queries(
+            dq, dhead, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
             F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, True,
         )  # fmt: skip
 
@@ -196,17 +196,17 @@ def backward_queries(
         tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
     else:
         tl.store(DQ + q_at, dq)
-    if F.slopes:
-        tl.store(DSLOPES + row_at, dslope, mask=line < F.q_length)
+    if F.head_gradient:
+        tl.store(DHEADS + row_at, dhead, mask=line < F.q_length)
 
 
 @triton.jit
 def _added_to_queries(
-    dq, dslope, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
+    dq, dhead, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a tile of keys contributes to dq and to the gradient of the slope."""
+    """Adds what a tile of keys contributes to dq and to the gradient of the head's number."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = (start + tl.arange(0, KV_TILE))[:, None]
@@ -226,9 +226,8 @@ def _added_to_queries(
     _, ds, dproduct = derivatives(
         bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED
     )  # fmt: skip
-    if F.slopes:
-        dslope -= tl.sum(ds * distance(queries, keys), 1)
+    dhead = with_head_gradient(dhead, ds, queries, keys, F)
     if IN_STRIPS:
         keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
     dq = tl.dot(narrowed(dproduct, k, F), k, dq, input_precision=F.precision)
-    return dq, dslope
+    return dq, dhead

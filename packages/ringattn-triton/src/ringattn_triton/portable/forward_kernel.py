@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, scored
+from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, of_head, scored
 from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
-from ..kernels.tokens import of_head, of_keys, of_queries, visible
+from ..kernels.tokens import of_keys, of_queries, visible
 
 
 @triton.jit
