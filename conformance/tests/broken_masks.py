@@ -260,6 +260,7 @@ POSITIONS: Final = {
 IDS: Final = {
     "ids-of-8-bits": Break("Segment ids have 8 bits.", of_ids(through(np.uint8))),
     "ids-of-16-bits": Break("Segment ids have 16 bits.", of_ids(through(np.uint16))),
+    "ids-of-24-bits": Break("Segment ids have 24 bits.", of_ids(lambda q, kv: real(q, kv) & ((q ^ kv) % 2**24 == 0))),
     "ids-in-float32": Break("Segment ids are compared in float32.", of_ids(through(np.float32))),
     "ids-without-their-last-bit": Break(
         "The last bit of segment ids is lost.", of_ids(lambda q, kv: real(q, kv) & (q >> 1 == kv >> 1))

@@ -73,8 +73,8 @@ def padding_among_tokens(batch: int, rows: int, columns: int) -> Pair:
 
 
 def large_ids(batch: int, rows: int, columns: int) -> Pair:
-    """Documents whose ids are equal once rounded to float32, or cut to 8 or 16 bits; each batch row has its own."""
-    names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**24 + 2**16 + 1], np.int32)
+    """Documents whose ids are equal once rounded to float32, or cut to 30 bits or fewer; each batch row has its own."""
+    names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**30 + 2**24], np.int32)
     q_ids, kv_ids = (_documents(batch, length, (0.3, 0.25, 0.25)) for length in (rows, columns))
     return names[q_ids], names[kv_ids]
 
