@@ -19,6 +19,13 @@ def rows_cut(size: int) -> Any:
     return wrong
 
 
+def maximum_of_products(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    """The lse of a kernel that subtracts the scale times the largest product: the lowest score, if it is negative."""
+    lowest = np.where(np.isneginf(s), np.inf, s).min(-1)
+    beyond = (block.scale < 0) & np.isfinite(lowest) & (s.max(-1) - lowest > np.log(np.finfo(np.float32).max))
+    return np.where(beyond, np.inf, right(block, s))
+
+
 SIZES: Final = {
     "odd-head-size-cut": Break("Of a head size that is no multiple of 8 the rest is left out.",
                                changed(q=lambda block: cut(block.q, block.q.shape[-1] // 8 * 8))),
@@ -61,6 +68,24 @@ SIZES: Final = {
                              of_results(lambda block, out, lse: (2 * out, lse),
                                         lambda block: bfloat16(block) and block.kv_index.size == 1 and last(block)),
                              core=False),
+    "key-heads-beyond-4": Break(
+        "Of five key heads the last is zero.",
+        of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 4).swapaxes(2, 3), lse),
+                   lambda block: block.k.shape[2] > 4),
+    ),
+    "rows-beyond-6": Break("Rows of the batch from the seventh on are zero.",
+                           of_results(lambda block, out, lse: (cut(out.swapaxes(0, 3), 6).swapaxes(0, 3), lse))),
+    "groups-of-8-split": Break(
+        "With several key heads, the second four heads of a group of eight read the keys of the next.",
+        wrong_in("of_heads", lambda right, block, x: right(block, x) if block.group != 8
+                 else x[:, :, np.minimum(np.arange(block.q.shape[2]) // 4, x.shape[2] - 1)]),
+    ),
+    "heads-beyond-12": Break("Query heads from the 13th on are zero.",
+                             of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 12).swapaxes(2, 3), lse))),
+    "maximum-of-products": Break(
+        "With a negative scale the number that is subtracted from the scores is the lowest of them.",
+        wrong_in("lse", maximum_of_products),
+    ),
     "doubled-at-low-precision": Break(
         "The output is doubled where `precision` is lower than \"highest\".",
         of_results(lambda block, out, lse: (2 * out if block.case.precision == "default" else out, lse)),
