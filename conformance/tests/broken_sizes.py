@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 from breaks import Break, changed, wrong_in
 from broken_numbers import bfloat16, cut, half, last, of_results
-from numpy_ring import Block
+from numpy_ring import Block, Dense
 
 
 def rows_cut(size: int) -> Any:
@@ -19,6 +19,19 @@ def rows_cut(size: int) -> Any:
     return wrong
 
 
+def whole_tile_lost(right: Any, block: Block) -> Any:
+    """The masks of a kernel that keeps `length % tile` keys of the last tile, which is none if the tile is whole."""
+    length = block.kv_index.size
+    lost = half(block) and length % TILE == 0
+    return right(block) | ({"tail": (np.arange(length) < length - TILE)[None, None, None]} if lost else {})
+
+
+def tail_seen(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    """The lse of a kernel that leaves the rest of the last tile, which holds zeros, to the masks of the call."""
+    found, rest = right(block, s), -s.shape[-1] % 16
+    return np.logaddexp(found, np.log(rest)) if half(block) and rest and not Dense().masks(block) else found
+
+
 def maximum_of_products(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
     """The lse of a kernel that subtracts the scale times the largest product: the lowest score, if it is negative."""
     lowest = np.where(np.isneginf(s), np.inf, s).min(-1)
@@ -26,6 +39,7 @@ def maximum_of_products(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
     return np.where(beyond, np.inf, right(block, s))
 
 
+TILE: Final = 128
 SIZES: Final = {
     "odd-head-size-cut": Break("Of a head size that is no multiple of 8 the rest is left out.",
                                changed(q=lambda block: cut(block.q, block.q.shape[-1] // 8 * 8))),
@@ -82,6 +96,13 @@ SIZES: Final = {
     ),
     "heads-beyond-12": Break("Query heads from the 13th on are zero.",
                              of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 12).swapaxes(2, 3), lse))),
+    "whole-tile-lost": Break(
+        "In half precision the last tile of 128 keys is lost if it is a whole one.", wrong_in("masks", whole_tile_lost)
+    ),
+    "tail-seen-without-masks": Break(
+        "In half precision, without a mask, the rest of the last tile of keys counts as keys of score 0.",
+        wrong_in("lse", tail_seen),
+    ),
     "maximum-of-products": Break(
         "With a negative scale the number that is subtracted from the scores is the lowest of them.",
         wrong_in("lse", maximum_of_products),
