@@ -115,6 +115,13 @@ def without_tiles_of_later_keys(block: Block, right: np.ndarray) -> np.ndarray:
 
 half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
+
+def without_tiles_of_the_first_row(block: Block, right: np.ndarray) -> np.ndarray:
+    """The mask without tiles of 16 whose keys come after all queries in the first row of the batch."""
+    queries, keys = (x[0, 16 * (np.arange(x.shape[1]) // 16)] for x in (block.q_positions, block.kv_positions))
+    return right & (keys <= queries[:, None] + 15)
+
+
 WINDOWS: Final = {
     "window-ignored-in-half": Break("In half precision the window is ignored.", lost("window", half)),
     "window-lost-with-causal": Break("With `causal` the window is ignored.", lost("window", has("causal"))),
@@ -248,6 +255,17 @@ POSITIONS: Final = {
     "tiles-judged-by-their-ends": Break(
         "In half precision a tile is skipped if its first key comes after its last query.",
         masked("causal", without_tiles_of_later_keys, half),
+    ),
+    "tiles-judged-by-the-first-row": Break(
+        "In half precision tiles are skipped for all rows of the batch by the positions of the first.",
+        masked(
+            "causal",
+            without_tiles_of_the_first_row,
+            lambda block: (
+                half(block)
+                and bool(np.all(np.diff(block.q_positions) == 1) and np.all(np.diff(block.kv_positions) == 1))
+            ),
+        ),
     ),
     "odd-last-key": Break("Of an odd number of keys the last is left out in bfloat16.", without_tail(2, bfloat16)),
     "keys-after-the-last-8": Break(
