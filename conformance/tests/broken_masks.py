@@ -115,6 +115,13 @@ def without_tiles_of_later_keys(block: Block, right: np.ndarray) -> np.ndarray:
 
 half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
+
+def without_tiles_of_the_first_row(block: Block, right: np.ndarray) -> np.ndarray:
+    """The mask without tiles of 16 whose keys come after all queries in the first row of the batch."""
+    queries, keys = (x[0, 16 * (np.arange(x.shape[1]) // 16)] for x in (block.q_positions, block.kv_positions))
+    return right & (keys <= queries[:, None] + 15)
+
+
 WINDOWS: Final = {
     "window-ignored-in-half": Break("In half precision the window is ignored.", lost("window", half)),
     "window-lost-with-causal": Break("With `causal` the window is ignored.", lost("window", has("causal"))),
@@ -249,6 +256,17 @@ POSITIONS: Final = {
         "In half precision a tile is skipped if its first key comes after its last query.",
         masked("causal", without_tiles_of_later_keys, half),
     ),
+    "tiles-judged-by-the-first-row": Break(
+        "In half precision tiles are skipped for all rows of the batch by the positions of the first.",
+        masked(
+            "causal",
+            without_tiles_of_the_first_row,
+            lambda block: (
+                half(block)
+                and bool(np.all(np.diff(block.q_positions) == 1) and np.all(np.diff(block.kv_positions) == 1))
+            ),
+        ),
+    ),
     "odd-last-key": Break("Of an odd number of keys the last is left out in bfloat16.", without_tail(2, bfloat16)),
     "keys-after-the-last-8": Break(
         "The keys after the last multiple of 8 are left out in half precision.", without_tail(8, half)
@@ -260,6 +278,7 @@ POSITIONS: Final = {
 IDS: Final = {
     "ids-of-8-bits": Break("Segment ids have 8 bits.", of_ids(through(np.uint8))),
     "ids-of-16-bits": Break("Segment ids have 16 bits.", of_ids(through(np.uint16))),
+    "ids-of-24-bits": Break("Segment ids have 24 bits.", of_ids(lambda q, kv: real(q, kv) & ((q ^ kv) % 2**24 == 0))),
     "ids-in-float32": Break("Segment ids are compared in float32.", of_ids(through(np.float32))),
     "ids-without-their-last-bit": Break(
         "The last bit of segment ids is lost.", of_ids(lambda q, kv: real(q, kv) & (q >> 1 == kv >> 1))

@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 from breaks import Break, changed, wrong_in
 from broken_numbers import bfloat16, cut, half, last, of_results
-from numpy_ring import Block
+from numpy_ring import Block, Dense
 
 
 def rows_cut(size: int) -> Any:
@@ -19,6 +19,27 @@ def rows_cut(size: int) -> Any:
     return wrong
 
 
+def whole_tile_lost(right: Any, block: Block) -> Any:
+    """The masks of a kernel that keeps `length % tile` keys of the last tile, which is none if the tile is whole."""
+    length = block.kv_index.size
+    lost = half(block) and length % TILE == 0
+    return right(block) | ({"tail": (np.arange(length) < length - TILE)[None, None, None]} if lost else {})
+
+
+def tail_seen(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    """The lse of a kernel that leaves the rest of the last tile, which holds zeros, to the masks of the call."""
+    found, rest = right(block, s), -s.shape[-1] % 16
+    return np.logaddexp(found, np.log(rest)) if half(block) and rest and not Dense().masks(block) else found
+
+
+def maximum_of_products(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    """The lse of a kernel that subtracts the scale times the largest product: the lowest score, if it is negative."""
+    lowest = np.where(np.isneginf(s), np.inf, s).min(-1)
+    beyond = (block.scale < 0) & np.isfinite(lowest) & (s.max(-1) - lowest > np.log(np.finfo(np.float32).max))
+    return np.where(beyond, np.inf, right(block, s))
+
+
+TILE: Final = 128
 SIZES: Final = {
     "odd-head-size-cut": Break("Of a head size that is no multiple of 8 the rest is left out.",
                                changed(q=lambda block: cut(block.q, block.q.shape[-1] // 8 * 8))),
@@ -61,6 +82,31 @@ SIZES: Final = {
                              of_results(lambda block, out, lse: (2 * out, lse),
                                         lambda block: bfloat16(block) and block.kv_index.size == 1 and last(block)),
                              core=False),
+    "key-heads-beyond-4": Break(
+        "Of five key heads the last is zero.",
+        of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 4).swapaxes(2, 3), lse),
+                   lambda block: block.k.shape[2] > 4),
+    ),
+    "rows-beyond-6": Break("Rows of the batch from the seventh on are zero.",
+                           of_results(lambda block, out, lse: (cut(out.swapaxes(0, 3), 6).swapaxes(0, 3), lse))),
+    "groups-of-8-split": Break(
+        "With several key heads, the second four heads of a group of eight read the keys of the next.",
+        wrong_in("of_heads", lambda right, block, x: right(block, x) if block.group != 8
+                 else x[:, :, np.minimum(np.arange(block.q.shape[2]) // 4, x.shape[2] - 1)]),
+    ),
+    "heads-beyond-12": Break("Query heads from the 13th on are zero.",
+                             of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 12).swapaxes(2, 3), lse))),
+    "whole-tile-lost": Break(
+        "In half precision the last tile of 128 keys is lost if it is a whole one.", wrong_in("masks", whole_tile_lost)
+    ),
+    "tail-seen-without-masks": Break(
+        "In half precision, without a mask, the rest of the last tile of keys counts as keys of score 0.",
+        wrong_in("lse", tail_seen),
+    ),
+    "maximum-of-products": Break(
+        "With a negative scale the number that is subtracted from the scores is the lowest of them.",
+        wrong_in("lse", maximum_of_products),
+    ),
     "doubled-at-low-precision": Break(
         "The output is doubled where `precision` is lower than \"highest\".",
         of_results(lambda block, out, lse: (2 * out if block.case.precision == "default" else out, lse)),

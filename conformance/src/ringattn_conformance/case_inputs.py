@@ -73,8 +73,8 @@ def padding_among_tokens(batch: int, rows: int, columns: int) -> Pair:
 
 
 def large_ids(batch: int, rows: int, columns: int) -> Pair:
-    """Documents whose ids are equal once rounded to float32, or cut to 8 or 16 bits; each batch row has its own."""
-    names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**24 + 2**16 + 1], np.int32)
+    """Documents whose ids are equal once rounded to float32, or cut to 30 bits or fewer; each batch row has its own."""
+    names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**30 + 2**24], np.int32)
     q_ids, kv_ids = (_documents(batch, length, (0.3, 0.25, 0.25)) for length in (rows, columns))
     return names[q_ids], names[kv_ids]
 
@@ -108,10 +108,14 @@ def far(batch: int, rows: int, columns: int) -> Pair:
 
 
 def far_rows(batch: int, rows: int, columns: int) -> Pair:
-    """Positions that begin at another number in each batch row, below zero in the last; queries begin after keys."""
-    starts = FAR - 5 * np.arange(batch, dtype=np.int32)[:, None]
-    starts[-1] = -33
-    return np.arange(rows, dtype=np.int32) + starts + 3, np.arange(columns, dtype=np.int32) + starts
+    """Positions that begin at another number in each batch row, below zero in the last; queries begin after keys.
+
+    How much later differs, so that a tile that the first row of the batch may skip, or sees whole, is not so in others.
+    """
+    row = np.arange(batch, dtype=np.int32)[:, None]
+    starts = np.where(row == batch - 1, -33, FAR - 5 * row).astype(np.int32)
+    later = 3 + (row + 1) % 3 * (rows // 5)
+    return np.arange(rows, dtype=np.int32) + starts + later, np.arange(columns, dtype=np.int32) + starts
 
 
 def scattered(batch: int, rows: int, columns: int) -> Pair:

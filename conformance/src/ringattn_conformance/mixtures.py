@@ -48,7 +48,7 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "builder": (OFF, {"builder": case_inputs.OF_HEADS}, {"builder": case_inputs.ALGEBRA}),
     "dense mask": (OFF, {"dense_mask": "NT"}, {"dense_mask": "BT"}),
     "soft cap": (OFF, {"soft_cap": 2.0}),
-    "scores": (OFF, {"scale": -0.3}, {"gain": 4096.0, "scale": 2.0**-10}, {"gain": 40.0}),
+    "scores": (OFF, {"scale": -1.3}, {"gain": 4096.0, "scale": 2.0**-10}, {"gain": 40.0}),
     "sinks": (OFF, {"sinks": "head"}, {"sinks": "each"}),
     "bias": (OFF, {"bias": "NT", "bias_dtype": "float32"}, {"bias": "BT", "bias_forbids": True}, {"bias": "B"}),
     "slopes": (OFF, {"slopes": True}),
@@ -60,6 +60,10 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
 }
 """The levels of each factor. With a gain of 4096, products of float16 overflow unless they are summed in float32."""
 VARIANTS: Final[dict[str, dict[int, tuple[Level, ...]]]] = {
+    "heads": {
+        0: ({"batch": 1, "heads": 16, "kv_heads": 2},),
+        2: ({"batch": 7, "heads": 2, "kv_heads": 2}, {"batch": 2, "heads": 5, "kv_heads": 5}),
+    },
     "window": {1: ({"window": (17, 0)},), 2: ({"window": (0, 25)},)},
     "segments": {1: ({"segments": case_inputs.interleaved},)},
     "positions": {1: ({"positions": case_inputs.scattered},), 2: ({"positions": case_inputs.backward_rows},)},
