@@ -83,6 +83,21 @@ def test_every_option_is_right_in_ragged_tiles(option: str) -> None:
     assert {name: name in got for name in expected} == expected
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("option", ["slopes", "all at once"])
+def test_the_gradient_of_slopes_in_half_precision_is_as_exact_as_in_float32(
+    option: str, capability: int, monkeypatch: Any
+) -> None:
+    """The rest of its error in a call is that of `delta`, which comes from the rounded output: `docs/numerics.md`."""
+    block = with_option(option, 41, 53, dtype=jnp.bfloat16)
+    given = given_to(block)
+    monkeypatch.setattr(block_kernel, "target", lambda: Target("cuda", capability))
+    got = backward(KERNEL, block, *given)["dslopes"]
+    wide = dataclasses.replace(block, q=block.q.astype(jnp.float32), kv=block.kv.astype(jnp.float32))
+    want = backward(ringattn_xla.block.KERNEL, wide, *given)["dslopes"]
+    near("dslopes", got, want, TOLERANCE["float32"] * np.abs(want).max())
+
+
 @pytest.mark.parametrize(("option", "tiles"), IN_WHOLE_TILES.items())
 def test_whole_tiles_longer_on_either_side_are_right(option: str, tiles: tuple[int, int]) -> None:
     check(with_option(option, 64, 64, tiles=tiles), f"{option} {tiles}")

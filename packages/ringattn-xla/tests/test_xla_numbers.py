@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises on numbers: the kernel agrees with the float64 oracle, forward and in every gradient."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -118,6 +119,19 @@ def test_half_precision_stays_within_its_tolerance(option: str, dtype: Any) -> N
         make_block(2, 64, 96, heads=4, kv_heads=2, dim=32, dtype=dtype, params=tiles(32), **OPTIONS[option](64, 96)),
         option,
     )
+
+
+@pytest.mark.parametrize("option", ["slopes", "all at once"])
+def test_the_gradient_of_slopes_in_half_precision_is_as_exact_as_in_float32(option: str) -> None:
+    """The rest of its error in a call is that of `delta`, which comes from the rounded output: `docs/numerics.md`."""
+    block = make_block(2, 41, 53, heads=4, kv_heads=2, dtype=jnp.bfloat16, **OPTIONS[option](41, 53))
+    draw, lse = np.random.default_rng(9), KERNEL.forward(block, None).lse
+    dout = jnp.asarray(draw.normal(size=block.q.shape), jnp.bfloat16)
+    delta = jnp.asarray(draw.normal(size=lse.shape), jnp.float32)
+    wide = dataclasses.replace(block, q=block.q.astype(jnp.float32), kv=block.kv.astype(jnp.float32))
+    got = KERNEL.backward(block, dout, lse, delta, None).dslopes
+    want = np.asarray(KERNEL.backward(wide, dout.astype(jnp.float32), lse, delta, None).dslopes)
+    _near("dslopes", got, want, GRADIENT["float32"] * np.abs(want).max())
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 3)], ids=str)
