@@ -193,10 +193,10 @@ class Gradients:
         dbias: jax.Array | None,
         parts: jax.Array | None,
     ) -> "Gradients":
-        """The gradients of a block from a kernel that leaves those of each head's number as `parts [B, N, ...]`.
+        """The gradients of a block whose kernel leaves `dslopes` in parts.
 
-        The parts are summed over all further axes, and over the batch if its rows share the numbers. They are not read
-        if the call has no such option.
+        `parts [B, N, ...]` are summed over all axes after the second, and over the batch where its rows share slopes.
+        Without slopes they are not read.
         """
         if block.slopes is None or parts is None:
             return cls(dq, dk, dv, dbias)
