@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""What the warps of a one-pass backward program hand to each other in shared memory, and its barriers.
+"""The shared memory and barriers through which the warps of a one-pass backward program exchange data.
 
-Places of one kind share an allocation: each allocation costs a consumer a register, and it has none to spare.
+Places of one kind share an allocation: each allocation costs a consumer a register, and consumers have none left.
 """
 
 from typing import Any, NamedTuple

@@ -134,7 +134,7 @@ def packed(p, TYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def of_words(KV_TILE):
-    """The layout of packed weights `[64, KV_TILE / 2]`: a product's, with two neighbours in a word."""
+    """The register layout of `packed` weights: that of a product, with two neighbouring columns in one 32-bit word."""
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(2, KV_TILE.bit_length() - 2))],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
