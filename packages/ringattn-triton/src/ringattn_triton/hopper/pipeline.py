@@ -131,10 +131,11 @@ def produce(
 
 @gluon.jit
 def _announce(shared, done, row, batch, head, masked, whole, out_tiles, S: gl.constexpr):
-    """Gives the consumers the numbers of a turn, once all are done with the numbers of two turns ago.
+    """Tells the consumers the next turn: its row, batch and head, and how many masked and whole tiles it has.
 
-    If there are two places for queries, they are then done with the queries of that turn too. If results are `STORED`,
-    the results of that turn lie in that place, and this begins to write them to memory.
+    Two turns have places in shared memory, so this waits until all consumers have finished the turn before last. They
+    are then done with its queries too if those have two places. If results are `STORED`, the results of that turn lie
+    where its queries were, and this begins to write them to memory.
     """
     place = done % 2
     if done > 1:
