@@ -227,5 +227,5 @@ def next_turn(shared, done):
 
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
-    """One of the five numbers of a turn."""
+    """Reads one number of a turn: 0 is its first query, 1 the batch row, 2 the head, 3 and 4 the counts of tiles."""
     return got(shared.turns.index(done % 2 * 5 + NUMBER))
