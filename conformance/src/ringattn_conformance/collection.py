@@ -19,7 +19,7 @@ PARAMETER: Final = "ringattn_backend"
 class Name:
     """A test as reports and expectations name it, `module::test[parameters]`, and the backend it is about.
 
-    The suite has a few tests that need no backend: these are about all of them.
+    A few tests of the suite take no backend: their `backend` is `None`, and they concern every backend.
     """
 
     backend: str | None

@@ -25,7 +25,7 @@ _IMPOSSIBLE: Final = frozenset(
 
 
 def compared(tests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[frozenset[str]]:
-    """For each test that passed and compared numbers, by outcome and notes: its features, layout and rings."""
+    """The features, layout and rings of each test that passed and compared numbers, from pairs of outcome and notes."""
     found = []
     for outcome, notes in tests:
         if outcome == "passed" and notes.get("worst"):

@@ -65,7 +65,7 @@ def verdict(backend: BackendReport) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table; the first row is its head."""
+    """Formats `rows` as the lines of a table; the first row is its header."""
     head, *body = rows
     made = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for row in body:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of a longer sequence give what the oracle gives: by `query_offset`, in prefill and in decoding."""
+"""Queries at the end of a longer sequence match the oracle: with `query_offset`, in prefill and in decoding."""
 
 import dataclasses
 from typing import Any, Final

@@ -176,7 +176,7 @@ def _of_tokens(name: str, x: np.ndarray) -> np.ndarray:
 @tiers.mark(tiers.CORE, "rows-ring1", "rows-ring2", "rows-ring8")
 @pytest.mark.parametrize("name", HUGE)
 def test_rows_of_hugely_negative_scores_are_those_of_float32(ringattn_backend: str, name: str):
-    """A bias of -1e9 on a whole row, say: the softmax of scores as float32 rounds them, which `jax.nn` computes too."""
+    """A row with a bias of -1e9, say, gives the softmax of its scores rounded to float32, as `jax.nn` does."""
     ring, options = HUGE[name]
     case = Case("hugely-negative", lse=True, causal=True, scale=0.125, **options)
     placed = _of_exact_scores(place(case, Placement(ring), ringattn_backend))
@@ -210,9 +210,9 @@ def _of_exact_scores(placed: Placed) -> Placed:
 
 
 def _rounded_answer(inputs: Inputs) -> oracle.Answer:
-    """The oracle's answer for scores as float32 rounds them.
+    """The oracle's answer for the scores of the inputs, rounded to float32.
 
-    The oracle gets those scores less their maximum, as a bias, because float64 has no digits beside 3e38 either.
+    The oracle gets the rounded scores minus the row maximum as a bias: next to 3e38 even float64 has no digits left.
     """
     problem = inputs.problem
     if problem.sinks is not None:

@@ -104,7 +104,7 @@ def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
 
 
 def _keys(given: KernelInputs, of_keys: Steps) -> Found:
-    """Computes `dk` and `dv`."""
+    """Computes `dk` and `dv` in a pass of their own; `_queries` computes `dq`."""
     grid = Grid(given.block.q.shape[0], given.block.kv_heads, given.block.group)
     inputs, outputs = given.operands(by_keys=True), {name: _result(given, name, True) for name in ("dk", "dv")}
     return given.launch(backward_keys, of_keys, grid, inputs, outputs, _key_sums(given), by_keys=True, products=4)

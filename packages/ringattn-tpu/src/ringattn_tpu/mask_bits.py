@@ -26,9 +26,9 @@ def bits(tile: int) -> int:
 
 
 def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"]:
-    """The bits of the rule's masks and of the dense mask: words along the queries, or along the keys if `by_keys`.
+    """Packs the rule's masks and the dense mask to words: along the queries, or along the keys if `by_keys`.
 
-    The batch is 1 where no mask depends on it, the heads are 1 where all obey the same.
+    The batch axis is 1 if no mask depends on the batch, and the head axis is 1 if all heads have the same mask.
     """
     rule = block.rule
     bare = dataclasses.replace(rule, causal=False, window=None, chunk=None)

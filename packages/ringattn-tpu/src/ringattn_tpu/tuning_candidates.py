@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile sizes are worth measuring."""
+"""Which tile sizes the tuner measures."""
 
 from typing import Final
 
@@ -16,7 +16,7 @@ _MOST_SCORES: Final = 2**20
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """One configuration for each way to cut the block into such tiles, and for each part size that divides them."""
+    """Tile and part sizes to measure: sizes that cut the block into the same tiles and parts come only once."""
     found: dict[tuple[int, ...], RingAttentionConfig] = {}
     for q in _TILES:
         for kv in _TILES:

@@ -54,7 +54,7 @@ def _with_terms(s: Scores, terms: Mapping[str, Any], tile: Block, by_keys: bool)
 def product(a: Float[Array, "b k i h"], c: Float[Array, "b k x y"], contracted: int, tile: Block) -> Scores:
     """The product of the last axis of `a` and one of `c`, accumulated in float32.
 
-    A product of float32 inputs is exact, unless the rule asks for less.
+    Float32 inputs are multiplied at the highest precision, unless the rule asks for less.
     """
     precision: Any = tile.rule.precision
     if precision is None and c.dtype == jnp.float32:

@@ -120,7 +120,7 @@ def _divided(number: Any, by: Any) -> tuple[Any, Any]:
 
 
 def _tile(block: Block, start: Cut, size: Cut) -> Block:
-    """The block of one step."""
+    """Slices every array of the block to the tile that begins at `start`."""
     names = [(name, axes) for name, axes in BLOCK_AXES.items() if getattr(block, name) is not None]
     return dataclasses.replace(
         block,

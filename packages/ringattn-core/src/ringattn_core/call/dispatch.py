@@ -51,9 +51,9 @@ def answer(registration: Registration, call: Call) -> Any:
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
-    """Calls a ring function with zeros in the padding, as block kernels get it.
+    """Calls a backend's ring function, with zeros in the padding of its inputs as block kernels get them.
 
-    The selects on the result only stop cotangents of padding from entering the function's backward pass.
+    `cleaned` and `where` on the result only keep cotangents of padding out of the function's backward pass.
     """
     q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
     if q_ids is None:

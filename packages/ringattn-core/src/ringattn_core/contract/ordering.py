@@ -16,7 +16,7 @@ from .varying import align, axes_of
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
-    return _either(x, token, _by_barrier)
+    return _by_platform(x, token, _by_barrier)
 
 
 def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
@@ -38,11 +38,11 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """
-    return _either(x, token, lambda x, _: x)
+    return _by_platform(x, token, lambda x, _: x)
 
 
-def _either(x: jax.Array, token: jax.Array, elsewhere: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """`_by_bits` on CPU, `elsewhere` on other platforms. Either result varies over the mesh axes of both arrays."""
+def _by_platform(x: jax.Array, token: jax.Array, elsewhere: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """Calls `_by_bits` on CPU, `elsewhere` on other platforms. The result varies over the mesh axes of both arrays."""
     return jax.lax.platform_dependent(align(x, axes_of(x, token)), token, cpu=_by_bits, default=elsewhere)
 
 

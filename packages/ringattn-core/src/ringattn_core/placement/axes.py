@@ -98,7 +98,7 @@ def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: i
 
 
 def exchanged(x: Array, axis: str, ranks: int, rank: Any, split: int, joined: int) -> Array:
-    """Every rank gives each other one its share of axis `split`; what it gets is joined along axis `joined`."""
+    """Every rank sends every other rank its share of axis `split`, and joins what it receives along axis `joined`."""
     if bound((axis,)):
         return jax.lax.all_to_all(x, axis, split, joined, tiled=True)
     whole = all_gathered(x, (axis,), ranks, rank, joined)

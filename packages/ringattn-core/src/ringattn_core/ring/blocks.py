@@ -101,7 +101,7 @@ def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
 
 
 def static_masks(kernel: BlockKernel) -> bool:
-    """Whether the kernel asks for `Block.keys_from`, and in `backward` for `Block.out`."""
+    """Whether the kernel sets `static_masks`: it then gets `Block.keys_from`, and in `backward` also `Block.out`."""
     return getattr(kernel, "static_masks", False)
 
 

@@ -169,7 +169,10 @@ class Plan:
         return self.inner - self.round[-1] if self.round[-1] else None
 
     def halves(self, kv_heads: int) -> bool:
-        """Whether the backward pass computes half of the heads of the own keys first, to hide the first send too."""
+        """Whether the backward pass computes half of the heads of its own keys while it waits for the first keys.
+
+        The other half follows last, and hides the last send of gradients.
+        """
         apart = not self.joint or self.outer > 1
         return apart and len(self.offsets) > 1 and kv_heads % (2 * len(self.signs)) == 0
 

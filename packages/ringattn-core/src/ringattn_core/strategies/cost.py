@@ -178,7 +178,9 @@ class _Kernels:
 
 
 def _forward(work: Work, device: Device, near: Link, far: Link) -> tuple[Step, ...]:
-    """The hops of a ring: during each but the last, the keys of the next hop arrive. One rank runs one kernel.
+    """The steps of a ring's forward pass: during every hop but the last, the keys of the next hop arrive.
+
+    A ring of one rank has one step, its kernel.
 
     `near` connects the ranks of an inner ring, and `far` those of the outer ring.
     """
@@ -195,7 +197,7 @@ def _forward(work: Work, device: Device, near: Link, far: Link) -> tuple[Step, .
 def _backward(work: Work, device: Device, near: Link, far: Link) -> tuple[Step, ...]:
     """The hops with the keys of other ranks, then the hop with own keys, which hides the return of the last dk,dv.
 
-    In a ring that computes half of the own keys first, that half hides the first send.
+    If the plan `halves` the heads of its own keys, the first half hides the first send of keys.
     """
     kernels, hops = _Kernels(work, device), work.plan.backward_hops
     own = kernels.backward(work.of_hops[0])

@@ -98,7 +98,7 @@ def backward(
 
 @gluon.jit
 def _tiles_of_results(base, DIM: gl.constexpr, PADDED: gl.constexpr, BATCH: gl.constexpr, F: gl.constexpr):
-    """A descriptor of dk or dv with tiles of 64 keys of a head."""
+    """A TMA descriptor of dk or dv, whose tiles have 64 keys of one head."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, PADDED], base.dtype.element_ty)
     return tma.make_tensor_descriptor(
         base, [BATCH, F.kv_heads, F.kv_length, DIM], [F.kv_length * F.kv_heads * DIM, DIM, F.kv_heads * DIM, 1],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""What the warps of a one-pass backward program hand to each other in shared memory, and its barriers.
+"""The shared memory and barriers through which the warps of a one-pass backward program exchange data.
 
-Places of one kind share an allocation: each allocation costs a consumer a register, and it has none to spare.
+Places of one kind share an allocation: each allocation costs a consumer a register, and consumers have none left.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,10 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Memory(NamedTuple):
-    """The allocations. `shared_places` names what is in them. `dout` may share that of `q`, and `v` that of `k`."""
+    """The allocations in shared memory, whose places `shared_places` names.
+
+    `dout` may share the allocation of `q`, and `v` that of `k`.
+    """
 
     barriers: Any
     q_full: Any
@@ -97,7 +100,7 @@ def at(places, number):
 
 @gluon.jit
 def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The allocations, with barriers that are ready to be used."""
+    """Allocates the shared memory of a program and initialises its barriers."""
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
     QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, DIM], TYPE)

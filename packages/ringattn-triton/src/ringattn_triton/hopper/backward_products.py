@@ -67,7 +67,7 @@ def again(place, places, number):
 
 @gluon.constexpr_function
 def results_by_tma(GRADIENT, PLAN):
-    """Whether dk and dv leave a consumer through shared memory."""
+    """Whether consumers leave dk and dv in shared memory, from where TMA writes them."""
     return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
 
 

@@ -147,7 +147,7 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 
 @gluon.jit
 def _announce(shared, taken, turn, before, whole, after):
-    """Writes the numbers of a turn for the other warps, once they no longer read those of two turns ago."""
+    """Tells the other warps the next turn and its numbers of steps, once they need the turn before last no more."""
     place = taken % 2
     mbarrier.wait(at(shared.turn_empty, place), ((taken // 2) & 1) ^ 1)
     put_number(at(shared.turn, place), turn)
@@ -164,7 +164,7 @@ def add_dq(
 ):  # fmt: skip
     """Adds the pieces of each dq tile to memory as the consumers compute them.
 
-    The two writers take the steps in turn. Where the plan is `ordered`, a query tile has a counter of the turns that
+    The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that
     have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
     counter when its addition has reached memory. That takes about as long as a step: one writer alone would hold
     consumers up. The release is needed: without it, bits differed in 5 of 20 runs (`benchmarks/NOTES.md`).

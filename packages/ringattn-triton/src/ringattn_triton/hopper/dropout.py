@@ -49,7 +49,10 @@ def _own_draw(P, batch, query, key_number, key, F: gl.constexpr):
 
 @gluon.jit
 def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.constexpr, BY_KEYS: gl.constexpr = False):
-    """Whether each entry of a tile of scores survives; `BY_KEYS`: its rows are keys."""
+    """Whether dropout keeps each entry of a tile of scores. `first` and `second` are the two words of each draw.
+
+    `BY_KEYS`: the rows of the tile are keys.
+    """
     # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)

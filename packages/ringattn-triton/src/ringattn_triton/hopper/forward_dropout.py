@@ -119,7 +119,11 @@ def _no_bits():
 
 @gluon.jit
 def _with_group(bits, halves, F: gl.constexpr):
-    """Appends a bit to each half of the two numbers in `bits`: whether the random half of its entry keeps it."""
+    """Appends to `bits` the bits of one more group of 16 keys.
+
+    `halves` has two random 16-bit numbers in each word. Each decides whether dropout keeps one weight, and that bit is
+    appended to a 16-bit half of `bits`.
+    """
     BEFORE: gl.constexpr = (F.threshold - 1) * 0x10001
     BACK: gl.constexpr = (0x10000 - (F.threshold - 1)) % 0x10000 * 0x10001
     # Both halves at once: max(half, threshold - 1) - (threshold - 1) is 0 or more, then at most 1.

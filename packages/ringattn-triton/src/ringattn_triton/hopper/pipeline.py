@@ -126,10 +126,11 @@ def produce(
 
 @gluon.jit
 def _announce(shared, done, row, batch, head, masked, whole, out_tiles, PLAN: gl.constexpr):
-    """Gives the consumers the numbers of a turn, once all are done with the numbers of two turns ago.
+    """Tells the consumers the next turn: its row, batch and head, and how many masked and whole tiles it has.
 
-    If there are two places for queries, they are then done with the queries of that turn too. If results are `stored`,
-    the results of that turn lie in that place, and this begins to write them to memory.
+    Two turns have places in shared memory, so this waits until all consumers have finished the turn before last. They
+    are then done with its queries too if those have two places. If results are `stored`, the results of that turn lie
+    where its queries were, and this begins to write them to memory.
     """
     place = done % 2
     if done > 1:
@@ -203,5 +204,5 @@ def next_turn(shared, done):
 
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
-    """One of the five numbers of a turn."""
+    """Reads one number of a turn: 0 is its first query, 1 the batch row, 2 the head, 3 and 4 the counts of tiles."""
     return got_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)

@@ -80,7 +80,7 @@ def folded(F):
 
 @gluon.constexpr_function
 def fold_of(F):
-    """The factor of scores to units of log2, or, with a bias, 1 (`kernels.scores.in_log2`)."""
+    """The factor that converts scores to units of log2. It is 1 with a bias: `kernels.scores.in_log2` follows then."""
     if F.bias:
         return 1.0
     return F.unbend * F.fold if folded(F) else F.fold

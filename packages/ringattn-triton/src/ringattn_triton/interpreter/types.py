@@ -104,7 +104,11 @@ def integer_type(a: Any, b: Any) -> Any:
 
 
 def common_type(a: Any, b: Any, a_number: bool = False, b_number: bool = False, division: bool = False) -> Any:
-    """The type in which Triton combines values of two types; `a_number`: `a` is that of a number in the source."""
+    """The type to which Triton converts two operands, by their types `a` and `b`, before it combines them.
+
+    `a_number` and `b_number` say that the operand is a Python number. It changes the type of a tensor only if it is of
+    a higher kind, as a float is beside integers.
+    """
     if a is b and not division:
         return a
     return _common(a.name, a_number, b.name, b_number, division)

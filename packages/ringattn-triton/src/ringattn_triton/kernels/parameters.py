@@ -32,5 +32,5 @@ def paths(names: Sequence[str], pointers: Mapping[str, Any]) -> list[tuple[int, 
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """The name of each pointer in error messages."""
+    """What error messages call each pointer: the name of its parameter, or `P.x` for the field `x` of `P`."""
     return [label for name in names for label in ([f"P.{x}" for x in Inputs._fields] if name == "P" else [name])]

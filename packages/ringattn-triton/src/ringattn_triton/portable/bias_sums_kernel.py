@@ -17,7 +17,10 @@ def bias_sums(
     S: tl.constexpr, D: tl.constexpr, FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program for each tile of `DBIAS [b, n, t, S]` in a strip, or for each tile of keys if the bias has one row.
+    """Sums the gradients of scores of one strip into `DBIAS [b, n, t, S]`, from `BEFORE`, the sums over earlier strips.
+
+    Each tile of `DBIAS` in the strip has a program; if the bias has one row, each tile of keys has one. If `FRESH`,
+    there is no `BEFORE`.
 
     `DS` has the gradients that `backward_queries` wrote for a strip, and `FIRST` the number of the strip's first tile.
     `S` is `bias_gradient.Strips` and `D` is `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are
