@@ -184,7 +184,7 @@ def _tile_fetched(
     shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr,
     S: gl.constexpr,
 ):  # fmt: skip
-    """Fetches one tile of keys, with its bias, and one of values into the next place; returns how many there were."""
+    """Fetches one tile of keys, with its bias, and one of values into the next place. Returns `fetched + 1`."""
     CONSUMERS: gl.constexpr = S[0]
     KV_TILE: gl.constexpr = S[1]
     STAGES: gl.constexpr = S[2]
