@@ -80,7 +80,7 @@ def large_ids(batch: int, rows: int, columns: int) -> Pair:
 
 
 def interleaved(batch: int, rows: int, columns: int) -> Pair:
-    """The ids of `large_ids` by turns, in runs of some tokens: a query sees every other run, or every fourth."""
+    """Ids like those of `large_ids`, in alternating runs of 9 tokens: a query sees every other run, or every fourth."""
     names = np.array([2**24, 2**24 + 1, 2**24, 2**24 + 2**16 + 1], np.int32)
 
     def ids(length: int) -> np.ndarray:

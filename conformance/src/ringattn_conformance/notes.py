@@ -42,7 +42,7 @@ def error(dtype: str, result: str, size: float, tolerance: float) -> None:
 
 
 def share(found: Any) -> float:
-    """An error over its tolerance."""
+    """An error divided by its tolerance; the error itself if the tolerance is 0."""
     return found["error"] / found["tolerance"] if found["tolerance"] else found["error"]
 
 

@@ -90,7 +90,7 @@ def kept(problem: Problem) -> np.ndarray:
 
 
 def keep_probability(problem: Problem) -> float:
-    """One minus the probability of dropout, that in steps of 2^-16."""
+    """One minus the probability of dropout, which is rounded down to a multiple of 2^-16."""
     return 1.0 - float(np.floor(problem.dropout * 2**16)) / 2**16
 
 
@@ -151,7 +151,7 @@ def sinks_of_heads(sinks: np.ndarray, heads: int) -> np.ndarray:
 
 
 def attend(problem: Problem, dout: np.ndarray | None = None, dlse: np.ndarray | None = None) -> Answer:
-    """The output and the lse; with `dout`, every gradient too. Rows that see nothing are 0 and give nothing."""
+    """The output and the lse; with `dout`, every gradient too. A row that sees no key has output 0."""
     with np.errstate(under="ignore"):
         return _attend(problem, dout, dlse)
 

@@ -16,7 +16,7 @@ OPTIMISED: Final = ("test_collectives", "test_determinism", "test_numerics")
 
 @pytest.fixture(autouse=True)
 def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No optimisation on the CPU, except for those modules and in the exhaustive tier."""
+    """Turns most of XLA's optimisation off on the CPU, except in the `OPTIMISED` modules and the exhaustive tier."""
     module = request.module.__name__.rpartition(".")[2]
     exhaustive = request.config.getoption("ringattn_tier") == tiers.EXHAUSTIVE
     quick = not exhaustive and jax.default_backend() == "cpu" and module not in OPTIMISED
@@ -28,7 +28,7 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def tolerances_of_the_backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Partial results in half precision have tolerances of their own."""
+    """Sets the tolerances for a test's backend: larger ones if it has partial results in half precision."""
     parameters = getattr(request.node, "callspec", None)
     name = parameters and parameters.params.get("ringattn_backend")
     tolerance_factor.of_backend(bool(name) and discovery.get(name).descriptor().half_partials)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tile sizes are worth measuring."""
+"""Which tile sizes the tuner measures."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ _MOST_SCORES: Final = 2**18
 
 
 def candidate_configs(problem: Problem) -> list[RingAttentionConfig]:
-    """One configuration for each way to cut the block into tiles of these sizes, except the kernel's own way."""
+    """Tile sizes to measure: one configuration for each way to cut the block, except the kernel's default way."""
     group = problem.heads // problem.kv_heads
     own = longest(problem, group)
     alike = cut(problem.q_length, own[0]), cut(problem.kv_length, own[1])

@@ -29,7 +29,11 @@ def backward(kernel: BlockKernel) -> Callable[..., Gradients]:
 
 
 def _folding(method: Callable[..., Any], differentiated: Sequence[str] = ()) -> Any:
-    """`method(block, *arrays)`, with vmapped axes folded into the batch. `differentiated` names its gradients."""
+    """Wraps `method(block, *arrays)`: vmapped axes become part of the batch.
+
+    An array in `differentiated` that all rows of a batch share is repeated for every row, and the rows' gradients are
+    added up.
+    """
     call = jax.custom_batching.custom_vmap(method)
 
     @call.def_vmap

@@ -43,7 +43,7 @@ class Residuals:
 
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
-    """`(out, lse)`, and the residuals for the backward pass."""
+    """Runs all hops on this rank. Returns `(out, lse)`, and the residuals for the backward pass."""
     call = gathered(ring, _without_padding(narrowed(call)), location.rank)
     kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:

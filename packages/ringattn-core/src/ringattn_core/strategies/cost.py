@@ -161,13 +161,13 @@ class _Kernels:
     device: Device
 
     def forward(self, pairs: np.ndarray, partial: bool = True) -> float:
-        """A kernel that continues a `partial` result also reads and writes it in float32."""
+        """The seconds of a forward kernel. If it continues a `partial` result, it reads and writes that in float32."""
         work, rate = self.work, self._rates[0]
         moved = 8 * work.outputs * partial
         return self.device.launch + float(pairs.max()) * work.operations[0] / rate + moved / self.device.copy
 
     def backward(self, pairs: np.ndarray) -> float:
-        """Each hop reads and writes dq in float32, and adds dk,dv to those that arrive."""
+        """The seconds of a hop's backward kernel, of dq that it reads and writes in float32, and of adding up dk,dv."""
         work, rate = self.work, self._rates[1]
         moved = 8 * work.queries + 12 * work.keys if work.ranks > 1 else 0
         return self.device.launch + float(pairs.max()) * work.operations[1] / rate + moved / self.device.copy

@@ -73,7 +73,7 @@ def tune(problem: Problem, registration: Registration | None = None, keep: bool 
 
     `registration` is that of the backend, by default the one that the problem names.
 
-    A backend that is registered in this process has no version, and is not stored on the disk.
+    Results of a backend that is registered in this process are not stored on the disk: it has no version.
     """
     from . import cache, tuner
 

@@ -23,7 +23,7 @@ def _one_by_one(part: Part) -> jax.Array:
 
 
 def _by_pairs(part: Part) -> jax.Array:
-    """The same if the own indices are runs of 16 that begin at multiples of 16: rows 8 apart then share a draw."""
+    """`_one_by_one` if the own indices are runs of 16 that begin at multiples of 16: rows 8 apart then share a draw."""
     i, j = part.of_query("index"), part.of_key("index")
     if part.by_keys:
         first, second = (x.reshape(-1, 8, part.width) for x in _drawn(part, i, _first_rows(j)))

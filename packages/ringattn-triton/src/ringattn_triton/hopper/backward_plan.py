@@ -9,7 +9,7 @@ from ..kernel_inputs import BlockConstants, power_of_two
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPlan:
-    """How the kernel runs.
+    """The tile sizes, places in shared memory and registers of a one-pass backward kernel, and how it divides the work.
 
     `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
     computes both, for half of the keys.

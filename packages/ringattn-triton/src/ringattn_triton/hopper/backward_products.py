@@ -42,9 +42,9 @@ _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__vers
 
 @builtin
 def opaque_zero(_semantic=None):
-    """Zero, which the compiler must take for another number in every step.
+    """Zero, but the compiler cannot know that, nor that it is the same in every step.
 
-    It would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
+    Otherwise it would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
     """
     result = _semantic.builder.get_int32_ty()
     zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)

@@ -182,7 +182,10 @@ def _of_group(word, GROUP: gl.constexpr):
 
 @gluon.jit
 def _signs(word, WHICH: gl.constexpr):
-    """A word whose bytes are copies of sign bits: digit n of `WHICH`, less 8, is the byte whose sign byte n copies."""
+    """A word of four masks: byte n is all ones where byte `d - 8` of `word` has its sign bit set, else 0.
+
+    `d` is hexadecimal digit n of `WHICH`, the lowest first, as the PTX instruction `prmt` takes it.
+    """
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, $2;", "=r,r,r", [word, WHICH], dtype=gl.int32, is_pure=True, pack=1
     )

@@ -163,7 +163,7 @@ def _tile_fetched(
     shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Fetches one tile of keys, with its bias, and one of values into the next place; returns how many there were."""
+    """Fetches one tile of keys, with its bias, and one of values into the next place. Returns `fetched + 1`."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
