@@ -338,9 +338,9 @@ LONG: Final = (
     Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20)),
     # A rank's keys, and in these three cases the whole sequences, are multiples of 64 or 128: the last tile is full.
     Case("long-segments", q_length=256, kv_length=1280, segments=case_inputs.crossed, sinks="head", dropout=0.1),
-    Case("long-half", dtype="bfloat16", batch=1, q_length=128, kv_length=2048, head_dim=128, value_dim=128,
+    Case("long-half", dtype="bfloat16", batch=1, q_length=256, kv_length=2048, head_dim=128, value_dim=128,
          segments=case_inputs.crossed, **_GROUPED),
-    Case("long-half-bias", dtype="bfloat16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
+    Case("long-half-bias", dtype="float16", batch=1, q_length=512, kv_length=512, head_dim=128, value_dim=128,
          causal=True, bias="NT", bias_forbids=True),
     Case("blocks", block_size=16, dtype="bfloat16", batch=3, q_length=192, kv_length=192, causal=True,
          window=(70, None), positions=case_inputs.far_rows, bias="NT"),
