@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward pass alone, on one Hopper: its own kernel, the portable one and FlashAttention-3 in turn.
+"""The forward pass alone, on one Hopper: the Hopper kernel, the portable one and FlashAttention-3 in turn.
 
-`python forward_rivals.py` prints a table of milliseconds, for windows of several lengths and three head sizes.
-`HopperFamily.why_not_forward` follows it. `interleaved.py` explains `sustained` and `burst`. Needs FlashAttention-3
-(`flash_attention_3.py`). All programs are compiled before the first is timed, one after the other: Triton's compiler
-fails in several threads.
+`python forward_rivals.py` prints a table of milliseconds, for windows of several lengths, three head sizes, documents
+and short sequences. The thresholds in `HopperFamily.why_not_forward` come from it. `interleaved.py` explains
+`sustained` and `burst`. Needs FlashAttention-3 (`flash_attention_3.py`). All programs are compiled before the first is
+timed, one after the other: Triton's compiler fails in several threads.
 """
 
 import argparse

@@ -77,7 +77,7 @@ class Table:
             self.claims.append(Claim(f"{name} {part}: time over visible share", ratio, "<=", 1.3, "x"))
 
     def cost(self, what: str, options: Mapping[str, Candidate], limits: Mapping[str, float], shape: Shape) -> None:
-        """The time with each option over the time without options, all causal. Limits are of sustained times."""
+        """The time with each option over the time without options, all causal. `limits` are for sustained times."""
         candidates = {"nothing": self.ours(causal=True), **options}
         made = {part: {name: run(one, shape, part) for name, one in candidates.items()} for part in PARTS}
         for part, runs in made.items():
@@ -86,8 +86,8 @@ class Table:
                 over = {name: time[name] / time["nothing"] for name in options}
                 self.raw |= {f"{what}, {name} {part}, {timing}, over nothing": x for name, x in over.items()}
                 if timing == "sustained":
-                    titles = {name: f"{what}, {name} {part}: time with" for name in limits}
-                    self.claims += [Claim(titles[name], over[name], "<=", limits[name], "x") for name in limits]
+                    for name, limit in limits.items():
+                        self.claims.append(Claim(f"{what}, {name} {part}: time with", over[name], "<=", limit, "x"))
 
     def sparse(self, shape: Shape, limit: float) -> None:
         """The time with a mask that shows a scattered tenth of the tiles, over the time of full attention."""

@@ -100,10 +100,8 @@ def main() -> None:
             if "gather" in rates:
                 claims.append(Claim(f"{what} gather", rates["ring"] / rates["gather"], ">=", 1.0, "x"))
             if "auto" in rates:
-                best = max(rates[name] for name in STRATEGIES if name != "auto" and name in rates)
-                claims.append(
-                    Claim(f"{tokens} tokens, {part}: auto over the best", rates["auto"] / best, ">=", 0.97, "x")
-                )
+                others = [rates[name] for name in STRATEGIES if name != "auto" and name in rates]
+                raw[f"{tokens} tokens, {part}: auto over the best"] = rates["auto"] / max(others)
     report("gpu_ring.py", claims, raw)
 
 

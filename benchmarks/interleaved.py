@@ -16,7 +16,7 @@ COMPARE = {"<=": operator.le, ">=": operator.ge}
 ON_A_DEVICE = 0.1
 """Seconds of a measurement on a GPU or TPU that make the share of its host negligible."""
 TIMINGS = ("sustained", "burst")
-"""Sustained: rounds of some 100 ms a candidate, at the clock that the power limit leaves. Burst: a few calls after a
+"""Sustained: rounds of some 100 ms a candidate, with the clock that the power limit allows. Burst: a few calls after a
 rest, which are over before the GPU lowers its clock."""
 REST = 0.03
 """Seconds without work before a burst."""
@@ -54,7 +54,7 @@ def measured_rounds(
 ) -> dict[str, list[float]]:
     """The seconds per call of each candidate in each round. All run in every round, so a slow minute hits all alike.
 
-    Each round has an order of its own (`in_order`): a GPU is warmer, and so slower, after some candidates than after
+    Each round has an order of its own (`round_order`): a GPU is warmer, and so slower, after some candidates than after
     others.
 
     Without `least`, a measurement is one call. With `least`, it is as many calls in a row as take that many seconds.
@@ -69,7 +69,7 @@ def measured_rounds(
         calls[name] = math.ceil(least / seconds_of(candidate, 1)) if least else 1
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
-        for name in in_order(candidates, number):
+        for name in round_order(candidates, number):
             starts(name)
             if least:
                 seconds_of(candidates[name], calls[name])
@@ -77,8 +77,8 @@ def measured_rounds(
     return found
 
 
-def in_order(names: Iterable[str], number: int) -> list[str]:
-    """The names in the order of round `number`: that given in the first round, and then a random one, always alike."""
+def round_order(names: Iterable[str], number: int) -> list[str]:
+    """The names in the order of round `number`: as given in round 0, then shuffled, in every run alike."""
     ordered = list(names)
     if number:
         random.Random(number).shuffle(ordered)
@@ -95,7 +95,7 @@ def bursts(
         calls[name] = max(FEWEST, math.ceil(BURST / seconds_of(candidate, FEWEST)))
     found: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
-        for name in in_order(candidates, number):
+        for name in round_order(candidates, number):
             rest(REST)
             found[name].append(seconds_of(candidates[name], calls[name]))
     return {name: statistics.median(seconds) for name, seconds in found.items()}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the scripts that time kernels beside rivals have the rows, columns and timings that they promise."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,11 @@ def test_a_burst_comes_after_a_rest_and_has_a_few_calls():
 def test_every_round_has_an_order_of_its_own_which_repeats_from_run_to_run():
     import interleaved
 
-    orders = [interleaved.in_order("abcd", number) for number in range(6)]
+    orders = [interleaved.round_order("abcd", number) for number in range(6)]
     assert orders[0] == list("abcd")
     assert all(sorted(order) == list("abcd") for order in orders)
     assert len({tuple(order) for order in orders}) > 3
-    assert orders == [interleaved.in_order("abcd", number) for number in range(6)]
+    assert orders == [interleaved.round_order("abcd", number) for number in range(6)]
 
 
 def test_a_row_has_the_time_of_the_rival_over_ours_in_every_column():
@@ -160,7 +161,8 @@ def test_every_option_is_timed_beside_a_call_without_it(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("script", ["call_rivals.py", "forward_rivals.py", "gpu_attention.py"])
 def test_without_a_gpu_a_script_says_so(script: str):
-    done = subprocess.run([sys.executable, str(BENCHMARKS / script)], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, str(BENCHMARKS / script)], os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1 and done.stderr.startswith("this benchmark needs a") and "GPU" in done.stderr
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers see all devices, each begins with another one, and nothing that the user has set is changed."""
+"""Workers see all devices, each starts at a different one, and nothing that the user has set is changed."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ from ringattn_conformance import devices
 def test_where_a_call_runs(ringattn_backend, number):
     (device,) = jnp.zeros(1).devices()
     worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-    seen = [one.id for one in devices.in_turn()]
+    seen = [one.id for one in devices.own_first()]
     Path(worker).write_text(f"{device.id} {seen} {os.environ['XLA_PYTHON_CLIENT_PREALLOCATE']}")
 """
 
@@ -38,7 +38,7 @@ def test_a_worker_begins_with_its_own_device_and_sees_the_others(
     monkeypatch.delenv(devices.WORKER, raising=False)
     if worker is not None:
         monkeypatch.setenv(devices.WORKER, worker)
-    assert "".join(devices.in_turn()) == order
+    assert "".join(devices.own_first()) == order
 
 
 def test_rings_are_as_real_in_a_worker_as_without(monkeypatch: pytest.MonkeyPatch):

@@ -112,3 +112,12 @@ def test_half_partials_double_the_tolerances_of_half_precision_only():
         assert both() == [exact, 2 * rounded]
     finally:
         tolerance_factor.of_backend(False)
+
+
+@pytest.mark.parametrize(("bias", "faults"), [("BNT", 0), ("NT", 1), ("T", 1)])
+def test_only_the_gradient_of_a_bias_that_is_not_broadcast_may_be_rounded_to_half_precision(bias: str, faults: int):
+    inputs = Case("bias", bias=bias).inputs(1)
+    answer = attend(inputs.problem, inputs.dout)
+    rounded = answer.gradients["dbias"].astype(np.float16).astype(np.float32)
+    found = tolerances.rounded_to_half({"dbias": rounded}, answer)
+    assert len(found) == faults and all("rounded to float16" in line for line in found)

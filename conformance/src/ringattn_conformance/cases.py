@@ -336,7 +336,7 @@ HALF: Final = tuple(
 LONG: Final = (
     Case("long-causal", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, **_GROUPED),
     Case("long-window", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, window=(100, 20)),
-    # A rank's keys, and in these three cases the whole sequences, are multiples of 64 or 128: the last tile is full.
+    # In these three cases the keys fill whole tiles of 128, also the last one.
     Case("long-segments", q_length=256, kv_length=1280, segments=case_inputs.crossed, sinks="head", dropout=0.1),
     Case("long-half", dtype="bfloat16", batch=1, q_length=256, kv_length=2048, head_dim=128, value_dim=128,
          segments=case_inputs.crossed, **_GROUPED),

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="run the suite against one backend", epilog=CODES, formatter_class=raw)
     one.description = "Run the suite against one backend, and judge it. What follows -- goes to pytest."
     one.add_argument("backend", metavar="NAME", help="the name under which it is registered")
-    workers = "processes, spread over the devices, or 'auto' (default: this one)"
+    workers = "worker processes, spread over the devices, or 'auto' (default: none)"
     one.add_argument("-n", dest="workers", default="0", metavar="N", help=workers)
     for name, how in run_options.OPTIONS.items():
         one.add_argument(f"--{name}", dest=name, **how)

@@ -20,8 +20,8 @@ WORKER: Final = "PYTEST_XDIST_WORKER"
 """Holds `gw0`, `gw1` and so on in workers of pytest-xdist."""
 
 
-def prepare() -> None:
-    """Makes eight CPU devices, and lets processes share a GPU; JAX must not be imported yet.
+def set_environment() -> None:
+    """Makes eight CPU devices, and lets processes share a GPU. Does nothing if JAX is already imported.
 
     What the user has set stays: a number of CPU devices in XLA_FLAGS, and whether a process reserves a GPU's memory.
     """
@@ -32,7 +32,7 @@ def prepare() -> None:
             os.environ["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={run_options.LARGEST}".strip()
 
 
-def in_turn() -> "list[jax.Device]":
+def own_first() -> "list[jax.Device]":
     """All devices of JAX, beginning with the one of this worker."""
     import jax
 

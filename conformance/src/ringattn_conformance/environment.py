@@ -9,6 +9,8 @@ from typing import Final
 
 REPORTED: Final = ("jax", "jaxlib", "numpy", "ml-dtypes", "pytest", "pytest-xdist")
 FAMILY: Final = "ringattn-"
+PREFIXES: Final = ("RINGATTN_", "JAX_")
+NAMES: Final = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE")
 _NAME: Final = re.compile(r"[\w.-]+")
 
 
@@ -20,7 +22,7 @@ def versions() -> dict[str, str | None]:
 
 def variables() -> dict[str, str]:
     """The environment variables that can change results."""
-    counting = [name for name in sorted(os.environ) if name.startswith(("RINGATTN_", "JAX_")) or name == "XLA_FLAGS"]
+    counting = [name for name in sorted(os.environ) if name.startswith(PREFIXES) or name in NAMES]
     return {name: os.environ[name] for name in counting}
 
 

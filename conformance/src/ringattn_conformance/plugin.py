@@ -41,13 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
     """Runs before any conftest.py can import JAX, which reads XLA_FLAGS once."""
     if _concerns(early_config.known_args_namespace, args):
-        devices.prepare()
+        devices.set_environment()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{tiers.MARK}(tier, *ids): the smallest tier of the suite that runs the test")
     if _concerns(config.option, config.args):
-        devices.prepare()
+        devices.set_environment()
         config.add_cleanup(functools.partial(tolerance_factor.use, tolerance_factor.used()))
         tolerance_factor.use(config.option.ringattn_tolerance_factor)
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)

@@ -71,7 +71,7 @@ class Placement:
 
     @property
     def mesh(self) -> Mesh:
-        taken = np.array(devices.in_turn()[: self.devices])
+        taken = np.array(devices.own_first()[: self.devices])
         return Mesh(taken.reshape(self.data, self.ring, self.heads), (DATA, RING, HEADS))
 
     def here(self) -> "Placement":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests of the suite run: how much XLA optimises (most programs run once), on which device, how exactly."""
+"""How the tests of the suite run: on which device, with which tolerances, and how much XLA optimises."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -38,8 +38,8 @@ def tolerances_of_the_backend(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def device_of_the_worker() -> Iterator[None]:
-    """Calls on one device run on the worker's own."""
-    first = devices.in_turn()[0]
+    """Makes the worker's own device JAX's default, so that calls on one device are spread over all devices."""
+    first = devices.own_first()[0]
     if first == jax.devices()[0]:
         yield
     else:

@@ -23,7 +23,7 @@ UNEVEN = tuple(case for case in ELSEWHERE if case.name.startswith("uneven"))
 def _agrees(case: Case, backend: str, layout: str, *more: Feature) -> None:
     """The call on global arrays, reordered by core's own functions, and every gradient, against the oracle."""
     ring = max(ring for ring in (1, 2, 4) if ring <= len(jax.devices()))
-    mesh = Mesh(np.array(devices.in_turn()[:ring]), ("sp",))
+    mesh = Mesh(np.array(devices.own_first()[:ring]), ("sp",))
     inputs = case.inputs(ring)
     problem = inputs.problem
     operands = {name: jnp.asarray(x) for name in OPERANDS if (x := getattr(problem, name)) is not None}

@@ -204,7 +204,7 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
 @tiers.core
 def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
     case = Case("two-axes", causal=True)
-    inputs, found = case.inputs(4), devices.in_turn()
+    inputs, found = case.inputs(4), devices.own_first()
     rows, columns = (2, 2) if len(found) >= 4 else (1, 1)
     mesh = Mesh(np.array(found[: rows * columns]).reshape(rows, columns), ("outer", "inner"))
     spec = PartitionSpec(None, ("outer", "inner"))

@@ -89,7 +89,7 @@ def _fits_in_one_pass(given: KernelInputs, of_keys: Steps) -> bool:
     wide = [-(-dim // LANES) * LANES for dim in (block.q.shape[-1], block.value_dim)]
     floats = 2 * sizes.q_length * wide[0] + sizes.kv_length * sum(wide)
     alone = of_keys.rows == 1 or block.group == 1
-    return not given.head_gradient and alone and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
+    return not given.per_head_gradient and alone and 2 * 4 * floats <= VMEM_LIMIT * 3 // 4
 
 
 def _fused(given: KernelInputs, of_keys: Steps, dq: jax.Array | None) -> Found:
@@ -117,7 +117,7 @@ def _queries(given: KernelInputs, inputs: Inputs, dq: jax.Array | None) -> Found
     outputs = {"dq": _result(given, "dq", False)}
     if dq is not None:
         inputs = inputs | {"dq": given.operand(dq, "BNT.", by_keys=False)}
-    if given.head_gradient:
+    if given.per_head_gradient:
         zeros = jnp.zeros((batch, heads, SUBLANES, LANES), jnp.float32)
         inputs = inputs | {"dheads": Operand(align(zeros, axes_of(given.arrays["dout"][0])))}
         outputs["dheads"] = given.operand(zeros, "BN..", by_keys=False)

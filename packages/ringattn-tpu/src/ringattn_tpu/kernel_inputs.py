@@ -69,8 +69,8 @@ class KernelInputs(NamedTuple):
     arrays: dict[str, tuple[jax.Array, str]]
 
     @property
-    def head_gradient(self) -> bool:
-        """Whether an option has a number for each head, and that number a gradient."""
+    def per_head_gradient(self) -> bool:
+        """Whether the call differentiates a parameter of each head (ALiBi slopes)."""
         return self.block.slopes is not None
 
     def operands(self, by_keys: bool) -> dict[str, Operand]:

@@ -117,8 +117,8 @@ class BlockConstants:
         return self.slopes or self.dropout or self.masks
 
     @property
-    def head_gradient(self) -> bool:
-        """Whether an option has a number for each head, and that number a gradient."""
+    def per_head_gradient(self) -> bool:
+        """Whether the call differentiates a parameter of each head (ALiBi slopes)."""
         return self.slopes
 
     @property

@@ -110,8 +110,8 @@ def sinks(argument: str, x: Any, sizes: Sizes) -> jax.Array | None:
     return found[:, None]
 
 
-def in_float32(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
-    """A check for numbers that go on in float32, so that their gradients are added over ranks in float32."""
+def float32_array(wanted: Any) -> Callable[[str, Any, Sizes], jax.Array | None]:
+    """A check that also converts to float32, so that the gradient is added over ranks in float32 and rounded once."""
     return lambda argument, x, sizes: None if x is None else array(argument, x, wanted, sizes).astype(jnp.float32)
 
 

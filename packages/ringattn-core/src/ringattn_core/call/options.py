@@ -70,7 +70,7 @@ OPTIONS: Final = (
     Option("q_positions", checks.positions(arrays.QueryPositions), arrays.QueryPositions, Feature.POSITIONS),
     Option("kv_positions", checks.positions(arrays.KeyPositions), arrays.KeyPositions),
     Option("query_offset", checks.query_offset, arrays.QueryOffset, Feature.POSITIONS),
-    Option("alibi_slopes", checks.in_float32(arrays.OfHeads), arrays.OfHeads, Feature.ALIBI),
+    Option("alibi_slopes", checks.float32_array(arrays.PerHead), arrays.PerHead, Feature.ALIBI),
     Option("dropout_prob", checks.probability, feature=Feature.DROPOUT),
     Option("dropout_seed", checks.seed, arrays.Seed),
     Option("batch_axis_name", lambda argument, value, _: None if value is None else axes.names(value, argument)),
@@ -117,7 +117,7 @@ class TokenOptions(TypedDict, total=False):
     q_positions: arrays.QueryPositions | None
     kv_positions: arrays.KeyPositions | None
     query_offset: int | arrays.QueryOffset | None
-    alibi_slopes: arrays.OfHeads | None
+    alibi_slopes: arrays.PerHead | None
 
 
 class RingSettings(TypedDict, total=False):
@@ -166,7 +166,7 @@ class CacheOptions(TypedDict, total=False):
     chunk_size: int | None
     logits_soft_cap: float | None
     softmax_scale: float | None
-    alibi_slopes: arrays.OfHeads | None
+    alibi_slopes: arrays.PerHead | None
     axis_name: axes.AxisName
     batch_axis_name: axes.AxisName
     head_axis_name: axes.AxisName

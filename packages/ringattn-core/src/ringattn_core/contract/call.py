@@ -46,7 +46,7 @@ class Call:
     q_positions: arrays.QueryPositions | None
     kv_positions: arrays.KeyPositions | None
     query_offset: arrays.QueryOffset | None
-    alibi_slopes: arrays.OfHeads | None
+    alibi_slopes: arrays.PerHead | None
     dropout_prob: float
     dropout_seed: arrays.Seed | None
     batch_axis_name: tuple[str, ...] | None

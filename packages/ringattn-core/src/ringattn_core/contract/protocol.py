@@ -193,10 +193,10 @@ class Gradients:
         dbias: jax.Array | None,
         parts: jax.Array | None,
     ) -> "Gradients":
-        """The gradients of a block whose kernel leaves `dslopes` in parts.
+        """The gradients of a block from a kernel that returns partial sums of `dslopes`.
 
         `parts [B, N, ...]` are summed over all axes after the second, and over the batch where its rows share slopes.
-        Without slopes they are not read.
+        They are ignored if the block has no slopes.
         """
         if block.slopes is None or parts is None:
             return cls(dq, dk, dv, dbias)

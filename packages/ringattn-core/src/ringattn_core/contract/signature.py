@@ -43,7 +43,7 @@ class RingAttention(Protocol):
         q_position_ids: arrays.QueryPositions | None = None,
         kv_position_ids: arrays.KeyPositions | None = None,
         query_offset: int | arrays.QueryOffset | None = None,
-        alibi_slopes: arrays.OfHeads | None = None,
+        alibi_slopes: arrays.PerHead | None = None,
         dropout_prob: float = 0.0,
         dropout_seed: int | arrays.Seed | None = None,
         batch_axis_name: str | tuple[str, ...] | None = None,

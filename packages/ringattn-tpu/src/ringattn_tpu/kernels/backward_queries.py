@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of queries and of heads' numbers: the kernel keeps a tile of queries while keys visit it."""
+"""The gradients of queries and of ALiBi slopes: the kernel keeps a tile of queries while keys visit it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..kernel_inputs import Settings
 from ..launch import Step, over_parts
 from ..steps import FIRST, LAST, OPENS
 from .derivatives import derivatives
-from .scores import Part, folded, keep_columns, matmul, minus_head_gradient
+from .scores import Part, folded, keep_columns, matmul, minus_gradient_per_head
 
 
 def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settings: Settings, part: int) -> None:
@@ -35,7 +35,7 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
         found = derivatives(one, row_values, masked)
         acc[...] += matmul(found.dproduct, one.rows("k"), settings)
         if "dheads" in outputs:
-            outputs["dheads"][...] -= _in_one_register(minus_head_gradient(one, found.ds))
+            outputs["dheads"][...] -= _in_one_register(minus_gradient_per_head(one, found.ds))
 
     over_parts(step, inputs["k"].shape[0], part, visit)
 

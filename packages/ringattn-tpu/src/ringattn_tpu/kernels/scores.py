@@ -139,7 +139,7 @@ def _bias(part: Part) -> jax.Array:
     return to_width(to_column(bias[...].astype(jnp.float32)), part.width)
 
 
-def minus_head_gradient(part: Part, ds: jax.Array) -> jax.Array:
+def minus_gradient_per_head(part: Part, ds: jax.Array) -> jax.Array:
     """What each score adds to the gradient of its head's slope, with the other sign."""
     return ds * distance(part)
 

@@ -47,7 +47,7 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
     if constants.bias:
         return "the one-pass backward kernel has no bias"
     if constants.capped and constants.distances:
-        return "the one-pass backward kernel has no soft cap where scores depend on distances"
+        return "the one-pass backward kernel has no soft cap with ALiBi"
     if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and not _enough_heads(block, constants, plan):
@@ -122,8 +122,8 @@ def backward(
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
         *_rows(block, constants, lse, delta, plan), ranks, counters, zeros,
     ]  # fmt: skip
-    # Each consumer of each turn writes what it finds for the number of a head, masked steps apart from others.
-    parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.head_gradient else (1,)
+    # Each consumer writes, for each turn, its part of the gradient of its head's slope, apart for masked steps.
+    parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.per_head_gradient else (1,)
     dk, dv, dheads, counters, sums = launch(
         backward_kernel,
         arrays,

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
-from .numbers import got_number
+from .shared_numbers import read_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
 """Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are
@@ -195,7 +195,7 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 
     They are read once more here, so that no registers hold them through the loops.
     """
-    owner = owned(got_number(at(shared.turn, taken % 2), 4), T, KV_HEADS)
+    owner = owned(read_number(at(shared.turn, taken % 2), 4), T, KV_HEADS)
     mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
     return owner
 
@@ -204,4 +204,4 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 def next_turn(shared, taken, WARPS: gl.constexpr):
     """The number of the next turn, after `taken` turns; at least the number of all turns if none is left."""
     mbarrier.wait(at(shared.turn_full, taken % 2), (taken // 2) & 1)
-    return got_number(at(shared.turn, taken % 2), WARPS)
+    return read_number(at(shared.turn, taken % 2), WARPS)

@@ -33,8 +33,8 @@ from .backward_scores import derivatives, head_sums, probabilities, tile_of, wei
 from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
-from .numbers import got_number
 from .results import in_sixteens
+from .shared_numbers import read_number
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
@@ -94,9 +94,9 @@ def compute_gradients(
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = TIMES * got_number(at(shared.before, taken % 2), 4)
-        whole = TIMES * got_number(at(shared.whole, taken % 2), 4)
-        after = TIMES * got_number(at(shared.after, taken % 2), 4)
+        before = TIMES * read_number(at(shared.before, taken % 2), 4)
+        whole = TIMES * read_number(at(shared.whole, taken % 2), 4)
+        after = TIMES * read_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         for part in range(0, PARTS * HEADS):
@@ -115,7 +115,7 @@ def compute_gradients(
                     dk, dv, dhead, shared, step, NUMBER, P, turn, head, F, T, PLAN, False, SCORES, SUMS
                 )
             done = end
-            if F.head_gradient:
+            if F.per_head_gradient:
                 row, batch, kv_head = owned(turn, T, F.kv_heads)
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
@@ -193,7 +193,7 @@ def _step_of(
     if MASKED or F.distances or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(
-            P, batch, got_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
+            P, batch, read_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
         )  # fmt: skip
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
     p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)

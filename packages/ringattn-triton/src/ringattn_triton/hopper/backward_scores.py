@@ -12,7 +12,7 @@ from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
 from .dropout import kept, of_draws, own_draws
-from .softmax import in_fours, sums_of_parts
+from .softmax import quad_layout, sums_of_parts
 
 
 class Tile(NamedTuple):
@@ -113,9 +113,9 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 @gluon.jit
 def head_sums(F: gl.constexpr):
-    """Zeros, to which `with_head_sums` adds; the number 0 where no option has a number for each head."""
-    if F.head_gradient:
-        return gl.zeros([64, 4], gl.float32, in_fours(4))
+    """Zeros, to which `with_head_sums` adds; 0 where no parameter of a head has a gradient."""
+    if F.per_head_gradient:
+        return gl.zeros([64, 4], gl.float32, quad_layout(4))
     else:
         return 0
 

@@ -26,7 +26,7 @@ from .backward_memory import (
 from .backward_turns import after_step, steps_of, tile_at
 from .hardware_barriers import hardware_barrier
 from .head_tiles import fetch, store
-from .numbers import put_number
+from .shared_numbers import write_number
 
 
 @builtin
@@ -104,7 +104,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             q_full = at(shared.q_full, place)
             if done >= PLAN.stages:
                 hardware_barrier("sync", Q_EMPTY + place, 288)
-            put_number(at(shared.tile, place), tile)
+            write_number(at(shared.tile, place), tile)
             OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances else 1)
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
             fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
@@ -150,10 +150,10 @@ def _announce(shared, taken, turn, before, whole, after):
     """Tells the other warps the next turn and its numbers of steps, once they need the turn before last no more."""
     place = taken % 2
     mbarrier.wait(at(shared.turn_empty, place), ((taken // 2) & 1) ^ 1)
-    put_number(at(shared.turn, place), turn)
-    put_number(at(shared.before, place), before)
-    put_number(at(shared.whole, place), whole)
-    put_number(at(shared.after, place), after)
+    write_number(at(shared.turn, place), turn)
+    write_number(at(shared.before, place), before)
+    write_number(at(shared.whole, place), whole)
+    write_number(at(shared.after, place), after)
     mbarrier.arrive(at(shared.turn_full, place), count=1)
 
 

@@ -20,9 +20,9 @@ from triton.language.core import inline_asm_elementwise, int32
 from ..kernels.dropout import philox
 from ..kernels.tokens import first_counter
 from .dropout import of_draws, own_draws
-from .numbers import got_number
 from .schedules import CONSUMER_ROWS
-from .softmax import in_fours
+from .shared_numbers import read_number
+from .softmax import quad_layout
 
 
 @gluon.constexpr_function
@@ -55,10 +55,10 @@ def drawn(shared, taken, P, batch, start, counter, key, F: gl.constexpr, PLAN: g
     """
     if F.dropout:
         if counter < 0:
-            tile = got_number(shared.tiles.index(taken % PLAN.stages), 4)
+            tile = read_number(shared.tiles.index(taken % PLAN.stages), 4)
             first, second = _apart(P, batch, start, tile, key, F, PLAN.kv_tile)
         else:
-            of_keys = got_number(shared.counters.index(taken % PLAN.stages), 4)
+            of_keys = read_number(shared.counters.index(taken % PLAN.stages), 4)
             first, second = _together(counter, of_keys, key, F, PLAN.kv_tile)
         return draws_first(first, second, taken), second
     else:
@@ -152,7 +152,8 @@ def dropped(weights, bits, F: gl.constexpr, KV_TILE: gl.constexpr):
         else:
             parts = gl.reshape(masks, [CONSUMER_ROWS // 16, 8, 4, 2, 2, 2, 2])
             ordered = gl.permute(parts, (0, 6, 1, 5, 4, 3, 2))
-        return weights & gl.convert_layout(gl.reshape(ordered, [CONSUMER_ROWS, KV_TILE // 2]), in_fours(KV_TILE // 2))
+        HALF: gl.constexpr = KV_TILE // 2
+        return weights & gl.convert_layout(gl.reshape(ordered, [CONSUMER_ROWS, HALF]), quad_layout(HALF))
     else:
         return weights
 

@@ -18,12 +18,12 @@ from ..kernels.tokens import of_columns, of_rows
 from .forward_dropout import counter_of_queries, drawn, dropped
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
-from .numbers import got_number
 from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import Shared, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
+from .shared_numbers import read_number
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import finished, no_sums, pieces, rescaled, with_values
 
@@ -279,7 +279,7 @@ def _continued(
 def _keys(shared, taken, P, batch, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr):
     """The `Keys` of a tile to mask, or 0."""
     if MASKED:
-        start = got_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile
+        start = read_number(shared.tiles.index(taken % PLAN.stages), 4) * PLAN.kv_tile
         columns = gl.arange(0, PLAN.kv_tile, gl.SliceLayout(0, SCORES))
         return of_columns(P, batch, start, columns, 0, F, PLAN.kv_tile, False)
     else:

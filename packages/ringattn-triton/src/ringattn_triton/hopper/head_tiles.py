@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """The function that fetches a tile, by its name in Triton 3.9 or the name before."""
 store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-"""The function that writes a tile to memory, likewise."""
+"""The function that writes a tile to memory, by its name in Triton 3.9 or the name before."""
 
 
 @gluon.constexpr_function

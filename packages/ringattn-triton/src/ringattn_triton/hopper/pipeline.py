@@ -13,9 +13,9 @@ from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from ..kernels.tokens import first_counter
 from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
 from .head_tiles import fetch, store
-from .numbers import got_number, put_number
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
+from .shared_numbers import read_number, write_number
 
 
 class Shared(NamedTuple):
@@ -137,11 +137,11 @@ def _announce(shared, done, row, batch, head, masked, whole, out_tiles, PLAN: gl
         wait_until_left(turn_empty(PLAN) + place, PLAN)
         if PLAN.stored:
             _write_results(shared, place, out_tiles, PLAN)
-    put_number(shared.turns.index(place * 5), row)
-    put_number(shared.turns.index(place * 5 + 1), batch)
-    put_number(shared.turns.index(place * 5 + 2), head)
-    put_number(shared.turns.index(place * 5 + 3), masked)
-    put_number(shared.turns.index(place * 5 + 4), whole)
+    write_number(shared.turns.index(place * 5), row)
+    write_number(shared.turns.index(place * 5 + 1), batch)
+    write_number(shared.turns.index(place * 5 + 2), head)
+    write_number(shared.turns.index(place * 5 + 3), masked)
+    write_number(shared.turns.index(place * 5 + 4), whole)
     mbarrier.arrive(shared.turns_full.index(place), count=1)
 
 
@@ -149,9 +149,9 @@ def _announce(shared, done, row, batch, head, masked, whole, out_tiles, PLAN: gl
 def _write_results(shared, place, out_tiles, PLAN: gl.constexpr):
     """Begins to write the results of a turn, which lie where its queries were."""
     CONSUMERS: gl.constexpr = PLAN.consumers
-    row = got_number(shared.turns.index(place * 5), 1)
-    batch = got_number(shared.turns.index(place * 5 + 1), 1)
-    head = got_number(shared.turns.index(place * 5 + 2), 1)
+    row = read_number(shared.turns.index(place * 5), 1)
+    batch = read_number(shared.turns.index(place * 5 + 1), 1)
+    head = read_number(shared.turns.index(place * 5 + 2), 1)
     for number in gl.static_range(CONSUMERS):
         at = [batch, head, row + number * CONSUMER_ROWS, 0]
         mine = shared.q.index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q.shape[2]))
@@ -177,10 +177,10 @@ def _tile_fetched(
     if fetched >= PLAN.stages:
         wait_until_left(k_empty(PLAN) + place, PLAN)
     if F.dropout:
-        put_number(shared.counters.index(place), counter)
+        write_number(shared.counters.index(place), counter)
     if F.distances:
         place_of_positions(shared, fetched, PLAN).store(away)
-    put_number(shared.tiles.index(place), tile)
+    write_number(shared.tiles.index(place), tile)
     mbarrier.expect(full, PLAN.kv_tile * DIM * 2 + (PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0))
     fetch(k_tiles, at, full, shared.k.index(place).reshape((1, PLAN.kv_tile, DIM)))
     if F.bias:
@@ -205,4 +205,4 @@ def next_turn(shared, done):
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
     """Reads one number of a turn: 0 is its first query, 1 the batch row, 2 the head, 3 and 4 the counts of tiles."""
-    return got_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)
+    return read_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)

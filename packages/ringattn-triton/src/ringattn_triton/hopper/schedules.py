@@ -18,9 +18,9 @@ CONSUMER_ROWS: Final = tl.constexpr(64)
 class ForwardPlan:
     """How the forward kernel runs.
 
-    `ordered`: consumers begin products in turn (`order`). `masked`: there are tiles to mask. `fresh`, `shifted`: as for
-    the portable kernel. `bounded`: no row maximum is subtracted from scores. `stored`: results are written from shared
-    memory.
+    `ordered`: consumers begin products in turn (`order`). `masked`: there are tiles to mask. `fresh`: there is no
+    partial result to continue. `shifted`: the partial result has a shift. `bounded`: no row maximum is subtracted from
+    scores. `stored`: results are written from shared memory.
     """
 
     consumers: int
@@ -57,7 +57,7 @@ _FORWARD: Final = {
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
 _WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS}
-"""The same where distances or dropout need registers, which three consumers do not have."""
+"""Plans that replace those above with ALiBi or dropout, which need more registers than three consumers leave."""
 
 
 def forward(constants: BlockConstants) -> ForwardPlan | None:

@@ -68,7 +68,7 @@ def weighed(s, base, shrink, total, F: gl.constexpr, PLAN: gl.constexpr):
     else:
         FOLD: gl.constexpr = fold_of(F)
         p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, in_fours(4)))[:, None] + sums_of_parts(p)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None] + sums_of_parts(p)
     return p, total
 
 
@@ -90,14 +90,14 @@ def fold_of(F):
 def sums_of_parts(p):
     """The partial sums of a row, `[64, 4]`, one in each of the four threads that share it, without communication."""
     own = gl.sum(gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(own, in_fours(4))
+    return gl.convert_layout(own, quad_layout(4))
 
 
 @gluon.jit
 def in_parts(total):
     """Turns sums of rows into four partial sums as of `sums_of_parts`: the first is the sum, the others are 0."""
-    first = gl.arange(0, 4, gl.SliceLayout(0, in_fours(4)))[None, :] == 0
-    return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, in_fours(4)))[:, None], 0.0)
+    first = gl.arange(0, 4, gl.SliceLayout(0, quad_layout(4)))[None, :] == 0
+    return gl.where(first, gl.convert_layout(total, gl.SliceLayout(1, quad_layout(4)))[:, None], 0.0)
 
 
 @gluon.jit
@@ -115,14 +115,14 @@ def packed(p, TYPE: gl.constexpr):
     first, second = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == TYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
     words = gl.inline_asm_elementwise(ROUND, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
-    return gl.convert_layout(words, in_fours(p.shape[1] // 2))
+    return gl.convert_layout(words, quad_layout(p.shape[1] // 2))
 
 
 @gluon.constexpr_function
-def in_fours(COLUMNS):
-    """The layout of an array `[64, COLUMNS]` of which the four threads that share a row of a product have every fourth.
+def quad_layout(COLUMNS):
+    """The layout of an array `[64, COLUMNS]`: each of the four threads that share a row has every fourth column.
 
-    It is that of weights with two neighbours packed in a word, and with four columns that of one number a thread.
+    Weights have it, packed two to a word, and so do partial sums of rows, with four columns.
     """
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0], *([0, 1 << bit] for bit in range(2, COLUMNS.bit_length() - 1))],

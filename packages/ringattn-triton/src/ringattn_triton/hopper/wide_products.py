@@ -36,7 +36,7 @@ from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_of_heads
-from .numbers import got_number
+from .shared_numbers import read_number
 
 _WEIGHTS = gl.constexpr(2)
 """The place of `dq` in which p is handed over. Later it holds the last piece of dq of the consumer that wrote p."""
@@ -55,11 +55,11 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        whole = TIMES * got_number(at(shared.whole, taken % 2), 4)
+        whole = TIMES * read_number(at(shared.whole, taken % 2), 4)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         if PLAN.masked:
-            before = TIMES * got_number(at(shared.before, taken % 2), 4)
-            after = TIMES * got_number(at(shared.after, taken % 2), 4)
+            before = TIMES * read_number(at(shared.before, taken % 2), 4)
+            after = TIMES * read_number(at(shared.after, taken % 2), 4)
             # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
             for part in range(0, 2 * HEADS):
                 end = done + gl.where(part % 2 == 0, before, after)
@@ -90,9 +90,9 @@ def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = got_number(at(shared.before, taken % 2), 4)
-        whole = got_number(at(shared.whole, taken % 2), 4)
-        after = got_number(at(shared.after, taken % 2), 4)
+        before = read_number(at(shared.before, taken % 2), 4)
+        whole = read_number(at(shared.whole, taken % 2), 4)
+        after = read_number(at(shared.after, taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         first = done
         done += F.group * (before + whole + after)
@@ -125,7 +125,7 @@ def _step_of_dv(
     tile = 0
     if MASKED:
         row, batch, _ = owned(turn, T, F.kv_heads)
-        tile = tile_of(P, batch, got_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
+        tile = tile_of(P, batch, read_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
     hardware_barrier("arrive", Q_EMPTY + place, 288)

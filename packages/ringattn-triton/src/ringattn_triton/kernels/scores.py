@@ -87,8 +87,8 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
 
 
 @triton.jit
-def with_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
-    """Adds what the queries of a tile contribute to the gradient of their head's slope. Without slopes `sums` stay."""
+def with_per_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
+    """Adds what the queries of a tile contribute to the gradient of their head's slope, if it has one."""
     if F.slopes:
         sums -= tl.sum(ds * distance(queries, keys), 1)
     return sums

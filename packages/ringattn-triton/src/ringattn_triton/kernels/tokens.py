@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..kernel_inputs import INPUTS
 
-Inputs = namedtuple("Inputs", INPUTS[3:])
+Inputs = namedtuple("Inputs", [name for name in INPUTS if name not in ("q", "k", "v")])
 """The pointers to the arrays in `kernel_inputs.INPUTS`, except q, k and v."""
 
 

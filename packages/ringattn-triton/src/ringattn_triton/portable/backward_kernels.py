@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import backward_rows, bent, biases, derivatives, narrowed, of_head, scaled, with_head_gradient
+from ..kernels.scores import backward_rows, bent, biases, derivatives, narrowed, of_head, scaled, with_per_head_gradient
 from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries
 from .bias_sums_kernel import keep_tile
@@ -127,7 +127,7 @@ def backward_queries(
 ):  # fmt: skip
     """One program for each tile of queries of each head.
 
-    `DHEADS [B, N, T]` is what each row adds to the gradient of its head's number, if an option has one. `FRESH`: there
+    `DHEADS [B, N, T]` is what each row adds to the gradient of its head's ALiBi slope, if it has one. `FRESH`: there
     is no `DQ_BEFORE` to continue. `IN_STRIPS`: the launch computes one strip (`S` is `bias_gradient.Strips`), whose
     first tile is in `FIRST`, and writes the gradients of its scores to `DS`; otherwise `S` is `T`.
     """
@@ -196,7 +196,7 @@ def backward_queries(
         tl.store(DQ + q_at, dq, mask=(rows < F.q_length) & (dims < F.head_dim))
     else:
         tl.store(DQ + q_at, dq)
-    if F.head_gradient:
+    if F.per_head_gradient:
         tl.store(DHEADS + row_at, dhead, mask=line < F.q_length)
 
 
@@ -206,7 +206,7 @@ def _added_to_queries(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a tile of keys contributes to dq and to the gradient of the head's number."""
+    """Adds what a tile of keys contributes to dq and to the gradient of the head's ALiBi slope."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = (start + tl.arange(0, KV_TILE))[:, None]
@@ -226,7 +226,7 @@ def _added_to_queries(
     _, ds, dproduct = derivatives(
         bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED
     )  # fmt: skip
-    dhead = with_head_gradient(dhead, ds, queries, keys, F)
+    dhead = with_per_head_gradient(dhead, ds, queries, keys, F)
     if IN_STRIPS:
         keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)
     dq = tl.dot(narrowed(dproduct, k, F), k, dq, input_precision=F.precision)

@@ -7,12 +7,12 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def put_number(place, number):
+def write_number(place, number):
     """Writes one number to a place, by a partition of one warp."""
     place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def got_number(place, WARPS: gl.constexpr):
+def read_number(place, WARPS: gl.constexpr):
     """The number in a place, for all threads of a partition of `WARPS` warps."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
