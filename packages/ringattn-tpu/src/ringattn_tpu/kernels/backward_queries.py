@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of queries and of ALiBi slopes: the kernel keeps a tile of queries while keys visit it."""
+"""The gradients of queries and of per-head parameters: the kernel keeps a tile of queries while keys visit it."""
 
 from typing import Any
 

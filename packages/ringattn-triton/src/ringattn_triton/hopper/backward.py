@@ -122,7 +122,7 @@ def backward(
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
         *_rows(block, constants, lse, delta, plan), ranks, counters, zeros,
     ]  # fmt: skip
-    # Each consumer writes, for each turn, its part of the gradient of its head's slope, apart for masked steps.
+    # Each consumer writes, for each turn, its part of the per-head gradient, apart for masked steps.
     parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.per_head_gradient else (1,)
     dk, dv, dheads, counters, sums = launch(
         backward_kernel,

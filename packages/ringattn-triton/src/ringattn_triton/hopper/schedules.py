@@ -57,7 +57,7 @@ _FORWARD: Final = {
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
 _WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS}
 _WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS}
-"""Plans that replace those above with ALiBi or dropout, which need more registers than three consumers leave."""
+"""Plans that replace those above with distances or dropout, which need more registers than three consumers leave."""
 
 
 def forward(constants: BlockConstants) -> ForwardPlan | None:

@@ -57,7 +57,7 @@ def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> 
 def _of_queries(
     block: Block, inputs: KernelInputs, rows: Rows, before: jax.Array | None, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dq, what each row adds to the gradient of its head's ALiBi slope, and dbias, by the kernel that owns queries."""
+    """dq, what each row adds to the gradient of its per-head parameter, and dbias, by the kernel that owns queries."""
     schedule = schedules.backward_queries(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     tiles = schedule.q_tile, schedule.kv_tile
     table = visited_tiles.table(inputs, block, *tiles)

@@ -127,7 +127,7 @@ def backward_queries(
 ):  # fmt: skip
     """One program for each tile of queries of each head.
 
-    `DHEADS [B, N, T]` is what each row adds to the gradient of its head's ALiBi slope, if it has one. `FRESH`: there
+    `DHEADS [B, N, T]` is what each row adds to the gradient of its per-head parameter, if any. `FRESH`: there
     is no `DQ_BEFORE` to continue. `IN_STRIPS`: the launch computes one strip (`S` is `bias_gradient.Strips`), whose
     first tile is in `FIRST`, and writes the gradients of its scores to `DS`; otherwise `S` is `T`.
     """
@@ -206,7 +206,7 @@ def _added_to_queries(
     F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds what a tile of keys contributes to dq and to the gradient of the head's ALiBi slope."""
+    """Adds what a tile of keys contributes to dq and to the gradient of the per-head parameter."""
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = (start + tl.arange(0, KV_TILE))[:, None]
