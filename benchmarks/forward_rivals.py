@@ -14,6 +14,7 @@ from typing import Any, Final
 import flash_attention_3
 import jax
 from backward_rivals import block_of
+from call_rivals import RIVAL
 from interleaved import TIMINGS, both_timings
 from measuring import TOLERANCES, relative
 from ringattn_core.contract.protocol import Partial
@@ -38,7 +39,6 @@ CASES: Final = {
     "b8 2k, 32/8 heads of 64": Workload(Shape(8, 2048, 32, 8, 64)),
 }
 FAMILIES: Final[dict[str, Family]] = {"Hopper": HOPPER, "portable": PORTABLE}
-RIVAL: Final = "FlashAttention-3"
 
 
 def forward(family: Family, case: Workload, *arrays: jax.Array) -> Partial:

@@ -10,6 +10,7 @@ ROCM: Final = ("gfx942",)
 SHARED: Final = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}
 """KiB that one program can have."""
 
+_FEW_A_STEP: Final = "steps with masks, and ends of turns, spill; the other steps read back a few words at most"
 _ON_HOPPER: Final = "the fastest tiles of those timed on Hopper; the smaller ones that spill nothing are slower"
 _LIKE_HOPPER: Final = "the tiles of Hopper, which are not timed here"
 _THREE_PRODUCTS: Final = "float32 is split in three for the tensor cores, and the parts are held in registers"
@@ -44,6 +45,13 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 256, "ringattn_hopper_forward"): {90: (16, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a soft cap"): {90: (96, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a bias"): {90: (72, _CONTINUED)},
+    ("bfloat16", 128, "ringattn_hopper_forward with dropout"): {90: (64, _FEW_A_STEP)},
+    ("bfloat16", 128, "ringattn_hopper_forward with dropout and a soft cap"): {90: (64, _FEW_A_STEP)},
+    ("bfloat16", 256, "ringattn_hopper_forward with dropout"): {90: (80, _FEW_A_STEP)},
+    ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (304, _FEW_A_STEP)},
+    ("bfloat16", 128, "ringattn_hopper_forward with slopes"): {90: (32, _FEW_A_STEP)},
+    ("bfloat16", 128, "ringattn_hopper_forward with slopes and a soft cap"): {90: (32, _FEW_A_STEP)},
+    ("bfloat16", 256, "ringattn_hopper_forward with slopes"): {90: (32, _FEW_A_STEP)},
     ("bfloat16", 128, "ringattn_backward_keys"): {
         90: (80, _ON_HOPPER),
         100: (352, _LIKE_HOPPER),
@@ -79,6 +87,8 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (592, _DRAWS_AFTER_3_6)},
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
+    ("bfloat16", 256, "ringattn_hopper_forward with dropout"): {90: (88, _FEW_A_STEP)},
+    ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (320, _FEW_A_STEP)},
 }
 """The budgets of Triton 3.9 where it spills more than `SPILLS` allows."""
 

@@ -188,27 +188,20 @@ def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budg
 
 
 @pytest.mark.parametrize(
-    ("option", "head_dim", "soft_cap", "bound"),
+    ("option", "head_dim", "soft_cap"),
     [
-        ("dropout", 128, None, 64),
-        ("dropout", 128, 30.0, 64),
-        ("dropout", 256, None, 88),
-        ("slopes", 64, None, 320),
-        ("slopes", 128, None, 32),
-        ("slopes", 128, 30.0, 32),
-        ("slopes", 256, None, 32),
+        *(("dropout", *heads) for heads in ((128, None), (128, 30.0), (256, None))),
+        *(("slopes", *heads) for heads in ((64, None), (128, None), (128, 30.0), (256, None))),
     ],
 )
-def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, bound, monkeypatch):
-    """Steps with masks, and ends of turns, spill; the other steps read back a few words at most.
-
-    The bounds are of Triton 3.9, whose assembler spills up to 16 bytes more than that of 3.6.
-    """
+def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, monkeypatch):
     dropout = 0.1 if option == "dropout" else 0.0
     rule = Rule(scale=head_dim**-0.5, causal=True, soft_cap=soft_cap, dropout=dropout)
     given = {"seed": shape(1, dtype=jnp.uint32)} if dropout else {"slopes": shape(1, HEADS, dtype=jnp.float32)}
     report = for_hopper(block(jnp.bfloat16, head_dim, rule=rule, **given), True, monkeypatch)
-    assert report.spilled <= bound, report
+    kernel = f"{HOPPER} with {option}{' and a soft cap' if soft_cap else ''}"
+    bound, reason = allowed("bfloat16", head_dim, kernel, 90)
+    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
 
 
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
