@@ -75,6 +75,18 @@ def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple
     assert all((a == b).all() for a, b in zip(packing.unpack(got, dims[0]), (k, v), strict=True))
 
 
+def test_gradients_that_a_kernel_has_written_as_one_array_are_not_copied():
+    @jax.jit
+    def program(x: Any) -> Any:
+        both = jax.lax.optimization_barrier(jnp.sin(x))
+        return packing.pack_gradients(both[0], both[1])
+
+    x = jnp.arange(48.0).reshape(2, 1, 3, 2, 4)
+    assert (program(x) == jnp.sin(x)).all()
+    text = program.lower(x).compile().as_text()
+    assert "sine(" in text and "concatenate(" not in text and "slice(" not in text
+
+
 def compiled(ranks: int, length: int, gradient: bool) -> Any:
     shape = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32)
 

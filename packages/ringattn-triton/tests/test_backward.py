@@ -175,6 +175,21 @@ def test_keys_and_values_are_read_from_either_packing_and_where_they_are() -> No
             np.testing.assert_array_equal(x, got[name], name)
 
 
+@pytest.mark.parametrize(("dtype", "family"), [(jnp.float32, "ringattn_backward_keys"), (jnp.bfloat16, "hopper")])
+def test_gradients_of_stacked_keys_are_written_as_one_array(
+    dtype: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make_block(2, 128, 128, heads=4, kv_heads=2, dim=64, causal=True, dtype=dtype, fused_backward=True)
+    rows = jnp.zeros((2, 4, 128))
+    monkeypatch.setattr(block_kernel, "target", lambda: Target("cuda", 90))
+    text = str(jax.make_jaxpr(KERNEL.backward)(block, block.q, rows, rows, None))
+    assert family in text and "f32[2,2,128,2,64]" in text
+    apart = str(
+        jax.make_jaxpr(KERNEL.backward)(dataclasses.replace(block, kv=(block.k, block.v)), block.q, rows, rows, None)
+    )
+    assert family in apart and "f32[2,2,128,2,64]" not in apart
+
+
 @pytest.mark.parametrize("lse", [-np.inf, 0.5])
 def test_rows_that_see_nothing_neither_get_nor_send_a_gradient(lse: float) -> None:
     """Nothing at all, where the lse is -inf, or nothing in this block."""

@@ -99,6 +99,11 @@ class BlockConstants:
         return self.heads // self.kv_heads
 
     @property
+    def stacked(self) -> bool:
+        """Whether keys and values are one array, all keys first. The gradients are written in the same way."""
+        return self.v_start > 0 and self.k_head == self.head_dim
+
+    @property
     def padded_head_dim(self) -> int:
         return padded_dim(self.head_dim)
 
@@ -158,6 +163,17 @@ class KernelInputs(NamedTuple):
             return self
         changed = dataclasses.replace(constants, bias_query=1, bias_key=constants.q_length)
         return self.replaced(bias=jnp.swapaxes(bias, 2, 3))._replace(constants=changed)
+
+    def key_gradients(self, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
+        """The outputs `DK` and `DV` of a backward kernel. If keys and values are `stacked`, `DK` holds dk and then dv.
+
+        A ring sends dk and dv on as one array. If a kernel has written them so, XLA need not copy them together.
+        """
+        if self.constants.stacked:
+            return [jax.ShapeDtypeStruct(self.named("k").shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
+        dims, constants = (self.constants.head_dim, self.constants.value_dim), self.constants
+        tokens = len(self.named("q")), constants.kv_length, constants.kv_heads
+        return [jax.ShapeDtypeStruct((*tokens, dim), dtype) for dim in dims]
 
     def in_tiles(self, q_tile: int, kv_tile: int, of_all_keys: bool = False) -> list[jax.Array | None]:
         """The arrays, with the dropout counters of tiles of these sizes.

@@ -19,6 +19,11 @@ def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
     return jnp.where(jax.lax.broadcasted_iota(jnp.int32, (2, *[1] * k.ndim), 0) == 0, k[None], v[None])
 
 
+def pack_gradients(dk: Float[Array, "B S K H"], dv: Float[Array, "B S K Hv"]) -> Packed:
+    """As `pack`, for the gradients of a kernel. If they are the two halves of one array, XLA copies nothing."""
+    return jnp.stack([dk, dv]) if dk.shape == dv.shape else pack(dk, dv)
+
+
 def unpack(packed: Packed, key_dim: int) -> tuple[jax.Array, jax.Array]:
     """The keys and values in `packed`; `key_dim` is the head size of the keys."""
     if packed.ndim == 5:

@@ -265,7 +265,9 @@ class _Pass:
         visited = block(self.ring, after_hop(direction, sums["q"]), kv, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums["q"])
-        return packing.pack(found.dk, found.dv), self._added(sums, found, source(self.ring, direction, offset))
+        return packing.pack_gradients(found.dk, found.dv), self._added(
+            sums, found, source(self.ring, direction, offset)
+        )
 
     def _own_half(self, half: int, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
         """The key gradients of the first or second half of the heads of this rank's own keys."""

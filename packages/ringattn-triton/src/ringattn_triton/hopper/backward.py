@@ -128,7 +128,7 @@ def backward(
         backward_kernel,
         arrays,
         [
-            *(jax.ShapeDtypeStruct(x.shape, block.q.dtype if block.final else jnp.float32) for x in (block.k, block.v)),
+            *inputs.key_gradients(block.q.dtype if block.final else jnp.dtype(jnp.float32)),
             jax.ShapeDtypeStruct(parts, jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             sums,
@@ -144,6 +144,7 @@ def backward(
         BATCH=batch,
         PLAN=plan,
     )
+    dk, dv = (dk[0], dk[1]) if constants.stacked else (dk, dv)
     (dq,) = launch(
         finish_dq,
         [sums, counters, dq],

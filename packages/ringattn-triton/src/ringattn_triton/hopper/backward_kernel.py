@@ -49,6 +49,8 @@ def backward(
     PLAIN: gl.constexpr = plain_layout()
     RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
     values = V + F.v_start
+    if F.stacked:
+        DV = DK + F.v_start
     lse = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     away = lse
     if F.distances:

@@ -43,15 +43,16 @@ def _of_keys(block: Block, inputs: KernelInputs, rows: Rows, target: Target) -> 
     """dk and dv, by the kernel that owns keys."""
     schedule = schedules.backward_keys(inputs.constants, block.q.dtype.itemsize, block.rule.bwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile, by_keys=True)
-    return launch(
+    dk, dv = launch(
         backward_keys,
         [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *rows],
-        [jax.ShapeDtypeStruct(x.shape, _dtype(block, x)) for x in (block.k, block.v)],
+        inputs.key_gradients(_dtype(block, block.k)),
         grid=(table.shape.rows * block.q.shape[0] * block.kv_heads,),
         name="ringattn_backward_keys",
         T=table.shape,
         **schedules.launch_options(inputs.constants, schedule),
     )
+    return (dk[0], dk[1]) if inputs.constants.stacked else (dk, dv)
 
 
 def _of_queries(

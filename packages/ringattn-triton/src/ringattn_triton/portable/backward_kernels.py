@@ -69,6 +69,8 @@ def backward_keys(
                 F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
             )  # fmt: skip
 
+    if F.stacked:
+        DV = DK + F.v_start
     token = wide_batch * F.kv_length * F.kv_heads + kv_head
     dk_at = token * F.head_dim + offset_of(columns, F.kv_heads * F.head_dim, F.wide) + dims
     dv_at = token * F.value_dim + offset_of(columns, F.kv_heads * F.value_dim, F.wide) + value_dims
