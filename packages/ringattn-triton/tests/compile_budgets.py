@@ -35,6 +35,8 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (304, _DRAWS)},
     ("bfloat16", 128, "ringattn_hopper_backward"): {90: (8, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_backward with masks"): {90: (96, _WHILE_MASKING)},
+    ("bfloat16", 128, "ringattn_hopper_backward with a bias"): {90: (16, _AT_THE_END)},
+    ("bfloat16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (128, _WHILE_MASKING)},
     ("bfloat16", 96, "ringattn_hopper_backward"): {90: (8, _AT_THE_END)},
     ("bfloat16", 96, "ringattn_hopper_backward with masks"): {90: (88, _WHILE_MASKING)},
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (144, _WHILE_MASKING)},
@@ -87,6 +89,7 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (592, _DRAWS_AFTER_3_6)},
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
+    ("bfloat16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (160, _WHILE_MASKING)},
     ("bfloat16", 256, "ringattn_hopper_forward with dropout"): {90: (88, _FEW_A_STEP)},
     ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (320, _FEW_A_STEP)},
 }

@@ -2,6 +2,7 @@
 """The backward pass in one kernel for Hopper: which blocks it takes, and how it is launched."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
 import jax
@@ -13,7 +14,9 @@ from ringattn_core.contract.protocol import Block, Gradients
 from .. import kernel_inputs, visited_tiles
 from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
+from ..portable import bias_gradient
 from .backward_plan import BackwardPlan, plan_of
+from .bias_tiles import fetchable
 from .schedules import PROGRAMS
 
 _TOGETHER: Final = 512
@@ -34,6 +37,8 @@ by side. With fewer, turns wait too long. At this bound, under a causal mask, a 
 the steps; two passes take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
 """The same for heads of more than 128, where two passes take 2.2 times as long."""
+_TURNS_IN_STRIP: Final = 4
+"""How many turns each program takes in a launch that keeps ds, if heads form no groups."""
 _REGISTERS_AT_START: Final = 168
 
 
@@ -44,14 +49,27 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no heads of these sizes"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
-    if constants.bias:
-        return "the one-pass backward kernel has no bias"
+    if constants.bias and (reason := _why_no_bias(block, constants)):
+        return reason
     if constants.capped and constants.distances:
         return "the one-pass backward kernel has no soft cap with ALiBi"
     if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and not _enough_heads(block, constants, plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
+    return None
+
+
+def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
+    """Why the one-pass kernel does not take the block's bias, or `None` where it does."""
+    if constants.padded_head_dim != 128:
+        return "the one-pass backward kernel has a bias for heads of 128 only"
+    if constants.capped or constants.distances or constants.dropout:
+        return "the one-pass backward kernel has no bias with a soft cap, ALiBi or dropout"
+    if not fetchable(block, constants):
+        return "the bias cannot be fetched in tiles"
+    if block.q.dtype == jnp.float16 and not block.bias_fixed:  # ds has the scale there (`narrowed`)
+        return "the one-pass backward kernel has no gradient of a bias in float16"
     return None
 
 
@@ -94,7 +112,6 @@ def backward(
 
     See `_in_order`.
     """
-    from .backward_kernel import backward as backward_kernel
     from .dq_order import finish_dq
 
     inputs = kernel_inputs.of_block(block, fast=True)
@@ -112,38 +129,30 @@ def backward(
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
+    bias = None if block.bias_fixed else block.bias
+    strips = None if bias is None else _strips(block, table.shape)
     ranks = _ranks(inputs, block, plan) if ordered else None
     counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
-    sums = jax.ShapeDtypeStruct((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     # In order, the first turn of a tile of dq writes it, and the others add to it.
-    zeros = None if ordered else jnp.zeros(sums.shape, sums.dtype)
+    zeros = None if ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, constants, lse, delta, plan), ranks, counters, zeros,
+        *_rows(block, constants, lse, delta, plan), ranks,
     ]  # fmt: skip
-    # Each consumer writes, for each turn, its part of the per-head gradient, apart for masked steps.
-    parts = (batch, heads, (1 + masked) * table.shape.rows * 2) if constants.per_head_gradient else (1,)
-    dk, dv, dheads, counters, sums = launch(
-        backward_kernel,
-        arrays,
-        [
-            *inputs.key_gradients(block.q.dtype if block.final else jnp.dtype(jnp.float32)),
-            jax.ShapeDtypeStruct(parts, jnp.float32),
-            jax.ShapeDtypeStruct(counters.shape, counters.dtype),
-            sums,
-        ],
-        grid=(min(PROGRAMS, table.shape.rows * batch * constants.kv_heads),),
-        warps=4,
-        stages=1,
-        registers=_REGISTERS_AT_START,
-        aliases={len(arrays) - 2: 3} | ({} if ordered else {len(arrays) - 1: 4}),
-        name="ringattn_hopper_backward",
-        F=constants,
-        T=table.shape,
-        BATCH=batch,
-        PLAN=plan,
-    )
+    dbias = dheads = None
+    if bias is None or strips is None:
+        dk, dv, dheads, counters, sums = _launched(block, inputs, table, plan, arrays, [counters, zeros], None)
+    else:
+        seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
+        plan = dataclasses.replace(plan, strip=strips.rows)
+        before = [counters, zeros, None, None]
+        for start in range(0, table.shape.rows, strips.rows):
+            first = bias_gradient.first_tile(start, dbias)
+            dk, dv, ds, counters, sums = _launched(block, inputs, table, plan, arrays, before, first)
+            before = [counters.at[0].set(0), sums, dk, dv]
+            dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, (plan.q_tile, plan.kv_tile), True)
+        dbias = dbias.astype(bias.dtype if block.final else jnp.float32)
     dk, dv = (dk[0], dk[1]) if constants.stacked else (dk, dv)
     (dq,) = launch(
         finish_dq,
@@ -164,7 +173,72 @@ def backward(
         PIECES=pieces,
         ORDERED=ordered,
     )
-    return Gradients.of(block, dq, dk, dv, None, -dheads)
+    return Gradients.of(block, dq, dk, dv, dbias, None if dheads is None else -dheads)
+
+
+def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Strips:
+    """The size of the strips of key tiles whose ds is in memory at a time.
+
+    A strip has four turns for each program, so that the time until its last program ends is short beside the whole;
+    with groups of heads fewer, because ds of each head takes memory.
+    """
+    batch, _, heads, _ = block.q.shape
+    turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * PROGRAMS
+    # Not a turn more: a program that takes one more than the others keeps them waiting.
+    rows = max(turns // (batch * block.kv_heads), -(-tiles.rows // bias_gradient.MOST_STRIPS), 1)
+    return bias_gradient.Strips(min(rows, tiles.rows), tiles.together, heads, tiles.columns)
+
+
+def _launched(
+    block: Block,
+    inputs: KernelInputs,
+    table: visited_tiles.Table,
+    plan: BackwardPlan,
+    arrays: Sequence[jax.Array | None],
+    before: Sequence[jax.Array | None],
+    first: Int32[Array, " 1"] | None,
+) -> tuple[jax.Array, ...]:
+    """dk, dv, the parts of the per-head gradient, the counters and the sums of dq, from the counters and sums `before`.
+
+    If there is a strip, whose `first` tile this is, dk and dv are continued from those `before`, and ds of the strip
+    takes the place of the parts.
+    """
+    from .backward_kernel import backward as of_all_keys
+    from .backward_kernel import backward_in_strips
+
+    constants = inputs.constants
+    batch, _, heads, dim = block.q.shape
+    rows, columns = table.shape.rows, table.shape.columns
+    if plan.strip:
+        option = jax.ShapeDtypeStruct((batch, heads, plan.strip, columns, plan.kv_tile, plan.q_tile), block.q.dtype)
+    else:
+        # Each consumer writes, for each turn, its part of the per-head gradient, apart for masked steps.
+        parts = (batch, heads, (1 + plan.masked) * rows * 2) if constants.per_head_gradient else (1,)
+        option = jax.ShapeDtypeStruct(parts, jnp.float32)
+    counters, *_ = before
+    assert counters is not None
+    operands = [*arrays, *before, first] if plan.strip else [*arrays, *before]
+    outputs = 3, 4, 0, 1  # of what is continued: the counters, the sums, dk and dv
+    return launch(
+        backward_in_strips if plan.strip else of_all_keys,
+        operands,
+        [
+            *inputs.key_gradients(block.q.dtype if block.final else jnp.dtype(jnp.float32)),
+            option,
+            jax.ShapeDtypeStruct(counters.shape, counters.dtype),
+            jax.ShapeDtypeStruct((batch * heads * columns * plan.pieces(dim) * 4096,), jnp.float32),
+        ],
+        grid=(min(PROGRAMS, (plan.strip or rows) * batch * block.kv_heads),),
+        warps=4,
+        stages=1,
+        registers=_REGISTERS_AT_START,
+        aliases={len(arrays) + i: outputs[i] for i, x in enumerate(before) if x is not None},
+        name="ringattn_hopper_backward",
+        F=constants,
+        T=table.shape,
+        BATCH=batch,
+        PLAN=plan,
+    )
 
 
 def _rows(
@@ -173,14 +247,19 @@ def _rows(
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     plan: BackwardPlan,
-) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b rows"] | None]:
-    """`lse` in units of log2 and `-delta`, filled up to whole tiles; and, where scores depend on distances, how far the
-    position of each query is from that of the first one in its tile."""
+) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "... rows"] | None]:
+    """`lse` in units of log2 and `-delta`, filled up to whole tiles, and a third number for each row or `None`.
+
+    With a bias it is the row's shift. Where scores depend on distances, it is how far the position of a query is from
+    that of the first one in its tile.
+    """
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if block.shift is not None:
+        return lse, delta, jnp.pad(block.shift, [(0, 0), (0, 0), more])
     if not constants.distances:
         return lse, delta, None
     padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")

@@ -17,6 +17,7 @@ from .backward_memory import plain_layout, shared_memory
 from .backward_products import compute_gradients, results_by_tma
 from .backward_transfers import Tiles, add_dq, fetch_tiles
 from .backward_turns import Turns
+from .bias_tiles import tiles_of_bias
 from .head_tiles import tiles_of_heads
 from .wide_products import compute_dk, compute_dv
 
@@ -36,7 +37,39 @@ def backward(
     head, part of its steps, key tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
     `COUNTERS` and `COUNTERS_BEFORE` are one array. So are `DQ` and `DQ_BEFORE`, which holds zeros, if turns add to dq
     in any order. In order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
+    With a bias, `AWAY [B * N, Q_TILES * q_tile]` is the shift of each row.
     """
+    _take_turns(
+        Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DHEADS, COUNTERS, DQ, 0,
+        F, T, BATCH, PLAN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def backward_in_strips(
+    Q, K, V, P,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE, STRIP,
+    DK, DV, DS, COUNTERS, DQ,
+    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """As `backward`, but a launch takes the turns of one strip of key tiles, and keeps ds for the gradient of the bias.
+
+    `STRIP` has the number of the strip's first key tile. A strip has `PLAN.strip` tiles; the last one may have fewer.
+    `DS [B, N, PLAN.strip, Q_TILES, kv_tile, q_tile]` has the gradients of the scores that turns compute, with keys as
+    rows. The other results continue those of the earlier strips.
+    """
+    _take_turns(
+        Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DS, COUNTERS, DQ, STRIP,
+        F, T, BATCH, PLAN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _take_turns(
+    Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, OF_OPTION, COUNTERS, DQ, STRIP,
+    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
+):  # fmt: skip
+    """The turns of a launch. `OF_OPTION` is `DHEADS` or `DS`."""
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
@@ -56,8 +89,18 @@ def backward(
     if F.distances:
         GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
         away = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    elif F.shifted:
+        away = tma.make_tensor_descriptor(AWAY, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
+    bias = 0
+    if F.bias:
+        bias = tiles_of_bias(P.bias, BATCH, F, Q_TILE, KV_TILE)
+    ds = 0
+    if PLAN.strip:
+        DS_ROWS: gl.constexpr = BATCH * F.heads * PLAN.strip * Q_TILES * KV_TILE
+        OF_DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, Q_TILE], TYPE)
+        ds = tma.make_tensor_descriptor(OF_OPTION, [DS_ROWS, Q_TILE], [Q_TILE, 1], [KV_TILE, Q_TILE], OF_DS)
     tiles = Tiles(
         k=tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM),
         v=tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM),
@@ -69,8 +112,10 @@ def backward(
         dq=dq,
         dk=_tiles_of_results(DK, F.head_dim, DIM, BATCH, F) if RESULTS_BY_TMA else dq,
         dv=_tiles_of_results(DV, F.value_dim, VALUE_DIM, BATCH, F) if RESULTS_BY_TMA else dq,
+        bias=bias,
+        ds=ds,
     )
-    turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads)
+    turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads, STRIP)
     memory = shared_memory(TYPE, F, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
@@ -87,8 +132,8 @@ def backward(
     else:
         gl.warp_specialize(
             [
-                (compute_gradients, (0, memory, P, DK, DV, DHEADS, turns, F, T, PLAN)),
-                (compute_gradients, (1, memory, P, DK, DV, DHEADS, turns, F, T, PLAN)),
+                (compute_gradients, (0, memory, P, DK, DV, OF_OPTION, turns, F, T, PLAN)),
+                (compute_gradients, (1, memory, P, DK, DV, OF_OPTION, turns, F, T, PLAN)),
                 (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
                 (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
                 (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),

@@ -36,7 +36,7 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class Memory(NamedTuple):
     """The allocations in shared memory, whose places `shared_places` names.
 
-    `dout` may share the allocation of `q`, and `v` that of `k`.
+    `dout` may share the allocation of `q`, and `v` that of `k`. `bias` is 0 where there is none.
     """
 
     barriers: Any
@@ -49,6 +49,7 @@ class Memory(NamedTuple):
     v: Any
     ds: Any
     dq: Any
+    bias: Any
 
 
 class Shared(NamedTuple):
@@ -60,10 +61,11 @@ class Shared(NamedTuple):
     Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
     `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
     `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
-    `2 STAGES + i` has the positions of the rows minus that of the tile's first row, for distances. `tile` is the number
-    of a query tile. `ds` is the gradient of the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64
-    queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
-    places `2 i + c`; in `wide_products` one place holds the softmax weights first.
+    `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
+    shifts of the rows; place `i` of `bias` has the bias. `tile` is the number of a query tile. `ds` is the gradient of
+    the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end
+    of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`; in `wide_products` one
+    place holds the softmax weights first.
     """
 
     turn: Any
@@ -83,6 +85,7 @@ class Shared(NamedTuple):
     dout_full: Any
     ds: Any
     dq: Any
+    bias: Any
 
 
 class Places(NamedTuple):
@@ -110,12 +113,16 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances else 0)
+    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances or F.shifted else 0)
     ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
     q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
     k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)
     dout = q
     v = k
+    bias = 0
+    if F.bias:
+        BIAS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, PLAN.kv_tile], TYPE)
+        bias = gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.q_tile, PLAN.kv_tile], BIAS)
     if PLAN.wide:
         dout = gl.allocate_shared_memory(TYPE, [PLAN.dout_stages, PLAN.q_tile, VALUE_DIM], DOUTS)
         v = gl.allocate_shared_memory(TYPE, [1, PLAN.kv_tile, VALUE_DIM], VALUES)
@@ -130,6 +137,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         v=v,
         ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, PLAN.kv_tile, PLAN.q_tile], DS),
         dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
+        bias=bias,
     )
     shared = shared_places(memory, PLAN)
     _begin(shared.turn_full, 2, 1)
@@ -169,6 +177,7 @@ def shared_places(memory, PLAN: gl.constexpr):
         dout_full=Places(barriers, 5),
         ds=memory.ds,
         dq=memory.dq,
+        bias=Places(memory.bias, 0),
     )
 
 

@@ -29,7 +29,7 @@ from .backward_memory import (
     result_place,
     shared_places,
 )
-from .backward_scores import derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
+from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
 from .hardware_barriers import hardware_barrier, hardware_barrier_of
 from .head_tiles import product_count, product_of_heads
@@ -195,8 +195,9 @@ def _step_of(
         tile = tile_of(
             P, batch, read_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
         )  # fmt: skip
+    bias = bias_of(shared, place, NUMBER, F, SCORES)
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
-    p, steep = probabilities(s, shared.rows, place, tile, head, F, PLAN, MASKED, SCORES)
+    p, steep = probabilities(s, shared.rows, place, tile, bias, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
     dv = warpgroup_mma(left, again(dout, shared.dout, place), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
+from .backward_memory import at
 from .dropout import kept, of_draws, own_draws
 from .softmax import quad_layout, sums_of_parts
 
@@ -64,8 +65,17 @@ def tile_of(
 
 
 @gluon.jit
+def bias_of(shared, place, NUMBER: gl.constexpr, F: gl.constexpr, SCORES: gl.constexpr):
+    """The bias of a query tile and consumer `NUMBER`'s 64 keys, with keys as rows; 0 where there is none."""
+    if F.bias:
+        return at(shared.bias, place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(SCORES)
+    else:
+        return 0
+
+
+@gluon.jit
 def probabilities(
-    s, rows, place, tile, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
+    s, rows, place, tile, bias, head, F: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr
 ):
     """Two results: the probabilities, and the probabilities times the derivative of the soft cap (`steep`).
 
@@ -74,7 +84,12 @@ def probabilities(
     FOLD: gl.constexpr = F.unbend * LOG2_E
     lse = rows.index(place).load(SCORES)
     bend = bent(s, F)
-    if F.slopes:
+    if F.bias:
+        s = bend * F.unbend + bias.to(gl.float32)
+        if F.shifted:
+            s = s - rows.index(2 * PLAN.stages + place).load(SCORES)
+        p = gl.exp2(s * LOG2_E - lse)
+    elif F.slopes:
         p = gl.exp2(bend * FOLD - lse - (head.slope * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
     else:
         p = gl.exp2(bend * FOLD - lse)

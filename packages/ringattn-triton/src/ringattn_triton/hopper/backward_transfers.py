@@ -23,7 +23,8 @@ from .backward_memory import (
     result_place,
     shared_places,
 )
-from .backward_turns import after_step, steps_of, tile_at
+from .backward_turns import after_step, steps_of, take_turn, tile_at
+from .bias_tiles import group_of
 from .hardware_barriers import hardware_barrier
 from .head_tiles import fetch, store
 from .shared_numbers import write_number
@@ -52,8 +53,8 @@ def wait_for_additions(PENDING, _semantic=None):
 class Tiles(NamedTuple):
     """Descriptors of the tiles in device memory that a program fetches and writes.
 
-    `dq` is a piece of a tile, in the order of shared memory. `away` is used for distances only, and `dk` and `dv` are
-    used for results in half precision only.
+    `dq` is a piece of a tile, in the order of shared memory. `away` is used for distances and for shifts only, and `dk`
+    and `dv` are used for results in half precision only. `bias` is 0 without a bias, and `ds` if none is kept.
     """
 
     k: Any
@@ -66,6 +67,8 @@ class Tiles(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+    bias: Any
+    ds: Any
 
 
 @gluon.jit
@@ -83,7 +86,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     taken = 0
     done = 0
     emptied = 0  # the number of steps whose place of dout this warp knows to be empty
-    turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
+    turn = take_turn(turns, T, PLAN)
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
         steps = steps_of(row, batch, turns, T, PLAN)
@@ -105,13 +108,19 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if done >= PLAN.stages:
                 hardware_barrier("sync", Q_EMPTY + place, 288)
             write_number(at(shared.tile, place), tile)
-            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances else 1)
+            OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
+            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances or F.shifted else 1) + OF_BIAS
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
             fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
             fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
             if F.distances:
                 group = batch if F.q_positions_batch else 0
                 fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
+            if F.shifted:
+                fetch(tiles.away, numbers_at, q_full, shared.rows.index(2 * PLAN.stages + place))
+            if F.bias:
+                bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
+                fetch(tiles.bias, bias_at, q_full, at(shared.bias, place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
             place = done % PLAN.dout_stages
             dout_full = at(shared.dout_full, place)
             if emptied + PLAN.dout_stages <= done:
@@ -132,7 +141,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 fetch(tiles.v, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
             done += 1
         taken += 1
-        turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
+        turn = take_turn(turns, T, PLAN)
     _announce(shared, taken, turn, 0, 0, 0)
 
 
@@ -210,7 +219,10 @@ def add_dq(
             if PLAN.wide:
                 _add_wide_pieces(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, F, PLAN)
             else:
-                _add_halves(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, PLAN)
+                ds_row = 0
+                if PLAN.strip:
+                    ds_row = (first * PLAN.strip + (row - gl.load(turns.strip)) * Q_TILES + tile) * PLAN.kv_tile
+                _add_halves(tiles, first + tile, ds_row, counters + tile, rank, reached, shared, NUMBER, PLAN)
             if PLAN.ordered:
                 wait_for_additions(0)
                 gl.atomic_add(counters + tile, 1, sem="release")
@@ -234,19 +246,29 @@ def add_dq(
 
 
 @gluon.jit
-def _add_halves(dq, tile, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
-    """Adds both halves of a tile of dq, one from each consumer, when it is this turn's time."""
-    if PLAN.ordered:
+def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+    """Adds both halves of a tile of dq, one from each consumer, when it is this turn's time. Stores ds in a strip.
+
+    ds of a step is complete when the consumers have filled dq, because ds came first. Its place, that of the writer's
+    number, is free when both places of dq are: TMA has begun to read ds before them, and a wait for one of its reads
+    includes the earlier ones. A consumer stores the next ds there two steps later. Before that, in the step between, it
+    waits until its place of dq is empty.
+    """
+    BOTH: gl.constexpr = PLAN.ordered or PLAN.strip > 0
+    if BOTH:
         for half in gl.static_range(2):
             hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
         fence_async_shared()
+    if PLAN.strip:
+        store(tiles.ds, [ds_row, 0], shared.ds.index(NUMBER))
+    if PLAN.ordered:
         while reached < rank:
             reached = gl.load(counter, volatile=True)
     for half in gl.static_range(2):
-        if not PLAN.ordered:
+        if not BOTH:
             hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
             fence_async_shared()
-        _add_piece(dq, (tile * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
+        _add_piece(tiles.dq, (tile * 2 + half) * 16, shared.dq.index(half), rank, PLAN)
     for half in gl.static_range(2):
         tma.store_wait(1 - half)
         hardware_barrier("arrive", DQ_EMPTY + half, 160)

@@ -21,6 +21,7 @@ from ..launch import launch
 from ..launch.target import Target
 from ..portable.family import results
 from . import backward, schedules
+from .bias_tiles import fetchable
 
 _logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
@@ -118,7 +119,7 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
         return "the block is shorter than a tile"
-    if constants.bias and not _bias_by_tma(block, constants):
+    if constants.bias and not _bias_fits(block, constants):
         return "the bias cannot be fetched in tiles"
     if constants.bias and (constants.distances or constants.dropout):
         return "a bias leaves no registers for ALiBi or dropout"
@@ -146,11 +147,9 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
     )
 
 
-def _bias_by_tma(block: Block, constants: BlockConstants) -> bool:
-    """Whether TMA can fetch tiles of the bias (rows of whole 16 bytes), and they fit beside the keys."""
-    assert block.bias is not None
-    aligned = constants.bias_query == constants.kv_length and constants.kv_length % 8 == 0
-    return aligned and block.bias.dtype == block.q.dtype and constants.head_dim == 128 and not constants.capped
+def _bias_fits(block: Block, constants: BlockConstants) -> bool:
+    """Whether TMA can fetch tiles of the bias, and they fit beside the keys."""
+    return fetchable(block, constants) and constants.head_dim == 128 and not constants.capped
 
 
 def _too_little(constants: BlockConstants) -> bool:

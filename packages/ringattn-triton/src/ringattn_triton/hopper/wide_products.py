@@ -127,7 +127,7 @@ def _step_of_dv(
         row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(P, batch, read_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
     s = warpgroup_mma_wait(0, deps=[s])
-    p, _ = probabilities(s, shared.rows, place, tile, 0, F, PLAN, MASKED, SCORES)
+    p, _ = probabilities(s, shared.rows, place, tile, 0, 0, F, PLAN, MASKED, SCORES)
     hardware_barrier("arrive", Q_EMPTY + place, 288)
     # The last tile's p has been read, and so have both pieces of dq that came after it.
     hardware_barrier("sync", DQ_EMPTY, 160)

@@ -78,8 +78,12 @@ def summed(
     before: jax.Array | None,
     of: Strips,
     tiles: tuple[int, int],
+    by_keys: bool = False,
 ) -> jax.Array:
-    """The gradient of the bias, from `before`, that of the earlier strips, and this strip's `ds`."""
+    """The gradient of the bias, from `before`, that of the earlier strips, and this strip's `ds`.
+
+    `by_keys`: strips are tiles of keys, the rows of `seen` and of the tiles of `ds`; the bias has a row for each query.
+    """
     assert block.bias is not None
     batch, heads, length, _ = block.bias.shape
     summed_rows = length == 1
@@ -110,5 +114,6 @@ def summed(
         KV_LENGTH=block.kv_length,
         Q_TILE=tiles[0],
         KV_TILE=tiles[1],
+        BY_KEYS=by_keys,
     )
     return dbias

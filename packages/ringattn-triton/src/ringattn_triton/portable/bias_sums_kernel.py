@@ -2,9 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false
 """Sums the gradient of a tile of the bias over all heads, batch rows and queries that share it.
 
-Each program owns its sums, so the order of additions is fixed. A tile of `ds` is stored in groups of eight keys, one
-after the other, each with all queries. Threads hold the result of a product in this order, so that a warp writes one
-contiguous piece at a time.
+Each program owns its sums, so the order of additions is fixed. `keep_tile` stores a tile of `ds` in groups of eight
+keys, one after the other, each with all queries. Threads hold the result of a product in this order, so that a warp
+writes one contiguous piece at a time.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 def bias_sums(
     DS, SEEN, FIRST, BEFORE, DBIAS,
     S: tl.constexpr, D: tl.constexpr, FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr,
-    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Sums the gradients of scores of one strip into `DBIAS [b, n, t, S]`, from `BEFORE`, the sums over earlier strips.
 
@@ -24,10 +24,11 @@ def bias_sums(
 
     `DS` has the gradients that `backward_queries` wrote for a strip, and `FIRST` the number of the strip's first tile.
     `S` is `bias_gradient.Strips` and `D` is `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are
-    visible; `DS` is undefined in the others.
+    visible; `DS` is undefined in the others. `BY_KEYS`: `DS` is of `hopper.backward_kernel`. Then rows are tiles of
+    keys, columns are tiles of queries, and a tile of `DS` is `[KV_TILE, Q_TILE]`.
     """
     program = tl.program_id(0)
-    kv_tile = program % S.columns
+    column = program % S.columns
     rest = program // S.columns
     own = rest % D.own_rows
     of_bias = rest // D.own_rows
@@ -43,13 +44,18 @@ def bias_sums(
         if not D.grouped:
             group = batch * 0
         # The last strip may have fewer tiles than the others.
-        seen = SEEN + ((group * D.rows + first + row) * S.columns + kv_tile)
+        seen = SEEN + ((group * D.rows + first + row) * S.columns + column)
         if tl.load(seen, mask=first + row < D.rows, other=0) != 0:
             for member in range(D.head_sums):
-                tile = ((batch * S.heads + bias_head + member) * S.rows + row) * S.columns + kv_tile
+                tile = ((batch * S.heads + bias_head + member) * S.rows + row) * S.columns + column
                 total += tl.load(DS + tile.to(tl.int64) * (Q_TILE * KV_TILE) + in_tile).to(tl.float32)
 
-    total = tl.reshape(tl.permute(tl.reshape(total, (KV_TILE // 8, Q_TILE, 8)), (1, 0, 2)), (Q_TILE, KV_TILE))
+    if BY_KEYS:
+        total = tl.permute(tl.reshape(total, (KV_TILE, Q_TILE)), (1, 0))
+        q_tile, kv_tile = column, first + own
+    else:
+        total = tl.reshape(tl.permute(tl.reshape(total, (KV_TILE // 8, Q_TILE, 8)), (1, 0, 2)), (Q_TILE, KV_TILE))
+        q_tile, kv_tile = first + own, column
     columns = kv_tile * KV_TILE + tl.arange(0, KV_TILE)
     inside = columns < KV_LENGTH
     if D.summed_rows:
@@ -59,7 +65,7 @@ def bias_sums(
             found += tl.load(BEFORE + at, mask=inside, other=0.0)
         tl.store(DBIAS + at, found, mask=inside)
     else:
-        rows = (first + own) * Q_TILE + tl.arange(0, Q_TILE)
+        rows = q_tile * Q_TILE + tl.arange(0, Q_TILE)
         at = (of_bias.to(tl.int64) * Q_LENGTH + rows.to(tl.int64)[:, None]) * KV_LENGTH + columns[None, :]
         tl.store(DBIAS + at, total, mask=(rows < Q_LENGTH)[:, None] & inside[None, :])
 

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""Which biases TMA fetches in tiles, and where the tiles of a head lie."""
+
+from ringattn_core.contract.protocol import Block
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..kernel_inputs import BlockConstants
+from .head_tiles import tiles_of_heads
+
+
+def fetchable(block: Block, constants: BlockConstants) -> bool:
+    """Whether TMA can fetch tiles of the block's bias: it has a row of whole 16 bytes for each query."""
+    assert block.bias is not None
+    aligned = constants.bias_query == constants.kv_length and constants.kv_length % 8 == 0
+    return aligned and block.bias.dtype == block.q.dtype
+
+
+@gluon.jit
+def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr):
+    """A descriptor of `[groups, queries, keys]`: TMA fills tiles up with zeros. A shared bias has one copy."""
+    GROUPS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1)
+    return tiles_of_heads(
+        bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE
+    )  # fmt: skip
+
+
+@gluon.jit
+def group_of(batch, head, F: gl.constexpr):
+    """Which group of the bias a head of a batch row has."""
+    group = batch * 0
+    if F.bias_batch:
+        group = batch * (F.heads if F.bias_head else 1)
+    if F.bias_head:
+        group = group + head
+    return group

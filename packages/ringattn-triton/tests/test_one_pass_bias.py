@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises on a bias in the one-pass backward kernel for Hopper: its gradient, which is kept in strips of keys."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ringattn_xla.block
+from compile_budgets import SHARED, allowed
+from compile_reports import launches, of_lowered
+from given_blocks import bias, forbidding, make_block, with_option
+from jax.extend.core import Literal
+from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_triton.hopper import backward as one_pass
+from ringattn_triton.launch.target import compiling_for
+from test_one_pass import HALF, computed, launched, prepared
+
+OPTIONS = ("plain", "causal", "window", "causal segments", "padding", "positions", "masks of heads", "negative scale")
+
+
+def half(*shape: int) -> jax.Array:
+    return jnp.asarray(bias(*shape), HALF)
+
+
+def with_bias(option: str, *shape: int, **fields: Any) -> Block:
+    """A block with ragged tiles and grouped heads, whose bias has this shape; shifts of its rows are there."""
+    block = with_option(option, 200, 264, **{"dim": 128, "dtype": HALF, "bias": half(*shape, 200, 264), **fields})
+    return with_shift(block)
+
+
+def with_shift(block: Block) -> Block:
+    return dataclasses.replace(block, shift=ringattn_xla.block.KERNEL.forward(block, None).shift)
+
+
+@pytest.fixture
+def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of one tile of keys each, however few turns that makes."""
+    monkeypatch.setattr(one_pass, "PROGRAMS", 3)
+    monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 0)
+    monkeypatch.setattr(one_pass.bias_gradient, "MOST_STRIPS", 99)
+
+
+def equal(got: Gradients, want: Gradients) -> None:
+    """Both have the same gradients, bit by bit."""
+    for field in dataclasses.fields(want):
+        found, right = getattr(got, field.name), getattr(want, field.name)
+        assert (found is None) == (right is None), field.name
+        if right is not None:
+            np.testing.assert_array_equal(found, right, field.name)
+
+
+@pytest.mark.parametrize(
+    ("option", "ordered"), [(option, True) for option in OPTIONS] + [("plain", False), ("causal segments", False)]
+)
+def test_a_bias_goes_with_every_mask(option: str, ordered: bool) -> None:
+    computed(with_bias(option, 1, 1), ordered)
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("shape", [(2, 4), (2, 1), (1, 4), (1, 1)], ids=str)
+def test_its_gradient_is_summed_over_heads_and_batch_rows_that_share_it(
+    shape: tuple[int, int], ordered: bool, short_strips: None
+) -> None:
+    computed(with_bias("causal segments", *shape), ordered)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
+def test_any_grouping_of_heads_is_right_in_strips(heads: tuple[int, int], short_strips: None) -> None:
+    given: dict[str, Any] = {"heads": heads[0], "kv_heads": heads[1], "causal": True}
+    computed(with_bias("causal", 1, 1, **given))
+
+
+@pytest.mark.parametrize("dims", [(96, 96), (72, 120)], ids=str)
+def test_smaller_heads_are_filled_up(dims: tuple[int, int]) -> None:
+    computed(with_bias("causal", 1, 4, dim=dims[0], value_dim=dims[1]))
+
+
+def test_whole_tiles_are_right_without_a_mask() -> None:
+    computed(with_shift(make_block(1, 128, 256, dim=128, dtype=HALF, bias=half(1, 2, 128, 256))))
+
+
+def test_strips_change_no_bit_of_any_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = with_bias("causal", 1, 1)
+    rows = prepared(block)
+    whole = one_pass.backward(block, *rows, None)
+    monkeypatch.setattr(one_pass, "PROGRAMS", 8)
+    monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 2)
+    assert one_pass._strips(block, _table(block)).rows == 2  # so the last one has fewer
+    equal(one_pass.backward(block, *rows, None), whole)
+
+
+def _table(block: Block) -> Any:
+    """The shape of the table of a block's turns."""
+    rows = jax.ShapeDtypeStruct((len(block.q), block.q.shape[2], block.q_length), jnp.float32)
+    program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, block.q, rows, rows)
+    return next(
+        dict(call.constants)["T"] for call, _ in launches(program.jaxpr) if call.name == "ringattn_hopper_backward"
+    )
+
+
+def test_no_strip_is_kept_before_the_one_before_it_is_summed(short_strips: None) -> None:
+    """What is kept of two strips would be in memory at once."""
+    block = with_bias("causal", 1, 1)
+    program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, *prepared(block))
+    before, strips = set(), []
+    for equation in program.jaxpr.eqns:
+        after = any(variable in before for variable in equation.invars if not isinstance(variable, Literal))
+        name = getattr(equation.params.get("call"), "name", "")
+        strips += [after] if name == "ringattn_hopper_backward" else []
+        if after or name == "ringattn_bias_sums":
+            before.update(equation.outvars)
+    assert strips == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "rows"),
+    [((16, 16), 16384, 33), ((20, 20), 16384, 26), ((64, 8), 16384, 16), ((16, 16), 65536, 33), ((16, 16), 2048, 16)],
+)
+def test_a_strip_has_four_turns_for_each_program_but_fewer_with_groups(
+    heads: tuple[int, int], length: int, rows: int
+) -> None:
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 128), HALF) for n in heads)
+    block = dataclasses.replace(make_block(1, 1, 1, dim=128, dtype=HALF), q=q, kv=(k, k))
+    table = one_pass.visited_tiles.TableShape(False, True, length // 128, length // 64, False, 16)
+    assert one_pass._strips(block, table).rows == rows
+
+
+def test_dq_continues_what_other_keys_gave(short_strips: None) -> None:
+    block = with_bias("causal", 1, 4)
+    rows = prepared(block)
+    whole = one_pass.backward(block, *rows, None)
+    dq, parts = None, []
+    for start, size in ((128, 136), (0, 128)):
+        got = one_pass.backward(block.tile(0, 200, start, size), *rows, dq)
+        dq, parts = got.dq, [got.dbias, *parts]
+    np.testing.assert_allclose(dq, whole.dq, atol=1e-5)
+    np.testing.assert_array_equal(jnp.concatenate(parts, -1), whole.dbias)
+
+
+def test_a_bias_may_forbid_pairs_and_whole_rows() -> None:
+    got = computed(with_bias("plain", 2, 4, bias=jnp.asarray(forbidding(2, 4, 200, 264), HALF)))
+    assert got.dbias is not None and not np.asarray(got.dbias)[..., ::3, :].any()
+
+
+@pytest.mark.parametrize("level", [-1e9, float(jnp.finfo(HALF).min)])
+def test_rows_whose_every_score_is_hugely_negative_are_right(level: float) -> None:
+    added = bias(1, 1, 200, 264)
+    added[..., ::3, :] = level
+    block = with_bias("plain", 1, 1, bias=jnp.asarray(added, HALF))
+    assert np.asarray(block.shift)[..., ::3].all()
+    computed(block)
+
+
+def test_nothing_is_kept_for_a_bias_that_nobody_differentiates_by() -> None:
+    block = with_bias("causal", 1, 1)
+    fixed = dataclasses.replace(block, bias_fixed=True)
+    assert "ringattn_bias_sums" in launched(block) and "ringattn_bias_sums" not in launched(fixed)
+    got = computed(fixed)
+    assert got.dbias is None
+    equal(got, dataclasses.replace(computed(block), dbias=None))
+
+
+def test_a_fixed_bias_in_float16_is_right() -> None:
+    added = jnp.asarray(bias(1, 1, 200, 264), jnp.float16)
+    computed(dataclasses.replace(with_bias("causal", 1, 1, dtype=jnp.float16, bias=added), bias_fixed=True))
+
+
+def test_a_final_block_has_gradients_in_the_dtype_of_its_inputs(short_strips: None) -> None:
+    final = computed(dataclasses.replace(with_bias("causal", 1, 1), final=True))
+    assert {x.dtype for x in jax.tree.leaves(final)} == {jnp.dtype(HALF)}
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("another dtype", {"bias": bias(1, 2, 200, 200)}),
+        ("rows that are not of whole 16 bytes", {"kv_length": 204, "bias": half(1, 2, 200, 204)}),
+        ("one row for all queries", {"bias": half(1, 2, 1, 200)}),
+        ("a soft cap", {"soft_cap": 3.0}),
+        ("slopes", {"slopes": np.array([[0.5, 0.1]], np.float32)}),
+        ("dropout", {"dropout": 0.1, "seed": np.array([5], np.uint32)}),
+        ("heads of 64", {"dim": 64}),
+        ("heads of 256", {"dim": 256}),
+        ("a gradient in float16", {"dtype": jnp.float16, "bias": jnp.asarray(bias(1, 2, 200, 200), jnp.float16)}),
+    ],
+)
+def test_other_biases_take_two_passes(case: str, fields: dict[str, Any]) -> None:
+    usual: dict[str, Any] = {"q_length": 200, "kv_length": 200, "dim": 128, "dtype": HALF, "fused_backward": True}
+    usual["bias"] = half(1, 2, 200, 200)
+    assert "ringattn_hopper_backward" in launched(make_block(1, **usual))
+    assert "ringattn_backward_keys" in launched(make_block(1, **(usual | fields))), case
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+@pytest.mark.parametrize("option", ["plain", "causal", "causal segments", "dense mask"])
+def test_it_compiles_fits_and_spills_no_more_than_its_budget(option: str, ordered: bool) -> None:
+    length = 1000 if option == "causal segments" else 1024
+    block = with_option(option, length, length, dim=128, dtype=HALF, final=True, fused_backward=not ordered)
+    rows = jnp.zeros((2, 4, length))
+    block = dataclasses.replace(block, bias=jnp.zeros((1, 1, length, length), HALF), shift=rows)
+    with compiling_for(90):
+        program = jax.jit(lambda *x: one_pass.backward(*x, None)).trace(block, block.q, rows, rows)
+        found = {x.name: x for x in of_lowered(program.lower(lowering_platforms=("cuda",)))}
+    report = found["ringattn_hopper_backward"]
+    name = report.name + (" with a bias" if option == "plain" else " with a bias and masks")
+    bound, reason = allowed("bfloat16", 128, name, 90)
+    assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
+    assert report.shared <= SHARED[90] * 1024 and report.matrix == "wgmma" and not report.serialized, report
+    assert found["ringattn_bias_sums"].spilled == 0
