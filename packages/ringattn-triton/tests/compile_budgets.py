@@ -25,6 +25,8 @@ _FETCHING: Final = "the warp that fetches has 24 registers, and holds what it ne
 
 _DRAWS: Final = "draws are held beside sums of 128 queries; with it the kernel takes 0.8 of the time of two passes"
 
+_LOOPS_OF_BOTH_WAYS: Final = "one loop for either way of drawing; a kernel that spilled 64 bytes took 1.04 of the time"
+
 SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_forward"): dict.fromkeys((80, 86, 89, 120), (8, _TWO_POINTERS)),
     ("bfloat16", 64, "ringattn_backward_keys"): {100: (48, _LIKE_HOPPER)},
@@ -47,9 +49,8 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 256, "ringattn_hopper_forward"): {90: (16, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a soft cap"): {90: (96, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_forward with a bias"): {90: (72, _CONTINUED)},
-    ("bfloat16", 128, "ringattn_hopper_forward with dropout"): {90: (64, _FEW_A_STEP)},
-    ("bfloat16", 128, "ringattn_hopper_forward with dropout and a soft cap"): {90: (64, _FEW_A_STEP)},
-    ("bfloat16", 256, "ringattn_hopper_forward with dropout"): {90: (80, _FEW_A_STEP)},
+    ("bfloat16", 128, "ringattn_hopper_forward with dropout"): {90: (200, _LOOPS_OF_BOTH_WAYS)},
+    ("bfloat16", 256, "ringattn_hopper_forward with dropout"): {90: (144, _LOOPS_OF_BOTH_WAYS)},
     ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (304, _FEW_A_STEP)},
     ("bfloat16", 128, "ringattn_hopper_forward with slopes"): {90: (32, _FEW_A_STEP)},
     ("bfloat16", 128, "ringattn_hopper_forward with slopes and a soft cap"): {90: (32, _FEW_A_STEP)},
@@ -90,7 +91,6 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (160, _WHILE_MASKING)},
-    ("bfloat16", 256, "ringattn_hopper_forward with dropout"): {90: (88, _FEW_A_STEP)},
     ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (320, _FEW_A_STEP)},
 }
 """The budgets of Triton 3.9 where it spills more than `SPILLS` allows."""

@@ -7,14 +7,14 @@ Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)`, `(i + 8, j + 8)` share the two wor
 thread holds all four entries in the result of a product. The first word is for query `i`, the second for `i + 8`; the
 low half of each is for key `j`, the high half for `j + 8`. Entries share a draw only if the indices of the tile's
 queries and keys are consecutive and begin at multiples of 16. In a striped shard they are not, which is known only at
-run time, so both cases are compiled.
+run time, so both cases are compiled. In the forward pass each has loops of its own, and a consumer chooses for a turn.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.dropout import half_of
-from ..kernels.tokens import unsigned
+from ..kernels.dropout import half_of, philox
+from ..kernels.tokens import first_counter, unsigned
 from .schedules import CONSUMER_ROWS
 
 
@@ -29,6 +29,44 @@ def of_draws(KV_TILE):
         block_bases=[],
         shape=[CONSUMER_ROWS.value // 2, KV_TILE // 2],
     )
+
+
+@gluon.jit
+def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """The dropout counter of the first of a consumer's queries, or -1 if entries do not share draws; else 0.
+
+    `row` is the first query of the turn.
+    """
+    if F.dropout:
+        counter = first_counter(P.q_counters, batch, row, F.q_index_batch, F.q_length, PLAN.q_tile)
+        return gl.where(counter < 0, counter, counter + NUMBER * (CONSUMER_ROWS // 2))
+    else:
+        return 0
+
+
+@gluon.jit
+def draws(P, batch, start, tile, counter, key, APART: gl.constexpr, F: gl.constexpr, KV_TILE: gl.constexpr):
+    """The random bits of a consumer's tile in the forward pass: two words for every four entries, `[32, KV_TILE / 2]`.
+
+    Its queries begin at row `start`, and have the `counter_of_queries`. If `APART`, entries do not share draws; their
+    bits are then collected in the same two words.
+    """
+    rows = gl.arange(0, CONSUMER_ROWS // 2, gl.SliceLayout(1, of_draws(KV_TILE)))
+    columns = gl.arange(0, KV_TILE // 2, gl.SliceLayout(0, of_draws(KV_TILE)))
+    if APART:
+        i = start + (rows >> 3) * 16 + (rows & 7)
+        j = tile * KV_TILE + (columns >> 3) * 16 + (columns & 7)
+        first = gl.zeros([CONSUMER_ROWS // 2, KV_TILE // 2], gl.uint32, of_draws(KV_TILE))
+        second = first
+        for number in range(4):  # a loop at run time, which needs fewer registers than `own_draws`
+            bits = _own_draw(P, batch, (i + number // 2 * 8)[:, None], (j + number % 2 * 8)[None, :], key, F)
+            bits = bits << (number % 2 * 16)
+            first = first | gl.where(number < 2, bits, 0)
+            second = second | gl.where(number < 2, 0, bits)
+        return first, second
+    else:
+        of_keys = first_counter(P.kv_counters, batch, tile * KV_TILE, F.kv_index_batch, F.kv_length, KV_TILE)
+        return philox((counter + rows)[:, None], (of_keys + columns)[None, :], key, F)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ..kernels.scores import of_head
 from ..kernels.tokens import of_columns, of_rows
-from .forward_dropout import counter_of_queries, drawn, dropped
+from .dropout import counter_of_queries, draws
 from .handover import k_empty, leave, q_empty, v_empty
 from .head_tiles import product_of_heads, tiles_of_heads
 from .order import pass_order, softmax_first, wait_for_order
@@ -84,7 +84,6 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         positions,
     )
     begin(shared.q_full, PLAN.q_places)
@@ -168,14 +167,17 @@ def _consume(
         bias = _bias(shared, taken, NUMBER, F, PLAN, SCORES)
         away = of_keys(shared, taken, F, PLAN, SCORES)
         counter = counter_of_queries(P, batch, row, NUMBER, F, PLAN)
-        bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, PLAN)
+        if F.dropout and counter < 0:
+            drawn = _drawn(shared, taken, P, batch, start, counter, head, True, F, PLAN)
+        else:
+            drawn = _drawn(shared, taken, P, batch, start, counter, head, False, F, PLAN)
         old_top, old_total = top, total
         top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
         leave(k_empty(PLAN) + taken % PLAN.stages, PLAN)
         s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
-        p, total = weighed(s, base, shrink, total, F, PLAN)
+        p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
         acc = finished(acc)
         if done > 0:
             leave(v_empty(PLAN) + before, PLAN)
@@ -191,12 +193,18 @@ def _consume(
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        weights = dropped(packed(p, queries_here.dtype), bits, F, PLAN.kv_tile)
+        weights = packed(p, queries_here.dtype)
         taken += 1
-        acc, weights, total, top, shrink, taken = _other_steps(
-            acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
-            from_origin, head, start, counter, P, batch, F, PLAN, SCORES,
-        )  # fmt: skip
+        if F.dropout and counter < 0:
+            acc, weights, total, top, shrink, taken = _other_steps(
+                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+                from_origin, head, start, counter, P, batch, True, F, PLAN, SCORES,
+            )  # fmt: skip
+        else:
+            acc, weights, total, top, shrink, taken = _other_steps(
+                acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER, queries,
+                from_origin, head, start, counter, P, batch, False, F, PLAN, SCORES,
+            )  # fmt: skip
         if PLAN.q_places == 1:
             leave(q_empty(PLAN), PLAN)
         done += 1
@@ -214,22 +222,23 @@ def _consume(
 @gluon.jit
 def _other_steps(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, masked, whole, NUMBER: gl.constexpr,
-    queries, from_origin, head, start, counter, P, batch, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr,
+    queries, from_origin, head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
-    """All steps of a turn after its first one."""
+    """All steps of a turn after its first one; `APART`: each entry draws for itself."""
     first = 1
     if PLAN.masked:
         for _ in range(1, masked):
             acc, weights, total, top, shrink = _continued(
                 acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-                queries, from_origin, head, start, counter, P, batch, F, True, PLAN, SCORES,
+                queries, from_origin, head, start, counter, P, batch, APART, F, True, PLAN, SCORES,
             )  # fmt: skip
             taken += 1
         first = gl.where(masked > 0, 0, 1)
     for _ in range(first, whole):
         acc, weights, total, top, shrink = _continued(
             acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER,
-            queries, from_origin, head, start, counter, P, batch, F, False, PLAN, SCORES,
+            queries, from_origin, head, start, counter, P, batch, APART, F, False, PLAN, SCORES,
         )  # fmt: skip
         taken += 1
     return acc, weights, total, top, shrink, taken
@@ -238,7 +247,8 @@ def _other_steps(
 @gluon.jit
 def _continued(
     acc, weights, total, top, shrink, shared, queries_here, nought, taken, NUMBER: gl.constexpr, queries, from_origin,
-    head, start, counter, P, batch, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr,
+    head, start, counter, P, batch, APART: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, PLAN: gl.constexpr,
+    SCORES: gl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax; this tile's scores and the last tile's weighted values are computed together."""
     last = taken - 1
@@ -260,7 +270,7 @@ def _continued(
     away = 0
     if not LATE:
         away = of_keys(shared, taken, F, PLAN, SCORES)
-    bits = drawn(shared, taken, P, batch, start, counter, head.dropout_key, F, PLAN)
+    drawn = _drawn(shared, taken, P, batch, start, counter, head, APART, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     leave(k_empty(PLAN) + taken % PLAN.stages, PLAN)
     # A second wait does nothing more, but keeps the assembler from delaying `leave`.
@@ -269,10 +279,10 @@ def _continued(
     if LATE:
         away = of_keys(shared, taken, F, PLAN, SCORES)
     s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
-    p, total = weighed(s, base, shrink, total, F, PLAN)
+    p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     acc = finished(acc)
     leave(v_empty(PLAN) + last % PLAN.stages, PLAN)
-    return acc, dropped(packed(p, queries_here.dtype), bits, F, PLAN.kv_tile), total, top, shrink
+    return acc, packed(p, queries_here.dtype), total, top, shrink
 
 
 @gluon.jit
@@ -293,3 +303,15 @@ def _bias(shared, taken, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constex
         return shared.bias.index((taken % PLAN.stages) * PLAN.consumers + NUMBER).load(SCORES)
     else:
         return 0
+
+
+@gluon.jit
+def _drawn(
+    shared, taken, P, batch, start, counter, head, APART: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr
+):  # fmt: skip
+    """The random bits of dropout for a tile, or zeros."""
+    if F.dropout:
+        tile = read_number(shared.tiles.index(taken % PLAN.stages), 4)
+        return draws(P, batch, start, tile, counter, head.dropout_key, APART, F, PLAN.kv_tile)
+    else:
+        return 0, 0

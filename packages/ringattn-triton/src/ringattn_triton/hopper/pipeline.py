@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
-from ..kernels.tokens import first_counter
 from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
 from .head_tiles import fetch, store
 from .positions import loaded_of_keys, origin_of, place_of_positions
@@ -37,7 +36,6 @@ class Shared(NamedTuple):
     v_full: Any
     turns: Any
     turns_full: Any
-    counters: Any
     positions: Any
 
 
@@ -170,14 +168,9 @@ def _tile_fetched(
     place = fetched % PLAN.stages
     at = [kv_head, batch * F.kv_length + tile * PLAN.kv_tile, 0]
     full = shared.k_full.index(place)
-    counter = 0
-    if F.dropout:
-        counter = first_counter(P.kv_counters, batch, tile * PLAN.kv_tile, F.kv_index_batch, F.kv_length, PLAN.kv_tile)
     away = loaded_of_keys(P, batch, tile, origin, F, PLAN.kv_tile)
     if fetched >= PLAN.stages:
         wait_until_left(k_empty(PLAN) + place, PLAN)
-    if F.dropout:
-        write_number(shared.counters.index(place), counter)
     if F.distances:
         place_of_positions(shared, fetched, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from ..kernels.scores import LOG2_E, bent, in_log2
 from ..kernels.tokens import visible
+from .dropout import kept
 from .schedules import CONSUMER_ROWS
 
 
@@ -60,8 +61,8 @@ def scored(
 
 
 @gluon.jit
-def weighed(s, base, shrink, total, F: gl.constexpr, PLAN: gl.constexpr):
-    """The weights of a tile, and the updated sums of weights (`sums_of_parts`)."""
+def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+    """The weights of a tile after dropout, and the updated sums of weights before it (`sums_of_parts`)."""
     if PLAN.bounded:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)
@@ -69,6 +70,8 @@ def weighed(s, base, shrink, total, F: gl.constexpr, PLAN: gl.constexpr):
         FOLD: gl.constexpr = fold_of(F)
         p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None] + sums_of_parts(p)
+    if F.dropout:
+        p = gl.where(kept(drawn[0], drawn[1], F, PLAN.kv_tile, SCORES), p, 0.0)
     return p, total
 
 

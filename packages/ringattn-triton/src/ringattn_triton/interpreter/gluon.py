@@ -341,8 +341,3 @@ def product_where_needed(acc: Any, factor: Any) -> Tensor:
 
 def softmax_first(step: Any) -> None:
     """Computes nothing. (On a device it only changes the order of instructions.)"""
-
-
-def draws_first(first: Tensor, second: Tensor, step: Any) -> Tensor:
-    """The first word. (On a device this changes the order of instructions.)"""
-    return first
