@@ -13,9 +13,12 @@ from compile_budgets import SHARED, allowed
 from compile_reports import launches, of_lowered
 from given_blocks import bias, forbidding, make_block, with_option
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec as P
+from ringattn_core import ring_attention
 from ringattn_core.contract.protocol import Block, Gradients
+from ringattn_triton import block_kernel
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.launch.target import compiling_for
+from ringattn_triton.launch.target import Target, compiling_for
 from test_one_pass import HALF, computed, launched, prepared
 
 OPTIONS = ("plain", "causal", "window", "causal segments", "padding", "positions", "masks of heads", "negative scale")
@@ -138,6 +141,29 @@ def test_dq_continues_what_other_keys_gave(short_strips: None) -> None:
         dq, parts = got.dq, [got.dbias, *parts]
     np.testing.assert_allclose(dq, whole.dq, atol=1e-5)
     np.testing.assert_array_equal(jnp.concatenate(parts, -1), whole.dbias)
+
+
+def test_strips_are_traced_in_a_ring_that_checks_what_varies(
+    short_strips: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_kernel, "target", lambda: Target("cuda", 90))
+    strips: list[int] = []
+    usual = one_pass._launched
+    monkeypatch.setattr(one_pass, "_launched", lambda *given: (strips.append(given[3].strip), usual(*given))[1])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ring",))
+    rows, columns = P(None, "ring"), P(None, None, "ring")
+
+    def gradients(q: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
+        def attended(q: jax.Array, bias: jax.Array) -> jax.Array:
+            return ring_attention(q, q, q, None, bias, axis_name="ring", fused_backward=True, backend="triton")
+
+        out, pullback = jax.vjp(attended, q, bias)
+        return pullback(out)
+
+    ring = jax.shard_map(gradients, mesh=mesh, in_specs=(rows, columns), out_specs=(rows, columns), check_vma=True)
+    shapes = (1, 512, 2, 128), (1, 1, 512, 512)
+    dq, dbias = jax.eval_shape(ring, *(jax.ShapeDtypeStruct(shape, HALF) for shape in shapes))
+    assert (dq.shape, dbias.shape) == shapes and set(strips) == {1}
 
 
 def test_a_bias_may_forbid_pairs_and_whole_rows() -> None:
