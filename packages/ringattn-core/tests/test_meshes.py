@@ -244,6 +244,13 @@ def test_another_mesh_than_the_one_that_is_set_is_refused(jit: bool) -> None:
     def call(*x: Any) -> Any:
         return ring_attention(*x, mesh=mesh_of(dp=2, sp=4), axis_name="sp")
 
-    message = r"mesh= has the axes dp=2 \(Auto\), sp=4 \(Auto\), but jax.set_mesh has set another .* x=8 \(Auto\)"
+    message = r"has the axes dp=2 \(Auto\), sp=4 \(Auto\), but jax.set_mesh has set another .* x=8 \(Auto\)"
     with jax.set_mesh(mesh_of(x=8)), pytest.raises(MeshError, match=message):
         (jax.jit(call) if jit else call)(*arrays())
+
+
+def test_a_mesh_that_is_set_besides_that_of_an_array_is_refused() -> None:
+    split = NamedSharding(mesh_of("explicit", sp=8), P(None, "sp"))
+    message = r"the mesh of an array with explicit axes, has the axes sp=8 \(Explicit\), but jax.set_mesh .* Use one"
+    with jax.set_mesh(mesh_of(x=8)), pytest.raises(MeshError, match=message):
+        ring_attention(*(jax.device_put(x, split) for x in arrays()), axis_name="sp")

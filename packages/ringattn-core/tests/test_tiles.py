@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ RULES = {
     "causal window": {"causal": True, "window": (9, 9)}, "chunk": {"chunk": 10},
     **{f"mask {n} {type(mask).__name__}": {"masks": (mask,), "mask_of_head": (0, 0)} for n, mask in enumerate(MASKS)},
     "masks of heads": {"masks": (Local(4, 4), Numpy(PAIRS)), "mask_of_head": (1, 0), "causal": True},
+    "masks of heads without bounds": {"masks": (Numpy(PAIRS), MASKS[11], Causal(), ~MASKS[11]), "mask_of_head": (3, 1)},
 }  # fmt: skip
 
 FIELDS = {
@@ -119,6 +121,12 @@ def test_tiles_are_exact_for_consecutive_positions(options: dict[str, Any]) -> N
 def test_a_causal_hop_to_later_keys_has_no_tiles_only_in_the_contiguous_layout(layout: str) -> None:
     got = tiles(make(layout, 0, 2, Rule(1.0, causal=True)), 6, 6)
     assert bool(got.some.any()) == (layout != "contiguous")
+
+
+def test_one_loop_evaluates_all_masks_without_bounds() -> None:
+    rule = Rule(1.0, **RULES["masks of heads without bounds"])
+    program = jax.make_jaxpr(lambda block: tiles(block, 8, 6))(make("zigzag", 0, 1, rule))
+    assert str(program).count("scan[") == 1
 
 
 @pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 ", "mask 9 "])

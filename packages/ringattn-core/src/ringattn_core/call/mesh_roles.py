@@ -69,8 +69,8 @@ def check_mesh(call: Call, mesh: Any) -> None:
     context = jax.sharding.get_abstract_mesh()
     if not (context.empty or axes.manual() or mesh.abstract_mesh == context):
         raise MeshError(
-            f"mesh= has the axes {_described(mesh)}, but jax.set_mesh has set another mesh, with the axes "
-            f"{_described(context)}. Pass mesh= the same mesh, or leave it out"
+            f"mesh=, or the mesh of an array with explicit axes, has the axes {_described(mesh)}, but jax.set_mesh has "
+            f"set another mesh, with the axes {_described(context)}. Use one mesh for all of them"
         )
     for argument in AXIS_NAMES:
         named = getattr(call, argument) or ()

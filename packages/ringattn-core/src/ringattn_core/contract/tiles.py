@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..masks import Coordinates, all_of, any_of, same_segment
+from ..masks import Coordinates, all_of, same_segment, tiles_of
 from .protocol import Block
 from .visibility import position_masks
 
@@ -39,8 +39,7 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
         kv_ids = _unpadded(_by_tile(block.kv_segments, kv_tile), padding)
         parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
     if rule.masks:
-        of_heads = [mask.tiles(q, kv) for mask in rule.masks]
-        parts.append((any_of(some for some, _ in of_heads), all_of(full for _, full in of_heads)))
+        parts.append(tiles_of(rule.masks, q, kv))
     if block.mask is not None:
         parts.append(_of_dense(block.mask, q_tile, kv_tile))
     if padding is not None:

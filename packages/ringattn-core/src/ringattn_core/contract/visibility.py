@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..masks import Causal, Chunked, Coordinates, Local, Mask, all_of, any_of
+from ..masks import Causal, Chunked, Coordinates, Local, Mask, all_of
 from .protocol import Block
 from .rule import Rule
 
@@ -40,11 +40,12 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
 
 
 def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:
+    """Evaluates each mask once, and not once for every head."""
     rule = block.rule
     if len(rule.masks) == 1:
         return rule.masks[0].visible(q, kv)[:, None]
-    chosen = jnp.asarray(rule.mask_of_head)[block.head_index][None, :, None, None]
-    return any_of((chosen == number) & mask.visible(q, kv)[:, None] for number, mask in enumerate(rule.masks))
+    of_masks = jnp.stack(jnp.broadcast_arrays(*(mask.visible(q, kv) for mask in rule.masks)), 1)
+    return of_masks[:, jnp.asarray(rule.mask_of_head)[block.head_index]]
 
 
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:

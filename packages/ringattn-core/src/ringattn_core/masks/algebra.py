@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,23 +61,7 @@ class Mask:
 
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         """Evaluates every pair, one row of tiles at a time: exact, also for a mask that is not `bounded`."""
-
-        def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
-            seen = self.visible(
-                Coordinates(*(x[:, None, :, None] for x in tile)), Coordinates(*(x[:, :, None, :] for x in kv))
-            )
-            seen = jnp.broadcast_to(
-                seen, (tile.index.shape[0], kv.index.shape[1], tile.index.shape[1], kv.index.shape[2])
-            )
-            return seen.any((-2, -1)), seen.all((-2, -1))
-
-        groups = np.broadcast_shapes(
-            q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1]
-        )
-        q = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in q))
-        kv = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in kv))
-        some, every = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
-        return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
+        return _evaluated((self,), q, kv)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The `(queries, keys)` shapes of the arrays in the mask; each must equal the global lengths."""
@@ -163,6 +147,34 @@ class Not(Mask):
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         some, every = self.a.tiles(q, kv)
         return ~every, ~some
+
+
+def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
+    """`Mask.tiles` of several masks: `some` of any of them, and `all` of all of them.
+
+    One loop evaluates all masks without bounds. With a loop for each mask, XLA compiled many times as long.
+    """
+    if len(masks) == 1:
+        return masks[0].tiles(q, kv)
+    found, loose = [mask.tiles(q, kv) for mask in masks if mask.bounded], [mask for mask in masks if not mask.bounded]
+    found += [_evaluated(loose, q, kv)] if loose else []
+    return any_of(some for some, _ in found), all_of(every for _, every in found)
+
+
+def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
+    """`tiles_of` from the value of every pair, one row of tiles at a time."""
+
+    def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
+        rows, columns = Coordinates(*(x[:, None, :, None] for x in tile)), Coordinates(*(x[:, :, None, :] for x in kv))
+        pairs = tile.index.shape[0], kv.index.shape[1], tile.index.shape[1], kv.index.shape[2]
+        seen = [jnp.broadcast_to(mask.visible(rows, columns), pairs) for mask in masks]
+        return any_of(seen).any((-2, -1)), all_of(seen).all((-2, -1))
+
+    groups = np.broadcast_shapes(q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1])
+    q = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in q))
+    kv = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in kv))
+    some, every = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
+    return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
 
 
 def all_of(sets: Iterable[Any]) -> Any:

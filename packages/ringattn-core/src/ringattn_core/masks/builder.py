@@ -2,6 +2,7 @@
 """Which mask each head obeys: calls a `mask_builder` and converts its results to masks."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import jax.core
 import numpy as np
 
 from ..errors import InputError, RingAttnError, in_one_line
-from .algebra import Mask
-from .kinds import Numpy
+from .algebra import And, Mask, Not, Or
+from .kinds import Numpy, Predicate
 
 Builder = Callable[[int, int, int, int, int], Any]
 
@@ -30,12 +31,39 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
     """Calls the builder once for each global head; lengths and numbers of heads are global."""
     if isinstance(builder, Built):
         return builder
-    numbers: dict[Mask, int] = {}
-    of_head = []
+    masks: dict[Any, Mask] = {}
+    made = []
     for head in range(heads):
         mask = _as_mask(_asked(builder, q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
-        of_head.append(numbers.setdefault(mask, len(numbers)))
-    return Built(tuple(numbers), tuple(of_head))
+        made.append(_alike(mask))
+        masks.setdefault(made[-1], mask)
+    numbers = {key: number for number, key in enumerate(masks)}
+    return Built(tuple(masks.values()), tuple(numbers[key] for key in made))
+
+
+def _alike(mask: Mask) -> Any:
+    """A key that is equal for equal masks, also where the builder makes the function of a `Predicate` anew each time.
+
+    Only for masks of one call: what a function reads from elsewhere may change between calls, but not between heads,
+    because masks are evaluated when all heads have theirs.
+    """
+    if type(mask) is Predicate:
+        return Predicate, _same_function(mask.seen)
+    if isinstance(mask, And | Or):
+        return type(mask), _alike(mask.a), _alike(mask.b)
+    return (Not, _alike(mask.a)) if isinstance(mask, Not) else mask
+
+
+def _same_function(seen: Any) -> Any:
+    """A key that is equal for functions of the same code that captured the same values."""
+    if not inspect.isfunction(seen) or seen.__kwdefaults__:
+        return seen
+    try:
+        held = [*(seen.__defaults__ or ()), *(cell.cell_contents for cell in seen.__closure__ or ())]
+    except ValueError:  # a variable that has no value yet
+        return seen
+    values = tuple((type(x), repr(x)) if type(x) in (bool, int, float, str) else id(x) for x in held)
+    return seen.__code__, id(seen.__globals__), values
 
 
 def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: int, num_reps: int) -> Any:
