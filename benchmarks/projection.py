@@ -3,8 +3,8 @@
 
 By the cost model of `ringattn explain`, for one causal sequence in zigzag order over all chips. With `--measured`,
 the program fits the rates of kernels, and the fixed time of a call, to one GPU alone in what `gpu_ring.py` printed, and
-compares the model with the rings that were measured there. Without it, all numbers are constants of the model. Needs no
-accelerator.
+compares the model with the strategies that were measured there. Without it, all numbers are constants of the model.
+Needs no accelerator.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import hops
 from ringattn_core.strategies import choose
 from ringattn_core.strategies.cost import total
-from ringattn_core.strategies.devices import DEVICES, Device
+from ringattn_core.strategies.devices import DEVICES, Device, of_kind
 from ringattn_core.strategies.work import Work, visible_pairs
 
-HEADER = re.compile(r"^gpu_ring\.py: .*, (\d+) device\(s\)")
+HEADER = re.compile(r"^gpu_ring\.py: jax [^,]*, (.*), (\d+) device\(s\)")
 ROW = re.compile(r"^(\d+) tokens, (forward|forward\+backward): (\w+), TFLOP/s of a GPU +([\d.]+)$")
 OF_RUN = (16, 16, 128)
 """Query heads, key heads and head size of `gpu_ring.py` by default."""
@@ -36,12 +36,13 @@ LENGTHS = range(256, TOKENS[-1] + 1, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run of `gpu_ring.py` measured on `ranks` GPUs.
+    """What one run of `gpu_ring.py` measured on `ranks` GPUs of this `kind`.
 
     `rates` are TFLOP/s of a GPU by the number of tokens, the part (forward or both passes) and who ran it. A GPU alone
     had the tokens of one rank.
     """
 
+    kind: str
     ranks: int
     rates: dict[tuple[int, str, str], float] = dataclasses.field(default_factory=dict)
 
@@ -78,7 +79,7 @@ def runs(text: str) -> list[Run]:
     found: list[Run] = []
     for line in text.splitlines():
         if header := HEADER.match(line):
-            found.append(Run(int(header[1])))
+            found.append(Run(header[1], int(header[2])))
         elif found and (row := ROW.match(line)):
             found[-1].rates[int(row[1]), row[2], row[3]] = float(row[4])
     return [run for run in found if run.rates]
@@ -92,14 +93,18 @@ def work(ranks: int, length: int, heads: tuple[int, int, int] = OF_RUN) -> Work:
     return Work(1, length, length, count, kv_heads, dim, dim, 2, pairs, plan)
 
 
-def compared(run: Run, base: Device) -> Iterator[tuple[str, float, float]]:
-    """The measured and the predicted TFLOP/s of each ring, by its name; a call on a ring has the fixed time of one."""
+def compared(run: Run) -> Iterator[tuple[str, float, float]]:
+    """The measured and the predicted TFLOP/s of each strategy, by its name. It has the fixed time of one GPU's call."""
+    base = of_kind(run.kind)
+    assert base is not None, f"the cost model has no constants for {run.kind}"
     device = run.device(base)
     for tokens, part in dict.fromkeys((tokens, part) for tokens, part, _ in run.rates):
-        ring = choose.reckoned(work(run.ranks, tokens // run.ranks), device)[0]
-        seconds = run.fitted(part)[0] + (total(ring.forward) if part == "forward" else ring.seconds)
-        model = operations(tokens**2 / 2 / run.ranks, part) / seconds / 1e12
-        yield f"{run.ranks} GPUs, {tokens} tokens, {part}", run.rates[tokens, part, "ring"], model
+        for plan in choose.reckoned(work(run.ranks, tokens // run.ranks), device):
+            measured = run.rates.get((tokens, part, plan.strategy))
+            if measured is not None:
+                seconds = run.fitted(part)[0] + (total(plan.forward) if part == "forward" else plan.seconds)
+                model = operations(tokens**2 / 2 / run.ranks, part) / seconds / 1e12
+                yield f"{run.ranks} {base.name}, {tokens} tokens, {part}: {plan.strategy}", measured, model
 
 
 def extrapolated(
@@ -152,11 +157,11 @@ def main() -> None:
     device = DEVICES[arguments.device]
     found = [run for path in arguments.measured for run in runs(path.read_text())]
     if found:
-        print("The model beside measured rings, TFLOP/s of a GPU:\n")
-        print(f"{'':<40}  {'measured':>8}  {'model':>8}  {'model over measured':>19}")
+        print("The model beside measured strategies, TFLOP/s of a GPU:\n")
+        print(f"{'':<50}  {'measured':>8}  {'model':>8}  {'model over measured':>19}")
     for run in found:
-        for name, measured, model in compared(run, device):
-            print(f"{name:<40}  {measured:8.1f}  {model:8.1f}  {model / measured:19.3f}")
+        for name, measured, model in compared(run):
+            print(f"{name:<50}  {measured:8.1f}  {model:8.1f}  {model / measured:19.3f}")
     if found:
         fastest = max(found, key=lambda run: run.fitted("forward")[1])
         rate = fastest.device(device).rates[OF_RUN[2]]
