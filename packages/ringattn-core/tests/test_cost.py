@@ -25,6 +25,7 @@ from ringattn_core.strategies import choose, cost, devices
 from ringattn_core.strategies.cost import Step
 from ringattn_core.strategies.work import Work, visible_pairs
 from separate_sends import SEPARATE, SeparateSends
+from traced_calls import forget_traced_calls
 
 H200 = devices.DEVICES["h200"]
 
@@ -245,6 +246,7 @@ def test_a_head_size_has_the_rate_of_the_next_larger_kernel() -> None:
 def strategy_of(device: devices.Device | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
     """What strategy="auto" stands for in a call on a ring of 4, as its compiled program tells."""
     monkeypatch.setattr(choose, "of_kind", lambda _: device)
+    forget_traced_calls()
     mesh = Mesh(np.array(jax.devices()[:4]), ("sp",))
     x = jax.ShapeDtypeStruct((1, options.pop("tokens", 64), options.pop("heads", 4), 8), jnp.float32)
     attend = functools.partial(

@@ -21,9 +21,7 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
-from ..strategies.choose import settled
-from ..strategies.run import computed
-from ..tuning.choice import with_parameters
+from ..tuning import choice
 from .checks import halves_go_both_ways
 from .dispatch import answer, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
@@ -94,31 +92,11 @@ def over_shards(
     """
     placed = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
-    options = _with_parameters(registration, options, mesh, split, placed)
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        return _run(work, registration, options, mesh, tuple(split.items()), outputs, placed)
+        return _run(work, registration, options, mesh, tuple(split.items()), outputs, choice.state(), placed)
 
 
-def _with_parameters(
-    registration: Registration, options: Call, mesh: Any, split: dict[str, P], placed: dict[str, jax.Array]
-) -> Call:
-    """`options` with the strategy that "auto" stands for, and kernel parameters for what a kernel gets on one rank.
-
-    They are chosen here and not on the rank, because `_run` compiles again only if its static arguments change.
-    """
-    shards = {}
-    for name, spec in split.items():
-        parts = [ranks_of(mesh, axes.names(entry)) for entry in spec]
-        shape = tuple(size // part for size, part in zip(placed[name].shape, parts, strict=True))
-        shards[name] = jax.ShapeDtypeStruct(shape, placed[name].dtype)
-    whole = settled(registration, dataclasses.replace(options, **shards), mesh)
-    shard = computed(whole, mesh.shape)
-    found = with_parameters(registration, shard, ranks_of(mesh, shard.axis_name or ()), mesh)
-    parameters = {"fwd_params": found.fwd_params, "bwd_params": found.bwd_params}
-    return dataclasses.replace(options, strategy=whole.strategy, **parameters)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
 def _run(
     work: Work,
     registration: Registration,
@@ -126,9 +104,13 @@ def _run(
     mesh: Mesh,
     split: Any,
     outputs: tuple[P, P],
+    state: Any,
     placed: dict[str, jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
+    """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`.
+
+    The parameters of kernels are chosen when this is traced. It is traced again where `state`, that of tuning, changes.
+    """
 
     def of_rank(local: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         found = work(registration, dataclasses.replace(options, **local))

@@ -2,9 +2,8 @@
 """Which strategy "auto" is: that of the cheapest plan, by the cost model, which the call and the backend allow."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
@@ -27,20 +26,18 @@ _NEARLY_EQUAL: Final = 1.03
 _NONE: Final[Mapping[str, str]] = {}
 
 
-def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
+def settled(registration: Registration, call: Call) -> Call:
     """The call of one shard, with the strategy that runs it. Raises if the call or the backend rules it out.
 
     "auto" becomes the strategy of the cheapest plan, or "ring" on a device for which the cost model has no constants.
-    On one rank every strategy becomes "ring". `mesh` is the mesh of a global call; without it this runs inside a
-    `shard_map`. Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks and the
-    caller's positions are unknown while a call is traced; the costs are those of a call in which they mask nothing out.
+    On one rank every strategy becomes "ring". Only shapes and static options decide, so all ranks decide alike. Segment
+    ids, dense masks and the caller's positions are unknown while a call is traced; the costs are those of a call in
+    which they mask nothing out.
     """
     if call.strategy == "ring":
         return call
-    ranks, inner = (
-        axes.size("axis_name", names) if mesh is None else math.prod(mesh.shape[name] for name in names)
-        for names in (call.axis_name or (), (call.axis_name or ())[-1:])
-    )
+    axis = call.axis_name or ()
+    ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
     if ranks == 1:
         return dataclasses.replace(call, strategy="ring")
     refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
@@ -52,7 +49,7 @@ def settled(registration: Registration, call: Call, mesh: Any = None) -> Call:
         raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
     if call.strategy != "auto":
         return call
-    kind = device_of(mesh, (call.query, call.key, call.value)).device_kind
+    kind = device_of(None, (call.query, call.key, call.value)).device_kind
     device = of_kind(kind)
     if device is None:
         return dataclasses.replace(call, strategy="ring")

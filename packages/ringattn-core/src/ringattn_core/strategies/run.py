@@ -2,7 +2,6 @@
 """Runs the call of one shard by its strategy, on a backend with a block kernel."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from ..backends.discovery import Registration
@@ -23,8 +22,3 @@ def run(registration: Registration, call: Call) -> Any:
         return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
     out, lse = engine.run(kernel, with_parameters(registration, call), gathers=call.strategy == "all_gather")
     return (out, lse) if call.return_lse else out
-
-
-def computed(call: Call, sizes: Mapping[str, int]) -> Call:
-    """The call that its `settled` strategy gives to the ring engine, as shapes. `sizes` are those of the mesh axes."""
-    return ulysses.shapes_by_heads(call, sizes) if call.strategy == "ulysses" else call

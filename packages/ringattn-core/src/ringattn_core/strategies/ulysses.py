@@ -9,7 +9,6 @@ the group, whose shards are consecutive. The result is the same call with the la
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
-    _, inner = _split_axes(call)
+    outer, inner = _split_axes(call)
     ranks = axes.size("axis_name", (inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
@@ -43,30 +42,9 @@ def by_heads(call: Call) -> Call:
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
-    return _with_heads_over_inner(call, moved | {"key": key, "value": value})
-
-
-def shapes_by_heads(call: Call, sizes: Mapping[str, int]) -> Call:
-    """`by_heads(call)` as shapes, from a call of shapes. It may be called outside a `shard_map` over these axes."""
-    ranks = sizes[_split_axes(call)[1]]
-
-    def moved(name: str, x: Any) -> jax.ShapeDtypeStruct:
-        shape = list(x.shape)
-        heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
-        if heads is not None:
-            shape[heads] = math.lcm(shape[heads], ranks) // ranks
-        if tokens is not None:
-            shape[tokens] *= ranks
-        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-    return _with_heads_over_inner(call, {name: moved(name, x) for name, x in call.arrays.items()})
-
-
-def _with_heads_over_inner(call: Call, moved: dict[str, Any]) -> Call:
-    """The call with the arrays `moved`, whose heads the last axis of `axis_name` splits."""
-    outer, inner = _split_axes(call)
     heads = (*(call.head_axis_name or ()), inner)
-    return dataclasses.replace(call, **moved, axis_name=outer or None, head_axis_name=heads, strategy="ring")
+    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": heads, "strategy": "ring"}
+    return dataclasses.replace(call, **moved)
 
 
 def _split_axes(call: Call) -> tuple[tuple[str, ...], str]:

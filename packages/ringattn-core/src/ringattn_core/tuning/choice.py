@@ -4,14 +4,15 @@
 import dataclasses
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Final
 
 from ..backends.discovery import Registration, get, on_clear
 from ..config import RingAttentionConfig
 from ..contract.call import Call
 from ..errors import TuningError
 from ..placement.axes import size
-from .overlay import OPEN, overlaid
+from .overlay import OPEN, overlaid, overlays
 from .policy import Policy, current
 from .problem import Problem, of_call, tunable
 
@@ -22,17 +23,26 @@ _logger: Final = logging.getLogger("ringattn")
 _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
 """What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
 _one_at_a_time: Final = threading.Lock()
+_changes = 0
+"""How often results that traced programs may hold were replaced."""
+
+
+def state() -> Hashable:
+    """What decides the parameters of a call, beside the call itself. A program is stale if it was traced in another."""
+    return current(), overlays(), _changes
 
 
 def forget() -> None:
     """Empties the cache in memory: the next call reads the disk again."""
+    global _changes
     _known.clear()
+    _changes += 1
 
 
 on_clear.append(forget)
 
 
-def with_parameters(registration: Registration, call: Call, ranks: int | None = None, mesh: Any = None) -> Call:
+def with_parameters(registration: Registration, call: Call) -> Call:
     """Fills in the kernel parameters that the call of one shard does not set.
 
     Forward and backward parameters are chosen separately: a call may set one of them only.
@@ -41,8 +51,7 @@ def with_parameters(registration: Registration, call: Call, ranks: int | None = 
     if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
         kernel = registration.implementation()
         if tunable(registration) or hasattr(kernel, "default_config"):
-            ranks = size("axis_name", call.axis_name or ()) if ranks is None else ranks
-            problem = of_call(registration, call, ranks, mesh)
+            problem = of_call(registration, call, size("axis_name", call.axis_name or ()))
             found = configured(registration, problem)
             forward = found.fwd_params if forward == OPEN.fwd_params else forward
             backward = found.bwd_params if backward == OPEN.bwd_params else backward
@@ -75,20 +84,21 @@ def tune(problem: Problem, registration: Registration | None = None, keep: bool 
 
     Results of a backend that is registered in this process are not stored on the disk: it has no version.
     """
-    from . import cache, tuner
-
-    registration = get(problem.backend) if registration is None else registration
-    outcome = tuner.fastest(registration, problem, default(registration, problem))
-    if keep:
-        _known[_key(registration, problem)] = outcome.config
-        if not registration.in_process:
-            cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
+    global _changes
+    outcome = _tuned(problem, get(problem.backend) if registration is None else registration, keep)
+    _changes += keep
     return outcome
 
 
-def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:
-    """The key to remember a problem by, without its call, whose arrays would stay alive."""
-    return registration, dataclasses.replace(problem, call=None)
+def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "Outcome":
+    from . import cache, tuner
+
+    outcome = tuner.fastest(registration, problem, default(registration, problem))
+    if keep:
+        _known[registration, problem] = outcome.config
+        if not registration.in_process:
+            cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
+    return outcome
 
 
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
@@ -98,7 +108,7 @@ def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig
 
         entry = None if registration.in_process else cache.read(problem)
         # Another thread may have tuned the problem meanwhile.
-        _known.setdefault(_key(registration, problem), None if entry is None else entry.config)
+        _known.setdefault((registration, problem), None if entry is None else entry.config)
     return _known[registration, problem]
 
 
@@ -107,8 +117,8 @@ def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionCon
     with _one_at_a_time:
         if _known.get((registration, problem)) is None:
             try:
-                tune(problem, registration)
+                _tuned(problem, registration)
             except TuningError as error:
-                _known[_key(registration, problem)] = default(registration, problem)
+                _known[registration, problem] = default(registration, problem)
                 _logger.warning("%s. Its default is used", error)
         return _known[registration, problem]

@@ -43,7 +43,7 @@ class Problem:
         window: The window of the call, as in `Rule`.
         chunk: The chunk size of the call.
         options: The other options that the call uses: an array by its dtype and shape, and masks as text.
-        call: The call of one shard, from whose shapes a trial is made. Problems are compared without it.
+        call: The call of one shard as shapes, from which a trial is made. Problems are compared without it.
     """
 
     backend: str
@@ -110,9 +110,9 @@ LEFT_OUT: Final = {
 """The arguments of a call that are fields of a problem, or cannot change which parameters are fastest."""
 
 
-def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None) -> Problem:
+def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
     """The problem of a call on one shard. Only the shapes and dtypes of arrays are read."""
-    given = (mesh, (call.query, call.key, call.value))
+    given = (None, (call.query, call.key, call.value))
     batch, q_length, heads, head_dim = call.query.shape
     used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not _off(x)}
     return Problem(
@@ -133,7 +133,7 @@ def of_call(registration: Registration, call: Call, ranks: int, mesh: Any = None
         window=call.sliding_window,
         chunk=call.chunk_size,
         options=tuple((name, _described(x)) for name, x in used.items()),
-        call=call,
+        call=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call),
     )
 
 
