@@ -17,6 +17,7 @@ from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
+from ..ring.engine import without_derivative
 from ..strategies.choose import settled
 from ..strategies.run import run
 from ..tuning.choice import with_parameters
@@ -47,7 +48,9 @@ def answer(registration: Registration, call: Call) -> Any:
         result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
         result = run(registration, call)
-    return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
+    if backend.supports(Feature.GRADIENTS):
+        return result
+    return without_derivative(lambda: refusal(registration, frozenset({Feature.GRADIENTS})))(result)
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
@@ -81,15 +84,3 @@ def per_shard(name: str) -> Callable[..., Any]:
     ring_attention.__signature__ = SIGNATURE  # pyright: ignore[reportFunctionMemberAccess]
     ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
     return ring_attention
-
-
-def _without_gradient(registration: Registration, result: Any) -> Any:
-    @jax.custom_vjp
-    def identity(x: Any) -> Any:
-        return x
-
-    def refuse(_: None, __: Any) -> Any:
-        raise refusal(registration, frozenset({Feature.GRADIENTS}))
-
-    identity.defvjp(lambda x: (x, None), refuse)
-    return identity(result)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..contract.call import Call
+from ..contract.varying import axes_of
 from ..errors import InputError, MeshError
 from ..placement import axes
 
@@ -65,8 +66,7 @@ def refuse_unnamed_axes(call: Call, around: bool = False) -> None:
     indexed = call.dropout_prob or (call.mask_builder is not None and len(call.mask_builder.masks) > 1)
     if not unsaid or ((around or call.axis_name == ()) and not indexed):
         return
-    operands = (call.query, call.key, call.value)
-    split = frozenset().union(*map(axes.varying, operands)) if axes.tracked() else axes.manual()
+    split = axes_of(call.query, call.key, call.value) if axes.tracked() else axes.manual()
     named = {name for argument in AXIS_NAMES for name in getattr(call, argument) or ()}
     over = tuple(name for name in sorted(split - named) if jax.lax.axis_size(name) > 1)
     if over:

@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 
+from ..placement.axes import varying
+
 
 def axes_of(*trees: Any) -> frozenset[str]:
     """The mesh axes that any array in `trees` varies over; empty under `check_vma=False`."""
-    found = (jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees))
-    return frozenset().union(*found)
+    return frozenset().union(*map(varying, jax.tree.leaves(trees)))
 
 
 def align(tree: Any, axes: frozenset[str]) -> Any:
@@ -19,7 +20,7 @@ def align(tree: Any, axes: frozenset[str]) -> Any:
     """
 
     def spread(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - axes_of(leaf)))
+        missing = tuple(sorted(axes - varying(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(spread, tree)

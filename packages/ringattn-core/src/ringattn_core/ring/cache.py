@@ -12,6 +12,7 @@ from ..contract.call import Call
 from ..contract.merge import log_sum_exp, merged_over, with_sinks
 from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
+from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.layout import order
 from . import batching
@@ -41,9 +42,11 @@ def not_differentiable(call: Call) -> Call:
     return (_few_queries if call.query_offset is None else _sharded_queries)(call)
 
 
-_few_queries = without_derivative("decode_attention has no derivative. For training, call ring_attention")
+_few_queries = without_derivative(
+    lambda: DerivativeError("decode_attention has no derivative. For training, call ring_attention")
+)
 _sharded_queries = without_derivative(
-    "prefill_attention has no derivative where it sends the queries. Pass send='keys'"
+    lambda: DerivativeError("prefill_attention has no derivative where it sends the queries. Pass send='keys'")
 )
 
 

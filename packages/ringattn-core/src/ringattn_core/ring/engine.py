@@ -66,20 +66,14 @@ def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]
     return axes.coordinate(axis or ()) * count + jnp.arange(count, dtype=jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(ring: Ring, call: Call, location: Location) -> Result:
-    """`attend` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
-    return attend(ring, call, location)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(ring: Ring, call: Call, location: Location) -> Result:
     """`(out, lse)` of this rank's queries against the keys of all ranks."""
     return forward(ring, call, location)[0]
 
 
-def without_derivative(told: str) -> Callable[[Any], Any]:
-    """The identity, except that differentiating it raises `DerivativeError` with this message."""
+def without_derivative(error: Callable[[], Exception]) -> Callable[[Any], Any]:
+    """The identity, except that differentiating it raises what `error` makes."""
 
     @jax.custom_jvp
     def same(x: Any) -> Any:
@@ -87,14 +81,16 @@ def without_derivative(told: str) -> Callable[[Any], Any]:
 
     @same.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        raise DerivativeError(told)
+        raise error()
 
     return same
 
 
 first_derivative_only = without_derivative(
-    "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
-    "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
+    lambda: DerivativeError(
+        "the gradient of ring_attention was differentiated again, and there is no rule for that. Take first "
+        "derivatives in reverse mode (grad, vjp). For a gradient in a loss, take it at jax.lax.stop_gradient(inputs)"
+    )
 )
 
 
@@ -124,3 +120,5 @@ def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: 
 
 
 attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
+_attend = jax.jit(attend, static_argnums=0)
+"""Equal calls compile once, even if the caller does not use `jax.jit`."""

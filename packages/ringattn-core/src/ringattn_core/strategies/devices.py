@@ -30,22 +30,18 @@ class Link:
 
     def gather(self, count: float, ranks: int) -> float:
         """The seconds of an all-gather or a reduce-scatter; the share of each rank has `count` bytes."""
-        if ranks == 1:
-            return 0.0
-        ways = 2 if self.torus and ranks > 2 else 1
-        return self.latency + (ranks - 2) * self.step + (ranks - 1) * count / ways / self.bandwidth
+        return self._collective((ranks - 1) * count / (2 if self.torus and ranks > 2 else 1), ranks)
 
     def exchange(self, count: float, ranks: int) -> float:
         """The seconds of an all-to-all in which every rank holds `count` bytes, and keeps its own part of them.
 
         In a torus the ranks are a ring, and a part travels a quarter of the ring on average, in either direction.
         """
-        if ranks == 1:
-            return 0.0
-        sent = count * (ranks - 1) / ranks
-        return (
-            self.latency + (ranks - 2) * self.step + sent * (max(1.0, ranks / 8) if self.torus else 1) / self.bandwidth
-        )
+        return self._collective(count * (ranks - 1) / ranks * (max(1.0, ranks / 8) if self.torus else 1), ranks)
+
+    def _collective(self, through: float, ranks: int) -> float:
+        """The seconds of a collective of `ranks - 1` steps, in which `through` bytes pass through each link."""
+        return self.latency + (ranks - 2) * self.step + through / self.bandwidth if ranks > 1 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
