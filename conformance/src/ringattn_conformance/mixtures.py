@@ -144,7 +144,7 @@ def _declared(factor: str, features: frozenset[Feature], largest: int) -> list[i
     """The numbers of the levels of a factor that need declared features only."""
 
     def needs(number: int) -> frozenset[Feature]:
-        case, placement = _call({factor: number}, "")
+        case, placement = _call({factor: number})
         own = case.needs | placement.needs
         return own if factor == "dtype" else own - {Feature.FLOAT32}
 
@@ -161,9 +161,9 @@ def _declared(factor: str, features: frozenset[Feature], largest: int) -> list[i
     ]
 
 
-def _call(choice: Choice, name: str, turns: Mapping[str, int] | None = None) -> tuple[Case, Placement]:
+def _call(choice: Choice, turns: Mapping[str, int] | None = None) -> tuple[Case, Placement]:
     """The call with these levels; `turns` says, by factor, how many mixtures of the dtype have had the level before."""
-    fields: dict[str, Any] = {"name": name, "lse": False, "q_length": LENGTH, "kv_length": LENGTH}
+    fields: dict[str, Any] = {"name": "", "q_length": LENGTH, "kv_length": LENGTH}
     for factor, number in choice.items():
         variants = (FACTORS[factor][number], *VARIANTS.get(factor, {}).get(number, ()))
         fields |= variants[(turns or {}).get(factor, 0) % len(variants)]
@@ -175,7 +175,7 @@ def _call(choice: Choice, name: str, turns: Mapping[str, int] | None = None) -> 
 def _mixture(choice: Choice, number: int, cover: int, turns: Counter[tuple[int, str, int]]) -> Mixture:
     """The mixture of these levels. `turns` counts by dtype, factor and level the mixtures so far, and this one too."""
     keys = {factor: (choice["dtype"], factor, one) for factor, one in choice.items()}
-    case, placement = _call(choice, "", {factor: turns[key] for factor, key in keys.items()})
+    case, placement = _call(choice, {factor: turns[key] for factor, key in keys.items()})
     turns.update(keys.values())
     case = dataclasses.replace(case, name=f"{number:02}-{case.dtype}-d{case.head_dim}")
     times, less = (LATER_LENGTHS if cover else 1), (0 if placement.layout == "zigzag" else placement.ring)

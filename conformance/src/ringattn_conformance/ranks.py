@@ -191,6 +191,11 @@ class Placed:
             whole.append(x.reshape(*x.shape[:axis], ring * x.shape[axis + 1], *x.shape[axis + 2 :]))
         return tuple(whole)
 
+    def changed(self, **arrays: Any) -> "Placed":
+        """The same with other arrays, or another seed, in the problem."""
+        problem = dataclasses.replace(self.inputs.problem, **arrays)
+        return dataclasses.replace(self, inputs=dataclasses.replace(self.inputs, problem=problem))
+
     def natural(self, found: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The results as NumPy arrays in natural order."""
         names = {gradient: name for name, gradient in OPERANDS.items()}

@@ -30,8 +30,7 @@ def _probe(backend: str, placement: Placement, seed: int, case: Case = CASE) -> 
     placed = place(case, placement, backend)
     problem = placed.inputs.problem
     v = np.broadcast_to(np.eye(48, dtype=problem.v.dtype)[None, :, None], problem.v.shape)
-    problem = dataclasses.replace(problem, q=np.zeros_like(problem.q), v=v, seed=seed)
-    return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
+    return placed.changed(q=np.zeros_like(problem.q), v=v, seed=seed)
 
 
 def _kept(placed: Placed) -> np.ndarray:

@@ -25,12 +25,10 @@ def _probe(case: Case, placement: Placement, backend: str) -> Placed:
     """Scores are equal and the value of each key is a unit vector, so a query's output shows which keys it sees."""
     case = dataclasses.replace(case, lse=False, head_dim=case.kv_length, value_dim=case.kv_length)
     placed = place(case, placement, backend)
-    problem = placed.inputs.problem
-    zeros = {name: np.zeros_like(getattr(problem, name)) for name in ("q", "k")}
+    zeros = {name: np.zeros_like(getattr(placed.inputs.problem, name)) for name in ("q", "k")}
     shape = (case.batch, case.kv_length, case.kv_heads, case.kv_length)
     names = np.broadcast_to(np.eye(case.kv_length, dtype=np.float32)[None, :, None, :], shape)
-    problem = dataclasses.replace(problem, v=names, **zeros)
-    return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
+    return placed.changed(v=names, **zeros)
 
 
 @tiers.mark(tiers.CORE, *(case.name for case in MASKED if case.core))

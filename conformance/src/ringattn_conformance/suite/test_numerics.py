@@ -65,11 +65,6 @@ def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_ba
             tolerances.fail_if(faults, "bfloat16 ring")
 
 
-def _changed(placed: Placed, **operands: np.ndarray) -> Placed:
-    problem = dataclasses.replace(placed.inputs.problem, **operands)
-    return dataclasses.replace(placed, inputs=dataclasses.replace(placed.inputs, problem=problem))
-
-
 def _of_one_sign(placed: Placed, operand: str) -> Placed:
     """What the bad value is multiplied with is positive, so that an infinity makes scores of +inf, never of -inf."""
     other = {"q": "k", "k": "q"}.get(operand)
@@ -77,13 +72,13 @@ def _of_one_sign(placed: Placed, operand: str) -> Placed:
         return placed
     x = np.array(getattr(placed.inputs.problem, other))
     x[..., SPOT[-1]] = np.abs(x[..., SPOT[-1]])
-    return _changed(placed, **{other: x})
+    return placed.changed(**{other: x})
 
 
 def _poisoned(placed: Placed, operand: str, value: float) -> Placed:
     x = np.array(getattr(placed.inputs.problem, operand))
     x[SPOT] = value
-    return _changed(placed, **{operand: x})
+    return placed.changed(**{operand: x})
 
 
 def _rows_that_see(case: Case, inputs: Inputs, operand: str) -> tuple[np.ndarray, np.ndarray]:
@@ -160,7 +155,7 @@ def test_what_padding_holds_harms_nobody(ringattn_backend: str, name: str):
             _of_tokens(name, spoilt[name])[:, padding[half::2]] = value
         _of_tokens(name, clean[name])[:, padding] = 0
     cotangents = {name: spoilt.pop(name) for name in ("dout", "dlse") if name in spoilt}
-    inputs = dataclasses.replace(_changed(placed, **spoilt).inputs, **cotangents)
+    inputs = dataclasses.replace(placed.changed(**spoilt).inputs, **cotangents)
     with owed(ringattn_backend, case.needs | NEEDS) as right:
         got = run(dataclasses.replace(placed, inputs=inputs))
         if right:
@@ -206,7 +201,7 @@ def _of_exact_scores(placed: Placed) -> Placed:
         bias[0] = LOWEST
     else:
         bias[:, :, 7::12, 3] = 0.5  # one key of a row of -1e6 is as usual
-    return _changed(placed, q=q, k=k, bias=bias)
+    return placed.changed(q=q, k=k, bias=bias)
 
 
 def _rounded_answer(inputs: Inputs) -> oracle.Answer:
@@ -245,7 +240,7 @@ def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: st
     placed = place(case, Placement(2), ringattn_backend)
     q = np.array(placed.inputs.problem.q)
     q[:, 30] *= 1e4
-    placed = _changed(placed, q=q)
+    placed = placed.changed(q=q)
     with owed(ringattn_backend, case.needs) as right:
         got = run(placed, gradients=False)["out"]
         if right:

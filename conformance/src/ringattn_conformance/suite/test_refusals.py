@@ -9,9 +9,9 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from ringattn_conformance import notes, tiers
+from ringattn_conformance import tiers
 from ringattn_conformance.cases import CASES, DTYPES, Case
-from ringattn_conformance.outcomes import supports
+from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import Placed, Placement, place, with_gradients
 
 OF_PLACEMENTS = {
@@ -57,13 +57,5 @@ def test_a_feature_that_is_not_declared_is_refused(ringattn_backend: str, featur
 @pytest.mark.parametrize("feature", Feature, ids=lambda feature: feature.name)
 def test_a_feature_is_answered_or_refused(ringattn_backend: str, feature: Feature):
     placed = _call(feature, ringattn_backend)
-    needed = placed.case.needs | placed.placement.needs | {feature}
-    descriptor = discovery.get(ringattn_backend).descriptor()
-    missing = [one for one in needed if not descriptor.supports(one)]
-    if not missing:
-        notes.needs(needed)
-        _trace(placed, feature)
-        return
-    notes.refuses(missing)
-    with pytest.raises(UnsupportedFeatureError):
+    with owed(ringattn_backend, placed.case.needs | placed.placement.needs | {feature}):
         _trace(placed, feature)

@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
-from ringattn_core import ring_attention
+from jax.sharding import PartitionSpec
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import devices, oracle, tiers, tolerances
+from ringattn_conformance import oracle, tiers, tolerances
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
 from ringattn_conformance.outcomes import declared, owed
 from ringattn_conformance.ranks import (
+    DATA,
     RING,
     Arrays,
     Placed,
     Placement,
     answer_of,
+    inputs_of,
     on_devices,
     place,
     run,
-    static_options,
 )
 
 CASE, BUSY, SHARED = NAMED["transformed"], NAMED["busy"], NAMED["shared"]
@@ -146,8 +146,7 @@ def _examples(backend: str) -> list[Placed]:
     """Two calls that differ in their arrays and seeds and share the sinks."""
     one = place(SHARED, Placement(2), backend)
     other = place(dataclasses.replace(SHARED, name="shared-too"), Placement(2), backend)
-    problem = dataclasses.replace(other.inputs.problem, sinks=one.inputs.problem.sinks, seed=7)
-    return [one, dataclasses.replace(other, inputs=dataclasses.replace(other.inputs, problem=problem))]
+    return [one, other.changed(sinks=one.inputs.problem.sinks, seed=7)]
 
 
 def _per_example(order: str, examples: list[Placed]) -> Arrays:
@@ -201,24 +200,19 @@ def test_without_an_axis_it_is_one_device(ringattn_backend: str):
             tolerances.check(got, answer_of(case, 1), case, placed.inputs, "without an axis")
 
 
+class OverTwoAxes(Placed):
+    """The ring is the product of two mesh axes."""
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        return PartitionSpec(*((DATA, RING) if x == RING else None for x in super().spec(name, shape)))
+
+
 @tiers.core
 def test_two_axes_are_one_ring_over_their_product(ringattn_backend: str):
-    case = Case("two-axes", causal=True)
-    inputs, found = case.inputs(4), devices.own_first()
-    rows, columns = (2, 2) if len(found) >= 4 else (1, 1)
-    mesh = Mesh(np.array(found[: rows * columns]).reshape(rows, columns), ("outer", "inner"))
-    spec = PartitionSpec(None, ("outer", "inner"))
-    problem, options = inputs.problem, static_options(case)
-
-    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return ring_attention(q, k, v, axis_name=("outer", "inner"), backend=ringattn_backend, **options)
-
+    case, side = Case("two-axes", causal=True), 2 if len(jax.devices()) >= 4 else 1
+    placed = OverTwoAxes(case, Placement(side, data=side), ringattn_backend, inputs_of(case, side))
+    call = functools.partial(placed.local, axis_name=(DATA, RING), batch_axis_name=None)
     with owed(ringattn_backend, case.needs | NEEDS) as right:
-        sharded = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
-        operands = tuple(jnp.asarray(x) for x in (problem.q, problem.k, problem.v))
-        out, gradients = jax.jit(
-            lambda x, dout: (lambda out, pull: (out, pull(dout)))(*jax.vjp(lambda x: sharded(*x), x))
-        )(operands, jnp.asarray(inputs.dout))
+        got = run(placed, local=call)
         if right:
-            got = {"out": out} | dict(zip(("dq", "dk", "dv"), gradients[0], strict=True))
-            tolerances.check(got, answer_of(case, 4), case, inputs, "over two axes")
+            tolerances.check(got, answer_of(case, side), case, placed.inputs, "over two axes")
