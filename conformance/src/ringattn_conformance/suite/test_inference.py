@@ -13,7 +13,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import oracle, tiers, tolerances
-from ringattn_conformance.cases import KEYWORDS, Case
+from ringattn_conformance.cases import KEYWORDS, NAMED, Case
 from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, run, static_options
@@ -21,18 +21,25 @@ from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, r
 LENGTHS: Final = np.array([45, 11])
 """The tokens of each row of a cache with room for 48. In the second row some of 16 queries have negative positions."""
 PLAIN: Final = Case("cache", q_length=16, kv_length=48, heads=4, kv_heads=2, causal=True, lse=True)
+CACHE_LACKS: Final = {
+    Feature.SEGMENT_IDS, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK, Feature.BIAS, Feature.DROPOUT,
+}  # fmt: skip
+"""What a call on a cache has no option for."""
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "bfloat16": {"dtype": "bfloat16"},
     "window": {"window": (13, 0)},
-    "everything": {"window": (30, 0), "sinks": "head", "slopes": True, "soft_cap": 3.0, "scale": 0.5, "value_dim": 6},
     "float16": {"dtype": "float16", "head_dim": 16, "value_dim": 16},
     "chunk": {"chunk": 12},
     "one-key-head": {"kv_heads": 1, "sinks": "shared"},
-    "heads-alike": {"kv_heads": 4, "slopes": True},
+    "heads-alike": {"kv_heads": 4},
     "bfloat16-sinks": {"dtype": "bfloat16", "sinks": "each", "window": (21, 0)},
 }
-CASES: Final = {name: dataclasses.replace(PLAIN, name=f"cache-{name}", **more) for name, more in OPTIONS.items()}
+CASES: Final = {name: dataclasses.replace(PLAIN, name=f"cache-{name}", **more) for name, more in OPTIONS.items()} | {
+    "everything": dataclasses.replace(
+        NAMED["everything"].within(set(Feature) - CACHE_LACKS), name="cache-everything", q_length=PLAIN.q_length
+    )
+}
 RINGS: Final = (4, 2, 8, 1)
 
 
@@ -68,7 +75,7 @@ def _agrees(placed: Placed, local: Any, gradients: bool) -> None:
 def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> tuple[jax.Array, ...]:
     """One rank's call of `prefill_attention` or `decode_attention`, which are always causal."""
     options = static_options(placed.case) | more
-    options |= {KEYWORDS[name]: arrays[name] for name in ("sinks", "slopes") if name in arrays}
+    options |= {KEYWORDS[name]: x for name, x in arrays.items() if name not in ("q", "k", "v")}
     del options["causal"]
     options |= {"axis_name": RING, "layout": placed.placement.layout, "backend": placed.backend}
     return function(arrays["q"], arrays["k"], arrays["v"], LENGTHS, **options)
