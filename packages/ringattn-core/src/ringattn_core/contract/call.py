@@ -88,6 +88,11 @@ class Call:
         )
 
 
+def is_off(option: Any) -> bool:
+    """Whether this value in a call, `None`, `False` or 0.0, means that the call does not use the option."""
+    return option is None or (isinstance(option, bool | float) and not option)
+
+
 IN_BLOCK: Final = {
     "query": "q",
     "key": "k",
