@@ -7,10 +7,7 @@ import sys
 from importlib import metadata
 
 from ringattn_core.backends import discovery
-from ringattn_core.contract import signature
-from ringattn_core.contract.backend import API_VERSIONS
-from ringattn_core.contract.features import Feature, Support
-from ringattn_core.contract.protocol import BlockKernel
+from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
 
@@ -41,19 +38,11 @@ def test_importing_the_descriptor_imports_no_kernel_and_touches_no_device(ringat
 
 
 def test_the_descriptor_is_well_formed(ringattn_backend: str):
+    """Core has checked every field of it, or would raise."""
     backend = discovery.get(ringattn_backend).descriptor()
-    assert backend.name == ringattn_backend
-    assert type(backend.api) is int and backend.api in API_VERSIONS
-    assert backend.platforms
-    assert all(isinstance(feature, Feature) for feature in backend.features)
-    assert all(isinstance(support, Support) for support in backend.features.values())
     assert any(backend.supports(dtype) for dtype in DTYPES), "it supports no dtype at all"
 
 
 def test_the_implementation_is_what_the_descriptor_says(ringattn_backend: str):
-    registration = discovery.get(ringattn_backend)
-    implementation = registration.implementation()
-    if registration.descriptor().kernel is not None:
-        assert isinstance(implementation, BlockKernel)
-    else:
-        assert signature.mismatch(implementation) is None
+    """Core raises for a class, a kernel without its methods, or a ring function of another signature."""
+    discovery.get(ringattn_backend).implementation()
