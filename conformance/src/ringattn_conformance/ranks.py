@@ -155,18 +155,16 @@ class Placed:
         local = local or self.local
         if self.placement.emulated:
             return functools.partial(self._emulated, local)
-        specs = ({n: self.spec(n, x.shape) for n, x in tree.items()} for tree in (self.operands, self.fixed))
-        shapes = zip(self.outputs, self.output_shapes(), strict=True)
-        out_specs = tuple(self.spec(name, shape) for name, shape in shapes)
-        return jax.shard_map(
-            local, mesh=self.placement.mesh, in_specs=tuple(specs), out_specs=out_specs,
-            check_vma=self.placement.check_vma,
-        )  # fmt: skip
+        *in_specs, out_specs = self.specs
+        mesh, check_vma = self.placement.mesh, self.placement.check_vma
+        return jax.shard_map(local, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=check_vma)
 
-    def output_shapes(self) -> list[tuple[int, ...]]:
-        batch, rows, heads = self.inputs.problem.q.shape[:3]
-        out = (batch, rows, heads, self.case.value_dim)
-        return [out, (batch, heads, rows)][: len(self.outputs)]
+    @property
+    def specs(self) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec], tuple[PartitionSpec, ...]]:
+        """The shardings of the differentiable inputs, of the other inputs, and of the results."""
+        operands, fixed = ({n: self.spec(n, x.shape) for n, x in t.items()} for t in (self.operands, self.fixed))
+        results = zip(self.outputs, self.cotangents, strict=True)
+        return operands, fixed, tuple(self.spec(name, x.shape) for name, x in results)
 
     def _emulated(self, local: Local, operands: Arrays, fixed: Arrays) -> tuple[jax.Array, ...]:
         ring = self.placement.ring

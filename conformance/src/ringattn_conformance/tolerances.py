@@ -65,10 +65,9 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
         tolerance = max(allowed(name, one, wanted[name], answer.largest, answer.uncapped) for one in dtypes)
         tolerance = tolerance * (values if name == "out" else 1.0) + answer.slack.get(name, 0.0)
-        fault = difference(name, x, wanted[name], tolerance)
-        if fault:
-            faults.append(fault)
-        else:
+        found = difference(name, x, wanted[name], tolerance)
+        faults += found
+        if not found:
             notes.error(dtype, name, float(_errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
     return faults
 
@@ -97,21 +96,21 @@ def _narrowed(x: Any, half: str) -> np.ndarray:
         return np.asarray(x, np.float32).astype(DTYPES[half]).astype(np.float32)
 
 
-def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> str | None:
-    """Where and by how much `got` differs from `want`; NaN and infinities must stand in the same places."""
+def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> list[str]:
+    """A line if `got` differs from `want`: where, and by how much. NaN and infinities must stand in the same places."""
     got = np.asarray(got)
     if got.shape != want.shape:
-        return f"{name}: got shape {got.shape}, want {want.shape}"
+        return [f"{name}: got shape {got.shape}, want {want.shape}"]
     error, seen = _errors(got, want), got.astype(np.float64)
     beyond = int((error > tolerance).sum())
     if not beyond:
-        return None
+        return []
     worst = np.unravel_index(int(np.argmax(error)), error.shape)
-    return (
+    return [
         f"{name}: worst at [{', '.join(map(str, worst))}]: got {seen[worst]:.8g}, want {want[worst]:.8g}, "
         f"error {error[worst]:.3g}, tolerance {tolerance:.3g}; {beyond} of {error.size} elements beyond it, "
         f"{int(np.isnan(seen).sum())} NaN"
-    )
+    ]
 
 
 def _errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:

@@ -37,12 +37,9 @@ def on_axes(placed: Placed, outer: int) -> Any:
         return PartitionSpec(*(both if entry == RING else entry for entry in spec))
 
     local = functools.partial(placed.local, axis_name=both)
-    trees = placed.operands, placed.fixed
-    specs = tuple({name: over_both(placed.spec(name, x.shape)) for name, x in tree.items()} for tree in trees)
-    shapes = zip(placed.outputs, placed.output_shapes(), strict=True)
-    out_specs = tuple(over_both(placed.spec(name, shape)) for name, shape in shapes)
+    *specs, out_specs = jax.tree.map(over_both, placed.specs)
     check_vma = placed.placement.check_vma
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=check_vma)
 
 
 def agrees(case: Case, placement: Placement, outer: int | None = None) -> None:

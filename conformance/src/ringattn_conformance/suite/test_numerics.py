@@ -134,8 +134,7 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
     left_out = bad.reshape(*bad.shape, *[1] * (got.ndim - bad.ndim)) | ~np.isfinite(got)
     rest = np.where(left_out, 0, got), np.where(left_out, 0, want)
     tolerance = tolerances.allowed(name, "float32", want, answer.largest, answer.uncapped)
-    fault = tolerances.difference(name, *rest, tolerance)
-    return faults + ([fault] if fault else [])
+    return faults + tolerances.difference(name, *rest, tolerance)
 
 
 @tiers.core
@@ -246,8 +245,8 @@ def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: st
         if right:
             want, others = oracle.attend(placed.inputs.problem).out, np.arange(48) != 30
             tolerance = tolerances.allowed("out", "float32", want, 0.0)
-            fault = tolerances.difference("out", got[:, others], want[:, others], tolerance)
-            tolerances.fail_if([fault] if fault else [], "rows beside one of huge scores")
+            faults = tolerances.difference("out", got[:, others], want[:, others], tolerance)
+            tolerances.fail_if(faults, "rows beside one of huge scores")
 
 
 def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
