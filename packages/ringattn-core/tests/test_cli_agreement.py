@@ -109,7 +109,11 @@ def test_the_compiled_program_sends_the_messages_of_the_analysis(name: str) -> N
     found = explained(name)
     text = program(REQUESTS[name], gradients=True)
     assert moved(text, "collective-permute") == messages(found)
-    groups = ({int(rank) // found.shard.ring.plan.inner for rank in pair} for pair in PAIR.findall(text))
+    plan, pairs = found.plan, [(int(origin), int(target)) for origin, target in PAIR.findall(text)]
+    if plan.outer == 1:
+        wanted = Counter(send.shift % plan.ranks for send in (*plan.forward, *plan.backward))
+        assert Counter((target - origin) % plan.ranks for origin, target in pairs) == wanted
+    groups = ({rank // plan.inner for rank in pair} for pair in pairs)
     assert sum(len(group) == 2 for group in groups) == sum(row["times"] for row in found.sent if "g" in row["to"])
     sends = {hop.number for hop in found.hops if hop.offset}
     assert messages(found, "forward").total() == len(sends) * max(hop.ways for hop in found.hops)

@@ -10,7 +10,7 @@ from ringattn_core.backends import discovery
 
 from ringattn_conformance import devices, tiers, tolerance_factor
 
-OPTIMISED: Final = ("test_collectives", "test_determinism", "test_numerics")
+OPTIMISED: Final = ("test_determinism", "test_numerics")
 """Modules that test the program as users compile it."""
 
 
