@@ -53,7 +53,10 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
             except RingAttnError as error:
                 error.add_note(f"The backend was named by {source}.")
                 raise
-    return _best(required, platform)
+    ranked = _ranked()
+    if not ranked:
+        raise BackendNotFoundError(None, ())
+    return _first(ranked, required, platform)
 
 
 @contextlib.contextmanager
@@ -115,13 +118,6 @@ def refusal(registration: Registration, required: frozenset[Feature]) -> Unsuppo
     features, supports = zip(*_missing(registration.descriptor(), required), strict=True)
     installed = tuple(discovery.registrations())
     return UnsupportedFeatureError(name, ", ".join(features), ", ".join(supports), others, installed)
-
-
-def _best(required: frozenset[Feature], platform: str) -> Registration:
-    ranked = _ranked()
-    if not ranked:
-        raise BackendNotFoundError(None, ())
-    return _first(ranked, required, platform)
 
 
 def _first(

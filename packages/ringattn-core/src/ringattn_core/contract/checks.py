@@ -39,7 +39,8 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     result = kernel.backward(block, *arrays)
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
     unasked = {"dbias"} if block.bias_fixed else set()
-    wanted = {name: _like(x) for name, x in inputs.items() if x is not None and name not in unasked}
+    given = {name: x for name, x in inputs.items() if x is not None and name not in unasked}
+    wanted: dict[str, Expected] = {name: (x.shape, jnp.dtype(x.dtype)) for name, x in given.items()}
     checked = _checked(kernel, "backward", result, Gradients, wanted, block.final)
     return in_input_dtypes(block, align(checked, axes_of(block, arrays)))
 
@@ -50,10 +51,6 @@ def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
         return found
     given = {name: x for name, x in vars(found).items() if x is not None}
     return dataclasses.replace(found, **{name: x.astype(getattr(block, name[1:]).dtype) for name, x in given.items()})
-
-
-def _like(x: Any) -> Expected:
-    return x.shape, jnp.dtype(x.dtype)
 
 
 def _checked(

@@ -16,11 +16,7 @@ from .varying import align, axes_of
 
 def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
     """`x`, ordered after `token`: nothing that reads the result starts before `token` is computed."""
-    return _by_platform(x, token, _by_barrier)
-
-
-def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
-    return jax.lax.optimization_barrier((x, token))[0]
+    return _by_platform(x, token, lambda x, token: jax.lax.optimization_barrier((x, token))[0])
 
 
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of the whole sequence each rank holds, and in which order."""
 
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jaxtyping import Array, Int32
 
 from ..errors import InputError
 
-Layout = Literal["contiguous", "zigzag", "dual_chunk_swap", "striped"]
 LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 ALIASES: Final = {"dual_chunk_swap": "zigzag"}
 

@@ -12,7 +12,9 @@ def platform_of(mesh: Any, arrays: Sequence[Any]) -> str:
     """`"cpu"`, `"tpu"`, `"cuda"` or `"rocm"`: of the mesh, the surrounding mesh, the arrays, or the default device."""
     device = device_of(mesh, arrays)
     if not isinstance(device, jax.sharding.AbstractDevice):
-        return _of_device(device)
+        if device.platform not in ("gpu", "cuda", "rocm"):
+            return device.platform
+        return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     kind = device.device_kind.lower()
     if kind == "cpu" or kind.startswith("tpu"):
         return kind[:3]
@@ -22,8 +24,9 @@ def platform_of(mesh: Any, arrays: Sequence[Any]) -> str:
 def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
     """One device of the call, or the `AbstractDevice` of an abstract mesh. Both have a `device_kind`."""
     for candidate in (mesh, jax.sharding.get_abstract_mesh()):
-        named = _of_mesh(candidate)
-        if named is not None:
+        if isinstance(candidate, jax.sharding.Mesh):
+            return candidate.devices.flat[0]
+        if (named := getattr(candidate, "abstract_device", None)) is not None:
             return named
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
@@ -32,15 +35,3 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
     if isinstance(default, str):
         return jax.devices(default)[0]
     return default or jax.devices()[0]
-
-
-def _of_mesh(mesh: Any) -> Any:
-    if isinstance(mesh, jax.sharding.Mesh):
-        return mesh.devices.flat[0]
-    return getattr(mesh, "abstract_device", None)
-
-
-def _of_device(device: Any) -> str:
-    if device.platform in ("gpu", "cuda", "rocm"):
-        return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-    return device.platform
