@@ -10,13 +10,13 @@ import numpy as np
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract import packing
-from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.placement.padding import cleaned
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
 from ringattn_core.ring.directions import Direction
+from ringattn_core.ring.forward import without_padding
 
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
@@ -39,9 +39,10 @@ def make_block(
     """
     draw, kv_heads, value_dim = np.random.default_rng(draw_seed), kv_heads or heads, value_dim or dim
     shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
-    q_ids, kv_ids = fields.get("q_segments"), fields.get("kv_segments")
+    given_ids = (fields.get("q_segments"), fields.get("kv_segments"))
+    q_ids, kv_ids = (None if ids is None else jnp.asarray(ids) for ids in given_ids)
     q, k, v = (
-        jnp.asarray(without_padding(draw.normal(size=(batch, *shape)), ids), dtype)
+        cleaned(jnp.asarray(draw.normal(size=(batch, *shape)), dtype), ids)
         for shape, ids in zip(shapes, (q_ids, kv_ids, kv_ids), strict=True)
     )
     sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
@@ -71,26 +72,15 @@ def random_mask(*shape: int) -> np.ndarray:
     return np.random.default_rng(3).random(shape) < 0.6
 
 
-def without_padding(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
-    """`[B, T, ...]` with zeros where the id is negative, as core hands arrays to kernels."""
-    return x if ids is None else np.where((ids >= 0).reshape(*ids.shape, *[1] * (x.ndim - 2)), x, np.zeros((), x.dtype))
-
-
 def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     """All queries against each of `shards` equal shards of the keys, made by core's ring engine."""
-    call = call_of(case, inputs)
-    given = (("query", call.q_segment_ids), ("key", call.kv_segment_ids), ("value", call.kv_segment_ids))
-    call = dataclasses.replace(call, **{name: cleaned(getattr(call, name), ids) for name, ids in given})
+    options = static_options(case)
+    config = options.pop("cfg", RingAttentionConfig())
+    options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
+    arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
+    call = without_padding(validated(**arrays, **options, ranks=1))
     ring, location = engine.prepared(None, call, (0, 1))
     whole = block(ring, Direction(1, call, location), packing.pack(call.key, call.value), 0)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]
-
-
-def call_of(case: Case, inputs: Inputs) -> Call:
-    """The case as a call on one device, in core's canonical form."""
-    options = static_options(case)
-    config = options.pop("cfg", RingAttentionConfig())
-    given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
-    arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
-    return validated(**arrays, **options, fwd_params=config.fwd_params, bwd_params=config.bwd_params, ranks=1)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import ring_attention
 from ringattn_core.call.options import ARRAYS
-from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.config import RingAttentionConfig
 from ringattn_core.contract.features import Feature
 from ringattn_core.placement import arrays
 from ringattn_core.placement.arrays import Roles
@@ -241,15 +241,12 @@ def run(placed: Placed, gradients: bool = True, local: Local | None = None) -> d
 
 def static_options(case: Case) -> dict[str, Any]:
     """The keyword arguments of the case that are not arrays."""
+    sizes = case.block_size and {"q_blocksize": case.block_size, "kv_blocksize": case.block_size}
     given = {
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
         "return_lse": case.lse, "fused_backward": case.fused_backward, "precision": case.precision,
         "mask_builder": case.builder.build if case.builder else None,
-        "cfg": _blocks_of(case.block_size) if case.block_size else None,
+        "cfg": RingAttentionConfig(sizes, sizes) if sizes else None,
     }  # fmt: skip
     return {name: x for name, x in given.items() if x is not None and x is not False}
-
-
-def _blocks_of(size: int) -> RingAttentionConfig:
-    return RingAttentionConfig(FwdParams(size, size), BwdParams(size, size))

@@ -13,9 +13,10 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import log_sum_exp
 from ringattn_core.contract.protocol import BlockKernel, Gradients
 from ringattn_core.placement.arrays import axes_with
+from ringattn_core.placement.padding import cleaned
 
 from ringattn_conformance import notes, oracle, tiers, tolerance_factor, tolerances
-from ringattn_conformance.blocks import blocks_of, without_padding
+from ringattn_conformance.blocks import blocks_of
 from ringattn_conformance.cases import ALONE, COMBINED, HALF, LONG, Case
 from ringattn_conformance.lattice import parameters
 from ringattn_conformance.outcomes import supports
@@ -66,10 +67,9 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     answer = oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
     blocks = blocks_of(case, inputs, SHARDS)
     dlse = np.zeros_like(answer.lse, np.float32) if inputs.dlse is None else inputs.dlse
-    ids = blocks[0].q_segments
-    dout = without_padding(inputs.dout, None if ids is None else np.asarray(ids))
+    dout = cleaned(jnp.asarray(inputs.dout), blocks[0].q_segments)
     program = jax.jit(lambda blocks, dout, dlse: _forward_and_backward(kernel, blocks, dout, dlse))
-    partial, dq, found = program(blocks, jnp.asarray(dout), jnp.asarray(dlse))
+    partial, dq, found = program(blocks, dout, jnp.asarray(dlse))
     got = {"out": partial.out, "lse": log_sum_exp(partial), "dq": dq}
     for name in answer.gradients.keys() - {"dq"}:
         parts = [np.asarray(getattr(one, name)) for one in found]

@@ -2,7 +2,6 @@
 """Runs a validated call of one shard on the chosen backend."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
 from ..ring.engine import without_derivative
+from ..ring.forward import without_padding
 from ..strategies.choose import settled
 from ..strategies.run import run
 from ..tuning.choice import with_parameters
@@ -58,13 +58,9 @@ def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
 
     `cleaned` and `where` on the result only keep cotangents of padding out of the function's backward pass.
     """
-    q_ids, kv_ids = call.q_segment_ids, call.kv_segment_ids
-    if q_ids is None:
-        return kernel(**call.options())
-    key, value = cleaned(call.key, kv_ids), cleaned(call.value, kv_ids)
-    result = kernel(**dataclasses.replace(call, query=cleaned(call.query, q_ids), key=key, value=value).options())
-    if not call.return_lse:
-        return cleaned(result, q_ids)
+    q_ids, result = call.q_segment_ids, kernel(**without_padding(call).options())
+    if not call.return_lse or q_ids is None:
+        return result if q_ids is None else cleaned(result, q_ids)
     out, lse = result
     return cleaned(out, q_ids), jnp.where(q_ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
 

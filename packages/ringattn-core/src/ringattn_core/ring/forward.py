@@ -44,7 +44,7 @@ class Residuals:
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """Runs all hops on this rank. Returns `(out, lse)`, and the residuals for the backward pass."""
-    call = gathered(ring, _without_padding(narrowed(call)), location.rank)
+    call = gathered(ring, without_padding(narrowed(call)), location.rank)
     kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:
         alone = block(ring, directions[0], whole_keys(ring, call, location), 0)
@@ -120,7 +120,7 @@ def narrowed(call: Call) -> Call:
     return dataclasses.replace(call, key=key, value=value)
 
 
-def _without_padding(call: Call) -> Call:
+def without_padding(call: Call) -> Call:
     """The call with zeros in the padding. Its key ids must be this rank's own, before the all-gather."""
     key, value = (cleaned(x, call.kv_segment_ids) for x in (call.key, call.value))
     return dataclasses.replace(call, query=cleaned(call.query, call.q_segment_ids), key=key, value=value)
