@@ -14,7 +14,7 @@ import jax
 from typing_extensions import TypedDict
 
 from ..config import BwdParams, FwdParams, RingAttentionConfig
-from ..contract.call import Call
+from ..contract.call import Call, is_off
 from ..contract.features import Feature
 from ..contract.signature import PARAMETERS
 from ..errors import InputError
@@ -31,8 +31,7 @@ DEFAULTS: Final = {parameter.name: parameter.default for parameter in PARAMETERS
 class Option:
     """One option of a call. `check(argument, value, sizes)` gives its canonical form, or raises `InputError`.
 
-    A row with an `array` and no `check` is checked by its axis letters. A call needs `feature` unless the canonical
-    value is `None`, `False` or 0, which mean that the option is off.
+    A row with an `array` and no `check` is checked by its axis letters. Calls that use the option need `feature`.
     """
 
     name: str
@@ -44,11 +43,6 @@ class Option:
         if self.check is not None:
             return self.check(self.name, value, sizes)
         return None if value is None else checks.array(self.name, value, self.array, sizes)
-
-    def asked(self, call: Call) -> bool:
-        """Whether a canonical call uses the option."""
-        value = getattr(call, self.name)
-        return value is not None and not (isinstance(value, bool | float) and not value)
 
 
 OPTIONS: Final = (
@@ -98,7 +92,7 @@ def needs(call: Call) -> frozenset[Feature]:
         Feature.CROSS_LENGTHS: call.key.shape[1] != call.query.shape[1] or gathers,
     }
     found = {Feature[call.query.dtype.name.upper()], *(feature for feature, asked in of_operands.items() if asked)}
-    found |= {option.feature for option in OPTIONS if option.feature is not None and option.asked(call)}
+    found |= {row.feature for row in OPTIONS if row.feature is not None and not is_off(getattr(call, row.name))}
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 

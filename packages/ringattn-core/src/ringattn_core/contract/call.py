@@ -88,6 +88,11 @@ class Call:
         )
 
 
+def is_off(option: Any) -> bool:
+    """Whether `option`, a value in a call, says that the call does not use it: `None`, `False` or 0.0."""
+    return option is None or (isinstance(option, bool | float) and not option)
+
+
 IN_BLOCK: Final = {
     "query": "q",
     "key": "k",

@@ -16,7 +16,7 @@ import jax
 
 from ..backends.discovery import Registration
 from ..config import RingAttentionConfig
-from ..contract.call import Call
+from ..contract.call import Call, is_off
 from ..masks.builder import Built
 from ..placement.platforms import device_of, platform_of
 
@@ -70,7 +70,7 @@ class Problem:
         """The problem as plain data, without options that the call does not use."""
         fields = [field.name for field in dataclasses.fields(self) if field.compare and field.name != "options"]
         told = {name: getattr(self, name) for name in fields} | dict(self.options)
-        return {name: value for name, value in told.items() if not _off(value)}
+        return {name: value for name, value in told.items() if not is_off(value)}
 
     @property
     def key(self) -> str:
@@ -114,7 +114,7 @@ def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
     """The problem of a call on one shard. Only the shapes and dtypes of arrays are read."""
     given = (None, (call.query, call.key, call.value))
     batch, q_length, heads, head_dim = call.query.shape
-    used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not _off(x)}
+    used = {name: x for name, x in vars(call).items() if name not in LEFT_OUT and not is_off(x)}
     return Problem(
         backend=registration.name,
         batch=batch,
@@ -160,7 +160,3 @@ def _described(option: Any) -> Any:
     if hasattr(option, "dtype"):
         return f"{option.dtype.name}{list(option.shape)}"
     return True if isinstance(option, float) else option
-
-
-def _off(option: Any) -> bool:
-    return option is None or (isinstance(option, bool | float) and not option)
