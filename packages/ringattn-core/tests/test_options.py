@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Float
+from ringattn_conformance.cases import NAMED, Case
+from ringattn_conformance.ranks import Placement, place
 from ringattn_core import Block, Feature, Gradients, per_shard, ring_attention
-from ringattn_core.call import options
+from ringattn_core.backends.selection import select
+from ringattn_core.call import attention, options
 from ringattn_core.call.validation import validated
 from ringattn_core.contract.call import IN_BLOCK, Call
 from ringattn_core.errors import InputError
@@ -33,6 +36,30 @@ def test_each_option_of_a_canonical_call_has_one_row() -> None:
 def test_the_rows_name_every_feature_that_an_option_needs() -> None:
     named = {option.feature.name for option in options.OPTIONS if option.feature is not None}
     assert named | OF_OPERANDS | OF_LAYOUTS == set(Feature.__members__)
+
+
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        *((case, Placement(1)) for case in NAMED.values()),
+        *((NAMED["gqa"], Placement(1, layout)) for layout in ("zigzag", "striped")),
+        (NAMED["gqa"], Placement(1, two_way=True)),
+    ],
+    ids=str,
+)
+def test_a_call_needs_the_features_that_the_conformance_suite_says(
+    case: Case, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[frozenset[Feature]] = []
+
+    def spy(backend: str, required: frozenset[Feature], platform: str) -> Any:
+        needed.append(required)
+        return select(backend, required, platform)
+
+    monkeypatch.setattr(attention, "select", spy)
+    placed = place(case, placement, "xla")
+    jax.eval_shape(lambda: placed.local(placed.operands, placed.fixed, axis_name=None))
+    assert needed == [case.needs | placement.needs]
 
 
 def test_an_array_has_the_letters_of_its_row_in_the_canonical_call_too() -> None:
