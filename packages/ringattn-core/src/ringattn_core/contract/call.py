@@ -89,7 +89,7 @@ class Call:
 
 
 def is_off(option: Any) -> bool:
-    """Whether this value in a call, `None`, `False` or 0.0, means that the call does not use the option."""
+    """Whether `option`, a value in a call, says that the call does not use it: `None`, `False` or 0.0."""
     return option is None or (isinstance(option, bool | float) and not option)
 
 
