@@ -2,7 +2,7 @@
 """The block kernel that core drives: it gives each block to the first family of kernels that takes it."""
 
 import functools
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -58,7 +58,7 @@ class TritonKernel:
         delta: Float32[Array, "B N T"],
         dq: Float32[Array, "B T N H"] | None,
     ) -> Gradients:
-        return _backward(target(), block, dout, lse, delta, dq)
+        return _backward(block, dout, lse, delta, dq, target())
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -68,10 +68,17 @@ def _forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     return family.forward(block, partial, target)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(target: Target, block: Block, *arrays: Any) -> Gradients:
+@functools.partial(jax.jit, static_argnums=5)
+def _backward(
+    block: Block,
+    dout: Float[Array, "B T N Hv"],
+    lse: Float32[Array, "B N T"],
+    delta: Float32[Array, "B N T"],
+    dq: Float32[Array, "B T N H"] | None,
+    target: Target,
+) -> Gradients:
     family = next(family for family in FAMILIES if family.why_not_backward(block, target) is None)
-    return family.backward(block, *arrays, target)
+    return family.backward(block, dout, lse, delta, dq, target)
 
 
 KERNEL: Final = TritonKernel()
