@@ -254,3 +254,21 @@ def test_a_mesh_that_is_set_besides_that_of_an_array_is_refused() -> None:
     message = r"the mesh of an array with explicit axes, has the axes sp=8 \(Explicit\), but jax.set_mesh .* Use one"
     with jax.set_mesh(mesh_of(x=8)), pytest.raises(MeshError, match=message):
         ring_attention(*(jax.device_put(x, split) for x in arrays()), axis_name="sp")
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_a_function_may_be_traced_around_a_query_that_is_not(kind: str) -> None:
+    query, *kv = arrays()
+
+    def loss(key: Any, value: Any, **options: Any) -> Any:
+        return jnp.sum(jnp.sin(ring_attention(query, key, value, causal=True, **options)))
+
+    def over_ring(key: Any, value: Any) -> Any:
+        return loss(key, value, axis_name="sp", batch_axis_name="dp", head_axis_name="tp")
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(*kv)
+    twice = [jnp.stack([x, x]) for x in kv]
+    with jax.set_mesh(mesh_of(kind)):
+        same(jax.grad(over_ring, (0, 1))(*kv), gradients)
+        same(jax.jit(over_ring)(*kv), value)
+        same(jax.vmap(over_ring)(*twice), jnp.stack([value, value]))

@@ -70,6 +70,10 @@ def of_context(mesh: Any, x: Any) -> Any:
         return jax.sharding.get_abstract_mesh()
     if not isinstance(mesh, AbstractMesh) or isinstance(x, jax.core.Tracer):
         return mesh
-    if jax.sharding.get_mesh().empty:
+    try:
+        found = jax.sharding.get_mesh()
+    except ValueError:  # `x` is not traced, but a function around the call is
+        return mesh
+    if found.empty:
         raise MeshError("the mesh is abstract, and has no devices. Call inside `jax.set_mesh`, or pass another mesh")
-    return jax.sharding.get_mesh()
+    return found
