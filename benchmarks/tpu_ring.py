@@ -16,7 +16,7 @@ if "--interpret" in sys.argv:
 
 import jax
 import jax.numpy as jnp
-from gpu_ring import WORK, gathered, run
+from gpu_ring import WORK, compiled, gathered
 from interleaved import ON_A_DEVICE, Claim, medians, report
 from jax.sharding import NamedSharding, PartitionSpec
 from programs import Attention, ours
@@ -103,7 +103,8 @@ def measured(mesh: Any, tokens: int, arguments: Any, rivals: dict[str, Any]) -> 
     found = {}
     for part in WORK:
         runs: dict[str, Callable[[], Any]] = {
-            name: run(attend, part_of_one if name == "splash" else whole, part) for name, attend in attentions.items()
+            name: compiled(attend, part_of_one if name == "splash" else whole, part)[0]
+            for name, attend in attentions.items()
         }
         found[part] = medians(runs, arguments.rounds, least=0.0 if arguments.interpret else ON_A_DEVICE)
     return found

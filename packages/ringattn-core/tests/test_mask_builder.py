@@ -20,7 +20,7 @@ def of_heads(mask: Callable[[int], Mask]) -> tuple[int, ...]:
     return built.of_head
 
 
-def step(size: int) -> Mask:
+def step(size: Any) -> Mask:
     return Predicate(lambda i, j: (i - j) % size == 0)
 
 
@@ -48,7 +48,7 @@ ALIKE: dict[str, Callable[[int], Mask]] = {
 }
 DIFFERENT: dict[str, Callable[[int], Mask]] = {
     "captured numbers differ": step,
-    "captured numbers differ in their type": lambda head: step([1, 1.0, True, 2][head]),  # pyright: ignore[reportArgumentType]
+    "captured numbers differ in their type": lambda head: step([1, 1.0, True, 2][head]),
     "captured arrays differ": lambda head: by_table(TABLE + head),
     "defaults differ": lambda head: Predicate(lambda i, j, head=head: i - j >= head),
     "keyword defaults differ": lambda head: Predicate(lambda i, j, *, head=head: i - j >= head),

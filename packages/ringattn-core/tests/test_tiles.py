@@ -129,6 +129,15 @@ def test_one_loop_evaluates_all_masks_without_bounds() -> None:
     assert str(program).count("scan[") == 1
 
 
+def test_a_head_does_not_evaluate_the_masks_of_other_heads() -> None:
+    def arrays_for_every_head(masks: tuple[Mask, ...]) -> int:
+        program: Any = jax.make_jaxpr(visible)(make("zigzag", 0, 1, Rule(1.0, masks=masks, mask_of_head=(0, 1))))
+        found = [x.aval.shape for line in program.eqns for x in line.outvars]
+        return found.count((1, HEADS, LENGTH, LENGTH))
+
+    assert arrays_for_every_head(MASKS[4:7]) == arrays_for_every_head(MASKS[4:10])
+
+
 @pytest.mark.parametrize("name", ["nothing", "causal", "window", "mask 8 ", "mask 9 "])
 def test_padding_keys_are_invisible_and_do_not_widen_bounds(name: str) -> None:
     name = next(known for known in RULES if known.startswith(name))

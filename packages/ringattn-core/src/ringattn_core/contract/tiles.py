@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..masks import Coordinates, all_of, same_segment, tiles_of
+from ..masks import Coordinates, all_of, same_segment
+from ..masks.algebra import tiles_of
 from .protocol import Block
 from .visibility import position_masks
 

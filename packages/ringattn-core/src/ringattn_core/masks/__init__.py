@@ -8,7 +8,6 @@ from .algebra import Not as Not
 from .algebra import Or as Or
 from .algebra import all_of as all_of
 from .algebra import any_of as any_of
-from .algebra import tiles_of as tiles_of
 from .kinds import Causal as Causal
 from .kinds import Chunked as Chunked
 from .kinds import Document as Document
