@@ -24,11 +24,14 @@ _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = 
 """What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
-"""How often results that traced programs may hold were replaced."""
+"""Counts replacements of tuned results. A program traced before one may run with old parameters."""
 
 
 def state() -> Hashable:
-    """What decides the parameters of a call, beside the call itself. A program is stale if it was traced in another."""
+    """Everything except the call that decides its kernel parameters.
+
+    A program traced under a different value must be traced again.
+    """
     return current(), overlays(), _changes
 
 
@@ -62,12 +65,15 @@ def with_parameters(registration: Registration, call: Call) -> Call:
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:
     """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
+    global _changes
     policy = current()
     if policy is Policy.OFF:
         return default(registration, problem)
+    missed_before = (registration, problem) in _known
     found = _stored(registration, problem)
     if found is None and policy is Policy.ON and tunable(registration):
         found = _tuned_now(registration, problem)
+        _changes += missed_before  # with the policy "cached", programs were traced with the default
     return default(registration, problem) if found is None else found
 
 
