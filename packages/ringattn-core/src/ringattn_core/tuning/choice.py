@@ -69,7 +69,7 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
     policy = current()
     if policy is Policy.OFF:
         return default(registration, problem)
-    missed_before = (registration, problem) in _known
+    missed_before = _key(registration, problem) in _known
     found = _stored(registration, problem)
     if found is None and policy is Policy.ON and tunable(registration):
         found = _tuned_now(registration, problem)
@@ -101,7 +101,7 @@ def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "
 
     outcome = tuner.fastest(registration, problem, default(registration, problem))
     if keep:
-        _known[registration, problem] = outcome.config
+        _known[_key(registration, problem)] = outcome.config
         if not registration.in_process:
             cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
     return outcome
@@ -109,22 +109,29 @@ def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "
 
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
     """The configuration from memory or disk. Each problem is looked up on the disk once."""
-    if (registration, problem) not in _known:
+    key = _key(registration, problem)
+    if key not in _known:
         from . import cache
 
         entry = None if registration.in_process else cache.read(problem)
         # Another thread may have tuned the problem meanwhile.
-        _known.setdefault((registration, problem), None if entry is None else entry.config)
-    return _known[registration, problem]
+        _known.setdefault(key, None if entry is None else entry.config)
+    return _known[key]
 
 
 def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
     """Tunes, unless another thread did so meanwhile. The lock keeps two tunings from disturbing each other's times."""
+    key = _key(registration, problem)
     with _one_at_a_time:
-        if _known.get((registration, problem)) is None:
+        if _known.get(key) is None:
             try:
                 _tuned(problem, registration)
             except TuningError as error:
-                _known[registration, problem] = default(registration, problem)
+                _known[key] = default(registration, problem)
                 _logger.warning("%s. Its default is used", error)
-        return _known[registration, problem]
+        return _known[key]
+
+
+def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:
+    """The key of `_known`: without the call, whose masks may hold large arrays."""
+    return registration, dataclasses.replace(problem, call=None)
