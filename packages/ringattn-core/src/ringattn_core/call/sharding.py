@@ -93,7 +93,8 @@ def over_shards(
     placed = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        return _run(work, registration, options, mesh, tuple(split.items()), outputs, choice.state(), placed)
+        state = choice.state(registration.name)
+        return _run(work, registration, options, mesh, tuple(split.items()), outputs, state, placed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))

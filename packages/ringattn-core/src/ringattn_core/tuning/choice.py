@@ -27,12 +27,12 @@ _changes = 0
 """Counts replacements of tuned results. A program traced before one may run with old parameters."""
 
 
-def state() -> Hashable:
-    """Everything except the call that decides its kernel parameters.
+def state(backend: str) -> Hashable:
+    """Everything except the call that decides its kernel parameters, where `backend` runs it.
 
     A program traced under a different value must be traced again.
     """
-    return current(), overlays(), _changes
+    return current(), overlays(backend), _changes
 
 
 def forget() -> None:
