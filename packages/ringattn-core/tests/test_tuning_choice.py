@@ -147,8 +147,7 @@ class TestAnOverlay:
 
     def test_that_names_a_backend_applies_to_that_backend_only(self, mine: Any) -> None:
         with overlay({**OVER.to_dict(), "backend": "other"}):
-            assert ran(mine) == OWN
-            assert traced_over_mesh(mine) == {OWN.fwd_params}
+            assert (ran(mine), traced_over_mesh(mine)) == (OWN, {OWN.fwd_params})
         assert traced_over_mesh(mine) == set()
         with overlay({**OVER.to_dict(), "backend": "mine"}):
             assert ran(mine) == OVER
@@ -231,8 +230,9 @@ class TestThePolicy:
     ) -> None:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "always")
         told = "environment variable RINGATTN_AUTOTUNE: got 'always'. Set it to one of off, cached, on, or unset it"
-        with pytest.raises(InputError, match=f"^{told}$"):
+        with pytest.raises(InputError) as caught:
             ran(mine)
+        assert str(caught.value) == told
 
     def test_a_tuning_that_fails_is_told_once_and_the_default_runs(
         self, mine: Any, log: Any, monkeypatch: pytest.MonkeyPatch
