@@ -110,7 +110,8 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`.
 
-    The parameters of kernels are chosen when this is traced. It is traced again where `state`, that of tuning, changes.
+    The parameters of kernels are chosen when this is traced. `state` is `choice.state()`: a static argument, so that a
+    change of policy, overlay or tuned result traces again.
     """
 
     def of_rank(local: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
