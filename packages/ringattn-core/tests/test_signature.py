@@ -90,6 +90,20 @@ def test_a_backend_without_gradients_refuses_to_be_differentiated(transform: Any
         transform(lambda q: ring_attention(q, k, v, backend="whole").sum())(q)
 
 
+def test_what_holds_the_result_of_a_backend_without_gradients_fixed_may_be_differentiated():
+    q, k, v = arrays()
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("sp",))
+    with discovery.registered(whole(), lambda query, key, value, **_: query):
+        for options in ({}, {"mesh": mesh, "axis_name": "sp"}):
+            held = jax.grad(
+                lambda q, options=options: (
+                    q * jax.lax.stop_gradient(ring_attention(q, k, v, backend="whole", **options))
+                ).sum()
+            )
+            np.testing.assert_array_equal(held(q), q)
+            np.testing.assert_array_equal(jax.jit(held)(q), q)
+
+
 @pytest.mark.parametrize(
     "ring, reason",
     [

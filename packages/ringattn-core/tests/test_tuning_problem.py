@@ -2,9 +2,12 @@
 """Promises of `Problem`: it holds all that can change which configuration is fastest, and trials measure it."""
 
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +19,8 @@ from ringattn_core.call.options import OPTIONS
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.merge import empty
-from ringattn_core.masks import Causal, Document, Predicate, Prefix
-from ringattn_core.tuning import Problem, trial
+from ringattn_core.masks import Causal, Document, Numpy, Predicate, Prefix
+from ringattn_core.tuning import Problem, choice, trial
 from ringattn_core.tuning.problem import machine, of_call
 
 T, S, N, K, H, HV = 16, 16, 4, 2, 8, 8
@@ -119,6 +122,19 @@ class TestWhatItHas:
         environment = {**os.environ, "PYTHONHASHSEED": "3"}
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
         assert run.stdout.strip() == plain.digest, run.stderr
+
+
+def test_a_remembered_choice_keeps_no_array_of_the_call_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path))
+    mask = Numpy(np.tri(T, dtype=bool))
+    problem = of(mask_builder=lambda *_: mask)
+    assert {type(x) for x in jax.tree.leaves(problem.call)} == {jax.ShapeDtypeStruct}
+    alive = weakref.ref(mask)
+    choice.configured(discovery.get("xla"), problem)
+    assert any(known == problem for _, known in choice._known)
+    del problem, mask
+    gc.collect()
+    assert alive() is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
-from ..ring.engine import without_derivative
 from ..ring.forward import without_padding
 from ..strategies.choose import settled
 from ..strategies.run import run
@@ -25,32 +24,49 @@ from .options import needs
 from .validation import validated
 
 
+def _no_forward_rule() -> Exception:
+    return DerivativeError(
+        "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
+        "derivatives in reverse mode (grad, vjp, jacrev)"
+    )
+
+
 @contextlib.contextmanager
-def reverse_mode_only() -> Iterator[None]:
-    """Replaces JAX's error about forward mode by ours. If `jax.jit` traced the call before, JAX's error remains."""
+def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Iterator[None]:
+    """Replaces JAX's error about forward mode by `ours`. If `jax.jit` traced the call before, JAX's error remains."""
     try:
         yield
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
-        raise DerivativeError(
-            "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
-            "derivatives in reverse mode (grad, vjp, jacrev)"
-        ) from error
+        raise ours() from error
 
 
 @reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
-    """The backend's result for one shard. Differentiating it raises if the backend has no gradients."""
+    """The backend's result for one shard. Its gradient raises if the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
     call = settled(registration, call)
     if backend.kernel is None:
         result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
         result = run(registration, call)
-    if backend.supports(Feature.GRADIENTS):
-        return result
-    return without_derivative(lambda: refusal(registration, frozenset({Feature.GRADIENTS})))(result)
+    return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
+
+
+def _without_gradient(registration: Registration, result: Any) -> Any:
+    """The result itself. Its gradient raises, but only if it is needed: a result that is held fixed has none."""
+
+    def refused() -> Exception:
+        return refusal(registration, frozenset({Feature.GRADIENTS}))
+
+    def refuse(residuals: None, cotangents: Any) -> Any:
+        raise refused()
+
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), refuse)
+    with reverse_mode_only(refused):
+        return same(result)
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:

@@ -93,7 +93,8 @@ def over_shards(
     placed = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        return _run(work, registration, options, mesh, tuple(split.items()), outputs, choice.state(), placed)
+        state = choice.state(registration.name)
+        return _run(work, registration, options, mesh, tuple(split.items()), outputs, state, placed)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
@@ -109,7 +110,8 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`.
 
-    The parameters of kernels are chosen when this is traced. It is traced again where `state`, that of tuning, changes.
+    The parameters of kernels are chosen when this is traced. `state` is `choice.state()`: a static argument, so that a
+    change of policy, overlay or tuned result traces again.
     """
 
     def of_rank(local: dict[str, jax.Array]) -> tuple[jax.Array, ...]:

@@ -47,8 +47,8 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
         parts.append((~padding.all(-1)[:, None, :], ~padding.any(-1)[:, None, :]))
     count = (block.q_length // q_tile, block.kv_length // kv_tile)
     if not parts:
-        every = jnp.ones((1, *count), bool)
-        return Tiles(every, every)
+        full = jnp.ones((1, *count), bool)
+        return Tiles(full, full)
     some, full = all_of(some for some, _ in parts), all_of(full for _, full in parts)
     shape = (max(some.shape[0], full.shape[0]), *count)
     return Tiles(jnp.broadcast_to(some, shape), jnp.broadcast_to(full, shape))

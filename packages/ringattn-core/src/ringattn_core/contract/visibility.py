@@ -40,7 +40,10 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
 
 
 def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:
-    """Evaluates each mask once, and not once for every head."""
+    """Which pairs each head sees, from the masks of the rule.
+
+    Each distinct mask is evaluated once and then gathered by head.
+    """
     rule = block.rule
     if len(rule.masks) == 1:
         return rule.masks[0].visible(q, kv)[:, None]

@@ -40,8 +40,8 @@ class Mask:
 
     Masks compare differences of positions. Positions are below 2^30 in magnitude, so that differences fit int32.
     `visible(q, kv)` broadcasts queries (`q.rows()`) against keys (`kv.columns()`). `tiles(q, kv)` takes the tokens of
-    each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, all)`, each
-    `[g, nq, nk]`: `some` is true wherever any pair is visible, `all` only where every pair is. A `bounded` mask
+    each tile on the last axis, `q [g, nq, tq]` and `kv [g, nk, tk]`, and returns `(some, full)`, each
+    `[g, nq, nk]`: `some` is true wherever any pair is visible, `full` only where every pair is. A `bounded` mask
     computes both from the minima and maxima of a tile, without arrays of size `T * S`.
     """
 
@@ -111,8 +111,8 @@ class _Pair(Mask):
 
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        (some_a, all_a), (some_b, all_b) = self.a.tiles(q, kv), self.b.tiles(q, kv)
-        return type(self).combine(some_a, some_b), type(self).combine(all_a, all_b)
+        (some_a, full_a), (some_b, full_b) = self.a.tiles(q, kv), self.b.tiles(q, kv)
+        return type(self).combine(some_a, some_b), type(self).combine(full_a, full_b)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,20 +145,20 @@ class Not(Mask):
 
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, every = self.a.tiles(q, kv)
-        return ~every, ~some
+        some, full = self.a.tiles(q, kv)
+        return ~full, ~some
 
 
 def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-    """`Mask.tiles` of several masks: `some` of any of them, and `all` of all of them.
+    """Tiles in which any mask shows a pair, and tiles in which all masks show every pair.
 
-    One loop evaluates all masks without bounds. With a loop for each mask, XLA compiled many times as long.
+    One loop evaluates all masks that are not `bounded`.
     """
     if len(masks) == 1:
         return masks[0].tiles(q, kv)
     found, loose = [mask.tiles(q, kv) for mask in masks if mask.bounded], [mask for mask in masks if not mask.bounded]
     found += [_evaluated(loose, q, kv)] if loose else []
-    return any_of(some for some, _ in found), all_of(every for _, every in found)
+    return any_of(some for some, _ in found), all_of(full for _, full in found)
 
 
 def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
@@ -173,8 +173,8 @@ def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[
     groups = np.broadcast_shapes(q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1])
     q = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in q))
     kv = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in kv))
-    some, every = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
-    return jnp.swapaxes(some, 0, 1), jnp.swapaxes(every, 0, 1)
+    some, full = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
+    return jnp.swapaxes(some, 0, 1), jnp.swapaxes(full, 0, 1)
 
 
 def all_of(sets: Iterable[Any]) -> Any:

@@ -35,26 +35,26 @@ def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads
     made = []
     for head in range(heads):
         mask = _as_mask(_asked(builder, q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
-        made.append(_alike(mask))
+        made.append(_mask_key(mask))
         masks.setdefault(made[-1], mask)
     numbers = {key: number for number, key in enumerate(masks)}
     return Built(tuple(masks.values()), tuple(numbers[key] for key in made))
 
 
-def _alike(mask: Mask) -> Any:
+def _mask_key(mask: Mask) -> Any:
     """A key that is equal for equal masks, also where the builder makes the function of a `Predicate` anew each time.
 
-    Only for masks of one call: what a function reads from elsewhere may change between calls, but not between heads,
-    because masks are evaluated when all heads have theirs.
+    Compare keys within one call only. Masks are evaluated after all heads have theirs, so all heads see the same
+    globals and captured objects.
     """
     if type(mask) is Predicate:
-        return Predicate, _same_function(mask.seen)
+        return Predicate, _function_key(mask.seen)
     if isinstance(mask, And | Or):
-        return type(mask), _alike(mask.a), _alike(mask.b)
-    return (Not, _alike(mask.a)) if isinstance(mask, Not) else mask
+        return type(mask), _mask_key(mask.a), _mask_key(mask.b)
+    return (Not, _mask_key(mask.a)) if isinstance(mask, Not) else mask
 
 
-def _same_function(seen: Any) -> Any:
+def _function_key(seen: Any) -> Any:
     """A key that is equal for functions of the same code that captured the same values."""
     if not inspect.isfunction(seen) or seen.__kwdefaults__:
         return seen

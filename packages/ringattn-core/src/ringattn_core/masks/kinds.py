@@ -45,8 +45,8 @@ class Full(Mask):
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         first = q.index[..., 0]
-        every = _rows(first == first) & _columns(kv.index[..., 0] == kv.index[..., 0])
-        return every, every
+        full = _rows(first == first) & _columns(kv.index[..., 0] == kv.index[..., 0])
+        return full, full
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Local(Mask):
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         found = [Full().tiles(q, kv)]
         if self.left is not None:
-            some, every = Causal(self.left).tiles(kv, q)
-            found.append((some.swapaxes(-1, -2), every.swapaxes(-1, -2)))
+            some, full = Causal(self.left).tiles(kv, q)
+            found.append((some.swapaxes(-1, -2), full.swapaxes(-1, -2)))
         if self.right is not None:
             found.append(Causal(self.right).tiles(q, kv))
-        return all_of(some for some, _ in found), all_of(every for _, every in found)
+        return all_of(some for some, _ in found), all_of(full for _, full in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Chunked(Mask):
 
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, every = Causal().tiles(q, kv)
+        some, full = Causal().tiles(q, kv)
         same = _same_span(q.positions // self.size, kv.positions // self.size)
-        return some & same[0], every & same[1]
+        return some & same[0], full & same[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Prefix(Mask):
 
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
-        some, every = Full().tiles(q, kv)
-        return some & _columns(kv.positions.min(-1) < self.length), every & _columns(kv.positions.max(-1) < self.length)
+        some, full = Full().tiles(q, kv)
+        return some & _columns(kv.positions.min(-1) < self.length), full & _columns(kv.positions.max(-1) < self.length)
 
 
 class _Held:
@@ -243,9 +243,9 @@ class Numpy(Mask):
 
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     """`Mask.tiles` for "equal ids, not negative", of tiles of `q_ids` `[g, nq, tq]` and of `kv_ids` `[g, nk, tk]`."""
-    some, every = _same_span(q_ids, kv_ids)
+    some, full = _same_span(q_ids, kv_ids)
     some = some & _rows(q_ids.max(-1) >= 0) & _columns(kv_ids.max(-1) >= 0)
-    return some, every & _rows(q_ids.min(-1) >= 0)
+    return some, full & _rows(q_ids.min(-1) >= 0)
 
 
 def _same_span(q: Any, kv: Any) -> tuple[Any, Any]:

@@ -24,12 +24,15 @@ _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = 
 """What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
-"""How often results that traced programs may hold were replaced."""
+"""Counts replacements of tuned results. A program traced before one may run with old parameters."""
 
 
-def state() -> Hashable:
-    """What decides the parameters of a call, beside the call itself. A program is stale if it was traced in another."""
-    return current(), overlays(), _changes
+def state(backend: str) -> Hashable:
+    """Everything except the call that decides its kernel parameters, where `backend` runs it.
+
+    A program traced under a different value must be traced again.
+    """
+    return current(), overlays(backend), _changes
 
 
 def forget() -> None:
@@ -62,12 +65,15 @@ def with_parameters(registration: Registration, call: Call) -> Call:
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:
     """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
+    global _changes
     policy = current()
     if policy is Policy.OFF:
         return default(registration, problem)
+    missed_before = _key(registration, problem) in _known
     found = _stored(registration, problem)
     if found is None and policy is Policy.ON and tunable(registration):
         found = _tuned_now(registration, problem)
+        _changes += missed_before  # with the policy "cached", programs were traced with the default
     return default(registration, problem) if found is None else found
 
 
@@ -95,7 +101,7 @@ def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "
 
     outcome = tuner.fastest(registration, problem, default(registration, problem))
     if keep:
-        _known[registration, problem] = outcome.config
+        _known[_key(registration, problem)] = outcome.config
         if not registration.in_process:
             cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
     return outcome
@@ -103,22 +109,29 @@ def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "
 
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
     """The configuration from memory or disk. Each problem is looked up on the disk once."""
-    if (registration, problem) not in _known:
+    key = _key(registration, problem)
+    if key not in _known:
         from . import cache
 
         entry = None if registration.in_process else cache.read(problem)
         # Another thread may have tuned the problem meanwhile.
-        _known.setdefault((registration, problem), None if entry is None else entry.config)
-    return _known[registration, problem]
+        _known.setdefault(key, None if entry is None else entry.config)
+    return _known[key]
 
 
 def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
     """Tunes, unless another thread did so meanwhile. The lock keeps two tunings from disturbing each other's times."""
+    key = _key(registration, problem)
     with _one_at_a_time:
-        if _known.get((registration, problem)) is None:
+        if _known.get(key) is None:
             try:
                 _tuned(problem, registration)
             except TuningError as error:
-                _known[registration, problem] = default(registration, problem)
+                _known[key] = default(registration, problem)
                 _logger.warning("%s. Its default is used", error)
-        return _known[registration, problem]
+        return _known[key]
+
+
+def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:
+    """The key of `_known`: without the call, whose masks may hold large arrays."""
+    return registration, dataclasses.replace(problem, call=None)

@@ -30,15 +30,14 @@ def overlay(cfg: RingAttentionConfig | Mapping[str, Any]) -> Iterator[None]:
         _context.reset(token)
 
 
-def overlays() -> tuple[RingAttentionConfig, ...]:
-    """The overlays of this context, the innermost first."""
-    return _context.get()
+def overlays(backend: str) -> tuple[RingAttentionConfig, ...]:
+    """The overlays of this context that apply to calls of `backend`, the innermost first."""
+    return tuple(cfg for cfg in _context.get() if cfg.backend_name in (None, backend))
 
 
 def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[FwdParams, BwdParams]:
     """The parameters of a call that `backend` runs; overlays fill in the parameters that the call leaves open."""
-    for cfg in overlays():
-        if cfg.backend_name in (None, backend):
-            forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
-            backward = cfg.bwd_params if backward == OPEN.bwd_params else backward
+    for cfg in overlays(backend):
+        forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
+        backward = cfg.bwd_params if backward == OPEN.bwd_params else backward
     return forward, backward
