@@ -130,7 +130,6 @@ def backward(
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     bias = None if block.bias_fixed else block.bias
-    strips = None if bias is None else _strips(block, table.shape)
     ranks = _ranks(inputs, block, plan) if ordered else None
     counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
@@ -141,9 +140,10 @@ def backward(
         *_rows(block, constants, lse, delta, plan), ranks,
     ]  # fmt: skip
     dbias = dheads = None
-    if bias is None or strips is None:
+    if bias is None:
         dk, dv, dheads, counters, sums = _launched(block, inputs, table, plan, arrays, [counters, zeros], None)
     else:
+        strips = _strips(block, table.shape)
         seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
         plan = dataclasses.replace(plan, strip=strips.rows)
         before = [counters, zeros, None, None]
@@ -152,7 +152,6 @@ def backward(
             dk, dv, ds, counters, sums = _launched(block, inputs, table, plan, arrays, before, first)
             before = [counters.at[0].set(0), sums, dk, dv]
             dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, (plan.q_tile, plan.kv_tile), True)
-        dbias = dbias.astype(bias.dtype if block.final else jnp.float32)
     dk, dv = (dk[0], dk[1]) if constants.stacked else (dk, dv)
     (dq,) = launch(
         finish_dq,
@@ -250,21 +249,22 @@ def _rows(
 ) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "... rows"] | None]:
     """`lse` in units of log2 and `-delta`, filled up to whole tiles, and a third number for each row or `None`.
 
-    With a bias it is the row's shift. Where scores depend on distances, it is how far the position of a query is from
-    that of the first one in its tile.
+    Where scores depend on distances, it is how far the position of a query is from that of the first one in its tile.
+    With a bias it is the row's shift. There is room for one of them: `why_not` refuses a bias with distances.
     """
+    assert block.shift is None or not constants.distances
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if constants.distances:
+        padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
+        positions = padded.reshape(len(padded), -1, plan.q_tile)
+        return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
     if block.shift is not None:
         return lse, delta, jnp.pad(block.shift, [(0, 0), (0, 0), more])
-    if not constants.distances:
-        return lse, delta, None
-    padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
-    positions = padded.reshape(len(padded), -1, plan.q_tile)
-    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
+    return lse, delta, None
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:

@@ -116,7 +116,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if F.distances:
                 group = batch if F.q_positions_batch else 0
                 fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
-            if F.shifted:
+            elif F.shifted:
                 fetch(tiles.away, numbers_at, q_full, shared.rows.index(2 * PLAN.stages + place))
             if F.bias:
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
