@@ -29,7 +29,7 @@ def half(*shape: int) -> jax.Array:
 
 
 def with_bias(option: str, *shape: int, **fields: Any) -> Block:
-    """A block with ragged tiles and grouped heads, whose bias has this shape; shifts of its rows are there."""
+    """Ragged tiles, grouped heads and a bias of this shape; the forward pass has filled in `shift`."""
     block = with_option(option, 200, 264, **{"dim": 128, "dtype": HALF, "bias": half(*shape, 200, 264), **fields})
     return with_shift(block)
 
@@ -104,7 +104,7 @@ def _constants(block: Block) -> dict[str, Any]:
 
 
 def test_no_strip_is_kept_before_the_one_before_it_is_summed(short_strips: None) -> None:
-    """What is kept of two strips would be in memory at once."""
+    """Otherwise ds of two strips would be in memory at once."""
     block = with_bias("causal", 1, 1)
     program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, *prepared(block))
     before, strips = set(), []
@@ -149,8 +149,13 @@ def test_strips_are_traced_in_a_ring_that_checks_what_varies(
 ) -> None:
     monkeypatch.setattr(block_kernel, "target", lambda: Target("cuda", 90))
     strips: list[int] = []
-    usual = one_pass._launched
-    monkeypatch.setattr(one_pass, "_launched", lambda *given: (strips.append(given[3].strip), usual(*given))[1])
+    usual = one_pass._launch_kernel
+
+    def counted(*given: Any) -> tuple[jax.Array, ...]:
+        strips.append(given[3].strip_rows)
+        return usual(*given)
+
+    monkeypatch.setattr(one_pass, "_launch_kernel", counted)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ring",))
     rows, columns = P(None, "ring"), P(None, None, "ring")
 
