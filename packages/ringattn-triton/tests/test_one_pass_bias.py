@@ -29,7 +29,7 @@ def half(*shape: int) -> jax.Array:
 
 
 def with_bias(option: str, *shape: int, **fields: Any) -> Block:
-    """A block with ragged tiles and grouped heads, whose bias has this shape; shifts of its rows are there."""
+    """Ragged tiles, grouped heads and a bias of this shape; the forward pass has filled in `shift`."""
     block = with_option(option, 200, 264, **{"dim": 128, "dtype": HALF, "bias": half(*shape, 200, 264), **fields})
     return with_shift(block)
 
@@ -40,10 +40,11 @@ def with_shift(block: Block) -> Block:
 
 @pytest.fixture
 def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips of one tile of keys each, however few turns that makes."""
+    """Strips of one tile of keys each, however few turns that makes; in order only where the caller wants it."""
     monkeypatch.setattr(one_pass, "PROGRAMS", 3)
     monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 0)
     monkeypatch.setattr(one_pass.bias_gradient, "MOST_STRIPS", 99)
+    monkeypatch.setattr(one_pass, "_enough_heads", lambda *_: False)
 
 
 def equal(got: Gradients, want: Gradients) -> None:
@@ -91,21 +92,19 @@ def test_strips_change_no_bit_of_any_gradient(monkeypatch: pytest.MonkeyPatch) -
     whole = one_pass.backward(block, *rows, None)
     monkeypatch.setattr(one_pass, "PROGRAMS", 8)
     monkeypatch.setattr(one_pass, "_TURNS_IN_STRIP", 2)
-    assert one_pass._strips(block, _table(block)).rows == 2  # so the last one has fewer
+    assert one_pass._strips(block, _constants(block)["T"]).rows == 2  # so the last one has fewer
     equal(one_pass.backward(block, *rows, None), whole)
 
 
-def _table(block: Block) -> Any:
-    """The shape of the table of a block's turns."""
+def _constants(block: Block) -> dict[str, Any]:
+    """The constants of a block's launch."""
     rows = jax.ShapeDtypeStruct((len(block.q), block.q.shape[2], block.q_length), jnp.float32)
     program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, block.q, rows, rows)
-    return next(
-        dict(call.constants)["T"] for call, _ in launches(program.jaxpr) if call.name == "ringattn_hopper_backward"
-    )
+    return next(dict(call.constants) for call, _ in launches(program.jaxpr) if call.name == "ringattn_hopper_backward")
 
 
 def test_no_strip_is_kept_before_the_one_before_it_is_summed(short_strips: None) -> None:
-    """What is kept of two strips would be in memory at once."""
+    """Otherwise ds of two strips would be in memory at once."""
     block = with_bias("causal", 1, 1)
     program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, *prepared(block))
     before, strips = set(), []
@@ -131,8 +130,10 @@ def test_a_strip_has_four_turns_for_each_program_but_fewer_with_groups(
     assert one_pass._strips(block, table).rows == rows
 
 
-def test_dq_continues_what_other_keys_gave(short_strips: None) -> None:
-    block = with_bias("causal", 1, 4)
+@pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+def test_dq_continues_what_other_keys_gave(ordered: bool, short_strips: None) -> None:
+    block = with_bias("causal", 1, 4, fused_backward=not ordered)
+    assert _constants(block)["PLAN"].ordered == ordered
     rows = prepared(block)
     whole = one_pass.backward(block, *rows, None)
     dq, parts = None, []
@@ -148,8 +149,13 @@ def test_strips_are_traced_in_a_ring_that_checks_what_varies(
 ) -> None:
     monkeypatch.setattr(block_kernel, "target", lambda: Target("cuda", 90))
     strips: list[int] = []
-    usual = one_pass._launched
-    monkeypatch.setattr(one_pass, "_launched", lambda *given: (strips.append(given[3].strip), usual(*given))[1])
+    usual = one_pass._launch_kernel
+
+    def counted(*given: Any) -> tuple[jax.Array, ...]:
+        strips.append(given[3].strip_rows)
+        return usual(*given)
+
+    monkeypatch.setattr(one_pass, "_launch_kernel", counted)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ring",))
     rows, columns = P(None, "ring"), P(None, None, "ring")
 

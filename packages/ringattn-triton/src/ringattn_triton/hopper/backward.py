@@ -38,7 +38,7 @@ the steps; two passes take 1.4 times as long."""
 _WIDE_STEPS: Final = 2
 """The same for heads of more than 128, where two passes take 2.2 times as long."""
 _TURNS_IN_STRIP: Final = 4
-"""How many turns each program takes in a launch that keeps ds, if heads form no groups."""
+"""How many turns each program takes in a launch that keeps ds, without grouped heads."""
 _REGISTERS_AT_START: Final = 168
 
 
@@ -63,12 +63,13 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
 def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
     """Why the one-pass kernel does not take the block's bias, or `None` where it does."""
     if constants.padded_head_dim != 128:
-        return "the one-pass backward kernel has a bias for heads of 128 only"
+        return "the one-pass backward kernel takes a bias only with heads of 72 to 128"
     if constants.capped or constants.distances or constants.dropout:
         return "the one-pass backward kernel has no bias with a soft cap, ALiBi or dropout"
     if not fetchable(block, constants):
         return "the bias cannot be fetched in tiles"
-    if block.q.dtype == jnp.float16 and not block.bias_fixed:  # ds has the scale there (`narrowed`)
+    # In float16 `narrowed` multiplies ds by the scale, so its sum is not dbias.
+    if block.q.dtype == jnp.float16 and not block.bias_fixed:
         return "the one-pass backward kernel has no gradient of a bias in float16"
     return None
 
@@ -130,7 +131,6 @@ def backward(
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
     q_tiles = table.shape.columns
     bias = None if block.bias_fixed else block.bias
-    strips = None if bias is None else _strips(block, table.shape)
     ranks = _ranks(inputs, block, plan) if ordered else None
     counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
     pieces = plan.pieces(dim)
@@ -141,18 +141,18 @@ def backward(
         *_rows(block, constants, lse, delta, plan), ranks,
     ]  # fmt: skip
     dbias = dheads = None
-    if bias is None or strips is None:
-        dk, dv, dheads, counters, sums = _launched(block, inputs, table, plan, arrays, [counters, zeros], None)
+    if bias is None:
+        dk, dv, dheads, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, [counters, zeros], None)
     else:
+        strips = _strips(block, table.shape)
         seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
-        plan = dataclasses.replace(plan, strip=strips.rows)
+        plan = dataclasses.replace(plan, strip_rows=strips.rows)
         before = [counters, zeros, None, None]
         for start in range(0, table.shape.rows, strips.rows):
             first = bias_gradient.first_tile(start, dbias)
-            dk, dv, ds, counters, sums = _launched(block, inputs, table, plan, arrays, before, first)
+            dk, dv, ds, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, first)
             before = [counters.at[0].set(0), sums, dk, dv]
             dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, (plan.q_tile, plan.kv_tile), True)
-        dbias = dbias.astype(bias.dtype if block.final else jnp.float32)
     dk, dv = (dk[0], dk[1]) if constants.stacked else (dk, dv)
     (dq,) = launch(
         finish_dq,
@@ -179,8 +179,9 @@ def backward(
 def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Strips:
     """The size of the strips of key tiles whose ds is in memory at a time.
 
-    A strip has four turns for each program, so that the time until its last program ends is short beside the whole;
-    with groups of heads fewer, because ds of each head takes memory.
+    A strip has at most four turns for each program, or more where there would be over `MOST_STRIPS` strips. Four are
+    enough for the time until the last program ends to be short beside the whole. With groups of heads there are fewer,
+    because ds of each head takes memory.
     """
     batch, _, heads, _ = block.q.shape
     turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * PROGRAMS
@@ -189,7 +190,7 @@ def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Stri
     return bias_gradient.Strips(min(rows, tiles.rows), tiles.together, heads, tiles.columns)
 
 
-def _launched(
+def _launch_kernel(
     block: Block,
     inputs: KernelInputs,
     table: visited_tiles.Table,
@@ -198,10 +199,10 @@ def _launched(
     before: Sequence[jax.Array | None],
     first: Int32[Array, " 1"] | None,
 ) -> tuple[jax.Array, ...]:
-    """dk, dv, the parts of the per-head gradient, the counters and the sums of dq, from the counters and sums `before`.
+    """Launches the kernel for all key tiles, or for the strip that begins at tile `first`.
 
-    If there is a strip, whose `first` tile this is, dk and dv are continued from those `before`, and ds of the strip
-    takes the place of the parts.
+    Returns dk, dv, then the per-head parts (for a strip: its ds), the counters and the sums of dq. The arrays in
+    `before` (counters, sums and, in strips, dk and dv) are updated in place.
     """
     from .backward_kernel import backward as of_all_keys
     from .backward_kernel import backward_in_strips
@@ -209,18 +210,19 @@ def _launched(
     constants = inputs.constants
     batch, _, heads, dim = block.q.shape
     rows, columns = table.shape.rows, table.shape.columns
-    if plan.strip:
-        option = jax.ShapeDtypeStruct((batch, heads, plan.strip, columns, plan.kv_tile, plan.q_tile), block.q.dtype)
+    if plan.strip_rows:
+        tiles_of_ds = batch, heads, plan.strip_rows, columns, plan.kv_tile, plan.q_tile
+        option = jax.ShapeDtypeStruct(tiles_of_ds, block.q.dtype)
     else:
         # Each consumer writes, for each turn, its part of the per-head gradient, apart for masked steps.
         parts = (batch, heads, (1 + plan.masked) * rows * 2) if constants.per_head_gradient else (1,)
         option = jax.ShapeDtypeStruct(parts, jnp.float32)
     counters, *_ = before
     assert counters is not None
-    operands = [*arrays, *before, first] if plan.strip else [*arrays, *before]
-    outputs = 3, 4, 0, 1  # of what is continued: the counters, the sums, dk and dv
+    operands = [*arrays, *before, first] if plan.strip_rows else [*arrays, *before]
+    outputs = 3, 4, 0, 1  # the output that each array of `before` becomes
     return launch(
-        backward_in_strips if plan.strip else of_all_keys,
+        backward_in_strips if plan.strip_rows else of_all_keys,
         operands,
         [
             *inputs.key_gradients(block.q.dtype if block.final else jnp.dtype(jnp.float32)),
@@ -228,7 +230,7 @@ def _launched(
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
             jax.ShapeDtypeStruct((batch * heads * columns * plan.pieces(dim) * 4096,), jnp.float32),
         ],
-        grid=(min(PROGRAMS, (plan.strip or rows) * batch * block.kv_heads),),
+        grid=(min(PROGRAMS, (plan.strip_rows or rows) * batch * block.kv_heads),),
         warps=4,
         stages=1,
         registers=_REGISTERS_AT_START,
@@ -250,21 +252,22 @@ def _rows(
 ) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "... rows"] | None]:
     """`lse` in units of log2 and `-delta`, filled up to whole tiles, and a third number for each row or `None`.
 
-    With a bias it is the row's shift. Where scores depend on distances, it is how far the position of a query is from
-    that of the first one in its tile.
+    Where scores depend on distances, it is how far the position of a query is from that of the first one in its tile.
+    With a bias it is the row's shift. There is room for one of them: `why_not` refuses a bias with distances.
     """
+    assert block.shift is None or not constants.distances
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
+    if constants.distances:
+        padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
+        positions = padded.reshape(len(padded), -1, plan.q_tile)
+        return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
     if block.shift is not None:
         return lse, delta, jnp.pad(block.shift, [(0, 0), (0, 0), more])
-    if not constants.distances:
-        return lse, delta, None
-    padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
-    positions = padded.reshape(len(padded), -1, plan.q_tile)
-    return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
+    return lse, delta, None
 
 
 def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:

@@ -48,28 +48,28 @@ def backward(
 @gluon.jit
 def backward_in_strips(
     Q, K, V, P,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE, STRIP,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE, FIRST_TILE,
     DK, DV, DS, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """As `backward`, but a launch takes the turns of one strip of key tiles, and keeps ds for the gradient of the bias.
 
-    `STRIP` has the number of the strip's first key tile. A strip has `PLAN.strip` tiles; the last one may have fewer.
-    `DS [B, N, PLAN.strip, Q_TILES, kv_tile, q_tile]` has the gradients of the scores that turns compute, with keys as
-    rows. The other results continue those of the earlier strips.
+    `FIRST_TILE` has the number of the strip's first key tile. A strip has `PLAN.strip_rows` tiles; the last one may
+    have fewer. `DS [B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]` has the gradients of the scores that turns
+    compute, with keys as rows. The other results continue those of the earlier strips.
     """
     _take_turns(
-        Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DS, COUNTERS, DQ, STRIP,
+        Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DS, COUNTERS, DQ, FIRST_TILE,
         F, T, BATCH, PLAN,
     )  # fmt: skip
 
 
 @gluon.jit
 def _take_turns(
-    Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, OF_OPTION, COUNTERS, DQ, STRIP,
+    Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DHEADS_OR_DS, COUNTERS, DQ, FIRST_TILE,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """The turns of a launch. `OF_OPTION` is `DHEADS` or `DS`."""
+    """The turns of a launch. `DHEADS_OR_DS` is `DHEADS` or `DS`."""
     DIM: gl.constexpr = F.padded_head_dim
     VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
@@ -97,10 +97,10 @@ def _take_turns(
     if F.bias:
         bias = tiles_of_bias(P.bias, BATCH, F, Q_TILE, KV_TILE)
     ds = 0
-    if PLAN.strip:
-        DS_ROWS: gl.constexpr = BATCH * F.heads * PLAN.strip * Q_TILES * KV_TILE
-        OF_DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, Q_TILE], TYPE)
-        ds = tma.make_tensor_descriptor(OF_OPTION, [DS_ROWS, Q_TILE], [Q_TILE, 1], [KV_TILE, Q_TILE], OF_DS)
+    if PLAN.strip_rows:
+        DS_ROWS: gl.constexpr = BATCH * F.heads * PLAN.strip_rows * Q_TILES * KV_TILE
+        DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, Q_TILE], TYPE)
+        ds = tma.make_tensor_descriptor(DHEADS_OR_DS, [DS_ROWS, Q_TILE], [Q_TILE, 1], [KV_TILE, Q_TILE], DS_LAYOUT)
     tiles = Tiles(
         k=tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM),
         v=tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM),
@@ -115,7 +115,7 @@ def _take_turns(
         bias=bias,
         ds=ds,
     )
-    turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads, STRIP)
+    turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads, FIRST_TILE)
     memory = shared_memory(TYPE, F, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
@@ -132,8 +132,8 @@ def _take_turns(
     else:
         gl.warp_specialize(
             [
-                (compute_gradients, (0, memory, P, DK, DV, OF_OPTION, turns, F, T, PLAN)),
-                (compute_gradients, (1, memory, P, DK, DV, OF_OPTION, turns, F, T, PLAN)),
+                (compute_gradients, (0, memory, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
+                (compute_gradients, (1, memory, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
                 (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
                 (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
                 (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),

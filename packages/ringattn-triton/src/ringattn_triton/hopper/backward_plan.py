@@ -14,14 +14,14 @@ class BackwardPlan:
     `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
     computes both, for half of the keys.
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
-    `strip`: a launch takes the turns of so many key tiles, and keeps ds of them; 0: it takes all, and keeps none.
+    `strip_rows`: a launch takes the turns of so many key tiles, and keeps ds of them; 0: it takes all, and keeps none.
     """
 
     q_tile: int
     wide: bool = False
     masked: bool = False
     ordered: bool = False
-    strip: int = 0
+    strip_rows: int = 0
     kv_tile: int = 128
     stages: int = 2
     dout_stages: int = 2

@@ -116,7 +116,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if F.distances:
                 group = batch if F.q_positions_batch else 0
                 fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
-            if F.shifted:
+            elif F.shifted:
                 fetch(tiles.away, numbers_at, q_full, shared.rows.index(2 * PLAN.stages + place))
             if F.bias:
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
@@ -220,8 +220,9 @@ def add_dq(
                 _add_wide_pieces(tiles.dq, first + tile, counters + tile, rank, reached, shared, NUMBER, F, PLAN)
             else:
                 ds_row = 0
-                if PLAN.strip:
-                    ds_row = (first * PLAN.strip + (row - gl.load(turns.strip)) * Q_TILES + tile) * PLAN.kv_tile
+                if PLAN.strip_rows:
+                    in_strip = row - gl.load(turns.first_tile)
+                    ds_row = (first * PLAN.strip_rows + in_strip * Q_TILES + tile) * PLAN.kv_tile
                 _add_halves(tiles, first + tile, ds_row, counters + tile, rank, reached, shared, NUMBER, PLAN)
             if PLAN.ordered:
                 wait_for_additions(0)
@@ -249,17 +250,17 @@ def add_dq(
 def _add_halves(tiles, tile, ds_row, counter, rank, reached, shared, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """Adds both halves of a tile of dq, one from each consumer, when it is this turn's time. Stores ds in a strip.
 
-    ds of a step is complete when the consumers have filled dq, because ds came first. Its place, that of the writer's
-    number, is free when both places of dq are: TMA has begun to read ds before them, and a wait for one of its reads
-    includes the earlier ones. A consumer stores the next ds there two steps later. Before that, in the step between, it
-    waits until its place of dq is empty.
+    ds of a step is complete when the consumers have filled dq, because ds came first. Writer w stores ds from place w.
+    TMA operations finish reading in the order they were issued, and ds is issued before both halves of dq. So when both
+    places of dq are free, ds has been read. A consumer overwrites place w two steps later; in the step between it has
+    waited for its place of dq.
     """
-    BOTH: gl.constexpr = PLAN.ordered or PLAN.strip > 0
+    BOTH: gl.constexpr = PLAN.ordered or PLAN.strip_rows > 0
     if BOTH:
         for half in gl.static_range(2):
             hardware_barrier("sync", DQ_FULL + 2 * half + NUMBER, 160)
         fence_async_shared()
-    if PLAN.strip:
+    if PLAN.strip_rows:
         store(tiles.ds, [ds_row, 0], shared.ds.index(NUMBER))
     if PLAN.ordered:
         while reached < rank:

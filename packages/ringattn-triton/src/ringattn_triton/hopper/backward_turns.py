@@ -14,9 +14,9 @@ class Turns(NamedTuple):
     """The turns of a launch, and the counters by which programs take them and add to dq in order.
 
     `bounds` and `tiles` say which query tiles a turn visits (`kernels.tile_loop.visit`), `ranks` when it may add to a
-    tile of dq, and `count` how many turns there are. `strip` points to the number of the first key tile of a
-    launch that keeps ds. The first of the `counters` is the number of turns that were
-    taken. After it, each tile of dq has the number of turns that have added to it.
+    tile of dq, and `count` how many turns there are. `first_tile` points to the number of the first key tile of a
+    launch that keeps ds. The first of the `counters` is the number of turns that were taken. After it, each tile of dq
+    has the number of turns that have added to it.
     """
 
     bounds: Any
@@ -24,7 +24,7 @@ class Turns(NamedTuple):
     ranks: Any
     counters: Any
     count: Any
-    strip: Any
+    first_tile: Any
 
 
 class Steps(NamedTuple):
@@ -41,15 +41,15 @@ class Steps(NamedTuple):
 
 @gluon.jit
 def take_turn(turns, T: gl.constexpr, PLAN: gl.constexpr):
-    """Takes the next turn of the launch and returns its number; the number of all turns, or more, if none is left.
+    """Returns the number of the next turn, or `turns.count` or more when none is left.
 
-    The counter of a strip counts its turns as if there were no other key tiles. So each strip takes the tiles of a head
-    in order too, after those of the earlier strips.
+    In a strip the counter runs over the strip's turns only, and is mapped to their numbers among all turns, which grow
+    with it.
     """
     turn = gl.atomic_add(turns.counters, 1, sem="relaxed")
-    if PLAN.strip:
-        first = gl.load(turns.strip)
-        together = gl.minimum(PLAN.strip, T.rows - first) * T.together
+    if PLAN.strip_rows:
+        first = gl.load(turns.first_tile)
+        together = gl.minimum(PLAN.strip_rows, T.rows - first) * T.together
         rest = turn % together
         heads_from = turn // together * T.together
         turn = gl.where(heads_from * T.rows < turns.count, heads_from * T.rows + first * T.together + rest, turns.count)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-"""Which biases TMA fetches in tiles, and where the tiles of a head lie."""
+"""Which biases the one-pass backward fetches in tiles by TMA, and where the tiles of a head lie for it."""
 
 from ringattn_core.contract.protocol import Block
 from triton.experimental import gluon
@@ -11,7 +11,10 @@ from .head_tiles import tiles_of_heads
 
 
 def fetchable(block: Block, constants: BlockConstants) -> bool:
-    """Whether TMA can fetch tiles of the block's bias: it has a row of whole 16 bytes for each query."""
+    """Whether TMA can fetch tiles of the block's bias.
+
+    The bias must have the dtype of q, one row for each query, and a multiple of eight keys.
+    """
     assert block.bias is not None
     aligned = constants.bias_query == constants.kv_length and constants.kv_length % 8 == 0
     return aligned and block.bias.dtype == block.q.dtype

@@ -7,7 +7,8 @@ Entries `(i, j)`, `(i, j + 8)`, `(i + 8, j)`, `(i + 8, j + 8)` share the two wor
 thread holds all four entries in the result of a product. The first word is for query `i`, the second for `i + 8`; the
 low half of each is for key `j`, the high half for `j + 8`. Entries share a draw only if the indices of the tile's
 queries and keys are consecutive and begin at multiples of 16. In a striped shard they are not, which is known only at
-run time, so both cases are compiled. In the forward pass each has loops of its own, and a consumer chooses for a turn.
+run time, so both cases are compiled. The forward kernel has one copy of its loops for each case; a consumer picks the
+copy at the start of a turn.
 """
 
 from triton.experimental import gluon
@@ -33,7 +34,7 @@ def of_draws(KV_TILE):
 
 @gluon.jit
 def counter_of_queries(P, batch, row, NUMBER: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """The dropout counter of the first of a consumer's queries, or -1 if entries do not share draws; else 0.
+    """The dropout counter of the first of a consumer's queries, -1 if entries cannot share draws, or 0 without dropout.
 
     `row` is the first query of the turn.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the gradient of the bias from the gradients of the scores, `ds`, one strip of queries at a time.
+"""Computes the gradient of the bias from the gradients of the scores, `ds`, one strip at a time.
 
-A strip is some tiles of queries of all heads, as many as fill a device. The kernel of `dq` stores the `ds` of a strip,
-in the dtype of the inputs, and another kernel sums them. Computing `ds` again for each tile of the bias would take
-longer: it would read all queries, keys and values again.
+A strip is a range of tiles of queries (of keys in `hopper.backward`) for all heads: its own tiles. The kernel that
+computes `ds` stores that of a strip, in the dtype of the inputs, and another kernel sums it. Computing `ds` again for
+each tile of the bias would take longer: it would read all queries, keys and values again.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ MOST_STRIPS: Final = 16
 
 @dataclasses.dataclass(frozen=True)
 class Strips:
-    """The size of a strip: `rows` tiles of queries of all `heads`, each with `columns` tiles of keys.
+    """The size of a strip: `rows` own tiles of all `heads`, each with `columns` tiles of the other side.
 
-    The programs of `together` heads run side by side.
+    In the kernel that computes `ds`, `together` heads run side by side; `bias_sums` reads the other fields only.
     """
 
     rows: int
@@ -40,11 +40,11 @@ class Strips:
 
 @dataclasses.dataclass(frozen=True)
 class BiasSums:
-    """How many batch rows, heads and tiles of queries each program sums over, and how many have their own programs.
+    """How many batch rows, heads and own tiles each program sums over, and how many have their own programs.
 
-    A program sums `batch_sums` batch rows, `head_sums` heads and `row_sums` tiles of queries. The bias has `heads`
-    heads, and `own_rows` tiles of queries in a strip; `summed_rows`: it has one row for all queries. The whole block
-    has `rows` tiles of queries; `grouped`: which tiles are visible depends on the batch row.
+    A program sums `batch_sums` batch rows, `head_sums` heads and `row_sums` own tiles. The bias has `heads` heads, and
+    `own_rows` own tiles in a strip; `summed_rows`: it has one row for all queries. The whole block has `rows` own
+    tiles; `grouped`: which tiles are visible depends on the batch row.
     """
 
     rows: int

@@ -22,10 +22,11 @@ def bias_sums(
     Each tile of `DBIAS` in the strip has a program; if the bias has one row, each tile of keys has one. If `FRESH`,
     there is no `BEFORE`.
 
-    `DS` has the gradients that `backward_queries` wrote for a strip, and `FIRST` the number of the strip's first tile.
-    `S` is `bias_gradient.Strips` and `D` is `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are
-    visible; `DS` is undefined in the others. `BY_KEYS`: `DS` is of `hopper.backward_kernel`. Then rows are tiles of
-    keys, columns are tiles of queries, and a tile of `DS` is `[KV_TILE, Q_TILE]`.
+    `DS` has the gradients of a strip's scores, and `FIRST` the number of the strip's first tile. `S` is
+    `bias_gradient.Strips` and `D` is `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are visible;
+    `DS` is undefined in the others. Rows are own tiles, columns tiles of the other side. `backward_queries` owns
+    queries, and writes `DS` with `keep_tile`. `BY_KEYS`: `hopper.backward_kernel` owns keys, and a tile of `DS` is
+    `[KV_TILE, Q_TILE]`.
     """
     program = tl.program_id(0)
     column = program % S.columns
