@@ -147,12 +147,14 @@ def backward(
         strips = _strips(block, table.shape)
         seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
         plan = dataclasses.replace(plan, strip_rows=strips.rows)
-        before = [counters, zeros, None, None]
+        before: list[jax.Array | None] = [counters, zeros, None, None]
         for start in range(0, table.shape.rows, strips.rows):
             first = bias_gradient.first_tile(start, dbias)
             dk, dv, ds, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, first)
             before = [counters.at[0].set(0), sums, dk, dv]
             dbias = bias_gradient.summed(block, ds, seen, first, dbias, strips, (plan.q_tile, plan.kv_tile), True)
+        counters, sums, dk, dv = before
+        assert counters is not None and sums is not None and dk is not None and dv is not None
     dk, dv = (dk[0], dk[1]) if constants.stacked else (dk, dv)
     (dq,) = launch(
         finish_dq,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 """Which biases the one-pass backward fetches in tiles by TMA, and where the tiles of a head lie for it."""
 
 from ringattn_core.contract.protocol import Block
