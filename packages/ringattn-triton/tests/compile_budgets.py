@@ -37,8 +37,12 @@ SPILLS: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, str]]]] = {
     ("bfloat16", 64, "ringattn_hopper_backward with dropout"): {90: (304, _DRAWS)},
     ("bfloat16", 128, "ringattn_hopper_backward"): {90: (8, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_backward with masks"): {90: (96, _WHILE_MASKING)},
-    ("bfloat16", 128, "ringattn_hopper_backward with a bias"): {90: (16, _AT_THE_END)},
+    ("bfloat16", 128, "ringattn_hopper_backward with a bias"): {90: (32, _AT_THE_END)},
     ("bfloat16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (128, _WHILE_MASKING)},
+    ("bfloat16", 96, "ringattn_hopper_backward with a bias and masks"): {90: (152, _WHILE_MASKING)},
+    ("bfloat16", 72, "ringattn_hopper_backward with a bias"): {90: (32, _AT_THE_END)},
+    ("bfloat16", 72, "ringattn_hopper_backward with a bias and masks"): {90: (152, _WHILE_MASKING)},
+    ("float16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (112, _WHILE_MASKING)},
     ("bfloat16", 96, "ringattn_hopper_backward"): {90: (8, _AT_THE_END)},
     ("bfloat16", 96, "ringattn_hopper_backward with masks"): {90: (88, _WHILE_MASKING)},
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (144, _WHILE_MASKING)},
@@ -91,6 +95,9 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
     ("bfloat16", 96, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with dropout"): {90: (232, _DRAWS_AFTER_3_6)},
     ("bfloat16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (160, _WHILE_MASKING)},
+    ("bfloat16", 96, "ringattn_hopper_backward with a bias and masks"): {90: (168, _WHILE_MASKING)},
+    ("bfloat16", 72, "ringattn_hopper_backward with a bias and masks"): {90: (168, _WHILE_MASKING)},
+    ("float16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (184, _WHILE_MASKING)},
     ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (320, _FEW_A_STEP)},
 }
 """The budgets of Triton 3.9 where it spills more than `SPILLS` allows."""
