@@ -4,6 +4,7 @@
 from typing import Any
 
 import numpy as np
+from jax.extend.core import Literal
 from ringattn_conformance import blocks
 from ringattn_conformance.blocks import random_ids as ids
 from ringattn_conformance.blocks import random_mask as dense_mask
@@ -118,3 +119,15 @@ def near(what: str, got: Any, want: Any, tolerance: float) -> None:
     wrong = np.abs(np.where(np.isinf(want), 0, got) - np.where(np.isinf(want), 0, want))
     worst = np.unravel_index(np.argmax(np.where(np.isnan(wrong), np.inf, wrong)), wrong.shape)
     assert wrong[worst] <= tolerance, f"{what} is off by {wrong[worst]:.3g} > {tolerance:.3g} at {worst}"
+
+
+def after_bias_sums(jaxpr: Any, kernel: str) -> list[bool]:
+    """For each launch of `kernel` in a program: whether it waits for the kernel that sums ds for an earlier strip."""
+    sums, found = set(), []
+    for equation in jaxpr.eqns:
+        after = any(variable in sums for variable in equation.invars if not isinstance(variable, Literal))
+        name = getattr(equation.params.get("call"), "name", "")
+        found += [after] if name == kernel else []
+        if after or name == "ringattn_bias_sums":
+            sums.update(equation.outvars)
+    return found

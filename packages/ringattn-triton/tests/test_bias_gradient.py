@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compile_reports import launches
-from given_blocks import bias, forbidding, ids, make_block, near, with_option
-from jax.extend.core import Literal
+from given_blocks import after_bias_sums, bias, forbidding, ids, make_block, near, with_option
 from ringattn_core.contract.protocol import Block
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL
@@ -85,14 +84,7 @@ def test_no_strip_is_kept_before_the_one_before_it_is_summed(short_strips: None)
     """What is kept of two strips would be in memory at once."""
     block = with_option("bias", 96, 36)
     (call,) = jax.make_jaxpr(KERNEL.backward)(block, *given_to(block)).eqns
-    before, strips = set(), []
-    for equation in call.params["jaxpr"].eqns:
-        after = any(variable in before for variable in equation.invars if not isinstance(variable, Literal))
-        launched = getattr(equation.params.get("call"), "name", "")
-        strips += [after] if launched == "ringattn_backward_queries" else []
-        if after or launched == "ringattn_bias_sums":
-            before.update(equation.outvars)
-    assert strips == [False, True, True]
+    assert after_bias_sums(call.params["jaxpr"], "ringattn_backward_queries") == [False, True, True]
 
 
 def test_where_nothing_is_continued_it_is_right_in_strips_too(short_strips: None) -> None:

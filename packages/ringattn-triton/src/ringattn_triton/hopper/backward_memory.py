@@ -36,7 +36,7 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class Memory(NamedTuple):
     """The allocations in shared memory, whose places `shared_places` names.
 
-    `dout` may share the allocation of `q`, and `v` that of `k`. `bias` is 0 where there is none.
+    `dout` may share the allocation of `q`, and `v` that of `k`. Without a bias, `bias` is 0.
     """
 
     barriers: Any

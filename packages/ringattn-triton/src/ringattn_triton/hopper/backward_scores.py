@@ -66,7 +66,7 @@ def tile_of(
 
 @gluon.jit
 def bias_of(shared, place, NUMBER: gl.constexpr, F: gl.constexpr, SCORES: gl.constexpr):
-    """The bias of a query tile and consumer `NUMBER`'s 64 keys, with keys as rows; 0 where there is none."""
+    """The bias of a query tile and of the 64 keys of consumer `NUMBER`, whose rows are keys; 0 without a bias."""
     if F.bias:
         return at(shared.bias, place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(SCORES)
     else:
