@@ -7,7 +7,7 @@ TFLOP/s count half of all pairs for a causal mask, and 3.5 times the forward for
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from interleaved import ON_A_DEVICE, Claim, both_timings, medians, report
 from programs import Attention, ours, with_gradients
 from ringattn_core import masks
-from workloads import EXACT, GROUPED, LONG, MAIN, NARROW, PACKED, Shape
+from workloads import CASES, EXACT, GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 
 PARTS = ("forward", "forward+backward")
+OPTIONS = ("soft cap 30", "bias", "ALiBi", "dropout 0.1")
 PARTS_OF_RUN = ("speed", "masks", "options", "sparse", "float32")
 
 
@@ -111,16 +112,17 @@ class Table:
             self.claims.append(Claim(f"float32 {part}: xla over ours", time["xla"] / time["ours"], ">=", least, "x"))
 
 
-def options(table: Table, shape: Shape) -> dict[str, Candidate]:
-    """The options whose cost is measured, each alone; the bias is differentiated, as `Candidate` says."""
+def options(table: Table, shape: Shape, names: Sequence[str]) -> dict[str, Candidate]:
+    """The options of these names, each alone; the bias is differentiated, as `Candidate` says."""
     slopes = 2.0 ** -(8.0 * jnp.arange(1, shape.heads + 1) / shape.heads)
     bias = jax.random.normal(jax.random.key(1), (1, 1, shape.tokens, shape.tokens), jnp.bfloat16)
-    return {
+    every = {
         "soft cap 30": table.ours(causal=True, logits_soft_cap=30.0),
         "bias": table.ours(None, bias, causal=True),
         "ALiBi": table.ours(causal=True, alibi_slopes=slopes),
         "dropout 0.1": table.ours(causal=True, dropout_prob=0.1, dropout_seed=7),
     }
+    return {name: every[name] for name in names}
 
 
 def main() -> None:
@@ -128,6 +130,8 @@ def main() -> None:
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=PARTS_OF_RUN, choices=PARTS_OF_RUN)
+    parser.add_argument("--options", nargs="*", default=OPTIONS, choices=OPTIONS, help="for --only options")
+    parser.add_argument("--head-sizes", nargs="*", type=int, default=[128, 64], help="for --only options: 128, 64")
     arguments = parser.parse_args()
     if jax.default_backend() != "gpu":
         raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
@@ -140,14 +144,17 @@ def main() -> None:
         window, tokens = 4096, LONG.tokens
         visible = window * (tokens - window / 2) / (tokens**2 / 2)
         table.against_causal("window 4096 of 64k", LONG, table.ours(sliding_window=(window - 1, 0)), visible)
-        ids = jnp.arange(PACKED.tokens, dtype=jnp.int32)[None] // 2048
-        documents = table.ours(causal=True, q_segment_ids=ids, kv_segment_ids=ids)
+        packed = CASES["documents"]
+        documents = Candidate(lambda *arrays: table.ours(**packed.options()).attend(*arrays))
         table.against_causal("documents of 2k in 32k", PACKED, documents, 1 / 16)
         table.against_causal("sinks", MAIN, table.ours(jnp.zeros(MAIN.heads), causal=True), 1.0)
     if "options" in arguments.only:
         limits = {"soft cap 30": 1.15, "bias": 1.4, "dropout 0.1": 1.5}
-        table.cost("d128", options(table, MAIN), limits, MAIN)
-        table.cost("d64", options(table, NARROW), {}, NARROW)
+        for shape in (MAIN, NARROW):
+            if shape.head_size in arguments.head_sizes:
+                found = options(table, shape, arguments.options)
+                asked = {name: limit for name, limit in limits.items() if name in found and shape == MAIN}
+                table.cost(f"d{shape.head_size}", found, asked, shape)
     if "sparse" in arguments.only:
         table.sparse(MAIN, 0.25)
     if "float32" in arguments.only:

@@ -56,9 +56,9 @@ def _ours(fused: bool, workload: Workload, mesh: Mesh | None) -> Attention:
     options: dict[str, Any] = {"backend": BACKENDS[jax.default_backend()]}
     if workload.decode:
         return functools.partial(_decode, workload, options)
-    options |= workload.options() | ({"fused_backward": True} if fused else {})
-    ring = {} if mesh is None else {"mesh": mesh, "axis_name": "sp", "layout": LAYOUT}
-    return ours(**options, **ring)
+    options |= {"fused_backward": True} if fused else {}
+    options |= {} if mesh is None else {"mesh": mesh, "axis_name": "sp", "layout": LAYOUT}
+    return lambda *arrays: ours(**options, **workload.options())(*arrays)
 
 
 def _decode(workload: Workload, options: Mapping[str, Any], query: Any, key: Any, value: Any) -> jax.Array:

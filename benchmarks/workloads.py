@@ -85,9 +85,15 @@ class Workload:
         return self.shape.tera(part, self.share)
 
     def ids(self) -> jax.Array | None:
-        """The document of each token."""
-        tokens = jnp.arange(self.shape.tokens, dtype=jnp.int32) // max(self.document, 1)
-        return jnp.broadcast_to(tokens, (self.shape.batch, self.shape.tokens)) if self.document else None
+        """The document of each token.
+
+        In a traced function the compiler does not see its values, as in a training step, whose ids come with the data.
+        If it saw that no id is negative, it would leave out the step that sets padding to zero.
+        """
+        if not self.document:
+            return None
+        tokens = jnp.arange(self.shape.tokens, dtype=jnp.int32) // self.document
+        return jax.lax.optimization_barrier(jnp.broadcast_to(tokens, (self.shape.batch, self.shape.tokens)))
 
     def extras(self) -> tuple[jax.Array, ...]:
         """The arrays of a call after query, key and value: sinks."""

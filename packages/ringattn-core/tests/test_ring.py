@@ -75,6 +75,15 @@ def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple
     assert all((a == b).all() for a, b in zip(packing.unpack(got, dims[0]), (k, v), strict=True))
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 8), ("float16", 7), ("float32", 8)])
+def test_every_platform_packs_keys_and_values_in_the_same_way(dtype: str, dim: int):
+    """GPUs have a way of their own, which runs only there."""
+    k, v = (jax.random.normal(jax.random.key(n), (2, 3, 2, dim)).astype(dtype) for n in range(2))
+    stacked, selected = jax.jit(packing._stacked)(k, v), packing._selected(k, v)
+    assert stacked.dtype == selected.dtype and (stacked == selected).all()
+    assert all((x == y).all() for x, y in zip(packing.unpack(stacked, dim), (k, v), strict=True))
+
+
 def test_gradients_that_a_kernel_has_written_as_one_array_are_not_copied():
     @jax.jit
     def program(x: Any) -> Any:
@@ -116,18 +125,20 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
     assert large <= one + 2.6 * packed * (2 if gradient else 1)
 
 
-def kernels_before_sends(jaxpr: Any) -> list[set[int]]:
-    """For each permute of a program, in order, the numbers of the kernels that it depends on."""
+def kernels_before(jaxpr: Any) -> tuple[list[set[int]], list[set[int]]]:
+    """The numbers of the kernels that each permute of a program depends on, and those that each kernel's keys do."""
     waits: dict[Any, set[int]] = {}
-    found, kernels = [], 0
+    sends, keys = [], []
     for equation in jaxpr.eqns:
-        needed = set().union(*(waits.get(x, set()) for x in equation.invars if not isinstance(x, Literal)))
+        inputs = [x for x in equation.invars if not isinstance(x, Literal)]
+        needed = set().union(*(waits.get(x, set()) for x in inputs))
         if equation.primitive.name == "ppermute":
-            found.append(needed)
+            sends.append(needed)
         if equation.primitive.name == "custom_vmap_call":
-            needed, kernels = needed | {kernels}, kernels + 1
+            needed |= {len(keys)}
+            keys.append(set().union(*(waits.get(x, set()) for x in inputs if x.aval.ndim == 5)))
         waits |= dict.fromkeys(equation.outvars, needed)
-    return found
+    return sends, keys
 
 
 @pytest.mark.parametrize("two_way", [False, True])
@@ -135,10 +146,13 @@ def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(
     """So any scheduler may hide the sends of a hop behind its kernels, in both passes."""
     program = jax.make_jaxpr(differentiated(4, two_way=two_way, causal=True))(*arrays(16))
     bodies = {id(body): body for e in equations(program.jaxpr) for body in jaxprs_in_params(e.params)}
-    forward, backward = (found for body in bodies.values() if (found := kernels_before_sends(body)))
+    forward, backward = (found for body in bodies.values() if any((found := kernels_before(body))[0]))
     ways = 2 if two_way else 1
-    assert forward == [set(range(ways * hop)) for hop in (0, 1, 2) for _ in range(ways)]
-    assert backward == [set(range(ways * hop)) for hop in (0, 0, 1, 2, 3) for _ in range(ways)]
+    before = [set(range(ways * hop)) for hop in range(4) for _ in range(ways)]
+    assert forward[0] == before[: 3 * ways]
+    assert backward[0] == [*before[:ways], *before]
+    # The keys that a kernel reads wait for the kernels of the hop before too, so that no kernel runs before its turn.
+    assert forward[1] == before
 
 
 def test_two_way_changes_no_program_where_it_has_no_effect():

@@ -67,7 +67,11 @@ def _chunk(first: Bool[Array, " b"]) -> Part:
     """The first of two chunks in the batch rows where `first` is true, else the second."""
 
     def take(x: jax.Array, axis: int) -> jax.Array:
-        return _where(first, *jnp.split(x, 2, axis))
+        size = x.shape[axis] // 2
+        start = jnp.where(first, 0, size)
+        if len(start) == 1:
+            return jax.lax.dynamic_slice_in_dim(x, start[0], size, axis)
+        return jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, size, axis - 1))(x, start)
 
     def put(x: jax.Array, axis: int, fill: float) -> jax.Array:
         rest = jnp.full_like(x, fill)

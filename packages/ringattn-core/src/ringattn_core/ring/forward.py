@@ -87,19 +87,19 @@ class _Pass:
     def hop(self, wires: Wires, partials: Partials | None, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
         """Sends the keys `shift` ranks on, and continues each partial result with the keys that are here.
 
-        Every send is issued before the kernels of this hop and after the kernels of the hop before.
+        Every send is issued before the kernels of this hop and after the kernels of the hop before. These kernels wait
+        for those of the hop before too, even if they do not continue their results but are merged with them: XLA would
+        otherwise be free to run them first, and nothing would hide the send that they wait for.
         """
-        following = wires
-        if shift is not None:
-            wires = self._after_hop(wires, partials)
-            following = permuted(self.ring, self.directions, wires, shift)
+        wires = self._after_hop(wires, partials)
+        following = wires if shift is None else permuted(self.ring, self.directions, wires, shift)
         before = partials or [None] * len(wires)
         made = [self.visit(*each, offset) for each in zip(self.directions, wires, before, strict=True)]
         return following, tuple(made)
 
     def _after_hop(self, wires: Wires, partials: Partials | None) -> Wires:
         """The keys, ordered after the kernels of the hop before."""
-        return tuple(after(self.ring, x, [partial.out for partial in partials or ()]) for x in wires)
+        return tuple(after(self.ring, x, [partial.lse for partial in partials or ()]) for x in wires)
 
     def visit(self, direction: Direction, x: parcels.Wire, partial: Partial | None, offset: Any) -> Partial:
         """Continues the partial result of one direction with the keys in `x`."""
