@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the engine: a scan and an unrolled ring agree bit for bit, and memory does not grow with the ring."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ringattn_core import ring_attention
+from ringattn_core import Gradients, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering, packing
 from ringattn_core.errors import DerivativeError
@@ -153,6 +154,35 @@ def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(
     assert backward[0] == [*before[:ways], *before]
     # The keys that a kernel reads wait for the kernels of the hop before too, so that no kernel runs before its turn.
     assert forward[1] == before
+
+
+class Recording(SeparateSends):
+    """A kernel that makes no array of zeros in its backward pass, and records whether it is given `dq`."""
+
+    def __init__(self, separate: bool):
+        self.separate_sends = separate
+        self.given: list[bool] = []
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+        self.given.append(dq is not None)
+        return Gradients(block.q if dq is None else block.q + dq, block.k, block.v)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "separate", "two_way"),
+    [(2, False, False), (4, False, False), (4, False, True), (2, True, False), (4, True, False)],
+)
+def test_the_first_kernel_of_each_direction_gets_no_dq_and_no_program_writes_zeros_for_it(
+    ranks: int, separate: bool, two_way: bool
+):
+    """If sends are separate, the first kernel computes half of the heads of the rank's own keys."""
+    operands, kernel, ways = arrays(4 * ranks, dims=(H, 6)), Recording(separate), 2 if two_way else 1
+    with registered(dataclasses.replace(SEPARATE, name="recording"), kernel):
+        program = jax.make_jaxpr(differentiated(ranks, backend="recording", two_way=two_way))(*operands)
+    # JAX may trace the kernels of several hops once.
+    assert kernel.given == sorted(kernel.given) and {*kernel.given} == {False, True}
+    zeros = [x.outvars[0].aval.shape for x in equations(program.jaxpr) if x.primitive.name == "broadcast_in_dim"]
+    assert (1, 4, N // ways, H) not in zeros
 
 
 def test_two_way_changes_no_program_where_it_has_no_effect():

@@ -22,8 +22,8 @@ from .forward import Residuals, sinks_of
 from .sends import Wires, after, after_hop, permuted, wire
 from .whole_keys import own_gradients, whole_keys
 
-SUMMED: Final = tuple(field.name[1:] for field in dataclasses.fields(Gradients) if field.name not in ("dk", "dv"))
-"""The arrays of a block whose gradients stay on this rank. Those of keys and values travel behind their keys."""
+SUMMED: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
+"""The arrays whose gradients this file adds up. Kernels continue `dq`; `dk` and `dv` travel behind their keys."""
 Sums = tuple[Sum, ...]
 """Gradients summed over the hops so far, one entry for each direction round the ring."""
 KeyGradients = tuple[jax.Array, ...]
@@ -221,7 +221,7 @@ class _Pass:
         before. Returns four things: `wires` for the kernels of this hop, the keys that arrive, the gradients that
         arrive, and `sums` for the kernels of this hop.
         """
-        done = [each["q"] for each in sums]
+        done = [each["q"] for each in sums if "q" in each]
         wires = tuple(after(self.ring, x, done) for x in wires)
         leaving = wires if leaving is None else tuple(after(self.ring, x, done) for x in leaving)
         send = functools.partial(permuted, self.ring, self.directions, outer=outer)
@@ -229,8 +229,10 @@ class _Pass:
             following, arrived = _parcel(send, leaving, behind or (), onward)
         else:
             wires, following, arrived = self._sent_apart(send, wires, leaving, behind, done, onward, back)
-        for arrival in (*(following or ()), *(arrived or ())):
-            sums = tuple({**each, "q": ordering.tie_on_cpu(each["q"], arrival)} for each in sums)
+        if done:
+            arrivals = (*(following or ()), *(arrived or ()))
+            tied = [functools.reduce(ordering.tie_on_cpu, arrivals, dq) for dq in done]
+            sums = tuple({**each, "q": dq} for each, dq in zip(sums, tied, strict=True))
         return wires, following, arrived, sums
 
     def _sent_apart(
@@ -262,9 +264,9 @@ class _Pass:
     ) -> tuple[jax.Array, Sum]:
         """Runs the kernel on one block. Returns its dk,dv, packed, and the sums with its other gradients added."""
         kv = parcels.from_wire(x, direction.call.key.dtype)
-        visited = block(self.ring, after_hop(direction, sums["q"]), kv, offset)
+        visited = block(self.ring, after_hop(direction, x), kv, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
-        found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums["q"])
+        found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums.get("q"))
         return packing.pack_gradients(found.dk, found.dv), self._added(
             sums, found, source(self.ring, direction, offset)
         )
@@ -276,6 +278,8 @@ class _Pass:
             share = split((direction.sign, direction.sign), direction.call, direction.location)[half]
             halves = halved(before)
             made, halves[half] = self._visit(share, rows.parts(2)[half], parts(x, -2, 2)[half], halves[half], 0)
+            for each in halves:  # if these are the first kernels, the other half has no dq yet
+                each.setdefault("q", jnp.zeros_like(halves[half]["q"]))
             mine.append(made)
             added.append(joined_sums(halves, direction.call))
         return tuple(mine), tuple(added)
@@ -286,13 +290,11 @@ class _Pass:
 
         def added(name: str, total: jax.Array) -> Any:
             new = getattr(found, f"d{name}")
-            if name == "q":  # the kernel has continued it
-                return new
             if name not in BY_COLUMN:
                 return total + new
             return put_columns(total, new, layout, ring.plan.ranks, origin, ring.stripe)
 
-        return {name: added(name, total) for name, total in sums.items()}
+        return {name: added(name, total) for name, total in sums.items() if name != "q"} | {"q": found.dq}
 
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:
         """This rank's K,V, packed anew at each call: keeping them from the first hop to the last would cost memory."""
