@@ -130,7 +130,7 @@ def faulty(X, TOTAL, OUT, N: tl.constexpr, TILE: tl.constexpr, FAULT: tl.constex
     if FAULT == "load past the end":
         x += tl.load(X + i)
     elif FAULT == "load before the start":
-        x += tl.load(X + i - TILE, mask=i < N, other=0.0)
+        x += tl.load(X + (i - TILE), mask=i < N, other=0.0)
     elif FAULT == "use of what a mask left out":
         x = tl.sum(tl.load(X + i, mask=i < N), 0) + x
     elif FAULT == "another program's part":
