@@ -2,7 +2,6 @@
 """Promises about broken wheels: each is listed as broken with one sentence, and every other call goes on."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -197,17 +196,6 @@ def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str
     assert next(backend for backend in found.backends if backend.name == "bad").reason == said
     assert main(["list", "--json"]) == 0 and len(json.loads(capsys.readouterr().out)) == 2
     assert main(["info", "bad"]) == 1 and " ".join(sentence.split()[:3]) in " ".join(capsys.readouterr().out.split())
-
-
-def test_metadata_that_cannot_be_read_hides_no_backend(install: Any, log: Any, tmp_path: Path) -> None:
-    install("made-good", {"good": "good_plugin:BACKEND"}, {"good_plugin": GOOD})
-    install("made-bad", {}, {})
-    (entry_points,) = (tmp_path / "made-bad").glob("*/entry_points.txt")
-    entry_points.write_bytes(b"[ringattn.backends]\n\xff\xfe = nonsense\n")
-    discovery.clear()
-    assert list(discovery.registrations()) == ["good"]
-    (record,) = log.records
-    assert record.getMessage().startswith("the entry points of made-bad cannot be read: UnicodeDecodeError")
 
 
 def test_an_interrupt_is_no_broken_backend(install: Any) -> None:

@@ -274,7 +274,7 @@ def turns(TAKEN_BEFORE, TIMES_BEFORE, OUT, TAKEN, TIMES, TURNS: gl.constexpr):
 
 @gluon.jit
 def _take_turns(numbers, full, empty, TAKEN, TURNS: gl.constexpr):
-    turn = gl.program_id(0)
+    turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     last = 0
     while last < TURNS:
@@ -283,7 +283,7 @@ def _take_turns(numbers, full, empty, TAKEN, TURNS: gl.constexpr):
         mbarrier.arrive(full.index(done % 2), count=1)
         done += 1
         last = turn
-        turn = gl.num_programs(0) + gl.atomic_add(TAKEN, 1, sem="relaxed")
+        turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
 
 
 @gluon.jit

@@ -130,7 +130,7 @@ def faulty(X, TOTAL, OUT, N: tl.constexpr, TILE: tl.constexpr, FAULT: tl.constex
     if FAULT == "load past the end":
         x += tl.load(X + i)
     elif FAULT == "load before the start":
-        x += tl.load(X + i - TILE, mask=i < N, other=0.0)
+        x += tl.load(X + (i - TILE), mask=i < N, other=0.0)
     elif FAULT == "use of what a mask left out":
         x = tl.sum(tl.load(X + i, mask=i < N), 0) + x
     elif FAULT == "another program's part":
@@ -167,22 +167,6 @@ def wide_product(X, Y, HIGH, LOW, SIZE: tl.constexpr):
     )  # fmt: skip
     tl.store(HIGH + i, high)
     tl.store(LOW + i, low)
-
-
-@triton.jit
-def halves_and_bytes(X, Y, LEAST, MOST, SUM, BYTES, SIZE: tl.constexpr, DIGITS: tl.constexpr):
-    """Instructions on both halves of a word, and one that picks bytes and signs of bytes."""
-    i = tl.arange(0, SIZE)
-    x = tl.load(X + i)
-    y = tl.load(Y + i)
-    least, most, total, picked = tl.inline_asm_elementwise(
-        "min.u16x2 $0, $4, $5; max.u16x2 $1, $4, $5; add.u16x2 $2, $4, $5; prmt.b32 $3, $4, $5, $6;",
-        "=r,=r,=r,=r,r,r,r", [x, y, DIGITS], dtype=(tl.uint32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
-    tl.store(LEAST + i, least)
-    tl.store(MOST + i, most)
-    tl.store(SUM + i, total)
-    tl.store(BYTES + i, picked)
 
 
 @triton.jit

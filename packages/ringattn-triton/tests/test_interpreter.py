@@ -76,20 +76,6 @@ def test_inline_assembly_computes_what_ptx_says():
         interpret(small_kernels.unknown_instruction, [x], [(x.shape, np.uint32)], SIZE=x.size)
 
 
-def test_inline_assembly_computes_with_halves_and_bytes_of_words():
-    x, y = some(np.uint32), some(np.uint32, seed=1)
-    least, most, total, picked = interpret(
-        small_kernels.halves_and_bytes, [x, y], [(x.shape, np.uint32)] * 4, SIZE=x.size, DIGITS=0xC271
-    )
-    halves = x.view(np.uint16), y.view(np.uint16)
-    for got, function in ((least, np.minimum), (most, np.maximum), (total, np.add)):
-        np.testing.assert_array_equal(got.view(np.uint16), function(*halves))
-    both = np.concatenate([x.view(np.uint8).reshape(-1, 4), y.view(np.uint8).reshape(-1, 4)], 1)
-    signs = np.where(both[:, 4] > 127, 255, 0)
-    want = np.stack([both[:, 1], both[:, 7], both[:, 2], signs], 1).astype(np.uint8)
-    np.testing.assert_array_equal(picked.view(np.uint8).reshape(-1, 4), want)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int16])
 def test_inline_assembly_writes_words_over_two_numbers(dtype):
     want = (np.random.default_rng(0).normal(size=128) * 99).astype(dtype)

@@ -15,10 +15,6 @@ _INSTRUCTIONS: Final[dict[str, Callable[..., tuple[Any, ...]]]] = {
     "cvt.rn.bf16x2.f32": lambda upper, lower: (_halves(upper, lower, jnp.bfloat16),),
     "cvt.rn.f16x2.f32": lambda upper, lower: (_halves(upper, lower, np.float16),),
     "mov.b32": lambda x: (x,),
-    "max.u16x2": lambda a, b: (_of_halves(np.maximum, a, b),),
-    "min.u16x2": lambda a, b: (_of_halves(np.minimum, a, b),),
-    "add.u16x2": lambda a, b: (_of_halves(np.add, a, b),),
-    "prmt.b32": lambda a, b, digits: (_bytes(a, b, digits),),
     "st.global.b32": lambda pointer, word: pointer.write(word),
     "mov.b64": lambda x: ((x & _LOW).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)),
 }
@@ -29,26 +25,6 @@ def _halves(upper: np.ndarray, lower: np.ndarray, dtype: Any) -> np.ndarray:
     """Rounds two numbers to half precision and packs them in one word."""
     high, low = (x.astype(dtype).view(np.uint16).astype(np.uint32) for x in (upper, lower))
     return (high << np.uint32(16) | low).view(np.int32)
-
-
-def _of_halves(function: Callable[..., np.ndarray], a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A function of the halves of two words, as unsigned numbers of 16 bits."""
-    left, right = (np.ascontiguousarray(x).astype(np.uint32) for x in np.broadcast_arrays(a, b))
-    low = function(left.astype(np.uint16), right.astype(np.uint16))
-    high = function((left >> 16).astype(np.uint16), (right >> 16).astype(np.uint16))
-    return high.astype(np.uint32) << 16 | low
-
-
-def _bytes(a: np.ndarray, b: np.ndarray, digits: np.ndarray) -> np.ndarray:
-    """A word of four bytes of `a` and `b`: for each digit the byte of that number, or from 8 on copies of its sign."""
-    both = np.asarray(b).astype(np.uint32).astype(np.uint64) << np.uint64(32) | np.asarray(a).astype(np.uint32)
-    found = np.zeros(both.shape, np.uint32)
-    for at in range(4):
-        digit = np.asarray(digits).astype(np.uint64) >> np.uint64(4 * at) & np.uint64(15)
-        byte = (both >> (digit & np.uint64(7)) * np.uint64(8) & np.uint64(255)).astype(np.uint32)
-        byte = np.where(digit > 7, np.where(byte > 127, 255, 0), byte).astype(np.uint32)
-        found |= byte << np.uint32(8 * at)
-    return found.view(np.int32)
 
 
 def computed(assembly: str, inputs: Sequence[Any], outputs: int) -> list[Any]:

@@ -19,8 +19,8 @@ def _wide(x: Any) -> Tensor:
 def _of_float(function: Callable[[Any], Any], name: str) -> Callable[[Any], Tensor]:
     def apply(x: Any) -> Tensor:
         x = tensor(x)
-        if x.dtype not in (tl.float32, tl.float64):
-            raise TypeError(f"{name} takes float32 or float64, got {x.dtype}; cast it first")
+        if x.dtype is not tl.float32:
+            raise TypeError(f"{name} takes float32, got {x.dtype}; cast it first")
         return Tensor(function(x.data), x.dtype)
 
     return apply

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-import triton
 from triton import language as tl
 from triton.runtime.jit import JITFunction
 
@@ -75,15 +74,10 @@ def run(
 _GLUON: Final = "triton.experimental.gluon.language"
 _functions: dict[Any, Any] = {}
 _globals: dict[int, tuple[Any, dict[str, Any]]] = {}
-_LANGUAGES = tuple(
-    module
-    for module in (tl, *(getattr(tl, part, None) for part in ("core", "math", "standard", "random")))
-    if isinstance(module, types.ModuleType)
-)
 
 
 class _Language:
-    """Replaces `triton.language` and its modules: the interpreter's functions, and Triton's types."""
+    """Replaces `triton.language`: the interpreter's functions, and Triton's types."""
 
     def __init__(self) -> None:
         for module in (language, mathematics):
@@ -113,26 +107,14 @@ class _Gluon:
         return getattr(self._module if name.endswith("Layout") else LANGUAGE, name)
 
 
-class _Module:
-    """Replaces a module that contains kernels or device functions."""
-
-    def __init__(self, module: types.ModuleType) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = _replaced(getattr(self._module, name))
-        vars(self)[name] = value
-        return value
-
-
 def interpreted(kernel: JITFunction) -> Any:
     """The kernel's own code with the interpreter's globals."""
     function = kernel.fn
     if function not in _functions:
-        code, cells = function.__code__, function.__closure__
-        closure = cells and tuple(types.CellType(_replaced(cell.cell_contents)) for cell in cells)
         defaults = function.__defaults__ and tuple(constant(value) for value in function.__defaults__)
-        _functions[function] = types.FunctionType(code, _environment(function), function.__name__, defaults, closure)
+        _functions[function] = types.FunctionType(
+            function.__code__, _environment(function), function.__name__, defaults
+        )
     return _functions[function]
 
 
@@ -156,13 +138,7 @@ def _replaced(value: Any) -> Any:
     if isinstance(value, tl.constexpr):
         return value.value
     if isinstance(value, types.ModuleType):
-        if value in _LANGUAGES:
-            return LANGUAGE
-        if value.__name__.startswith(_GLUON):
-            return _Gluon(value)
-        if value is triton or any(isinstance(v, JITFunction | types.ModuleType) for v in vars(value).values()):
-            return _Module(value)
-        return value
+        return LANGUAGE if value is tl else _Gluon(value) if value.__name__.startswith(_GLUON) else value
     if callable(value) and tl.core.is_builtin(value):
         of = LANGUAGE if value.__module__.startswith("triton.language") else _Gluon(sys.modules[value.__module__])
         return getattr(of, value.__name__)

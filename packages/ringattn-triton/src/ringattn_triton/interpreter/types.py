@@ -19,10 +19,9 @@ HELD: Final[dict[str, Any]] = {
     "fp16": np.float32,
     "bf16": np.float32,
     "fp32": np.float32,
-    "fp64": np.float64,
 }
 OF_ARRAY: Final[dict[str, Any]] = {
-    **{name: getattr(tl, name) for name in (*_INTEGER_NAMES, "float16", "bfloat16", "float32", "float64")},
+    **{name: getattr(tl, name) for name in (*_INTEGER_NAMES, "float16", "bfloat16", "float32")},
     "bool": tl.int1,
 }
 """The Triton type of a NumPy (or ml_dtypes) array."""
@@ -75,8 +74,7 @@ def of_number(value: bool | int | float) -> Any:
             if low <= value < high:
                 return dtype
         raise ValueError(f"{value} fits no integer type; the widest is uint64")
-    small = value == 0 or value != value or value in (np.inf, -np.inf) or 2.0**-126 <= abs(value) < 2.0**128
-    return tl.float32 if small else tl.float64
+    return tl.float32
 
 
 _INTEGERS: Final = (

@@ -89,9 +89,6 @@ class Pointer(Tensor):
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> "Pointer":
-        return Pointer(self.buffer, np.subtract(self.data, _offsets(other)))
-
     __hash__ = Tensor.__hash__
 
 
@@ -200,13 +197,7 @@ def compared(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
 
 
 def divided(a: Any, b: Any) -> Tensor:
-    a, b = tensor(a), tensor(b)
-    if a.dtype.is_int() and b.dtype.is_int():
-        a, b = cast(a, tl.float32), cast(b, tl.float32)
-    elif a.dtype.is_int():
-        a = cast(a, b.dtype)
-    elif b.dtype.is_int():
-        b = cast(b, a.dtype)
+    """The quotient of two numbers of which one, at least, is a float. No kernel divides integers by `/`."""
     x, y, dtype = in_common_type(a, b, division=True)
     return Tensor(np.divide(x, y), dtype)
 
