@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of tiles: skipped tiles are invisible, tiles without a mask are fully visible."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -95,7 +96,9 @@ def test_no_visible_pair_is_skipped_and_no_invisible_one_unmasked(name: str, lay
     draw = np.random.default_rng(5)
     for turn, (what, fields) in enumerate(FIELDS.items()):
         ranks, sizes = ((2, 1), (1, 1), (0, 2))[turn % 3], ((8, 6), (24, 3))[turn % 2]
-        block = make(layout, *ranks, Rule(1.0, **RULES[name]), **fields(draw))
+        given = fields(draw)
+        rule = Rule(1.0, increasing="q_positions" not in given, **RULES[name])
+        block = make(layout, *ranks, rule, **given)
         got, (some, full) = (np.asarray(x) for x in tiles(block, *sizes)), by_force(block, *sizes)
         got_some, got_full = got
         assert got_some.shape == got_full.shape and got_some.shape[0] in (1, BATCH)
@@ -115,6 +118,32 @@ def test_tiles_are_exact_for_consecutive_positions(options: dict[str, Any]) -> N
         got, (some, full) = tiles(block, 8, 6), by_force(block, 8, 6)
         np.testing.assert_array_equal(np.broadcast_to(got.some, some.shape), some)
         np.testing.assert_array_equal(np.broadcast_to(got.full, full.shape), full)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [*STRUCTURED, {"causal": True, "window": (9, 9)}], ids=str)
+def test_increasing_positions_have_the_tiles_that_the_same_positions_have_without_that_promise(
+    options: dict[str, Any], layout: str
+) -> None:
+    for ranks, keys, offsets in (((2, 1), 24, (0,)), ((1, 1), 20, (-5, 30)), ((0, 2), 13, (40,))):
+        whole = make(layout, *ranks, Rule(1.0, **options))
+        whole = dataclasses.replace(whole, q_positions=whole.q_positions + jnp.asarray(offsets)[:, None])
+        block = whole.tile(0, LENGTH, 0, keys).padded_to(27, 36)
+        got, (some, full) = tiles(block, 9, 6), by_force(block, 9, 6)
+        for x, y in zip(got, tiles(_without_promise(block), 9, 6), strict=True):
+            np.testing.assert_array_equal(x, y, f"ranks {ranks}, {keys} keys, {offsets=}")
+        assert not (some & ~np.asarray(got.some)).any() and not (np.asarray(got.full) & ~full).any()
+
+
+def test_increasing_positions_need_no_reduction() -> None:
+    for options in STRUCTURED[:-1]:
+        block = make("zigzag", 1, 0, Rule(1.0, **options))
+        for given, needed in ((block, False), (_without_promise(block), True)):
+            assert ("reduce" in str(jax.make_jaxpr(lambda x: tiles(x, 8, 6))(given))) == needed
+
+
+def _without_promise(block: Block) -> Block:
+    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -124,8 +124,8 @@ def test_rows_and_keys_that_see_nothing_have_gradients_of_zero(dim: int, ordered
 
 def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     block = make_block(1, 384, 512, dim=128, dtype=HALF, causal=True)
-    inputs = one_pass.kernel_inputs.of_block(block, fast=True)
-    ranks = one_pass._ranks(inputs, block, backward_plan.PLANS[128])
+    inputs, plan = one_pass.kernel_inputs.of_block(block, fast=True), backward_plan.PLANS[128]
+    ranks: Any = one_pass.visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, True, ranked=True).ranks
     rows, columns = np.indices((4, 6))
     seen = columns * 64 + 63 >= rows * 128
     np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))

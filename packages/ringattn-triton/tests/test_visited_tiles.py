@@ -14,7 +14,7 @@ from ringattn_core.contract.tiles import Tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Predicate
 from ringattn_triton import kernel_inputs, mask_bits
-from ringattn_triton.visited_tiles import ELEMENTS, Table, of_bitmap, table
+from ringattn_triton.visited_tiles import ELEMENTS, RANK_ROWS, Table, of_bitmap, table
 
 KINDS = {"ranges": (False, True), "lists": (True, False), "lists around a run": (True, True)}
 """Whether a table lists tiles, and whether it has a run."""
@@ -98,7 +98,7 @@ def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int)
     found = bitmap(groups, columns)
     for by_keys, ragged in ((False, False), (True, False), (True, True)):
         given = Tiles(*(x.swapaxes(1, 2) for x in found)) if by_keys else found
-        bounds, listed = of_bitmap(given, *KINDS[kind], by_keys, ragged)
+        bounds, listed, *_ = of_bitmap(given, *KINDS[kind], by_keys, ragged)
         assert (listed is not None) == KINDS[kind][0]
         some, full = (np.array(x) for x in found)
         full[..., columns - ragged :] = False
@@ -108,6 +108,24 @@ def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int)
             np.testing.assert_array_equal(bounds[at], want, case)
             if listed is not None:
                 np.testing.assert_array_equal(listed[at][: len(tiles)], tiles, case)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("columns", [1, 7, 8, 100, 300])
+def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int) -> None:
+    rows = bitmap(groups, columns)
+    of_few, of_many = rows, Tiles(*(jnp.concatenate([x] * 12, 1)[:, : 3 * RANK_ROWS + 5] for x in rows))
+    for found in (of_few, of_many, Tiles(*(x[:, :1] for x in rows))):
+        _, _, ranks, _ = of_bitmap(found, False, True, False, False, ranked=True)
+        seen = np.asarray(found.some, int)
+        np.testing.assert_array_equal(ranks, np.cumsum(seen, 1) - seen)
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+@pytest.mark.parametrize("count", [1, 2, ELEMENTS, 3 * ELEMENTS + 1, 100 * ELEMENTS])
+def test_as_many_counters_as_asked_for_are_zero(count: int, ranked: bool) -> None:
+    *_, counters = of_bitmap(bitmap(2, 40), True, True, False, False, ranked, count)
+    assert counters.shape == (count,) and not np.asarray(counters).any()
 
 
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:

@@ -288,14 +288,15 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
 def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b tiles"]:
     """The dropout counter of each tile's first token: half its index, or -1 if its tokens cannot share draws.
 
-    They can if the indices of the tile are consecutive and begin at a multiple of 16 (`kernels.dropout`).
+    They can if the indices of the tile are consecutive and begin at a multiple of 16 (`kernels.dropout`). Indices
+    increase, so the first and the last one tell. A tile that ends with padding, of index -1, is not consecutive.
     """
     more = -index.shape[1] % tile
     # The padding of the last tile continues its indices.
     filled = jnp.concatenate([index, index[:, -1:] + 1 + jnp.arange(more, dtype=index.dtype)], 1) if more else index
     of_tile = filled.reshape(index.shape[0], -1, tile)
     first = of_tile[:, :, 0]
-    consecutive = (of_tile == first[:, :, None] + jnp.arange(tile, dtype=index.dtype)).all(2)
+    consecutive = of_tile[:, :, -1] - first == tile - 1
     return jnp.where(consecutive & (first >= 0) & (first % 16 == 0), first // 2, -1)
 
 

@@ -25,6 +25,8 @@ PROGRAMS: Final = 4096
 """How many programs are enough: several for each slot of the largest devices, so that short ones fill the end."""
 ELEMENTS: Final = 512
 """The elements of a bitmap that one warp reads at a time: few enough to stay in registers."""
+RANK_ROWS: Final = 64
+"""The most rows of a bitmap that a program reads at a time to count them: other programs count other columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,36 +52,45 @@ class Table(NamedTuple):
     if `bounds` has only ranges. If tiles with a mask are listed and tiles without a mask are a range, `bounds` is
     `(masked, before, full_lo, full_hi)`, and the first `before` listed tiles lie before the range. Entries of a list
     past its counts are undefined.
+
+    `ranks` says, for each row and column, how many earlier rows see that column; `None` where nobody asked for it.
+    `counters` are zeros, for kernels that count.
     """
 
     bounds: Int32[Array, "g rows 4"]
     tiles: Int32[Array, "g rows columns"] | None
+    ranks: Int32[Array, "g rows columns"] | None
+    counters: Int32[Array, " count"]
     shape: TableShape
 
 
 def table(
     inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int, by_keys: bool = False, programs: int = PROGRAMS,
-    heads: int | None = None,
+    heads: int | None = None, ranked: bool = False, counters: int = 1,
 ) -> Table:  # fmt: skip
     """The key tiles that each query tile visits; `by_keys` gives the query tiles for each key tile.
 
     As many of the `heads`, by default those of one batch row, run side by side as it takes to have this number of
     `programs`. A tile that reaches past the end of the keys, or of the queries with `by_keys`, always needs a mask.
+    `ranked` asks for ranks, and `counters` for so many counters.
     """
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)
     listed = not run or block.q_segments is not None or not block.rule.increasing
-    bounds, listing = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0)
-    groups, rows, _ = bounds.shape
+    made = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0, ranked, counters)
+    groups, rows, _ = made[0].shape
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
     columns = found.some.shape[1 if by_keys else 2]
-    return Table(bounds, listing, TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
+    return Table(*made, TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
 
 
 def of_bitmap(
-    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool
-) -> tuple[Int32[Array, "g rows 4"], Int32[Array, "g rows columns"] | None]:
-    """`bounds` and `tiles` of a table, in one launch; `listed` and `run` as in `TableShape`.
+    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1
+) -> tuple[
+    Int32[Array, "g rows 4"], Int32[Array, "g rows columns"] | None, Int32[Array, "g rows columns"] | None,
+    Int32[Array, " count"],
+]:  # fmt: skip
+    """All of a table but its shape, in one launch; `listed` and `run` as in `TableShape`.
 
     The last column of a `ragged` table always needs a mask, whatever the bitmap says.
     """
@@ -87,29 +98,40 @@ def of_bitmap(
     # XLA fuses the transpose with the bitmap; strided loads in the kernel would be slow.
     coded = jnp.swapaxes(coded, 1, 2) if by_keys else coded
     groups, rows, columns = coded.shape
-    lines = groups * rows
     chunk = min(power_of_two(columns), ELEMENTS)
-    together = min(ELEMENTS // chunk, power_of_two(lines))
-    bounds, listing = launch(
+    together = min(ELEMENTS // chunk, power_of_two(groups * rows))
+    line_programs = -(-groups * rows // together)
+    rank_rows = min(power_of_two(rows), RANK_ROWS)
+    rank_columns = ELEMENTS // rank_rows
+    rank_programs = groups * -(-columns // rank_columns) if ranked else 0
+    bounds, listing, ranks, zeros = launch(
         table_kernel,
         [coded],
         [
             jax.ShapeDtypeStruct((groups, rows, 4), jnp.int32),
-            jax.ShapeDtypeStruct((groups, rows, columns) if listed else (1,), jnp.int32),
+            jax.ShapeDtypeStruct(coded.shape if listed else (1,), jnp.int32),
+            jax.ShapeDtypeStruct(coded.shape if ranked else (1,), jnp.int32),
+            jax.ShapeDtypeStruct((counters,), jnp.int32),
         ],
-        grid=(-(-lines // together),),
+        grid=(line_programs + rank_programs,),
         warps=1,
         stages=1,
         name="ringattn_table",
-        LINES=lines,
+        GROUPS=groups,
+        ROWS=rows,
         COLUMNS=columns,
         WHOLE=columns - ragged,
         LISTED=listed,
         RUN=run,
         TOGETHER=together,
         CHUNK=chunk,
+        LINE_PROGRAMS=line_programs,
+        RANK_ROWS=rank_rows,
+        RANK_COLUMNS=rank_columns,
+        COUNT=counters,
+        ZEROS=ELEMENTS,
     )
-    return bounds, listing if listed else None
+    return bounds, listing if listed else None, ranks if ranked else None, zeros
 
 
 def together(rows: int, heads: int, programs: int) -> int:

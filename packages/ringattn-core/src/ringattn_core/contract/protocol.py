@@ -31,7 +31,8 @@ class Block:
         q_positions: Positions decide causal, window, chunk and predicate masks, and ALiBi. They may come from the
             caller, in any order, and are below 2^30 in magnitude: the difference of two fits int32.
         kv_positions: The positions of keys.
-        q_index: Indices in the global sequence decide dropout, and masks that index an array. They are at least 0.
+        q_index: Indices in the global sequence decide dropout, and masks that index an array. They are at least 0, and
+            increase within a shard.
         kv_index: The indices of keys. A negative one marks a key that `padded_to` added; no query sees it.
         batch_index: The global row of the batch, for dropout.
         head_index: The global query head, for dropout and for `rule.mask_of_head`.

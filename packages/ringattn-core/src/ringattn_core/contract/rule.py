@@ -24,7 +24,8 @@ class Rule:
         dropout: The probability of dropping an entry, rounded down to a multiple of 2^-16, the resolution of its bits.
         masks: The distinct masks that `mask_builder` made; empty without a builder.
         mask_of_head: For each *global* head, the number of its mask in `masks`.
-        increasing: Positions grow within each shard, so that visible tiles form ranges.
+        increasing: Positions grow within each shard, so that visible tiles form ranges, and the first and the last
+            token of a tile bound its positions.
         precision: The precision of float32 products, "default", "high" or "highest"; `None` asks for
             products as exact as sums in float32.
         fused_backward: The backward pass may add in any order.

@@ -35,7 +35,9 @@ def tiles(block: Block, q_tile: int, kv_tile: int) -> Tiles:
     padding = _by_tile(block.kv_index < 0, kv_tile) if block.padded else None
     q = Coordinates(_by_tile(block.q_positions, q_tile), _by_tile(block.q_index, q_tile))
     kv = Coordinates(*(_unpadded(_by_tile(x, kv_tile), padding) for x in (block.kv_positions, block.kv_index)))
-    parts = [mask.tiles(q, kv) for mask in position_masks(rule)]
+    # `padded_to` repeats the last position, so the ends of a tile bound its positions with padding too.
+    ends = (_ends(block.q_positions, q_tile), _ends(block.kv_positions, kv_tile)) if rule.increasing else (q, kv)
+    parts = [mask.tiles(*ends) for mask in position_masks(rule)]
     if block.q_segments is not None and block.kv_segments is not None:
         kv_ids = _unpadded(_by_tile(block.kv_segments, kv_tile), padding)
         parts.append(same_segment(_by_tile(block.q_segments, q_tile), kv_ids))
@@ -65,6 +67,12 @@ def near_equal(length: int, longest: int, multiple: int = 1) -> int:
 
 def _by_tile(x: jax.Array, tile: int) -> jax.Array:
     return x.reshape(x.shape[0], -1, tile)
+
+
+def _ends(positions: jax.Array, tile: int) -> Coordinates:
+    """The first and the last token of each tile. Masks by position do not read the index."""
+    first_and_last = _by_tile(positions, tile)[..., :: max(tile - 1, 1)]
+    return Coordinates(first_and_last, first_and_last)
 
 
 def _unpadded(x: jax.Array, padding: jax.Array | None) -> jax.Array:

@@ -125,20 +125,22 @@ def backward(
     if ordered:
         turns = _heads_in_order(constants, plan) * -(-constants.kv_length // plan.kv_tile)
         side_by_side *= batch
-    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, True, turns, side_by_side)
+    q_tiles = -(-length // plan.q_tile)
+    count = 1 + (batch * heads * q_tiles if ordered else 0)
+    table = visited_tiles.table(
+        inputs, block, plan.q_tile, plan.kv_tile, True, turns, side_by_side, ranked=ordered, counters=count
+    )
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
-    q_tiles = table.shape.columns
     bias = None if block.bias_fixed else block.bias
-    ranks = _ranks(inputs, block, plan) if ordered else None
-    counters = jnp.zeros(1 + (batch * heads * q_tiles if ordered else 0), jnp.int32)
+    counters = table.counters
     pieces = plan.pieces(dim)
     # In order, the first turn of a tile of dq writes it, and the others add to it.
     zeros = None if ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, constants, lse, delta, plan), ranks,
+        *_rows(block, constants, lse, delta, plan), table.ranks,
     ]  # fmt: skip
     dbias = dheads = None
     if bias is None:
@@ -270,12 +272,3 @@ def _rows(
     if block.shift is not None:
         return lse, delta, jnp.pad(block.shift, [(0, 0), (0, 0), more])
     return lse, delta, None
-
-
-def _ranks(inputs: KernelInputs, block: Block, plan: BackwardPlan) -> Int32[Array, "g rows columns"]:
-    """For each key tile and query tile, how many earlier key tiles see that query tile."""
-    seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2)
-    ones = jnp.ones((seen.shape[1],) * 2, jnp.bfloat16)
-    # A product, whose sums of zeros and ones float32 holds exactly: XLA's running sums are some twenty kernels.
-    found = jnp.einsum("rs,gsc->grc", jnp.tril(ones, -1), seen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    return found.astype(jnp.int32)

@@ -52,13 +52,12 @@ class HopperFamily:
         plan = _plan(block, constants, partial)
         table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
         before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
-        turns_taken = jnp.zeros(1, jnp.int32)
         arrays = [
             *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
             table.bounds,
             table.tiles,
             *before,
-            turns_taken,
+            table.counters,
         ]
         last = len(arrays) - 1
         batch, _, heads, _ = block.q.shape

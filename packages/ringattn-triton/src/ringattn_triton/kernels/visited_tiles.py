@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
-"""The kernel that turns a bitmap of tiles into a table of the tiles that each row visits."""
+"""The kernel that turns a bitmap of tiles into a table of the tiles that each row visits.
+
+It also writes what else must be there before a kernel of attention begins: one launch is faster than several.
+"""
 
 import triton
 import triton.language as tl
@@ -8,18 +11,58 @@ import triton.language as tl
 
 @triton.jit
 def table(
-    SEEN, BOUNDS, TILES,
+    SEEN, BOUNDS, TILES, RANKS, COUNTERS,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
+    RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr, LINE_PROGRAMS: tl.constexpr,
+    RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr, COUNT: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Writes `BOUNDS`, `TILES` and `RANKS` of `visited_tiles.Table`, and `COUNT` zeros into `COUNTERS`.
+
+    `SEEN [g, rows, columns]` is 0 for an invisible tile, 1 for one that needs a mask and 2 for one that needs none. The
+    first `LINE_PROGRAMS` programs write `TOGETHER` rows of the table each, the others `RANK_COLUMNS` columns of ranks.
+    All write zeros, `ZEROS` at a time.
+    """
+    program = tl.program_id(0)
+    for start in range(program * ZEROS, COUNT, tl.num_programs(0) * ZEROS):
+        at = start + tl.arange(0, ZEROS)
+        tl.store(COUNTERS + at, tl.zeros([ZEROS], tl.int32), mask=at < COUNT)
+    if program < LINE_PROGRAMS:
+        _lines(program, SEEN, BOUNDS, TILES, GROUPS * ROWS, COLUMNS, WHOLE, LISTED, RUN, TOGETHER, CHUNK)
+    else:
+        _ranks(program - LINE_PROGRAMS, SEEN, RANKS, ROWS, COLUMNS, RANK_ROWS, RANK_COLUMNS)
+
+
+@triton.jit
+def _ranks(
+    program, SEEN, RANKS,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """For each row, how many earlier rows see each of some columns."""
+    each: tl.constexpr = (COLUMNS + RANK_COLUMNS - 1) // RANK_COLUMNS
+    column = program % each * RANK_COLUMNS + tl.arange(0, RANK_COLUMNS)
+    first = (program // each).to(tl.int64) * ROWS
+    before = tl.zeros([RANK_COLUMNS], tl.int32)
+    for start in range(0, ROWS, RANK_ROWS):
+        row = start + tl.arange(0, RANK_ROWS)
+        at = (first + row)[:, None] * COLUMNS + column[None, :]
+        inside = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+        here = (tl.load(SEEN + at, mask=inside, other=0) > 0).to(tl.int32)
+        tl.store(RANKS + at, before[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        before += tl.sum(here, 0)
+
+
+@triton.jit
+def _lines(
+    program, SEEN, BOUNDS, TILES,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, LISTED: tl.constexpr,
     RUN: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes `BOUNDS` and `TILES` of `visited_tiles.Table`.
+    """Bounds and lists of the next `TOGETHER` of the `LINES` rows of all groups.
 
-    `LINES` is the number of rows of all groups, and `TOGETHER` the number of rows that one program writes.
-    `SEEN [g, rows, columns]` is 0 for an invisible tile, 1 for one that needs a mask and 2 for one that needs none.
     From column `WHOLE` on, every visible tile needs a mask. Of several longest runs of tiles without a mask, the last
     is taken.
     """
-    line = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    line = program * TOGETHER + tl.arange(0, TOGETHER)
     inside = (line < LINES)[:, None]
     wide = line.to(tl.int64)
     rows = SEEN + (wide * COLUMNS)[:, None]
