@@ -80,8 +80,8 @@ def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple
 def test_every_platform_packs_keys_and_values_in_the_same_way(dtype: str, dim: int):
     """GPUs have a way of their own, which runs only there."""
     k, v = (jax.random.normal(jax.random.key(n), (2, 3, 2, dim)).astype(dtype) for n in range(2))
-    stacked, selected = jax.jit(packing._stacked)(k, v), packing._selected(k, v)
-    assert stacked.dtype == selected.dtype and (stacked == selected).all()
+    stacked, selected = jax.jit(packing._in_pairs)(k, v), packing._selected(k, v)
+    assert stacked.dtype == selected.dtype and (stacked == selected).all() and (packing.pack(k, v) == selected).all()
     assert all((x == y).all() for x, y in zip(packing.unpack(stacked, dim), (k, v), strict=True))
 
 
@@ -89,7 +89,7 @@ def test_gradients_that_a_kernel_has_written_as_one_array_are_not_copied():
     @jax.jit
     def program(x: Any) -> Any:
         both = jax.lax.optimization_barrier(jnp.sin(x))
-        return packing.pack_gradients(both[0], both[1])
+        return packing.pack(both[0], both[1])
 
     x = jnp.arange(48.0).reshape(2, 1, 3, 2, 4)
     assert (program(x) == jnp.sin(x)).all()

@@ -10,6 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ringattn_conformance import case_inputs, tolerances
 from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, answer_of, place, with_gradients
+from ringattn_core.contract import packing
+from traced_calls import forget_traced_calls
 
 OUTER, INNER = "outer", "inner"
 # Together the cases use every option that a strategy moves between ranks.
@@ -70,6 +72,14 @@ def agrees(case: Case, placement: Placement, outer: int | None = None) -> None:
 )
 def test_the_output_and_all_gradients_are_those_of_the_oracle(case: Case, placement: Placement):
     agrees(case, placement)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_gradients_are_right_where_a_gpu_packs_keys_and_values(strategy: str, monkeypatch: pytest.MonkeyPatch):
+    """The way that only GPUs pack them has no derivative, so no strategy may leave it to JAX to differentiate it."""
+    monkeypatch.setattr(packing, "_selected", packing._in_pairs)
+    forget_traced_calls()
+    agrees(BROADCAST, Placement(2, "zigzag", strategy=strategy))
 
 
 @pytest.mark.parametrize(

@@ -267,9 +267,7 @@ class _Pass:
         visited = block(self.ring, after_hop(direction, x), kv, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums.get("q"))
-        return packing.pack_gradients(found.dk, found.dv), self._added(
-            sums, found, source(self.ring, direction, offset)
-        )
+        return packing.pack(found.dk, found.dv), self._added(sums, found, source(self.ring, direction, offset))
 
     def _own_half(self, half: int, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
         """The key gradients of the first or second half of the heads of this rank's own keys."""
@@ -299,7 +297,7 @@ class _Pass:
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:
         """This rank's K,V, packed anew at each call: keeping them from the first hop to the last would cost memory."""
         pairs = [[after(self.ring, x, tokens) for x in (each.call.key, each.call.value)] for each in self.directions]
-        return tuple(wire(self.ring, packing.pack(k, v)) for k, v in pairs)
+        return tuple(wire(self.ring, packing.pack_to_send(k, v)) for k, v in pairs)
 
     def _zeros(self, direction: Direction) -> Sum:
         names = [name for name in SUMMED if name != "bias" or not self.bias_fixed]

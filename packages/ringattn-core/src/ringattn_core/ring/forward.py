@@ -68,7 +68,7 @@ class _Pass:
     def all_hops(self) -> Partials:
         """The partial results over all hops."""
         plan = self.ring.plan
-        wires = tuple(wire(self.ring, packing.pack(each.call.key, each.call.value)) for each in self.directions)
+        wires = tuple(wire(self.ring, packing.pack_to_send(each.call.key, each.call.value)) for each in self.directions)
         first, *rounds = zip(plan.rounds, (*(1 for _ in plan.rounds[1:]), None), strict=True)
         return hops.repeated(self.round, self.round(wires, None, *first), rounds, plan.inner)[1]
 

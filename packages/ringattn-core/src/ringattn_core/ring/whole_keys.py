@@ -27,7 +27,7 @@ def whole_keys(ring: Ring, call: Call, location: Location, tokens: Sequence[jax.
     """
     if not ring.gathers:
         return call.key, call.value
-    packed = after(ring, packing.pack(call.key, call.value), tokens)
+    packed = after(ring, packing.pack_to_send(call.key, call.value), tokens)
     return all_gathered(ring, call.layout, location.rank, packed, packed.ndim - 3)
 
 
@@ -35,7 +35,7 @@ def own_gradients(ring: Ring, call: Call, location: Location, dk: jax.Array, dv:
     """The gradients of this rank's keys and values, summed over the queries of all ranks by one reduce-scatter."""
     if not ring.gathers:
         return dk, dv
-    packed = packing.pack_gradients(dk, dv)
+    packed = packing.pack(dk, dv)
     tokens = packed.ndim - 3
     in_rank_order = to_neighbours(packed, call.layout, ring.ranks, tokens)
     summed = axes.scattered_sum(in_rank_order, ring.axis, ring.ranks, location.rank, tokens)

@@ -23,6 +23,10 @@ def program_id(axis: int) -> Tensor:
     return Tensor(np.int32(current.launch.where[plain(axis)]), tl.int32)
 
 
+def num_programs(axis: int) -> Tensor:
+    return Tensor(np.int32(current.launch.grid[plain(axis)]), tl.int32)
+
+
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
     """Loads elements. Where the mask is false it gives `other`, or without it `poison`: NaN, or the largest integer."""
     _need_pointer(pointer)
