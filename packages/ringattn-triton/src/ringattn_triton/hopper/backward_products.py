@@ -31,7 +31,7 @@ from .backward_memory import (
 )
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
-from .hardware_barriers import hardware_barrier, hardware_barrier_of
+from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 from .shared_numbers import read_number
@@ -100,7 +100,7 @@ def compute_gradients(
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         for part in range(0, PARTS * HEADS):
-            head = _head_of(P, turn, part // PARTS, F, T, PLAN)
+            head = _head_of(P, turn, part // PARTS, F, T)
             dhead = head_sums(F)
             if PLAN.masked:
                 end = done + gl.where(part % 2 == 0, before, after)
@@ -121,8 +121,8 @@ def compute_gradients(
                 gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
         if RESULTS_BY_TMA:
             mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
-            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV, PLAN)
-            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK, PLAN)
+            _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV)
+            _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK)
         else:
             row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
             first = row * PLAN.kv_tile + NUMBER * 64
@@ -150,7 +150,7 @@ def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: 
 
 
 @gluon.jit
-def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def _head_of(P, turn, member, F: gl.constexpr, T: gl.constexpr):
     """The `Head` that a turn works on, or 0 where no option depends on the head."""
     if F.by_head:
         _, batch, kv_head = owned(turn, T, F.kv_heads)
@@ -215,15 +215,15 @@ def _step_of(
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    hardware_barrier_of("arrive", DOUT_EMPTY, place, 288)
-    _hand_over(dq, shared, step, NUMBER, PLAN)
+    arrive_at(DOUT_EMPTY, place, 288)
+    _hand_over(dq, shared, step, NUMBER)
     dk = warpgroup_mma_wait(0, deps=[dk])
-    hardware_barrier_of("arrive", Q_EMPTY, place, 288)
+    arrive_at(Q_EMPTY, place, 288)
     return dk, dv, dhead
 
 
 @gluon.jit
-def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
+def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
     """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it.
 
     That warp also makes the fence before TMA reads. A fence here would wait until everything is stored: some 270 of the
@@ -231,16 +231,16 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr, PLAN: gl.constexpr):
     """
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     shared.dq.index(NUMBER).store(in_register_order(dq))
-    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % 2, 160)
+    arrive_at(DQ_FULL + 2 * NUMBER, step % 2, 160)
 
 
 @gluon.jit
-def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT, PLAN: gl.constexpr):
+def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
     """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))
-    hardware_barrier_of("arrive", DQ_FULL + 2 * NUMBER, step % 2, 160)
+    arrive_at(DQ_FULL + 2 * NUMBER, step % 2, 160)
 
 
 @gluon.jit

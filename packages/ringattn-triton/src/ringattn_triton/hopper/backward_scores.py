@@ -96,7 +96,7 @@ def probabilities(
     if MASKED:  # rows past the end have lse +inf
         UNMASKED: gl.constexpr = F.without_masks
         RAGGED: gl.constexpr = F.kv_length % PLAN.kv_tile != 0
-        seen = visible(tile.queries, tile.keys, head, UNMASKED, False, RAGGED, False)
+        seen = visible(tile.queries, tile.keys, head, UNMASKED, RAGGED, False)
         if F.masks:
             seen = seen & _spread(tile.bits, PLAN.q_tile, SCORES)
         p = gl.where(seen, p, 0.0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..kernels.tile_loop import owned
@@ -38,14 +38,13 @@ def async_atomic_add(tensor_desc, coord, src, _semantic=None):
 
 
 @builtin
-def wait_for_additions(PENDING, _semantic=None):
-    """Waits until all but `PENDING` of the tiles that this warp added are in memory.
+def wait_for_additions(_semantic=None):
+    """Waits until all tiles that this warp added are in memory.
 
     `tma.store_wait` waits until shared memory has been read, which is sooner. No fence is needed: PTX has one wherever
     the end of such an operation is observed.
     """
-    count = _unwrap_if_constexpr(PENDING)
-    assembly = f"cp.async.bulk.wait_group {count}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    assembly = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
     result = _semantic.builder.get_int32_ty()
     _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
 
@@ -225,7 +224,7 @@ def add_dq(
                     ds_row = (first * PLAN.strip_rows + in_strip * Q_TILES + tile) * PLAN.kv_tile
                 _add_halves(tiles, first + tile, ds_row, counters + tile, rank, reached, shared, NUMBER, PLAN)
             if PLAN.ordered:
-                wait_for_additions(0)
+                wait_for_additions()
                 gl.atomic_add(counters + tile, 1, sem="release")
         done += F.group * count
         if RESULTS_BY_TMA:
@@ -243,7 +242,7 @@ def add_dq(
                 hardware_barrier("arrive", DQ_EMPTY + half, 160)
         taken += 1
         turn = next_turn(shared, taken, 1)
-    wait_for_additions(0)
+    wait_for_additions()
 
 
 @gluon.jit

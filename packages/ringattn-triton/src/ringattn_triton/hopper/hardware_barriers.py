@@ -30,17 +30,17 @@ def hardware_barrier(ACTION, number, THREADS, _semantic=None):
 
 
 @builtin
-def hardware_barrier_of(ACTION, FIRST, place, THREADS, _semantic=None):
-    """As `hardware_barrier`, at number `FIRST` where `place` is 0, else at the next one.
+def arrive_at(FIRST, place, THREADS, _semantic=None):
+    """Arrives as `hardware_barrier` does, at number `FIRST` where `place` is 0, else at the next one.
 
     The numbers are constants of the instructions. If the number were in a register, the warp would wait until the
     barrier has read the register, which happens only after all earlier stores of the warp.
     """
-    action, first, threads = (_unwrap_if_constexpr(x) for x in (ACTION, FIRST, THREADS))
+    first, threads = (_unwrap_if_constexpr(x) for x in (FIRST, THREADS))
     at = _semantic.to_tensor(place).handle
     assembly = (
-        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.{action} {first}, {threads}; "
-        f"@!first bar.{action} {first + 1}, {threads};}} mov.u32 $0, 0;"
+        f"{{.reg .pred first; setp.eq.s32 first, $1, 0; @first bar.arrive {first}, {threads}; "
+        f"@!first bar.arrive {first + 1}, {threads};}} mov.u32 $0, 0;"
     )
     result = _semantic.builder.get_int32_ty()
     _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)

@@ -41,7 +41,7 @@ def scored(
         else:
             s = s - slope * gl.abs(from_origin[:, None] - away)
     if MASKED:
-        s = gl.where(visible(queries, keys, head, F, False, RAGGED, False), s, -float("inf"))
+        s = gl.where(visible(queries, keys, head, F, RAGGED, False), s, -float("inf"))
     if PLAN.bounded:
         return s, top, top, top
     else:

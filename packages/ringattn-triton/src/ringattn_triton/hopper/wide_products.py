@@ -34,7 +34,7 @@ from .backward_memory import (
 from .backward_products import in_register_order, opaque_zero, write_gradient
 from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
-from .hardware_barriers import hardware_barrier, hardware_barrier_of
+from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import product_of_heads
 from .shared_numbers import read_number
 
@@ -149,7 +149,7 @@ def _step_of_dv(
     other = warpgroup_mma_wait(0, deps=[other])
     shared.dq.index(_WEIGHTS).store(in_register_order(other))
     fence_async_shared()
-    hardware_barrier_of("arrive", DQ_FULL, step % 2, 160)
+    arrive_at(DQ_FULL, step % 2, 160)
     return dv
 
 
@@ -210,7 +210,7 @@ def _hand_over(dq, shared, step):
     hardware_barrier("sync", DQ_EMPTY + 1, 160)
     shared.dq.index(1).store(in_register_order(dq))
     fence_async_shared()
-    hardware_barrier_of("arrive", DQ_FULL + 2, step % 2, 160)
+    arrive_at(DQ_FULL + 2, step % 2, 160)
 
 
 @gluon.constexpr_function

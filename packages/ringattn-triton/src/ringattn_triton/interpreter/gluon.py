@@ -265,7 +265,8 @@ def store_wait(pendings: Any) -> None:
         current.additions.popleft()()
 
 
-wait_for_additions = store_wait
+def wait_for_additions() -> None:
+    store_wait(0)
 
 
 def opaque_zero() -> int:
@@ -287,8 +288,8 @@ def hardware_barrier(action: str, number: Any, threads: Any) -> None:
         team.wait(barrier, before)
 
 
-def hardware_barrier_of(action: str, first: Any, place: Any, threads: Any) -> None:
-    hardware_barrier(action, _integer(first) + (_integer(place) != 0), threads)
+def arrive_at(first: Any, place: Any, threads: Any) -> None:
+    hardware_barrier("arrive", _integer(first) + (_integer(place) != 0), threads)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:

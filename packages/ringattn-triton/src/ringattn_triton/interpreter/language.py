@@ -30,7 +30,7 @@ def num_programs(axis: int) -> Tensor:
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
     """Loads elements. Where the mask is false it gives `other`, or without it `poison`: NaN, or the largest integer."""
     _need_pointer(pointer)
-    dtype, allowed = pointer.buffer.dtype, _mask(pointer, mask)
+    dtype, allowed = pointer.buffer.dtype, _mask(mask)
     if allowed is None:
         return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
     if other is None:
@@ -43,13 +43,13 @@ def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = Fal
 def store(pointer: Any, value: Any, mask: Any = None) -> None:
     _need_pointer(pointer)
     data = cast(tensor(value), pointer.buffer.dtype).data
-    pointer.buffer.store(pointer.data, data, _mask(pointer, mask))
+    pointer.buffer.store(pointer.data, data, _mask(mask))
 
 
 def atomic_add(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tensor:
     _need_pointer(pointer)
     dtype = pointer.buffer.dtype
-    return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, _mask(pointer, mask)), dtype)
+    return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, _mask(mask)), dtype)
 
 
 def _need_pointer(pointer: Any) -> None:
@@ -57,7 +57,7 @@ def _need_pointer(pointer: Any) -> None:
         raise TypeError(f"a pointer is needed, got {pointer!r}; block pointers and descriptors are not interpreted")
 
 
-def _mask(pointer: Pointer, mask: Any) -> Any:
+def _mask(mask: Any) -> Any:
     mask = constant(mask)
     if mask is None or mask is True:
         return None

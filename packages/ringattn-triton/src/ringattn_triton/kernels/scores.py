@@ -185,7 +185,7 @@ def derivatives(
     """
     s = scored(bend, bias, queries, keys, head, F)
     if MASKED:
-        s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED, True), s, -float("inf"))
+        s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
     if F.shifted:
         s = s - shift
     p = tl.exp2(s * F.fold - lse)

@@ -22,13 +22,12 @@ Inputs = namedtuple("Inputs", [name for name in INPUTS if name not in ("q", "k",
 class Queries(NamedTuple):
     """The queries of a tile.
 
-    `row` is the index in the block, at most that of the last query; `inside` is false for rows past the end. `low` and
-    `high` are the first and last position that a query sees by causality, window and chunk. `counter` is the dropout
-    counter of the first query, or -1 if entries do not share draws (`dropout`).
+    `row` is the index in the block, at most that of the last query. `low` and `high` are the first and last position
+    that a query sees by causality, window and chunk. `counter` is the dropout counter of the first query, or -1 if
+    entries do not share draws (`dropout`).
     """
 
     row: Any
-    inside: Any
     position: Any
     low: Any
     high: Any
@@ -92,7 +91,6 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
     row = raw
     if RAGGED:
         row = tl.minimum(raw, F.q_length - 1)
-    inside = as_queries(raw < F.q_length, BY_KEYS)
     if F.positions:
         found = tl.load(P.q_positions + (batch * F.q_positions_batch + row))
         position = as_queries(found, BY_KEYS)
@@ -105,7 +103,7 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
         # Negative ids are padding, which must equal nothing: queries get -1, and keys -2.
         found = tl.load(P.q_segments + (batch * F.q_length + row))
         segment = as_queries(tl.where(found < 0, -1, found), BY_KEYS)
-    return Queries(as_queries(row, BY_KEYS), inside, position, low, high, index, counter, segment)
+    return Queries(as_queries(row, BY_KEYS), position, low, high, index, counter, segment)
 
 
 @triton.jit
@@ -166,18 +164,14 @@ def first_counter(COUNTERS, batch, start, BATCH: tl.constexpr, LENGTH: tl.conste
 
 
 @triton.jit
-def visible(
-    queries, keys, head, F: tl.constexpr, Q_RAGGED: tl.constexpr, KV_RAGGED: tl.constexpr, SPREAD: tl.constexpr
-):
+def visible(queries, keys, head, F: tl.constexpr, RAGGED: tl.constexpr, SPREAD: tl.constexpr):
     """Which queries of a tile see which keys, broadcastable to the tile.
 
-    `Q_RAGGED`, `KV_RAGGED`: the tile may reach past the end of the block. `SPREAD`: load each mask word once and spread
-    its bits in registers, in whatever layout the compiler chooses.
+    `RAGGED`: the tile may reach past the last key; kernels need no mask for rows past the last query. `SPREAD`: load
+    each mask word once and spread its bits in registers, in whatever layout the compiler chooses.
     """
     seen = keys.column == keys.column
-    if Q_RAGGED:
-        seen = seen & queries.inside
-    if KV_RAGGED:
+    if RAGGED:
         seen = seen & keys.inside
     if F.below and F.above:
         # One unsigned comparison tests both ends of the range: differences below zero wrap to large numbers.

@@ -125,7 +125,7 @@ def _continued(
         keep = weights(queries, keys, head, 1.0, F, Q_TILE, KV_TILE, False)
     s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
-        s = tl.where(visible(queries, keys, head, F, False, KV_RAGGED, True), s, -float("inf"))
+        s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
     FOLD: tl.constexpr = 1.0 if F.bias else F.fold
     now = tl.maximum(top, tl.max(s, 1) * FOLD)
     base = now
