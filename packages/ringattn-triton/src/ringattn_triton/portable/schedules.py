@@ -40,7 +40,8 @@ def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target:
     default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
     schedule = _fixed(_shortened(default, constants), params, "fwd_params")
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
-    return dataclasses.replace(schedule, in_registers=in_registers)
+    schedule = dataclasses.replace(schedule, in_registers=in_registers)
+    return _fitting(schedule, default, constants, itemsize, target, "fwd_params")
 
 
 def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -80,7 +81,7 @@ def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, t
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
     if small and fixed == (None, None, None):
         default = _DOCUMENTS
-    schedule = _fixed(_shortened(default, constants), params, "bwd_params")
+    schedule = _backward(default, constants, itemsize, params, target)
     tiles = (schedule.q_tile, schedule.kv_tile, schedule.warps)
     in_registers = small and tiles == (_DOCUMENTS.q_tile, _DOCUMENTS.kv_tile, _DOCUMENTS.warps)
     return dataclasses.replace(schedule, in_registers=in_registers)
@@ -108,7 +109,7 @@ def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
     default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
-    schedule = _fixed(_shortened(default, constants), params, "bwd_params")
+    schedule = _backward(default, constants, itemsize, params, target)
     short = schedule.q_tile <= 64 or constants.dropout
     in_registers = short and constants.largest_dim > 64 and _operand_fits_registers(constants, itemsize, target)
     return dataclasses.replace(schedule, in_registers=in_registers)
@@ -132,6 +133,13 @@ def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: i
             return Schedule(128, 64, 4, 3) if light and not short else Schedule(64, 64, 4, 3)
         return Schedule(64, 64, 4, 3)
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
+
+
+def _backward(
+    default: Schedule, constants: BlockConstants, itemsize: int, params: BwdParams, target: Target
+) -> Schedule:
+    schedule = _fixed(_shortened(default, constants), params, "bwd_params")
+    return _fitting(schedule, default, constants, itemsize, target, "bwd_params")
 
 
 def _wide_products(target: Target) -> bool:
@@ -178,6 +186,24 @@ def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Sch
             )
         changes[field] = value
     return dataclasses.replace(schedule, **changes)
+
+
+def _fitting(
+    schedule: Schedule, default: Schedule, constants: BlockConstants, itemsize: int, target: Target, owner: str
+) -> Schedule:
+    """Returns `schedule`; raises if the tiles of its pipeline exceed shared memory. (The compiler may need more.)"""
+    vectors = itemsize * (padded_dim(constants.head_dim) + padded_dim(constants.value_dim))
+    streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
+    # AMD's compiler keeps the last stage in registers.
+    needed = vectors * streams * (schedule.stages - (target.kind == "rocm"))
+    limit = target.shared_memory
+    if limit is not None and needed > limit:
+        raise InputError(
+            owner,
+            f"{schedule} needs {needed} bytes of shared memory and the device has {limit}",
+            f"Ask for smaller blocks or fewer stages; the default is {default}",
+        )
+    return schedule
 
 
 def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, Any]:
