@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import masks, per_shard, ring_attention
-from ringattn_core.errors import InputError, MeshError
+from ringattn_core.errors import DerivativeError, InputError, MeshError
 from ringattn_core.placement.arrays import repeated_heads
 
 N, K, H = 4, 2, 8
@@ -217,11 +217,11 @@ def test_names_that_are_given_empty_leave_batch_and_heads_whole():
 
 
 @pytest.mark.parametrize("form", ["one device", "mesh", "shard"])
-def test_forward_mode_is_refused(form: str):
+def test_forward_mode_is_refused_in_a_sentence(form: str):
     q, k, v = arrays()
     options: dict[str, Any] = dict(mesh=mesh_of(sp=4), axis_name="sp") if form == "mesh" else {}
     attend = per_shard("xla") if form == "shard" else ring_attention
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(DerivativeError, match=r"in forward mode .* reverse mode"):
         jax.jvp(lambda q: attend(q, k, v, **options), (q,), (q,))
 
 

@@ -80,13 +80,14 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 
 
-def test_a_backend_without_gradients_refuses_to_be_differentiated():
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd])
+def test_a_backend_without_gradients_refuses_to_be_differentiated(transform: Any):
     q, k, v = arrays()
     with (
         discovery.registered(whole(), lambda query, key, value, **_: query),
         pytest.raises(UnsupportedFeatureError, match=r"'whole' does not support GRADIENTS \(not declared\)"),
     ):
-        jax.grad(lambda q: ring_attention(q, k, v, backend="whole").sum())(q)
+        transform(lambda q: ring_attention(q, k, v, backend="whole").sum())(q)
 
 
 def test_what_holds_the_result_of_a_backend_without_gradients_fixed_may_be_differentiated():

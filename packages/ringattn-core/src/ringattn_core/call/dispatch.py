@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a validated call of one shard on the chosen backend."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..contract.signature import SIGNATURE
+from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
 from ..ring.forward import without_padding
@@ -22,6 +24,25 @@ from .options import needs
 from .validation import validated
 
 
+def _no_forward_rule() -> Exception:
+    return DerivativeError(
+        "ring_attention was differentiated in forward mode (jvp, jacfwd), and there is no rule for that. Take "
+        "derivatives in reverse mode (grad, vjp, jacrev)"
+    )
+
+
+@contextlib.contextmanager
+def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Iterator[None]:
+    """Replaces JAX's error about forward mode by `ours`. If `jax.jit` traced the call before, JAX's error remains."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise ours() from error
+
+
+@reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Its gradient raises if the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
@@ -36,12 +57,16 @@ def answer(registration: Registration, call: Call) -> Any:
 def _without_gradient(registration: Registration, result: Any) -> Any:
     """The result itself. Its gradient raises, but only if it is needed: a result that is held fixed has none."""
 
+    def refused() -> Exception:
+        return refusal(registration, frozenset({Feature.GRADIENTS}))
+
     def refuse(residuals: None, cotangents: Any) -> Any:
-        raise refusal(registration, frozenset({Feature.GRADIENTS}))
+        raise refused()
 
     same = jax.custom_vjp(lambda x: x)
     same.defvjp(lambda x: (x, None), refuse)
-    return same(result)
+    with reverse_mode_only(refused):
+        return same(result)
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:

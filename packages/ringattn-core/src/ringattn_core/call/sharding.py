@@ -23,7 +23,7 @@ from ..placement.mesh import of_context
 from ..placement.platforms import platform_of
 from ..tuning import choice
 from .checks import halves_go_both_ways
-from .dispatch import answer
+from .dispatch import answer, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
 from .options import ARRAYS, needs
 from .shard_map import refuse_unnamed_axes
@@ -38,6 +38,7 @@ def specs(call: Call, roles: Roles) -> dict[str, P]:
     return {name: roles.spec(ARRAYS[name], x.shape) for name, x in call.arrays.items()}
 
 
+@reverse_mode_only()
 def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, work: Work = answer) -> Any:
     """The result of a call on global arrays: prepares it, runs every shard, and removes the padding of the result."""
     length, given = call.query.shape[1], call
