@@ -2,6 +2,7 @@
 """Promises of merging: a commutative monoid, and merging all parts gives the softmax over all keys and sinks."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import hypothesis
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.merge import combined, merge, merging, with_sinks
 from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.errors import InputError
 
 B, T, N, H = 2, 3, 2, 4
 INF = np.float32(np.inf)
@@ -197,3 +199,30 @@ class TestShift:
         got = with_sinks(self.low(-1e9, 0.0, 1), jnp.zeros((N, 2)))
         assert (got.out == 0).all() and (got.shift == 0).all()
         np.testing.assert_allclose(got.lse, np.log(2), rtol=1e-6)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "an lse like the output": (
+        Partial(jnp.zeros((B, T, N, H)), jnp.zeros((B, T, N))),
+        r"b: has out .* lse \(B, N, T\)",
+    ),
+    "other tokens": (Partial(jnp.zeros((B, T + 1, N, H)), jnp.zeros((B, N, T + 1))), "b: has out .* of equal sizes"),
+    "no heads": (Partial(jnp.zeros((B, T, H)), jnp.zeros((B, T))), r"b: has out \(2, 3, 4\) and lse \(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_results_that_do_not_fit_are_refused(name: str) -> None:
+    wrong, told = WRONG[name]
+    with pytest.raises(InputError, match=told):
+        merge(partial(0.0), wrong)
+    with pytest.raises(InputError, match=r"^a: has|^a: is|^b: has out"):
+        merge(wrong, partial(0.0))
+
+
+def test_a_pair_of_arrays_is_not_a_partial_result() -> None:
+    pair: Any = (partial(0.0).out, partial(0.0).lse)
+    unchecked = inspect.unwrap(merge)  # these tests check types at run time, and users do not
+    for given in ((pair, partial(0.0)), (partial(0.0), pair)):
+        with pytest.raises(InputError, match=r"^[ab]: is tuple. Pass Partial"):
+            unchecked(*given)

@@ -2,12 +2,13 @@
 """How partial results combine: with each other, and with attention sinks."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from ..errors import InputError
 from ..placement import axes
 from .protocol import SHIFT_BELOW, Block, Partial
 
@@ -28,9 +29,24 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Associative and commutative up to rounding; `empty` is the identity.
     """
+    for argument, x in (("a", a), ("b", b)):
+        _refuse_misfit(argument, x, a)
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
+
+
+def _refuse_misfit(argument: str, x: Any, first: Any) -> None:
+    """Raises unless `x` is a partial result whose arrays fit together and have the shapes of `first`."""
+    if not isinstance(x, Partial):
+        raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
+    out, lse = jnp.shape(x.out), jnp.shape(x.lse)
+    if out != jnp.shape(first.out) or len(out) != 4 or lse != (out[0], out[2], out[1]):
+        raise InputError(
+            argument,
+            f"has out {out} and lse {lse}",
+            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes",
+        )
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
