@@ -26,7 +26,7 @@ PROGRAMS: Final = 4096
 ELEMENTS: Final = 512
 """The elements of a bitmap that one warp reads at a time: few enough to stay in registers."""
 RANK_ROWS: Final = 64
-"""The most rows of a bitmap that a program reads at a time to count them: other programs count other columns."""
+"""The most rows of a bitmap that a program reads at a time for ranks. It has few columns, so that many programs run."""
 
 
 @dataclasses.dataclass(frozen=True)
