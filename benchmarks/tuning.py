@@ -105,7 +105,7 @@ def main() -> None:
     first = min(timeit.repeat(lambda: choice.with_parameters(registration, call), forget, number=1, repeat=99))
     claims.append(Claim("a call looks it up in", 1e6 * lookup, "<=", 50, "us"))
     raw["a first call looks it up on the disk in, us"] = 1e6 * first
-    print(f"\ntuned: {tuned.to_dict()}\nsweep: {best.to_dict()}")
+    print(f"\ntuned: {tuned.to_json()}\nsweep: {best.to_json()}")
     report(f"tuning.py --shape {arguments.shape}", claims, raw)
 
 

@@ -74,11 +74,11 @@ class TestWhatIsKept:
         cache.write(problem(), CONFIG)
         script = f"""
 from ringattn_core.tuning import Problem, cache
-print(cache.read({problem()!r}).config.to_dict())
+print(cache.read({problem()!r}).config.to_json())
 """
         environment = {**os.environ, "PYTHONHASHSEED": "7"}
         run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-        assert run.stdout.strip() == str(CONFIG.to_dict()), run.stderr
+        assert run.stdout.strip() == CONFIG.to_json(), run.stderr
 
     def test_all_of_it_is_listed_and_cleared(self, root: Path) -> None:
         kept = [problem(batch=batch) for batch in (1, 2, 3)]
@@ -292,4 +292,4 @@ def test_an_entry_is_plain_data_that_names_its_problem(root: Path) -> None:
     assert path is not None
     told = json.loads(path.read_text())
     assert told["problem"]["backend"] == "mine"
-    assert told["config"] == json.loads(json.dumps(CONFIG.to_dict()))
+    assert told["config"] == json.loads(CONFIG.to_json())

@@ -2,6 +2,7 @@
 """The configuration of a call: its backend, and the block sizes of the kernels. Frozen, hashable, compared by value."""
 
 import dataclasses
+import json
 import numbers
 from collections.abc import Mapping
 from typing import Any, Final, Self
@@ -174,6 +175,24 @@ class RingAttentionConfig:
         names = tuple(field.name for field in dataclasses.fields(cls))
         _refuse_unknown(cls.__name__, {name: data[name] for name in data if name not in names}, names, "Remove it")
         return cls(**data)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON, the same text for equal configurations."""
+        try:
+            return json.dumps(self.to_dict(), sort_keys=True)
+        except TypeError as error:
+            raise InputError(
+                type(self).__name__, f"cannot be written as JSON: {error}", "Keep numbers, strings and tuples in extra"
+            ) from error
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise InputError(cls.__name__, f"not JSON: {error}", "Pass what to_json wrote") from error
+        return cls.from_dict(data)
 
 
 def _freeze(value: Any) -> Any:
