@@ -37,7 +37,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]
     """Replaces tuning by a function that returns `OUTCOME`; gives the list of problems that it was called with."""
     problems = []
 
-    def fastest(registration: Any, problem: Any) -> Outcome:
+    def fastest(registration: Any, problem: Any, *_: Any) -> Outcome:
         problems.append(problem)
         return OUTCOME
 
@@ -170,7 +170,7 @@ class TestTune:
         given = []
         monkeypatch.setattr(tuner, "fastest", lambda *arguments: given.append(arguments) or OUTCOME)
         ringattn("tune", "--query", "1,64,2,16", "--backend", "xla", "--prefix", "3", "--ring", "2")
-        ((_, problem),) = given
+        ((_, problem, _),) = given
         (mask,) = dict(problem.options)["mask_builder"]
         assert "Prefix(length=3)" in mask and repr(problem.call.mask_builder.masks[0]) == mask
 

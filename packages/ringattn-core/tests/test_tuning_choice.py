@@ -36,7 +36,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_xla.block import KERNEL as XLA
 
 class Recording:
-    "The kernel of `xla`, which says with which rules it was traced."
+    "The kernel of `xla`, which says with which rules it was traced; what it would choose is 4 and 5."
 
     def __init__(self):
         self.rules = []
@@ -49,6 +49,9 @@ class Recording:
         self.rules.append(block.rule)
         return XLA.backward(block, *arrays)
 
+    def default_config(self, problem):
+        return RingAttentionConfig(FwdParams(4), BwdParams(5))
+
     def candidate_configs(self, problem):
         return [RingAttentionConfig(FwdParams(size), BwdParams(size)) for size in (2, 8)]
 
@@ -57,7 +60,7 @@ BACKEND = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ker
 """
 OWN, TUNED, GIVEN, OVER = (
     RingAttentionConfig(FwdParams(forward), BwdParams(backward))
-    for forward, backward in ((None, None), (2, 8), (6, 7), (3, 1))
+    for forward, backward in ((4, 5), (2, 8), (6, 7), (3, 1))
 )
 X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sp",))
@@ -71,7 +74,7 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     kernel = discovery.get("mine").implementation()
     kernel.tunings = []
 
-    def fastest(registration: Any, problem: Any) -> tuner.Outcome:
+    def fastest(registration: Any, problem: Any, default: Any, *_: Any) -> tuner.Outcome:
         kernel.tunings.append(problem)
         return tuner.Outcome(TUNED, (), ())
 
@@ -325,14 +328,25 @@ def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile
 
 
 class TestABackendWithout:
-    def test_candidates_runs_with_the_parameters_of_the_call_and_no_cache(
+    def test_both_functions_runs_with_the_parameters_of_the_call_and_no_cache(
         self, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delattr(type(mine), "candidate_configs")
+        for name in ("default_config", "candidate_configs"):
+            monkeypatch.delattr(type(mine), name)
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         assert ran(mine) == RingAttentionConfig()
         assert mine.tunings == []
         assert not (tmp_path / "kept").exists()
+
+    def test_candidates_has_its_default(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(type(mine), "candidate_configs")
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        assert ran(mine) == OWN
+        assert mine.tunings == []
+
+    def test_a_default_leaves_it_to_the_kernel(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(type(mine), "default_config")
+        assert ran(mine) == RingAttentionConfig()
 
 
 def test_a_result_for_a_backend_of_this_process_is_not_stored(

@@ -28,8 +28,8 @@ from ringattn_core.errors import TuningError
 from ringattn_core.tuning import Problem, tuner
 from ringattn_core.tuning.problem import machine
 
-SIZES = (None, 16, 32, 64)
-DEFAULT = RingAttentionConfig()
+SIZES = (8, 16, 32, 64)
+DEFAULT = RingAttentionConfig(FwdParams(8), BwdParams(8))
 
 
 def problem(**changes: Any) -> Problem:
@@ -73,13 +73,13 @@ class Kernel:
 class Clock:
     """Replaces the clock: `takes` says how long a candidate of a given block size runs."""
 
-    takes: Callable[[str, int | None, int], float]
-    measured: dict[tuple[str, int | None], int] = dataclasses.field(default_factory=dict)
+    takes: Callable[[str, int, int], float]
+    measured: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
     def seconds(self, run: Any, calls: int) -> float:
         jax.block_until_ready(run())
         params = inspected(run)
-        asked = "forward" if isinstance(params, FwdParams) else "backward", params.q_blocksize
+        asked = "forward" if isinstance(params, FwdParams) else "backward", params.q_blocksize or 0
         self.measured[asked] = self.measured.get(asked, -1) + 1
         return self.takes(*asked, self.measured[asked])
 
@@ -92,8 +92,8 @@ def inspected(run: Any) -> Any:
 
 
 @pytest.fixture
-def times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int | None, int], float]], Clock]:
-    def use(takes: Callable[[str, int | None, int], float]) -> Clock:
+def times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int, int], float]], Clock]:
+    def use(takes: Callable[[str, int, int], float]) -> Clock:
         clock = Clock(takes)
         monkeypatch.setattr(tuner, "_seconds", clock.seconds)
         return clock
@@ -114,60 +114,58 @@ def mine() -> Iterator[Callable[..., discovery.Registration]]:
         yield register
 
 
-def steady(
-    forward: Mapping[int | None, float], backward: Mapping[int | None, float]
-) -> Callable[[str, int | None, int], float]:
+def steady(forward: Mapping[int, float], backward: Mapping[int, float]) -> Callable[[str, int, int], float]:
     return lambda part, size, number: (forward if part == "forward" else backward)[size]
 
 
 class TestTheFastestIsChosen:
     def test_of_forward_and_backward_separately(self, mine: Any, times: Any) -> None:
-        times(steady({None: 4.0, 16: 3.0, 32: 1.0, 64: 2.0}, {None: 4.0, 16: 1.0, 32: 3.0, 64: 2.0}))
-        outcome = tuner.fastest(mine(Kernel()), problem())
+        times(steady({8: 4.0, 16: 3.0, 32: 1.0, 64: 2.0}, {8: 4.0, 16: 1.0, 32: 3.0, 64: 2.0}))
+        outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert outcome.config == RingAttentionConfig(FwdParams(32), BwdParams(16))
 
-    @pytest.mark.parametrize(("gain", "chosen"), [(0.9 * tuner.TIE, None), (2 * tuner.TIE, 32)])
-    def test_a_tie_keeps_the_default(self, gain: float, chosen: int | None, mine: Any, times: Any) -> None:
-        takes = {None: 1.0, 16: 1.2, 32: 1.0 / (1 + gain), 64: 1.2}
+    @pytest.mark.parametrize(("gain", "chosen"), [(0.9 * tuner.TIE, 8), (2 * tuner.TIE, 32)])
+    def test_a_tie_keeps_the_default(self, gain: float, chosen: int, mine: Any, times: Any) -> None:
+        takes = {8: 1.0, 16: 1.2, 32: 1.0 / (1 + gain), 64: 1.2}
         times(steady(takes, takes))
-        outcome = tuner.fastest(mine(Kernel()), problem())
+        outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert outcome.config == RingAttentionConfig(FwdParams(chosen), BwdParams(chosen))
 
     def test_a_slow_minute_that_hits_one_candidate_does_not_decide(self, mine: Any, times: Any) -> None:
         # The fastest candidate is slow in a third of its rounds, by far more than its lead.
-        takes = {None: 1.0, 16: 0.95, 32: 0.8, 64: 0.95}
+        takes = {8: 1.0, 16: 0.95, 32: 0.8, 64: 0.95}
         times(lambda part, size, number: takes[size] * (50.0 if size == 32 and number % 3 == 1 else 1.0))
-        outcome = tuner.fastest(mine(Kernel()), problem())
+        outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert outcome.config == RingAttentionConfig(FwdParams(32), BwdParams(32))
 
     def test_a_slow_candidate_leaves_early_and_the_default_stays(self, mine: Any, times: Any) -> None:
-        takes = {None: 5.0, 16: 1.0, 32: 1.04, 64: 3.0}
+        takes = {8: 5.0, 16: 1.0, 32: 1.04, 64: 3.0}
         times(steady(takes, takes))
-        outcome = tuner.fastest(mine(Kernel()), problem())
+        outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         rounds = {timed.params.q_blocksize: timed.rounds for timed in outcome.forward}
-        assert rounds == {None: tuner.ROUNDS, 16: tuner.ROUNDS, 32: tuner.ROUNDS, 64: 1}
+        assert rounds == {8: tuner.ROUNDS, 16: tuner.ROUNDS, 32: tuner.ROUNDS, 64: 1}
 
     def test_every_candidate_is_measured_once_a_round_in_turn(self, mine: Any, times: Any) -> None:
         takes = dict.fromkeys(SIZES, 1.0)
         clock = times(steady(takes, takes))
-        tuner.fastest(mine(Kernel()), problem())
+        tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert set(clock.measured.values()) == {tuner.ROUNDS}
 
     def test_a_candidate_that_is_the_default_is_tried_once(self, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
-        outcome = tuner.fastest(mine(Kernel()), problem())
+        outcome = tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert [timed.params.q_blocksize for timed in outcome.forward] == list(SIZES)
 
     def test_where_nothing_is_offered_it_is_the_default_and_nothing_runs(self, mine: Any) -> None:
         kernel = Kernel()
         kernel.candidate_configs = lambda problem: []  # pyright: ignore[reportAttributeAccessIssue]
-        assert tuner.fastest(mine(kernel), problem()) == tuner.Outcome(DEFAULT, (), ())
+        assert tuner.fastest(mine(kernel), problem(), DEFAULT) == tuner.Outcome(DEFAULT, (), ())
         assert kernel.traced == []
 
     def test_the_kernel_itself_runs_with_what_is_measured(self, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
         kernel = Kernel()
-        tuner.fastest(mine(kernel), problem())
+        tuner.fastest(mine(kernel), problem(), DEFAULT)
         assert {params.q_blocksize for part, params in kernel.traced if part == "forward"} == set(SIZES)
         assert {params.q_blocksize for part, params in kernel.traced if part == "backward"} >= set(SIZES)
 
@@ -176,7 +174,7 @@ class TestACandidateThatFails:
     @pytest.mark.parametrize("part", ["forward", "backward"])
     def test_is_recorded_and_passed_over(self, part: str, mine: Any, times: Any) -> None:
         times(steady(dict.fromkeys(SIZES, 1.0) | {16: 0.1, 32: 0.5}, dict.fromkeys(SIZES, 1.0) | {16: 0.1, 32: 0.5}))
-        outcome = tuner.fastest(mine(Kernel({(part, 16): ValueError("no such tile\nmore")})), problem())
+        outcome = tuner.fastest(mine(Kernel({(part, 16): ValueError("no such tile\nmore")})), problem(), DEFAULT)
         timed = {t.params.q_blocksize: t for t in getattr(outcome, part)}
         assert timed[16].failure == "ValueError: no such tile"
         assert timed[16].seconds is None
@@ -189,18 +187,18 @@ class TestACandidateThatFails:
     )
     def test_for_want_of_memory_says_so(self, error: Exception, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
-        outcome = tuner.fastest(mine(Kernel({("forward", 64): error})), problem())
+        outcome = tuner.fastest(mine(Kernel({("forward", 64): error})), problem(), DEFAULT)
         assert outcome.forward[-1].failure == f"out of memory: {type(error).__name__}: {error}"
 
     def test_may_be_the_default(self, mine: Any, times: Any) -> None:
         times(steady({16: 1.0, 32: 0.5, 64: 1.0}, dict.fromkeys(SIZES, 1.0)))
-        outcome = tuner.fastest(mine(Kernel({("forward", None): ValueError("not here")})), problem())
+        outcome = tuner.fastest(mine(Kernel({("forward", 8): ValueError("not here")})), problem(), DEFAULT)
         assert outcome.config.fwd_params == FwdParams(32)
 
     def test_with_all_others_is_an_error_that_says_why(self, mine: Any) -> None:
         failing = {("backward", size): ValueError(f"never {size}") for size in SIZES}
-        with pytest.raises(TuningError, match=r"no candidate of its backward ran .*never None; .*never 64"):
-            tuner.fastest(mine(Kernel(failing)), problem())
+        with pytest.raises(TuningError, match=r"no candidate of its backward ran .*never 8; .*never 64"):
+            tuner.fastest(mine(Kernel(failing)), problem(), DEFAULT)
 
     def test_returns_a_wrong_result_is_skipped_too(self, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
@@ -209,7 +207,7 @@ class TestACandidateThatFails:
         kernel.forward = lambda block, partial: (  # pyright: ignore[reportAttributeAccessIssue]
             None if block.rule.fwd_params.q_blocksize == 16 else right(block, partial)
         )
-        outcome = tuner.fastest(mine(kernel), problem())
+        outcome = tuner.fastest(mine(kernel), problem(), DEFAULT)
         assert "KernelError" in (outcome.forward[1].failure or "")
 
 
@@ -219,16 +217,16 @@ class TestWhatCannotBeTuned:
             forward, backward = Kernel.forward, Kernel.backward
 
         with pytest.raises(TuningError, match="it has no candidate_configs"):
-            tuner.fastest(mine(Plain()), problem())
+            tuner.fastest(mine(Plain()), problem(), DEFAULT)
 
     @pytest.mark.parametrize("elsewhere", [{"device": "NVIDIA H200"}, {"platform": "cuda"}])
     def test_a_problem_of_another_device(self, elsewhere: dict[str, str], mine: Any) -> None:
         with pytest.raises(TuningError, match="this process has no device"):
-            tuner.fastest(mine(Kernel()), problem(**elsewhere))
+            tuner.fastest(mine(Kernel()), problem(**elsewhere), DEFAULT)
 
     def test_a_problem_that_was_not_made_from_a_call(self, mine: Any) -> None:
         with pytest.raises(TuningError, match="its problem was not made from a call"):
-            tuner.fastest(mine(Kernel()), problem(call=None))
+            tuner.fastest(mine(Kernel()), problem(call=None), DEFAULT)
 
 
 class TestWhereItRuns:
@@ -238,7 +236,7 @@ class TestWhereItRuns:
 
         @jax.jit
         def traced(x: jax.Array) -> jax.Array:
-            assert tuner.fastest(registration, problem()).config == DEFAULT
+            assert tuner.fastest(registration, problem(), DEFAULT).config == DEFAULT
             return x
 
         with jax.checking_leaks():
@@ -264,7 +262,7 @@ class TestWhereItRuns:
 
         monkeypatch.setattr(concurrent.futures.Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            tuner.fastest(mine(kernel), problem(q_length=8))
+            tuner.fastest(mine(kernel), problem(q_length=8), DEFAULT)
         assert len(traced) <= 2 < len(SIZES)
         assert not [t for t in threading.enumerate() if t.name.startswith("ringattn-tuning")]
 
@@ -289,23 +287,23 @@ class TestTheProgressBar:
     def test_a_terminal_shows_it_and_then_it_is_erased(self, terminal: Any, mine: Any, times: Any) -> None:
         times(lambda *_: 1.0)
         stream = terminal()
-        tuner.fastest(mine(Kernel()), problem())
+        tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         for part in ("forward", "backward"):
             assert f"{part}: round {tuner.ROUNDS} of {tuner.ROUNDS}" in stream.getvalue()
         assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the last line of the bars is not erased"
 
     def test_it_ends_full_also_where_candidates_fail_or_drop_out(self, terminal: Any, mine: Any, times: Any) -> None:
-        takes = {None: 1.0, 16: 9.0, 32: 1.2, 64: 1.0}
+        takes = {8: 1.0, 16: 9.0, 32: 1.2, 64: 1.0}
         times(steady(takes, takes))
         stream = terminal()
-        tuner.fastest(mine(Kernel({("forward", 64): ValueError("no")})), problem())
+        tuner.fastest(mine(Kernel({("forward", 64): ValueError("no")})), problem(), DEFAULT)
         assert stream.getvalue().count("100%") >= 2
 
     def test_a_failure_erases_it_too(self, terminal: Any, mine: Any) -> None:
         failing = {("forward", size): ValueError("never") for size in SIZES}
         stream = terminal()
         with pytest.raises(TuningError):
-            tuner.fastest(mine(Kernel(failing)), problem())
+            tuner.fastest(mine(Kernel(failing)), problem(), DEFAULT)
         assert "compiling" in stream.getvalue() and stream.getvalue().endswith("\x1b[1A\x1b[2K")
 
     def test_without_rich_there_is_none(
@@ -315,13 +313,13 @@ class TestTheProgressBar:
         for name in ("rich", "rich.console", "rich.progress"):
             monkeypatch.setitem(sys.modules, name, None)
         stream = terminal()
-        assert tuner.fastest(mine(Kernel()), problem()).config == DEFAULT
+        assert tuner.fastest(mine(Kernel()), problem(), DEFAULT).config == DEFAULT
         assert stream.getvalue() == ""
 
     def test_without_a_terminal_there_is_none(self, mine: Any, times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         times(lambda *_: 1.0)
         monkeypatch.setattr(sys, "stderr", io.StringIO())
-        tuner.fastest(mine(Kernel()), problem())
+        tuner.fastest(mine(Kernel()), problem(), DEFAULT)
         assert sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
 
 

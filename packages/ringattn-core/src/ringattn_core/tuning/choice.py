@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _logger: Final = logging.getLogger("ringattn")
 _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
-"""What this process has tuned or read from the disk: `OPEN` where tuning failed, `None` for a miss."""
+"""What this process has tuned or read from the disk: the backend's default where tuning failed, `None` for a miss."""
 _one_at_a_time: Final = threading.Lock()
 _changes = 0
 """Counts replacements of tuned results. A program traced before one may run with old parameters."""
@@ -51,27 +51,36 @@ def with_parameters(registration: Registration, call: Call) -> Call:
     Forward and backward parameters are chosen separately: a call may set one of them only.
     """
     forward, backward = overlaid(registration.name, call.fwd_params, call.bwd_params)
-    if (forward == OPEN.fwd_params or backward == OPEN.bwd_params) and tunable(registration):
-        found = configured(registration, of_call(registration, call, size("axis_name", call.axis_name or ())))
-        forward = found.fwd_params if forward == OPEN.fwd_params else forward
-        backward = found.bwd_params if backward == OPEN.bwd_params else backward
+    if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
+        kernel = registration.implementation()
+        if tunable(registration) or hasattr(kernel, "default_config"):
+            problem = of_call(registration, call, size("axis_name", call.axis_name or ()))
+            found = configured(registration, problem)
+            forward = found.fwd_params if forward == OPEN.fwd_params else forward
+            backward = found.bwd_params if backward == OPEN.bwd_params else backward
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
 
 
 def configured(registration: Registration, problem: Problem) -> RingAttentionConfig:
-    """The tuned configuration from memory or disk; else tunes if the policy is "on"; else leaves it to the kernel."""
+    """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
     global _changes
     policy = current()
     if policy is Policy.OFF:
-        return OPEN
+        return default(registration, problem)
     missed_before = _key(registration, problem) in _known
     found = _stored(registration, problem)
-    if found is None and policy is Policy.ON:
+    if found is None and policy is Policy.ON and tunable(registration):
         found = _tuned_now(registration, problem)
         _changes += missed_before  # with the policy "cached", programs were traced with the default
-    return OPEN if found is None else found
+    return default(registration, problem) if found is None else found
+
+
+def default(registration: Registration, problem: Problem) -> RingAttentionConfig:
+    """The backend's `default_config` for the problem; if it has no such function, a configuration that sets nothing."""
+    own = getattr(registration.implementation(), "default_config", None)
+    return OPEN if own is None else own(problem)
 
 
 def tune(problem: Problem, registration: Registration | None = None, keep: bool = True) -> "Outcome":
@@ -90,7 +99,7 @@ def tune(problem: Problem, registration: Registration | None = None, keep: bool 
 def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "Outcome":
     from . import cache, tuner
 
-    outcome = tuner.fastest(registration, problem)
+    outcome = tuner.fastest(registration, problem, default(registration, problem))
     if keep:
         _known[_key(registration, problem)] = outcome.config
         if not registration.in_process:
@@ -118,7 +127,7 @@ def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionCon
             try:
                 _tuned(problem, registration)
             except TuningError as error:
-                _known[key] = OPEN
+                _known[key] = default(registration, problem)
                 _logger.warning("%s. Its default is used", error)
         return _known[key]
 

@@ -85,7 +85,11 @@ class Problem:
 
 @runtime_checkable
 class Tunable(Protocol):
-    """An optional function of a kernel, by which core tunes its parameters. Untuned, each of them is `None`."""
+    """Two optional functions of a kernel, by which core chooses its parameters."""
+
+    def default_config(self, problem: Problem) -> RingAttentionConfig:
+        """The configuration of an untuned `problem`. A kernel without this function gets `None` for every size."""
+        ...
 
     def candidate_configs(self, problem: Problem) -> Sequence[RingAttentionConfig]:
         """The configurations to time for `problem`. The best forward and backward parameters are chosen separately."""

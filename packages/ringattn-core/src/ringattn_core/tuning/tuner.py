@@ -17,7 +17,6 @@ import jax
 from ..backends.discovery import Registration
 from ..config import BwdParams, FwdParams, RingAttentionConfig
 from ..errors import TuningError
-from .overlay import OPEN
 from .problem import Problem, machine, tunable
 from .trial import release, trial
 
@@ -62,8 +61,8 @@ class Outcome:
         return (*self.forward, *self.backward)
 
 
-def fastest(registration: Registration, problem: Problem) -> Outcome:
-    """The fastest of the backend's candidates; its default, which sets nothing, unless one is faster by over `TIE`.
+def fastest(registration: Registration, problem: Problem, default: RingAttentionConfig) -> Outcome:
+    """The fastest of the backend's candidates; the default if none is faster by more than `TIE`.
 
     A candidate that does not compile, or runs out of memory, is recorded and skipped. All work runs in another thread,
     because the caller's thread may be tracing a program, which must not capture it.
@@ -77,8 +76,8 @@ def fastest(registration: Registration, problem: Problem) -> Outcome:
         )
     offered = kernel.candidate_configs(problem)
     if not offered:
-        return Outcome(OPEN, (), ())
-    candidates = [OPEN, *offered]
+        return Outcome(default, (), ())
+    candidates = [default, *offered]
     stop = threading.Event()
     device = _device(problem)
 
