@@ -2,6 +2,7 @@
 """Promises about broken wheels: each is listed as broken with one sentence, and every other call goes on."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -196,6 +197,18 @@ def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str
     assert next(backend for backend in found.backends if backend.name == "bad").reason == said
     assert main(["list", "--json"]) == 0 and len(json.loads(capsys.readouterr().out)) == 2
     assert main(["info", "bad"]) == 1 and " ".join(sentence.split()[:3]) in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_distribution_without_metadata_hides_no_backend(install: Any, tmp_path: Path) -> None:
+    """As an installation leaves it that was removed in part."""
+    install("made-good", {"good": "good_plugin:BACKEND"}, {"good_plugin": GOOD})
+    install("made-bad", {"bad": "bad_plugin:BACKEND"}, {})
+    (metadata,) = (tmp_path / "made-bad").glob("*/METADATA")
+    metadata.unlink()
+    discovery.clear()
+    found = discovery.registrations()
+    assert found["good"].error is None
+    assert str(found["bad"].error).startswith("backend 'bad' of an unknown distribution is broken")
 
 
 def test_an_interrupt_is_no_broken_backend(install: Any) -> None:

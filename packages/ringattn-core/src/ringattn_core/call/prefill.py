@@ -68,19 +68,14 @@ def prefill_attention(
     given: dict[str, Any] = options | {"softmax_aux": softmax_aux, "mesh": mesh, "backend": backend, "cfg": cfg}
     call, first, mesh, backend = checked(prefill_attention, operands, lengths, given, sharded=True)
     call = dataclasses.replace(call, query_offset=first)
-    sends_queries = send == "queries" or (send == "auto" and queries_are_fewer_bytes(call))
+    of_keys, of_queries = bytes_to_send(call)
+    sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
     work = answer
     if sends_queries and call.axis_name:  # on one device nothing travels
         work, call = attend, not_differentiable(call)
     if mesh is not None:
         return sharded(call, backend, mesh, None, None, work)
     return work(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
-
-
-def queries_are_fewer_bytes(call: Call) -> bool:
-    """Whether it takes fewer bytes to send the queries and their partial results than the keys and values."""
-    of_keys, of_queries = bytes_to_send(call)
-    return of_queries < of_keys
 
 
 def bytes_to_send(call: Call) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def device_of(arguments: argparse.Namespace) -> tuple[str, Device | None]:
     """
     here = platforms.platform_of(None, ())
     if arguments.device:
-        device = devices.named(arguments.device)
+        device = DEVICES[arguments.device]
         if arguments.platform not in (None, device.platform):
             fact = f"{device.name} is a device of {device.platform}, and --platform is {arguments.platform}"
             raise InputError("--device", fact, "Pass one of them")

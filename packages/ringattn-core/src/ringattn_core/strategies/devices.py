@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from ..errors import InputError
-
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -173,13 +171,6 @@ _KINDS: Final = {
     "h200": r"h200", "h100": r"h100", "b200": r"b200", "a100": r"a100", "cpu": r"cpu",
     "v5e": r"tpu v5 ?(lite|e)", "v5p": r"tpu v5p?$", "v6e": r"tpu v6",
 }  # fmt: skip
-
-
-def named(name: str) -> Device:
-    """The device of this name; raises for an unknown one."""
-    if name not in DEVICES:
-        raise InputError("--device", f"got {name!r}", f"Known devices: {', '.join(DEVICES)}")
-    return DEVICES[name]
 
 
 def of_kind(kind: str) -> Device | None:
