@@ -135,13 +135,6 @@ def test_a_dot_of_float32_is_tf32_unless_asked_to_be_exact():
     assert 10 * FLOAT32_SUM < errors["tf32"] < 2**-10 and errors[None] == errors["tf32"]
 
 
-def test_a_dot_of_two_types_raises():
-    constants = {"M": 16, "N": 16, "K": 16, "PRECISION": "ieee", "ACC": False}
-    operands = [some(np.float32, (16, 16)), some(np.float16, (16, 16))]
-    with pytest.raises(TypeError, match="two blocks of one type, got fp32 and fp16"):
-        interpret(small_kernels.product, operands, [((16, 16), np.float32)], **constants)
-
-
 def test_blocks_split_join_and_reshape_in_row_major_order():
     x = np.arange(32, dtype=np.float32)
     (got,) = interpret(small_kernels.by_pairs, [x], [(x.shape, np.float32)], SIZE=32)

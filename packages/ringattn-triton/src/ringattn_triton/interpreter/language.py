@@ -29,7 +29,6 @@ def num_programs(axis: int) -> Tensor:
 
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
     """Loads elements. Where the mask is false it gives `other`, or without it `poison`: NaN, or the largest integer."""
-    _need_pointer(pointer)
     dtype, allowed = pointer.buffer.dtype, _mask(mask)
     if allowed is None:
         return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)
@@ -41,20 +40,13 @@ def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = Fal
 
 
 def store(pointer: Any, value: Any, mask: Any = None) -> None:
-    _need_pointer(pointer)
     data = cast(tensor(value), pointer.buffer.dtype).data
     pointer.buffer.store(pointer.data, data, _mask(mask))
 
 
 def atomic_add(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tensor:
-    _need_pointer(pointer)
     dtype = pointer.buffer.dtype
     return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, _mask(mask)), dtype)
-
-
-def _need_pointer(pointer: Any) -> None:
-    if not isinstance(pointer, Pointer):
-        raise TypeError(f"a pointer is needed, got {pointer!r}; block pointers and descriptors are not interpreted")
 
 
 def _mask(mask: Any) -> Any:
@@ -65,9 +57,7 @@ def _mask(mask: Any) -> Any:
 
 
 def arange(start: int, end: int) -> Tensor:
-    start, end = plain(start), plain(end)
-    _power_of_two(end - start, f"arange({start}, {end})")
-    return Tensor(np.arange(start, end, dtype=np.int32), tl.int32)
+    return Tensor(np.arange(plain(start), plain(end), dtype=np.int32), tl.int32)
 
 
 def full(shape: Any, value: Any, dtype: Any) -> Tensor:
@@ -89,7 +79,7 @@ def reshape(input: Tensor, *shape: Any) -> Tensor:
 
 
 def permute(input: Tensor, *dims: Any) -> Tensor:
-    return input._like(np.transpose(input.data, _sizes(dims, check=False)))
+    return input._like(np.transpose(input.data, _sizes(dims)))
 
 
 def trans(input: Tensor, *dims: Any) -> Tensor:
@@ -99,14 +89,10 @@ def trans(input: Tensor, *dims: Any) -> Tensor:
 def join(a: Any, b: Any) -> Tensor:
     """Both stacked along a new last axis."""
     a, b = tensor(a), tensor(b)
-    if a.dtype != b.dtype:
-        raise TypeError(f"join takes two tensors of one type, got {a.dtype} and {b.dtype}")
     return Tensor(np.stack(np.broadcast_arrays(a.data, b.data), axis=-1), a.dtype)
 
 
 def split(a: Tensor) -> tuple[Tensor, Tensor]:
-    if a.shape[-1:] != (2,):
-        raise TypeError(f"split takes a tensor whose last axis is 2, got {a.shape}")
     return a._like(a.data[..., 0]), a._like(a.data[..., 1])
 
 
@@ -152,16 +138,8 @@ class _Words:
         return ()
 
 
-def _sizes(shape: Any, check: bool = True) -> tuple[int, ...]:
+def _sizes(shape: Any) -> tuple[int, ...]:
     """A shape given as a sequence or as several arguments."""
     if isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], list | tuple):
         shape = shape[0]
-    sizes = tuple(plain(size) for size in shape)
-    if check:
-        _power_of_two(int(np.prod(sizes)), f"a block of shape {sizes}")
-    return sizes
-
-
-def _power_of_two(size: int, what: str) -> None:
-    if size <= 0 or size & (size - 1):
-        raise ValueError(f"{what} has {size} elements; Triton takes powers of two")
+    return tuple(plain(size) for size in shape)
