@@ -4,24 +4,18 @@
 import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from interleaved import ON_A_DEVICE, medians
 from programs import ours, with_gradients
-from workloads import GROUPED, LONG, MAIN, NARROW, PACKED, Shape
+from workloads import CASES as WORKLOADS
+from workloads import MAIN, Shape, Workload
 
-DOCUMENTS: Final = jnp.arange(PACKED.tokens, dtype=jnp.int32)[None] // 2048
-CASES: Final[dict[str, tuple[Shape, dict[str, Any]]]] = {
-    "causal": (MAIN, {"causal": True}),
-    "full": (MAIN, {}),
-    "grouped": (GROUPED, {"causal": True}),
-    "d64": (NARROW, {"causal": True}),
-    "documents": (PACKED, {"causal": True, "q_segment_ids": DOCUMENTS, "kv_segment_ids": DOCUMENTS}),
-    "window": (LONG, {"causal": True, "sliding_window": (4095, 0)}),
-    "ragged": (dataclasses.replace(MAIN, tokens=3001), {}),
-    "ragged d64 grouped": (Shape(2, 3001, 8, 2, 64), {"causal": True}),
+CASES: Final = {name: WORKLOADS[name] for name in ("causal", "full", "grouped", "d64", "documents", "window")} | {
+    "ragged": Workload(dataclasses.replace(MAIN, tokens=3001), causal=False),
+    "ragged d64 grouped": Workload(Shape(2, 3001, 8, 2, 64)),
 }
 
 
@@ -31,10 +25,14 @@ def difference(got: jax.Array, want: jax.Array) -> float:
     return float(jnp.linalg.norm((got - want).ravel()) / jnp.linalg.norm(want.ravel()))
 
 
-def compiled(shape: Shape, options: dict[str, Any], fused: bool) -> Callable[[], tuple[jax.Array, ...]]:
+def compiled(case: Workload, fused: bool) -> Callable[[], tuple[jax.Array, ...]]:
     """The output, dq, dk and dv of a call, as a program without arguments."""
-    inputs = shape.arrays()
-    attention = ours(backend="triton", fused_backward=fused, **options)
+    inputs = case.shape.arrays()
+
+    def attention(*arrays: jax.Array) -> jax.Array:
+        # The options are made while the program is traced, so that XLA does not see the ids.
+        return ours(backend="triton", fused_backward=fused, **case.options())(*arrays)
+
     program = jax.jit(with_gradients(attention)).lower(*inputs).compile()
     return lambda: program(*inputs)
 
@@ -47,7 +45,7 @@ def main() -> None:
     if jax.default_backend() != "gpu":
         raise SystemExit("this benchmark needs a GPU, and JAX sees none in this process")
     for name in arguments.only:
-        programs = {fused: compiled(*CASES[name], fused) for fused in (False, True)}
+        programs = {fused: compiled(CASES[name], fused) for fused in (False, True)}
         pairs = zip(programs[True](), programs[False](), strict=True)
         apart = max(difference(one_pass, two_passes) for one_pass, two_passes in pairs)
         time = medians({str(fused): program for fused, program in programs.items()}, arguments.rounds, ON_A_DEVICE)

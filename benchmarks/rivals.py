@@ -58,6 +58,7 @@ def _ours(fused: bool, workload: Workload, mesh: Mesh | None) -> Attention:
         return functools.partial(_decode, workload, options)
     options |= {"fused_backward": True} if fused else {}
     options |= {} if mesh is None else {"mesh": mesh, "axis_name": "sp", "layout": LAYOUT}
+    # The mask is made while the program is traced, so that XLA does not see the ids.
     return lambda *arrays: ours(**options, **workload.options())(*arrays)
 
 

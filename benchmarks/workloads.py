@@ -87,7 +87,7 @@ class Workload:
     def ids(self) -> jax.Array | None:
         """The document of each token.
 
-        In a traced function the compiler does not see its values, as in a training step, whose ids come with the data.
+        In a traced function the compiler does not see them, as in a training step, whose ids come with the data.
         If it saw that no id is negative, it would leave out the step that sets padding to zero.
         """
         if not self.document:

@@ -200,7 +200,7 @@ def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str
 
 
 def test_a_distribution_without_metadata_hides_no_backend(install: Any, tmp_path: Path) -> None:
-    """As an installation leaves it that was removed in part."""
+    """What a partly removed installation leaves."""
     install("made-good", {"good": "good_plugin:BACKEND"}, {"good_plugin": GOOD})
     install("made-bad", {"bad": "bad_plugin:BACKEND"}, {})
     (metadata,) = (tmp_path / "made-bad").glob("*/METADATA")

@@ -124,7 +124,7 @@ def test_gradients_are_the_oracles_where_keys_travel_and_refused_where_queries_d
 
 
 def test_it_sends_what_is_fewer_bytes() -> None:
-    """The two forms of the program, and the counts of bytes."""
+    """The two forms of the program, and the counts of bytes, near the point where both are equal too."""
 
     def attend(tokens: int, room: int) -> str:
         over: dict[str, Any] = {"mesh": mesh_of(sp=2), "axis_name": "sp"}
@@ -138,6 +138,7 @@ def test_it_sends_what_is_fewer_bytes() -> None:
     # 8 queries: 8 * 4 heads * (8 * 4 + 6 * 4 + 12) bytes = 2176; a key and value: 2 heads * 14 * 4 bytes = 112
     call = validated(QUERY[:, :8], KEY[:, :20], VALUE[:, :20], ranks=1)
     assert bytes_to_send(call) == (2 * 20 * 112, 2 * 2176)  # two rows of the batch
+    assert "collective_permute" not in attend(8, 20) and "collective_permute" in attend(8, 18)
 
 
 OPERANDS: dict[str, Any] = {"query": QUERY, "key_cache": KEY, "value_cache": VALUE, "lengths": LENGTHS}

@@ -78,11 +78,11 @@ def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple
 
 @pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 8), ("float16", 7), ("float32", 8)])
 def test_every_platform_packs_keys_and_values_in_the_same_way(dtype: str, dim: int):
-    """GPUs have a way of their own, which runs only there."""
+    """CUDA packs by `_in_pairs`, which no other test here would run."""
     k, v = (jax.random.normal(jax.random.key(n), (2, 3, 2, dim)).astype(dtype) for n in range(2))
-    stacked, selected = jax.jit(packing._in_pairs)(k, v), packing._selected(k, v)
-    assert stacked.dtype == selected.dtype and (stacked == selected).all() and (packing.pack(k, v) == selected).all()
-    assert all((x == y).all() for x, y in zip(packing.unpack(stacked, dim), (k, v), strict=True))
+    in_pairs, packed = jax.jit(packing._in_pairs)(k, v), packing.pack_to_send(k, v)
+    assert in_pairs.dtype == packed.dtype and (in_pairs == packed).all()
+    assert all((x == y).all() for x, y in zip(packing.unpack(in_pairs, dim), (k, v), strict=True))
 
 
 def test_gradients_that_a_kernel_has_written_as_one_array_are_not_copied():
@@ -153,7 +153,7 @@ def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(
     assert forward[0] == before[: 3 * ways]
     assert backward[0] == [*before[:ways], *before]
     # The keys that a kernel reads wait for the kernels of the hop before too, so that no kernel runs before its turn.
-    assert forward[1] == before
+    assert forward[1] == backward[1] == before
 
 
 class Recording(SeparateSends):
@@ -175,14 +175,14 @@ class Recording(SeparateSends):
 def test_the_first_kernel_of_each_direction_gets_no_dq_and_no_program_writes_zeros_for_it(
     ranks: int, separate: bool, two_way: bool
 ):
-    """If sends are separate, the first kernel computes half of the heads of the rank's own keys."""
+    """If sends are separate, the first kernel has half of the heads; the other half of dq does begin with zeros."""
     operands, kernel, ways = arrays(4 * ranks, dims=(H, 6)), Recording(separate), 2 if two_way else 1
     with registered(dataclasses.replace(SEPARATE, name="recording"), kernel):
         program = jax.make_jaxpr(differentiated(ranks, backend="recording", two_way=two_way))(*operands)
     # JAX may trace the kernels of several hops once.
     assert kernel.given == sorted(kernel.given) and {*kernel.given} == {False, True}
     zeros = [x.outvars[0].aval.shape for x in equations(program.jaxpr) if x.primitive.name == "broadcast_in_dim"]
-    assert (1, 4, N // ways, H) not in zeros
+    assert (1, 4, N // ways, H) not in zeros and ((1, 4, N // ways // 2, H) in zeros) == separate
 
 
 def test_two_way_changes_no_program_where_it_has_no_effect():

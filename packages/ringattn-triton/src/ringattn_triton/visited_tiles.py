@@ -26,7 +26,7 @@ PROGRAMS: Final = 4096
 ELEMENTS: Final = 512
 """The elements of a bitmap that one warp reads at a time: few enough to stay in registers."""
 RANK_ROWS: Final = 64
-"""The most rows of a bitmap that a program reads at a time for ranks. It has few columns, so that many programs run."""
+"""The most rows of a bitmap that a program reads at a time for ranks, of few columns: so programs are many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Table(NamedTuple):
     `(masked, before, full_lo, full_hi)`, and the first `before` listed tiles lie before the range. Entries of a list
     past its counts are undefined.
 
-    `ranks` says, for each row and column, how many earlier rows see that column; `None` where nobody asked for it.
+    `ranks` says, for each row and column, how many earlier rows see that column; `None` without `ranked`.
     `counters` are zeros, for kernels that count.
     """
 
@@ -72,7 +72,7 @@ def table(
 
     As many of the `heads`, by default those of one batch row, run side by side as it takes to have this number of
     `programs`. A tile that reaches past the end of the keys, or of the queries with `by_keys`, always needs a mask.
-    `ranked` asks for ranks, and `counters` for so many counters.
+    `ranked` asks for ranks. `counters` is the number of counters.
     """
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)

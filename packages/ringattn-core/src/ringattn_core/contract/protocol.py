@@ -33,7 +33,8 @@ class Block:
         kv_positions: The positions of keys.
         q_index: Indices in the global sequence decide dropout, and masks that index an array. They are at least 0, and
             increase within a shard.
-        kv_index: The indices of keys. A negative one marks a key that `padded_to` added; no query sees it.
+        kv_index: The indices of keys, which increase too. A negative one marks a key that `padded_to` added, behind all
+            others; no query sees it.
         batch_index: The global row of the batch, for dropout.
         head_index: The global query head, for dropout and for `rule.mask_of_head`.
         q_segments: Segment ids: any int32. A query sees the keys with its own id; every negative id is padding, which

@@ -70,7 +70,7 @@ def _by_tile(x: jax.Array, tile: int) -> jax.Array:
 
 
 def _ends(positions: jax.Array, tile: int) -> Coordinates:
-    """The first and the last token of each tile. Masks by position do not read the index."""
+    """The first and the last position of each tile, also as its index: no mask in `position_masks` reads that."""
     first_and_last = _by_tile(positions, tile)[..., :: max(tile - 1, 1)]
     return Coordinates(first_and_last, first_and_last)
 

@@ -262,8 +262,9 @@ class _Pass:
     def _visit(
         self, direction: Direction, rows: Rows, x: parcels.Wire, sums: Sum, offset: Any
     ) -> tuple[jax.Array, Sum]:
-        """Runs the kernel on one block. Returns its dk,dv, packed, and the sums with its other gradients added."""
+        """Runs the kernel on one block. Returns its dk,dv, packed, and the sums: with its dq, and the others added."""
         kv = parcels.from_wire(x, direction.call.key.dtype)
+        # The keys wait for the kernels of the hop before, and the first kernel has no dq to wait for.
         visited = block(self.ring, after_hop(direction, x), kv, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums.get("q"))
@@ -292,6 +293,7 @@ class _Pass:
                 return total + new
             return put_columns(total, new, layout, ring.plan.ranks, origin, ring.stripe)
 
+        # The kernel has continued dq.
         return {name: added(name, total) for name, total in sums.items() if name != "q"} | {"q": found.dq}
 
     def _own_keys(self, tokens: list[jax.Array]) -> Wires:

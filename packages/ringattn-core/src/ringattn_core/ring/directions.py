@@ -20,7 +20,7 @@ BLOCK_HEADS: Final = axes_with(Block, "N", "n")
 CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
 """The name in a call of each array of a block."""
 Sum = dict[str, jax.Array]
-"""Gradients summed over the hops so far, under the names of the arrays in a `Block`. The first kernel brings "q"."""
+"""Gradients summed over the hops so far, under the names of the arrays in a `Block`; no "q" before the first kernel."""
 
 
 @jax.tree_util.register_dataclass

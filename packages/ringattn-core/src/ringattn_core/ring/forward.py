@@ -87,9 +87,9 @@ class _Pass:
     def hop(self, wires: Wires, partials: Partials | None, offset: Any, shift: int | None) -> tuple[Wires, Partials]:
         """Sends the keys `shift` ranks on, and continues each partial result with the keys that are here.
 
-        Every send is issued before the kernels of this hop and after the kernels of the hop before. These kernels wait
-        for those of the hop before too, even if they do not continue their results but are merged with them: XLA would
-        otherwise be free to run them first, and nothing would hide the send that they wait for.
+        Every send is issued before the kernels of this hop and after the kernels of the hop before. The kernels of a
+        hop also wait for the kernels of the hop before: where results are merged, nothing else orders them, and XLA
+        could run them before the kernels that should hide their send.
         """
         wires = self._after_hop(wires, partials)
         following = wires if shift is None else permuted(self.ring, self.directions, wires, shift)

@@ -18,7 +18,7 @@ def joint(kernel: Any) -> bool:
 
 
 def to_wire(kv: Packed) -> Wire:
-    """K,V as they travel in a parcel: 16-bit floats as integers, because XLA widens such floats on some platforms."""
+    """K,V as they travel in a parcel: 16-bit floats as integers, because XLA widens such floats on CPU."""
     return kv if kv.dtype == jnp.float32 else jax.lax.bitcast_convert_type(kv, jnp.uint16)
 
 

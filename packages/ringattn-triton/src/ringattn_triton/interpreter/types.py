@@ -66,7 +66,7 @@ def decoded(array: np.ndarray) -> np.ndarray:
 
 
 def of_number(value: bool | int | float) -> Any:
-    """The Triton type of a Python number in a kernel's source."""
+    """The Triton type of a Python number in a kernel's source. Raises for a float that would be float64."""
     if isinstance(value, bool):
         return tl.int1
     if isinstance(value, int):
@@ -74,6 +74,8 @@ def of_number(value: bool | int | float) -> Any:
             if low <= value < high:
                 return dtype
         raise ValueError(f"{value} fits no integer type; the widest is uint64")
+    if np.isfinite(value) and value != 0 and not 2.0**-126 <= abs(value) < 2.0**128:
+        raise ValueError(f"the compiler takes {value} as float64, which the interpreter does not have")
     return tl.float32
 
 

@@ -173,8 +173,10 @@ def compared(function: Callable[..., Any], a: Any, b: Any) -> Tensor:
 
 
 def divided(a: Any, b: Any) -> Tensor:
-    """The quotient of two numbers of which one, at least, is a float. No kernel divides integers by `/`."""
+    """The quotient; at least one operand is a float. (The compiler would make floats of two integers.)"""
     x, y, dtype = in_common_type(a, b, division=True)
+    if dtype.is_int():
+        raise TypeError("the interpreter divides no integers by /: cast one of them to float32")
     return Tensor(np.divide(x, y), dtype)
 
 

@@ -2,7 +2,7 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
 """The kernel that turns a bitmap of tiles into a table of the tiles that each row visits.
 
-It also writes what else must be there before a kernel of attention begins: one launch is faster than several.
+It also writes the ranks and zeroes the counters, because one launch is faster than three.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _ranks(
     program, SEEN, RANKS,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK_ROWS: tl.constexpr, RANK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """For each row, how many earlier rows see each of some columns."""
+    """`RANKS` of `RANK_COLUMNS` columns of one group: how many earlier rows see each column."""
     each: tl.constexpr = (COLUMNS + RANK_COLUMNS - 1) // RANK_COLUMNS
     column = program % each * RANK_COLUMNS + tl.arange(0, RANK_COLUMNS)
     first = (program // each).to(tl.int64) * ROWS
