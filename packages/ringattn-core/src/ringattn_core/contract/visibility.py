@@ -54,11 +54,12 @@ def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n
 def span(causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None) -> int:
     """An upper bound on the number of keys that a query sees, from the options of a rule; 2^30 without a bound.
 
-    `window` and `chunk` bound it. A window with an open side does not, unless `causal` closes the right side.
+    `window` and `chunk` bound it. A window with an open side does not, unless the right side is closed: by `causal`, or
+    by `chunk`, which is causal too.
     """
     spans = [2**30] if chunk is None else [chunk]
     if window is not None:
         left, right = window
-        right = 0 if causal else right
+        right = 0 if causal or chunk is not None else right
         spans += [] if left is None or right is None else [left + right + 1]
     return min(spans)

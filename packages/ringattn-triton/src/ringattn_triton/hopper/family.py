@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import logging
-import math
 from typing import Final
 
 import jax
@@ -13,6 +12,7 @@ import triton
 from jaxtyping import Array, Float, Float32
 from ringattn_core import FwdParams
 from ringattn_core.contract.protocol import Block, Gradients, Partial
+from ringattn_core.contract.visibility import span
 
 from .. import kernel_inputs, visited_tiles
 from ..availability import TRITON_FLOOR
@@ -155,9 +155,8 @@ def _too_little(constants: BlockConstants) -> bool:
     """Whether the beginning and end of a turn take most of its time: it has few tiles, or small products with masks."""
     if constants.head_dim > 64:
         return False
-    left, right, chunk = (math.inf if x is None else x for x in (constants.left, constants.right, constants.chunk))
-    seen = min(left + (0 if constants.causal or constants.chunk is not None else right), chunk)
-    return seen < 2047 or constants.q_length < 2048 or constants.segments or constants.masks
+    seen = span(constants.causal, (constants.left, constants.right), constants.chunk)
+    return seen < 2048 or constants.q_length < 2048 or constants.segments or constants.masks
 
 
 HOPPER: Final = HopperFamily()
