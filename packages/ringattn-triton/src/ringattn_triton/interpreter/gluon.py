@@ -292,7 +292,7 @@ def arrive_at(first: Any, place: Any, threads: Any) -> None:
     hardware_barrier("arrive", _integer(first) + (_integer(place) != 0), threads)
 
 
-def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_async: Any = False) -> Any:
+def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, is_async: Any, use_acc: Any = True) -> Product:
     used = bool(constant(use_acc))
     for place in (a, b):
         if isinstance(place, Shared) and any(np.may_share_memory(place.data, x) for x in current.unfenced):
@@ -303,12 +303,8 @@ def warpgroup_mma(a: Any, b: Shared, acc: Tensor, *, use_acc: Any = True, is_asy
         added = acc.taken() if isinstance(acc, Product) else acc
         return mathematics.dot(left, right, added if used else None)
 
-    product = Product(found)
-    if not constant(is_async):
-        product.finish()
-        return product.taken()
-    current.products.append(product)
-    return product
+    current.products.append(Product(found))
+    return current.products[-1]
 
 
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> Any:
