@@ -13,11 +13,15 @@ Condition = Callable[[Block], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """A fault, the kernel that has it, and whether the core tier catches it; the full tier must."""
+    """A fault, the kernel that has it, and whether the core tier catches it; the full tier must.
+
+    `rarer` kernels have the fault only in one dtype, on one rank, or with longer shards. The full tier must catch each.
+    """
 
     fault: str
     kernel: Dense
     core: bool = True
+    rarer: tuple[Dense, ...] = ()
 
 
 def always(block: Block) -> bool:
@@ -26,6 +30,10 @@ def always(block: Block) -> bool:
 
 def dtype(*names: str) -> Condition:
     return lambda block: block.case.dtype in names
+
+
+def in_dtype(name: str, when: Condition) -> Condition:
+    return lambda block: block.case.dtype == name and when(block)
 
 
 def has(*fields: str, and_also: Condition = always) -> Condition:

@@ -60,6 +60,18 @@ class Swapped(Dense):
         return dataclasses.replace(found, dk=found.dv, dv=found.dk) if found.dk.shape == found.dv.shape else found
 
 
+class GradientsSummedInHalf(Gathering):
+    """JAX sums the gradients that keys have from tiles of queries, in the dtype of the keys."""
+
+    def attended(self, block: Block, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        block = dataclasses.replace(block, kv=jax.tree.map(lambda x: x.astype(block.q.dtype), block.kv))
+        tile = next(size for size in range(32, 0, -1) if block.q_length % size == 0)
+        tiles = [super(GradientsSummedInHalf, self).attended(block.tile(start, tile, 0, block.kv_length), sinks)
+                 for start in range(0, block.q_length, tile)]  # fmt: skip
+        outs, each_lse = zip(*tiles, strict=True)
+        return jnp.concatenate(outs, 1), jnp.concatenate(each_lse, 2)
+
+
 class SinksEveryHop(Gathering):
     """The sinks enter the denominator once a hop."""
 

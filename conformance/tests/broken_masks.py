@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, Condition, always, changed, dtype, has, masked, wrong_in
+from breaks import Break, Condition, always, changed, dtype, has, in_dtype, masked, wrong_in
 from numpy_ring import Block, Dense, Pair
+from ringattn_conformance.cases import DTYPES
 
 Ids = Callable[[Any, Any], Any]
 
@@ -113,6 +114,14 @@ def without_tiles_of_later_keys(block: Block, right: np.ndarray) -> np.ndarray:
     return right & (block.kv_positions[:, None, None, columns] <= block.q_positions[:, None, last, None])
 
 
+def alone(block: Block) -> bool:
+    return block.placement.ring == 1
+
+
+def without_right_side(when: Condition = always) -> Dense:
+    return with_window(lambda sides: (sides[0], None), when)
+
+
 half, bfloat16, float16 = dtype("bfloat16", "float16"), dtype("bfloat16"), dtype("float16")
 
 
@@ -146,6 +155,11 @@ WINDOWS: Final = {
     "right-side-off-by-one": Break(
         "The right end of a window is one key too far.",
         with_window(lambda sides: (sides[0], sides[1] and sides[1] + 1)),
+    ),
+    "right-side-lost": Break(
+        "The right side of a window is taken for `None`.",
+        without_right_side(),
+        rarer=tuple(without_right_side(in_dtype(name, alone)) for name in DTYPES),
     ),
     "right-side-short-in-half": Break(
         "In half precision the right end of a window is exclusive.",
@@ -199,7 +213,7 @@ POSITIONS: Final = {
     ),
     "causal-lost-alone-in-float16": Break(
         "On one rank `causal` is ignored in float16.",
-        lost("causal", lambda block: float16(block) and block.placement.ring == 1),
+        lost("causal", in_dtype("float16", alone)),
         core=False,
     ),
     "chunk-by-index": Break(

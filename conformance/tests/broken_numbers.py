@@ -131,6 +131,10 @@ def key_heads(block: Block) -> np.ndarray:
     return np.arange(block.q.shape[2]) // block.group
 
 
+def distances_in_float16(when: Condition = always) -> Dense:
+    return of_distance(lambda block, right: right.astype(np.float16).astype(float) if when(block) else right)
+
+
 SCORES: Final = {
     "scale-ignored": Break(
         "`softmax_scale` is ignored.", changed(scale=lambda block: block.q.shape[-1] ** -0.5)
@@ -208,7 +212,7 @@ SCORES: Final = {
         "ALiBi counts no distance beyond 128.", of_distance(lambda block, right: np.minimum(right, 128))
     ),
     "distances-in-float16": Break(
-        "ALiBi counts distances in float16.", of_distance(lambda block, right: right.astype(np.float16).astype(float))
+        "ALiBi counts distances in float16.", distances_in_float16(), rarer=(distances_in_float16(float16),)
     ),
     "slopes-without-their-sign": Break("A negative slope is taken for a positive one.",
                                        changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))),

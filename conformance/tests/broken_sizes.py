@@ -4,8 +4,8 @@
 from typing import Any, Final
 
 import numpy as np
-from breaks import Break, changed, wrong_in
-from broken_numbers import bfloat16, cut, half, last, of_results
+from breaks import Break, Condition, changed, dtype, wrong_in
+from broken_numbers import bfloat16, cut, float16, half, last, of_results
 from numpy_ring import Block, Dense
 
 
@@ -37,6 +37,11 @@ def maximum_of_products(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
     lowest = np.where(np.isneginf(s), np.inf, s).min(-1)
     beyond = (block.scale < 0) & np.isfinite(lowest) & (s.max(-1) - lowest > np.log(np.finfo(np.float32).max))
     return np.where(beyond, np.inf, right(block, s))
+
+
+def doubled_with_one_key(when: Condition) -> Dense:
+    return of_results(lambda block, out, lse: (2 * out, lse),
+                      lambda block: when(block) and block.kv_index.size == 1 and last(block))  # fmt: skip
 
 
 TILE: Final = 128
@@ -78,10 +83,9 @@ SIZES: Final = {
         of_results(lambda block, out, lse: (out[:, :, ::-1], lse),
                    lambda block: half(block) and block.q_index.size == 1),
     ),
-    "one-key-in-half": Break("The output of blocks of one key is doubled in bfloat16.",
-                             of_results(lambda block, out, lse: (2 * out, lse),
-                                        lambda block: bfloat16(block) and block.kv_index.size == 1 and last(block)),
-                             core=False),
+    "one-key-in-half": Break("The output of blocks of one key is doubled in one dtype.",
+                             doubled_with_one_key(bfloat16), core=False,
+                             rarer=(doubled_with_one_key(float16), doubled_with_one_key(dtype("float32")))),
     "key-heads-beyond-4": Break(
         "Of five key heads the last is zero.",
         of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 4).swapaxes(2, 3), lse),

@@ -148,16 +148,18 @@ class Gathering:
 
     def __call__(self, **options: Any) -> Any:
         gathered = self.prepare(gather(options))
-        block = gathered.block
-        p, largest, lse = softmax(scores(block)[0], gathered.sinks)
-        out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
-        out, lse = self.finish(out.astype(block.q.dtype), largest + lse)
+        out, lse = self.finish(*self.attended(gathered.block, gathered.sinks))
         return (out, lse) if options["return_lse"] else out
+
+    def attended(self, block: Block, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        p, largest, lse = softmax(scores(block)[0], sinks)
+        out = product("bnts,bsnh->btnh", p * keep(block), of_heads(block.v, block))
+        return out.astype(block.q.dtype), largest + lse
 
 
 def gather(options: dict[str, Any]) -> Gathered:
-    """A whole call as one block."""
-    q, k, v = options["query"], options["key"], options["value"]
+    """A whole call as one block, with keys in float32, so that ranks sum gradients in float32."""
+    q, k, v = options["query"], options["key"].astype(jnp.float32), options["value"].astype(jnp.float32)
     axis, layout = options["axis_name"] or (), options["layout"]
     ranks = 1
     for name in axis:

@@ -59,6 +59,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "out-rounded-at-every-hop": Sabotage(broken.NarrowOut(), (_RMS,), _PLAIN),
     "dk-dv-swapped": Sabotage(broken.Swapped(), (_PLAIN,), _SEEN % "causal"),
     "sinks-at-every-hop": Sabotage(broken.SinksEveryHop(), (_point("sinks"),), _PLAIN),
+    "gradients-summed-in-half": Sabotage(broken.GradientsSummedInHalf(), (_RMS,), _PLAIN),
     "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"), _SEEN % "segments"), _PLAIN),
     "mean-over-the-group": Sabotage(broken.MeanOfGroup(), (_point("gqa"),), _PLAIN),
     "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-rank"),), _PLAIN),

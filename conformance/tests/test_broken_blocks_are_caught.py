@@ -10,6 +10,7 @@ from breaks import Break
 from broken_masks import GIVEN, IDS, POSITIONS, WINDOWS
 from broken_numbers import DROPOUT, RESULTS, SCORES
 from broken_sizes import SIZES
+from broken_tiles import TILES
 from numpy_ring import Dense, run
 from ringattn_conformance import tiers, tolerances
 from ringattn_conformance.cases import Case
@@ -18,7 +19,7 @@ from ringattn_conformance.mixtures import mixtures
 from ringattn_conformance.ranks import Placement, answer_of, inputs_of
 from ringattn_core import Feature
 
-BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | GIVEN | SCORES | DROPOUT | RESULTS | SIZES
+BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
 MOST_BEYOND_CORE = 5
 """The most known faults that the core tier may leave to the full tier."""
 
@@ -60,6 +61,12 @@ def test_a_kernel_that_is_wrong_for_some_calls_is_caught(name: str):
     broken = BREAKS[name]
     assert caught(broken.kernel, calls(tiers.CORE)) is broken.core, f"core: {broken.fault}"
     assert broken.core or caught(broken.kernel, calls(tiers.FULL)), f"full: {broken.fault}"
+
+
+@pytest.mark.parametrize("name", [name for name, broken in BREAKS.items() if broken.rarer])
+def test_a_kernel_that_has_a_fault_in_rare_calls_is_caught(name: str):
+    for number, kernel in enumerate(BREAKS[name].rarer):
+        assert caught(kernel, [*calls(tiers.FULL), *calls(tiers.CORE)]), f"full: {BREAKS[name].fault} ({number})"
 
 
 def test_few_faults_are_left_to_the_full_tier():

@@ -163,6 +163,11 @@ def spread(batch: int, rows: int, columns: int) -> Pair:
     return 101 * np.arange(rows, dtype=np.int32), 101 * np.arange(columns, dtype=np.int32)
 
 
+def distant(batch: int, rows: int, columns: int) -> Pair:
+    """All queries come some 3000 positions after the keys: half precision cannot tell their distances apart."""
+    return np.arange(rows, dtype=np.int32) + 3000, np.arange(columns, dtype=np.int32)
+
+
 def negative(batch: int, rows: int, columns: int) -> Pair:
     return np.arange(rows, dtype=np.int32) - 30, np.arange(columns, dtype=np.int32) - 30
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are wrong at the edges of tiles, or where a rank has more queries than keys."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from breaks import Break, Condition, always, dtype, masked, wrong_in
+from broken_masks import causal, chunk_from, coordinates, window, without_tail
+from broken_numbers import of_gradients, of_kept
+from numpy_ring import Block, Dense, Pair
+from ringattn_conformance.cases import DTYPES
+
+
+def without_rest(name: str, size: int, when: Condition = always) -> Dense:
+    """A kernel one of whose gradients is zero after the last full tile of this size."""
+
+    def wrong(block: Block, x: np.ndarray) -> np.ndarray:
+        length = x.shape[1]
+        rest = (np.arange(length) >= length // size * size) & (length > size)
+        return np.where(rest[:, None, None], 0, x)
+
+    return of_gradients(name, wrong, when)
+
+
+def repeated_dropout(size: int, when: Condition = always) -> Dense:
+    """A kernel that drops in every tile of this many keys what it drops in the first."""
+
+    def wrong(kept: np.ndarray, block: Block) -> np.ndarray:
+        return kept[..., np.arange(kept.shape[-1]) % size]
+
+    return of_kept(wrong, when)
+
+
+def whole_tile(size: int, when: Condition = always) -> Dense:
+    """A kernel that loses the last tile of keys if it is a whole one."""
+
+    def masks(right: Any, block: Block) -> Any:
+        length = block.kv_index.size
+        lost = length % size == 0 and when(block)
+        return right(block) | ({"tail": (np.arange(length) < length - size)[None, None, None]} if lost else {})
+
+    return wrong_in("masks", masks)
+
+
+def late_window(size: int, when: Condition = always) -> Dense:
+    """A kernel whose first tile of a window is the one after that in which the window begins."""
+
+    def wrong(block: Block, right: np.ndarray) -> np.ndarray:
+        (i, j), left = coordinates(block), block.window[0]
+        counted = all((np.diff(x) == 1).all() for x in (block.q_positions, block.kv_positions))
+        if left is None or not counted or block.kv_index.size <= size:
+            return right
+        first_query, first_key = ((np.arange(x.size) // size * size) for x in (block.q_index, block.kv_index))
+        return right & (j[..., first_key] >= i[:, :, first_query] - left)
+
+    return masked("window", wrong, when)
+
+
+def ends_aligned(name: str, wrong: Callable[[Block, Pair], np.ndarray], when: Condition = always) -> Dense:
+    """A kernel whose mask counts more queries than keys from the end, as other libraries do."""
+
+    def shifted(block: Block, right: np.ndarray) -> np.ndarray:
+        (i, j), less = coordinates(block), block.case.q_length - block.case.kv_length
+        return wrong(block, (i - less, j)) if less > 0 and block.case.positions is None else right
+
+    return masked(name, shifted, when)
+
+
+FROM_THE_END: Final = {
+    "causal": lambda block, at: causal(at),
+    "window": lambda block, at: window(at, block.window),
+    "chunk": chunk_from,
+}
+TILES: Final = {
+    "keys-after-the-last-32": Break(
+        "The keys after the last multiple of 32 are left out.",
+        without_tail(32),
+        rarer=tuple(without_tail(size, dtype(name)) for name in DTYPES for size in (128, 256)),
+    ),
+    "dq-after-the-last-32": Break(
+        "`dq` is zero after the last multiple of 32 queries.",
+        without_rest("dq", 32),
+        rarer=tuple(without_rest("dq", 256, dtype(name)) for name in DTYPES),
+    ),
+    "dk-after-the-last-32": Break(
+        "`dk` is zero after the last multiple of 32 keys.",
+        without_rest("dk", 32),
+        rarer=tuple(without_rest("dk", 256, dtype(name)) for name in DTYPES),
+    ),
+    "last-whole-tile-lost": Break(
+        "The last tile of 16 keys is lost if it is a whole one.",
+        whole_tile(16),
+        rarer=tuple(whole_tile(256, dtype(name)) for name in DTYPES),
+    ),
+    "dropout-repeated": Break(
+        "Every tile of 32 keys drops what the first drops.",
+        repeated_dropout(32),
+        rarer=tuple(repeated_dropout(256, dtype(name)) for name in DTYPES),
+    ),
+    "window-one-tile-late": Break(
+        "The tile of 16 keys in which a window begins is left out.",
+        late_window(16),
+        rarer=tuple(late_window(256, dtype(name)) for name in DTYPES),
+    ),
+    "causal-from-the-end": Break(
+        "With more queries than keys `causal`, windows or chunks count from the end.",
+        ends_aligned("causal", FROM_THE_END["causal"]),
+        rarer=tuple(
+            ends_aligned(name, wrong, dtype(narrow)) for name, wrong in FROM_THE_END.items() for narrow in DTYPES
+        ),
+    ),
+}
