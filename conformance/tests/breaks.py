@@ -15,13 +15,14 @@ Condition = Callable[[Block], bool]
 class Break:
     """A fault, the kernel that has it, and whether the core tier catches it; the full tier must.
 
-    `rarer` kernels have the fault only in one dtype, on one rank, or with longer shards. The full tier must catch each.
+    `rarer` has pairs of a dtype and a kernel with the fault in this dtype only, some of them only on one rank or with
+    longer shards. The full tier must catch each of them.
     """
 
     fault: str
     kernel: Dense
     core: bool = True
-    rarer: tuple[Dense, ...] = ()
+    rarer: tuple[tuple[str, Dense], ...] = ()
 
 
 def always(block: Block) -> bool:

@@ -159,7 +159,7 @@ WINDOWS: Final = {
     "right-side-lost": Break(
         "The right side of a window is taken for `None`.",
         without_right_side(),
-        rarer=tuple(without_right_side(in_dtype(name, alone)) for name in DTYPES),
+        rarer=tuple((name, without_right_side(in_dtype(name, alone))) for name in DTYPES),
     ),
     "right-side-short-in-half": Break(
         "In half precision the right end of a window is exclusive.",

@@ -212,7 +212,9 @@ SCORES: Final = {
         "ALiBi counts no distance beyond 128.", of_distance(lambda block, right: np.minimum(right, 128))
     ),
     "distances-in-float16": Break(
-        "ALiBi counts distances in float16.", distances_in_float16(), rarer=(distances_in_float16(float16),)
+        "ALiBi counts distances in float16.",
+        distances_in_float16(),
+        rarer=(("float16", distances_in_float16(float16)),),
     ),
     "slopes-without-their-sign": Break("A negative slope is taken for a positive one.",
                                        changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))),

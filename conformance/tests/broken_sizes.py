@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 from breaks import Break, Condition, changed, dtype, wrong_in
-from broken_numbers import bfloat16, cut, float16, half, last, of_results
+from broken_numbers import bfloat16, cut, half, last, of_results
 from numpy_ring import Block, Dense
 
 
@@ -85,7 +85,7 @@ SIZES: Final = {
     ),
     "one-key-in-half": Break("The output of blocks of one key is doubled in one dtype.",
                              doubled_with_one_key(bfloat16), core=False,
-                             rarer=(doubled_with_one_key(float16), doubled_with_one_key(dtype("float32")))),
+                             rarer=tuple((name, doubled_with_one_key(dtype(name))) for name in ("float16", "float32"))),
     "key-heads-beyond-4": Break(
         "Of five key heads the last is zero.",
         of_results(lambda block, out, lse: (cut(out.swapaxes(2, 3), 4).swapaxes(2, 3), lse),

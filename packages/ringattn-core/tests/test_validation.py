@@ -77,6 +77,10 @@ OPTIONS = {
     "negative soft cap": (dict(logits_soft_cap=-3), "logits_soft_cap: got -3"),
     "infinite soft cap": (dict(logits_soft_cap=float("inf")), "logits_soft_cap: got inf"),
     "soft cap beyond float32": (dict(logits_soft_cap=1e39), "logits_soft_cap: got 1e+39"),
+    "soft cap that leaves float32 no digits": (
+        dict(logits_soft_cap=1e31),
+        "logits_soft_cap: got 1e+31. It must be from 1.18e-38 to 1e+30, or None for no cap",
+    ),
     "soft cap below float32": (dict(logits_soft_cap=1e-39), "logits_soft_cap: got 1e-39"),
     "scale beyond float32": (dict(softmax_scale=-(10**400)), "softmax_scale: got -1000"),
     "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
@@ -214,6 +218,17 @@ def test_seeds_of_32_bits_are_kept_as_they_are():
             call = validated(*arrays(), dropout_prob=0.5, dropout_seed=x)
             assert call.dropout_seed is not None and call.dropout_seed.dtype == jnp.uint32
             assert int(call.dropout_seed) == bits
+
+
+def test_a_scale_below_the_normal_numbers_of_float32_is_zero():
+    scales = {1e-40: 0.0, -1e-50: 0.0, 0: 0.0, -1e-37: -1e-37}
+    assert {x: validated(*arrays(), softmax_scale=x).softmax_scale for x in scales} == scales
+
+
+def test_scores_under_the_largest_soft_cap_are_as_without_one():
+    q, k, v = (jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(arrays()))
+    capped, free = (ring_attention(q, k, v, logits_soft_cap=cap) for cap in (1e30, None))
+    np.testing.assert_allclose(capped, free, atol=2e-6)
 
 
 def test_an_alias_and_its_name_together_are_refused():

@@ -20,6 +20,7 @@ from ..strategies import STRATEGIES
 
 MOST_POSITION: Final = POSITION[1] + 1
 LARGEST, LEAST_NORMAL = (float(x) for x in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
+LARGEST_CAP: Final = 1e30
 PRECISIONS: Final = ("default", "high", "highest")
 
 
@@ -174,12 +175,17 @@ def _number(argument: str, x: Any, wanted: str, accepts: Callable[[Any], bool]) 
 
 
 def soft_cap(argument: str, x: Any, _: Sizes) -> float | None:
-    return _number(argument, x, "a normal float32 above 0", lambda c: c >= LEAST_NORMAL)
+    """A soft cap. Scores divided by one above `LARGEST_CAP` would be so small that float32 loses their digits."""
+    wanted = f"from {LEAST_NORMAL:.3g} to {LARGEST_CAP:.0e}, or None for no cap"
+    return _number(argument, x, wanted, lambda c: LEAST_NORMAL <= c <= LARGEST_CAP)
 
 
 def scale(argument: str, x: Any, sizes: Sizes) -> float:
+    """A factor of scores. One below the normal numbers of float32 is 0, as it would be for some of the kernels only."""
     found = _number(argument, x, "a finite float32", lambda _: True)
-    return sizes.of["H"] ** -0.5 if found is None else found
+    if found is None:
+        return sizes.of["H"] ** -0.5
+    return found if abs(found) >= LEAST_NORMAL else 0.0
 
 
 def probability(argument: str, x: Any, _: Sizes) -> float:
