@@ -74,6 +74,13 @@ def test_a_backend_gets_mixtures_of_what_it_declares(features: set[Feature]):
     )
 
 
+@pytest.mark.parametrize(("lacking", "largest"), [(None, 1), (Feature.GROUPED_HEADS, 8)])
+def test_levels_that_need_a_ring_or_grouped_heads_are_left_out_without_them(lacking: Feature | None, largest: int):
+    found = mixtures(ALL - {lacking}, largest, covers=2)
+    assert {one.placement.ring for one in found} == {1, 2, 3, 4, 8} & {*range(largest + 1)}
+    assert not any(one.placement.two_way for one in found)
+
+
 def test_a_backend_of_no_dtype_gets_none():
     assert mixtures(frozenset({Feature.CAUSAL})) == ()
 

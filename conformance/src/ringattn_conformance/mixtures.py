@@ -13,7 +13,7 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ringattn_core.contract.features import Feature
@@ -191,25 +191,36 @@ def _mixture(choice: Choice, number: int, cover: int, turns: Counter[tuple[int, 
     return Mixture(case, dataclasses.replace(placement, check_vma=number % 2 == 0), cover)
 
 
-def _targets(allowed: Mapping[str, Iterable[int]]) -> set[Target]:
+def _targets(allowed: Mapping[str, list[int]]) -> set[Target]:
     """What a cover must meet: all pairs of levels of two factors, and all triples of masks, that are possible."""
     pairs = itertools.combinations([(factor, one) for factor, levels in allowed.items() for one in levels], 2)
-    on = [(factor, levels[1]) for factor in MASKS if len(levels := list(allowed[factor])) > 1]
+    on = [(factor, levels[1]) for factor in MASKS if len(levels := allowed[factor]) > 1]
+    everywhere = _without_choice(allowed)
     every = itertools.chain(pairs, itertools.combinations(on, 3))
     return {
         frozenset(one)
         for one in every
-        if len(dict(one)) == len(one) and dict(one).keys() != _ENOUGH_APART and _possible(dict(one))
+        if len(dict(one)) == len(one) and dict(one).keys() != _ENOUGH_APART and _possible(everywhere | dict(one))
     }
 
 
 def _on_one_rank(allowed: Mapping[str, list[int]]) -> set[Target]:
     """The triples of a ring of one, a dtype, and an option that is on."""
     on = [(factor, levels[1]) for factor, levels in allowed.items() if len(levels) > 1]
+    everywhere = _without_choice(allowed)
     every = (
         frozenset((("ring", RING_OF_ONE), ("dtype", dtype), option)) for dtype in allowed["dtype"] for option in on
     )
-    return {one for one in every if RING_OF_ONE in allowed["ring"] and len(dict(one)) == 3 and _possible(dict(one))}
+    return {
+        one
+        for one in every
+        if RING_OF_ONE in allowed["ring"] and len(dict(one)) == 3 and _possible(everywhere | dict(one))
+    }
+
+
+def _without_choice(allowed: Mapping[str, list[int]]) -> Choice:
+    """The levels that every mixture has, because they are the only ones of their factors."""
+    return {factor: levels[0] for factor, levels in allowed.items() if len(levels) == 1}
 
 
 def _compiles_fast(target: Choice) -> bool:
@@ -238,7 +249,7 @@ def _filled(
     allowed: Mapping[str, list[int]], ordered: list[Target], missing: frozenset[Target], draw: random.Random
 ) -> Choice:
     """A choice that begins with a missing target, and takes for each factor in turn the level that meets most."""
-    choice: Choice = dict(draw.choice(ordered))
+    choice = _without_choice(allowed) | dict(draw.choice(ordered))
     factors = [factor for factor in allowed if factor not in choice]
     draw.shuffle(factors)
     for factor in factors:
