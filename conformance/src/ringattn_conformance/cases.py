@@ -283,7 +283,7 @@ ALONE: Final = (
     Case("dropout", dropout=0.3),
     Case("dropout-lse", lse=True, dropout=0.6, causal=True),
     Case("dropout-gqa", dropout=0.25, causal=True, **_GROUPED),
-    Case("fused-backward", fused_backward=True, causal=True, dtype="bfloat16"),
+    Case("fused-backward", fused_backward=True, causal=True, dtype="bfloat16", head_dim=192, value_dim=192),
     Case("precision", precision="default", core=True),
 )
 
