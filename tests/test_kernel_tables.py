@@ -151,7 +151,7 @@ def test_every_option_is_timed_beside_a_call_without_it(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(gpu_attention, "both_timings", timed)
     table, shape = gpu_attention.Table("xla", rounds=1), Shape(1, 32, 2, 2, 16)
-    table.cost("d16", gpu_attention.options(table, shape), {"bias": 1.4}, shape)
+    table.cost("d16", gpu_attention.options(table, shape, gpu_attention.OPTIONS), {"bias": 1.4}, shape)
     for part in gpu_attention.PARTS:
         for name, ratio in {"soft cap 30": 2.0, "bias": 3.0, "ALiBi": 4.0, "dropout 0.1": 5.0}.items():
             assert table.raw[f"d16, {name} {part}, sustained, over nothing"] == ratio

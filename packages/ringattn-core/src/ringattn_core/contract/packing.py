@@ -18,7 +18,7 @@ def pack(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
 
 
 def pack_to_send(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Packed:
-    """As `pack`, but faster on GPUs and without a derivative: the engine writes its backward pass by hand."""
+    """`pack` of keys `k` and values `v`, faster on GPUs, without a derivative: the engine has its own backward pass."""
     return jax.lax.platform_dependent(k, v, cuda=_in_pairs, default=pack)
 
 
