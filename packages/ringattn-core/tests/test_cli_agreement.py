@@ -188,13 +188,12 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
 
 
 def test_separate_sends_of_a_kernel_are_in_the_analysis() -> None:
-    """In float32: XLA on a CPU widens sends of half precision that are not packed as integers in a parcel."""
     with discovery.registered(SEPARATE, SeparateSends()):
-        found = analysis.analyse(REQUESTS["causal"], "cpu", "separate")
-        text = program(REQUESTS["causal"], gradients=True, backend="separate")
+        found = analysis.analyse(REQUESTS["bfloat16"], "cpu", "separate")
+        text = program(REQUESTS["bfloat16"], gradients=True, backend="separate")
     assert not any("with" in row["what"] for row in found.sent)
     assert moved(text, "collective-permute") == messages(found)
-    together = explained("causal")
+    together = explained("bfloat16")
     assert any("with" in row["what"] for row in together.sent)
     sums = [sum(size * times for size, times in messages(x).items()) for x in (found, together)]
     assert sums[0] == sums[1]

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from ..contract import ordering
 from ..contract.packing import Packed
@@ -20,10 +21,20 @@ Wires = tuple[parcels.Wire, ...]
 
 def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int, outer: bool = False) -> Wires:
     """Sends each array `shift` steps in its direction, along the inner or outer ring; returns the arrays received."""
-    return tuple(
-        axes.permuted(x, ring.axis, ring.plan.pairs(each.signed(shift), outer))
-        for each, x in zip(directions, wires, strict=True)
-    )
+    return tuple(_permuted(ring, x, each.signed(shift), outer) for each, x in zip(directions, wires, strict=True))
+
+
+def _permuted(ring: Ring, x: jax.Array, shift: int, outer: bool) -> jax.Array:
+    send = functools.partial(axes.permuted, axis=ring.axis, pairs=ring.plan.pairs(shift, outer))
+    if x.dtype in (jnp.float32, jnp.uint16):
+        return send(x)
+
+    def as_integers(x: jax.Array) -> jax.Array:
+        return parcels.from_wire(send(parcels.to_wire(x)), x.dtype)
+
+    if not axes.bound(ring.axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound
+        return as_integers(x)
+    return jax.lax.platform_dependent(x, tpu=send, default=as_integers)
 
 
 def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
