@@ -211,6 +211,17 @@ def test_a_distribution_without_metadata_hides_no_backend(install: Any, tmp_path
     assert str(found["bad"].error).startswith("backend 'bad' of an unknown distribution is broken")
 
 
+def test_metadata_that_cannot_be_read_hides_no_backend(install: Any, log: Any, tmp_path: Path) -> None:
+    install("made-good", {"good": "good_plugin:BACKEND"}, {"good_plugin": GOOD})
+    install("made-bad", {}, {})
+    (entry_points,) = (tmp_path / "made-bad").glob("*/entry_points.txt")
+    entry_points.write_bytes(b"[ringattn.backends]\n\xff\xfe = nonsense\n")
+    discovery.clear()
+    assert list(discovery.registrations()) == ["good"]
+    (record,) = log.records
+    assert record.getMessage().startswith("the entry points of made-bad cannot be read: UnicodeDecodeError")
+
+
 def test_an_interrupt_is_no_broken_backend(install: Any) -> None:
     install("made-bad", {"bad": "bad_plugin:BACKEND"}, {"bad_plugin": "raise KeyboardInterrupt"})
     with pytest.raises(KeyboardInterrupt):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -17,10 +18,12 @@ from ..errors import (
     DuplicateBackendError,
     InputError,
     RingAttnError,
+    in_one_line,
 )
 from .descriptor import defect_of
 
 GROUP: Final = "ringattn.backends"
+_logger: Final = logging.getLogger("ringattn")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,10 +192,27 @@ def _installed() -> dict[str, Registration]:
     by_name: dict[str, list[Any]] = {}
     # Not `importlib_metadata`: importing it replaces the finder of the whole process, and its first lookup imports
     # support for zip files. Discovery takes 11 ms with it and 2 ms without (`benchmarks/import_time.py`).
-    # Metadata that cannot be decoded raise here, as they do in JAX, which looks for plugins in the same way.
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    try:
+        entries = list(importlib.metadata.entry_points(group=GROUP))
+    except Exception:  # a distribution has unreadable metadata: leave that one out
+        entries = _readable_entry_points()
+    for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
     return {name: _registration(name, entries) for name, entries in by_name.items()}
+
+
+def _readable_entry_points() -> list[Any]:
+    """The entry points of distributions with readable metadata; of two with the same name, the first on the path."""
+    found: dict[Any, list[Any]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = None
+        try:
+            name = distribution.metadata["Name"]
+            if name not in found:
+                found[name] = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        except Exception as error:
+            _logger.warning("the entry points of %s cannot be read: %s", name or "a distribution", in_one_line(error))
+    return [entry for entries in found.values() for entry in entries]
 
 
 def _registration(name: str, entries: list[Any]) -> Registration:
