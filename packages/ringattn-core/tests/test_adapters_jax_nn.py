@@ -230,6 +230,7 @@ def test_a_kernel_of_jax_nn_is_no_backend_and_no_advice_names_what_is_installed(
         dot_product_attention(*operands(), implementation="cudnn")
     advised = str(caught.value).partition("pip install")[2]
     assert not any(f"ringattn-{name}" in advised for name in registrations()), "advice to install what is installed"
+    assert caught.value.__notes__[0].startswith("Here implementation names a ring backend; the kernels of jax.nn")
 
 
 class TestWhatItRefuses:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax.nn.dot_product_attention` over a ring: the same names, defaults and results, and the options of the ring."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Unpack
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..call.attention import ring_attention
-from ..errors import InputError
+from ..errors import BackendNotFoundError, InputError
 from .masks import global_length, with_masks
 from .options import RingOptions, adapter_names, checked
 
@@ -57,7 +58,7 @@ def dot_product_attention(
     keys = _within("key_value_seq_lengths", key_value_seq_lengths, batch, global_length(k_length, options))
     shape, (added, allowed) = (batch, q_length, k_length), (None if x is None else _four_axes(x) for x in (bias, mask))
     options = with_masks(options, shape, added, allowed, queries, keys)
-    with adapter_names(RENAMED):
+    with adapter_names(RENAMED), _explain_implementation():
         result = ring_attention(
             q, k, v, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
             backend=implementation, return_lse=return_residual, **options,
@@ -68,6 +69,17 @@ def dot_product_attention(
     out, lse = result
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(k.dtype))
     return out.reshape(*leading, -1), residual.reshape(leading)
+
+
+@contextlib.contextmanager
+def _explain_implementation() -> Iterator[None]:
+    try:
+        yield
+    except BackendNotFoundError as error:
+        error.add_note(
+            "Here implementation names a ring backend; the kernels of jax.nn, 'cudnn' too, run on one device."
+        )
+        raise
 
 
 def _four_axes(x: Any) -> jax.Array:
