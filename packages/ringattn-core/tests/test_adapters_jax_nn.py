@@ -225,7 +225,7 @@ def test_implementation_names_a_backend_of_the_ring():
     np.testing.assert_array_equal(got, dot_product_attention(*operands(), is_causal=True))
 
 
-def test_a_kernel_of_jax_nn_is_no_backend_and_no_advice_names_what_is_installed():
+def test_a_kernel_of_jax_nn_is_no_backend_and_the_error_says_so():
     with pytest.raises(errors.BackendNotFoundError, match="no ring-attention backend 'cudnn'") as caught:
         dot_product_attention(*operands(), implementation="cudnn")
     advised = str(caught.value).partition("pip install")[2]

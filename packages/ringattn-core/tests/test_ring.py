@@ -127,7 +127,10 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
 
 
 def kernels_before(jaxpr: Any) -> tuple[list[set[int]], list[set[int]]]:
-    """The numbers of the kernels that each permute of a program depends on, and those that each kernel's keys do."""
+    """Two lists of sets of kernels, which are numbered in the order of the program.
+
+    The first list has the kernels that each permute waits for, the second those that the keys of each kernel wait for.
+    """
     waits: dict[Any, set[int]] = {}
     sends, keys = [], []
     for equation in jaxpr.eqns:

@@ -68,7 +68,7 @@ def ring_attention(
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths. See `ringattn_core.masks`.
         chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.
-        logits_soft_cap: Scores become `cap * tanh(score / cap)`.
+        logits_soft_cap: Scores become `cap * tanh(score / cap)`. A cap is at most 1e30.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
