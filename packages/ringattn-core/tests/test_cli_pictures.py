@@ -180,7 +180,7 @@ def test_two_directions_are_rows_of_one_hop_and_count_half(capsys, tmp_path: Pat
 def test_as_json_it_has_the_tables_of_the_text(found: CallAnalysis, capsys) -> None:
     assert main([*CALL, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    of_plans = {name: said.pop(name) for name in ("plans", "steps", "auto", "device")}
+    of_plans = {name: said.pop(name) for name in ("plans", "steps", "auto", "auto_forward", "device")}
     assert said == json.loads(json.dumps(report.as_json(found)))
     assert of_plans["auto"] in [plan["plan"] for plan in of_plans["plans"]] and of_plans["device"]["name"] == "cpu"
     assert said["choice"] == "xla" and said["call"]["query"] == [1, 64, 4, 8] and said["call"]["causal"] is True

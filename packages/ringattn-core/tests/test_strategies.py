@@ -5,12 +5,18 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from ringattn_conformance import case_inputs, tolerances
 from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, answer_of, place, with_gradients
+from ringattn_core import remat_policy, ring_attention
+from ringattn_core.call import dispatch
 from ringattn_core.contract import packing
+from ringattn_core.contract.call import Call
+from ringattn_core.errors import DerivativeError
 from traced_calls import forget_traced_calls
 
 OUTER, INNER = "outer", "inner"
@@ -108,3 +114,77 @@ def test_over_two_axes_ulysses_goes_over_the_inner_and_the_ring_over_the_outer(c
 )
 def test_over_two_axes_a_ring_has_two_levels(case: Case, placement: Placement, outer: int):
     agrees(case, placement, outer)
+
+
+@pytest.fixture
+def ring_and_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes "auto" the ring, and Ulysses where a call is differentiated."""
+
+    def settled(registration: Any, call: Call) -> tuple[str, str]:
+        return ("ring", "ulysses") if call.strategy == "auto" else (call.strategy, call.strategy)
+
+    monkeypatch.setattr(dispatch, "settled", settled)
+
+
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        (SCORES, Placement(2, "striped", data=2, heads=2, strategy="auto")),
+        (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="auto")),
+        (BROADCAST, Placement(4, strategy="auto")),
+        (MASKS, Placement(8, "zigzag", strategy="auto")),
+    ],
+    ids=str,
+)
+def test_gradients_are_right_where_auto_differs_for_them(case: Case, placement: Placement, ring_and_ulysses: None):
+    agrees(case, placement)
+
+
+def collectives(loss: Any, *operands: Any) -> tuple[int, int]:
+    """How many permutes and how many all-to-alls the program has."""
+    text = str(jax.make_jaxpr(loss)(*operands))
+    return text.count("ppermute["), text.count("all_to_all[")
+
+
+def causal_loss(mesh: Mesh, strategy: str) -> Any:
+    """A loss of queries, keys and values."""
+    call = functools.partial(ring_attention, mesh=mesh, axis_name="sp", strategy=strategy, causal=True)
+    return lambda *operands: jnp.sum(call(*operands) ** 2)
+
+
+def gradients(loss: Any) -> Any:
+    return jax.grad(loss, (0, 1, 2))
+
+
+def test_auto_runs_its_second_strategy_only_where_it_is_differentiated(ring_and_ulysses: None):
+    loss = functools.partial(causal_loss, jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,)))
+    operands = [jax.random.normal(jax.random.key(n), (2, 64, 4, 8)) for n in range(3)]
+
+    def kept(strategy: str) -> Any:
+        return jax.checkpoint(loss(strategy), policy=remat_policy())
+
+    assert collectives(loss("auto"), *operands) == collectives(loss("ring"), *operands)
+    for one in (loss, kept):
+        of_auto, of_ulysses = (collectives(gradients(one(name)), *operands) for name in ("auto", "ulysses"))
+        assert of_auto == of_ulysses and of_auto[0] == 0, one
+
+
+def test_transformations_work_where_auto_differs_for_gradients(ring_and_ulysses: None):
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
+    loss, operands = functools.partial(causal_loss, mesh), jax.random.normal(jax.random.key(0), (3, 2, 1, 64, 4, 8))
+
+    def each(strategy: str) -> Any:
+        return jax.vmap(gradients(loss(strategy)))
+
+    def summed(strategy: str) -> Any:
+        return gradients(lambda *operands: jnp.sum(jax.vmap(loss(strategy))(*operands)))
+
+    with jax.set_mesh(mesh):
+        for one in (each, summed):
+            got, right = one("auto")(*operands), one("ring")(*operands)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, right)
+        single = tuple(operands[:, 0])
+        with pytest.raises(DerivativeError, match="forward mode"):
+            jax.jvp(loss("auto"), single, single)
+        with pytest.raises(DerivativeError, match="differentiated again"):
+            jax.grad(lambda *operands: jnp.sum(gradients(loss("auto"))(*operands)[0]))(*single)

@@ -46,11 +46,11 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Its gradient raises if the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
-    call = settled(registration, call)
+    strategies = settled(registration, call)
     if backend.kernel is None:
         result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
-        result = run(registration, call)
+        result = run(registration, call, *strategies)
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
 
 

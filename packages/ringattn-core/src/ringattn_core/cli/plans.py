@@ -21,11 +21,16 @@ _HIDES: Final = {True: "yes", False: "no", None: None}
 
 @dataclasses.dataclass(frozen=True)
 class Reckoning:
-    """The costs of all plans on a device. The call asks for the plan `asked`; "auto" would take the plan `auto`."""
+    """The costs of all plans on a device.
+
+    The call asks for the plan `asked`. "auto" would take the plan `auto` for a call that is differentiated, and
+    `auto_forward` for one that is not.
+    """
 
     device: Device
     plans: tuple[Cost, ...]
     asked: Cost
+    auto_forward: Cost
     auto: Cost
 
 
@@ -71,7 +76,8 @@ def reckoning(found: CallAnalysis, device: Device, strategy: str) -> Reckoning:
         device = with_measured(device, kind, found.choice)
     refusals = choose.refused_by(chosen, options.get("causal", False), options["layout"], mixed)
     plans = choose.reckoned(found.for_plans, device, inner, refusals)
-    return Reckoning(device, plans, choose.by_name(plans, strategy), choose.cheapest(plans))
+    auto = choose.fastest(plans, may_differ="bias" not in found.call.floating)
+    return Reckoning(device, plans, auto[1] if strategy == "auto" else choose.by_name(plans, strategy), *auto)
 
 
 def report(found: Reckoning) -> Iterator[Any]:
@@ -90,7 +96,8 @@ def report(found: Reckoning) -> Iterator[Any]:
 def as_json(found: Reckoning) -> dict[str, Any]:
     """Plain data: the tables, the constants, and what "auto" takes."""
     device = {**vars(found.device), "near": vars(found.device.near), "far": vars(found.device.far)}
-    return {"plans": costs(found), "steps": steps(found), "auto": _name(found.auto), "device": device}
+    auto = {"auto": _name(found.auto), "auto_forward": _name(found.auto_forward)}
+    return {"plans": costs(found), "steps": steps(found), **auto, "device": device}
 
 
 def no_constants(platform: str) -> Iterator[Any]:
@@ -162,9 +169,12 @@ def _choice(found: Reckoning) -> str:
     if auto.refusal:
         return f"No plan fits; strategy='auto' takes {_name(auto)}, which needs the least memory."
     taken = f"strategy='auto' takes {_name(auto)}"
+    if found.auto_forward is not auto:
+        taken += f" with gradients, and {_name(found.auto_forward)} for a forward pass alone"
     if auto is asked or asked.refusal:
         return f"{taken}."
-    return f"{taken}: {Seconds(auto.seconds)} for both passes, and {_name(asked)} takes {Seconds(asked.seconds)}."
+    times = f"{Seconds(auto.seconds)} with {_name(auto)}, {Seconds(asked.seconds)} with {_name(asked)}"
+    return f"{taken}. Both passes take {times}."
 
 
 def _name(plan: Cost) -> str:

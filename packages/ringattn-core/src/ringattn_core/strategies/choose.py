@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which strategy "auto" is: that of the cheapest plan, by the cost model, which the call and the backend allow."""
+"""Which strategies "auto" takes: those of the fastest plans, by the cost model, that call and backend allow."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,25 +21,23 @@ from .measured import with_measured
 from .ulysses import misfit
 from .work import Work, visible_pairs
 
-_NEARLY_EQUAL: Final = 1.03
-"""A plan that takes up to this many times as long as the fastest may be chosen for its forward pass."""
 _NONE: Final[Mapping[str, str]] = {}
 
 
-def settled(registration: Registration, call: Call) -> Call:
-    """The call of one shard, with the strategy that runs it. Raises if the call or the backend rules it out.
+def settled(registration: Registration, call: Call) -> tuple[str, str]:
+    """The strategy that runs the call of one shard, and the one that runs it where it is differentiated.
 
-    "auto" becomes the strategy of the cheapest plan, or "ring" on a device for which the cost model has no constants.
-    On one rank every strategy becomes "ring". Only shapes and static options decide, so all ranks decide alike. Segment
-    ids, dense masks and the caller's positions are unknown while a call is traced; the costs are those of a call in
-    which they mask nothing out.
+    They differ only for "auto", which takes the strategies of the `fastest` plans, or "ring" on a device for which the
+    cost model has no constants. Raises if the call or the backend rules the strategy out. On one rank every strategy
+    becomes "ring". Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks and the
+    caller's positions are unknown while a call is traced; the costs are those of a call in which they mask nothing out.
     """
     if call.strategy == "ring":
-        return call
+        return "ring", "ring"
     axis = call.axis_name or ()
     ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
     if ranks == 1:
-        return dataclasses.replace(call, strategy="ring")
+        return "ring", "ring"
     refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
     if call.strategy == "ulysses":
         why = misfit(call.query.shape[2], call.key.shape[2], inner, ranks // inner, call.two_way)
@@ -48,14 +46,16 @@ def settled(registration: Registration, call: Call) -> Call:
         fact = f"{call.strategy!r} cannot run this call: {refusals[call.strategy]}"
         raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
     if call.strategy != "auto":
-        return call
+        return call.strategy, call.strategy
     kind = device_of(None, (call.query, call.key, call.value)).device_kind
     device = of_kind(kind)
     if device is None:
-        return dataclasses.replace(call, strategy="ring")
+        return "ring", "ring"
     device = with_measured(device, kind, registration.name)
     plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
-    return dataclasses.replace(call, strategy=cheapest(plans).strategy)
+    of_shards = axes.manual().issuperset(axis)
+    forward, differentiated = fastest(plans, may_differ=of_shards and call.bias is None)
+    return forward.strategy, differentiated.strategy
 
 
 def refused_by(registration: Registration | None, causal: bool, layout: str, mixed: bool) -> dict[str, str]:
@@ -101,24 +101,24 @@ def reckoned(
     return tuple(_fitting(plan, device) for plan in plans)
 
 
-def cheapest(plans: Sequence[Cost]) -> Cost:
-    """The plan with the shortest forward pass among those within 3% of the shortest forward and backward pass together.
+def fastest(plans: Sequence[Cost], may_differ: bool) -> tuple[Cost, Cost]:
+    """The plan with the shortest forward pass, and that with the shortest forward and backward pass together.
 
-    The forward pass decides because a call cannot know, while it is traced, whether it will be differentiated. Of equal
-    plans the first one is taken. If the call can use none of them, it is the plan that needs the least memory, because
-    the model may be wrong.
+    They are both the second one unless they `may_differ`. A call whose strategy depends on whether it is differentiated
+    cannot tell whether its bias is held fixed, so with a bias it would always compute that gradient; and where a `vmap`
+    plays the ranks, JAX cannot transpose the exchange of heads then. Of equal plans the first one is taken. If the call
+    can use none of them, it is the plan that needs the least memory, because the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
-    if usable:
-        longest = _NEARLY_EQUAL * min(plan.seconds for plan in usable)
-        return min((plan for plan in usable if plan.seconds <= longest), key=lambda plan: cost.total(plan.forward))
-    return min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)
+    if not usable:
+        usable = [min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)]
+    both = min(usable, key=lambda plan: plan.seconds)
+    forward = min(usable, key=lambda plan: cost.total(plan.forward))
+    return (forward if may_differ else both), both
 
 
 def by_name(plans: Sequence[Cost], name: str) -> Cost:
-    """The plan of this strategy; for "auto" the cheapest. On one device there is one plan for all strategies."""
-    if name == "auto":
-        return cheapest(plans)
+    """The plan of this strategy. On one device there is one plan for all strategies."""
     return next((plan for plan in plans if plan.strategy == name), plans[0])
 
 

@@ -2,7 +2,10 @@
 """Runs the call of one shard by its strategy, on a backend with a block kernel."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
@@ -12,8 +15,23 @@ from ..tuning.choice import with_parameters
 from . import ulysses
 
 
-def run(registration: Registration, call: Call) -> Any:
-    """The output of one shard, or `(out, lse)`. The strategy of the call is `settled`."""
+def run(registration: Registration, call: Call, usual: str, differentiated: str) -> Any:
+    """The output of one shard, or `(out, lse)`, by the strategy `usual`, or by the other where it is differentiated."""
+
+    def by(strategy: str) -> Callable[[Call], Any]:
+        return lambda call: _run(registration, dataclasses.replace(call, strategy=strategy))
+
+    return (by(usual) if usual == differentiated else by_need(by(usual), by(differentiated)))(call)
+
+
+def by_need(usual: Callable[[Any], Any], differentiated: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function that is `usual`, but where it is differentiated computes and differentiates `differentiated`."""
+    both = jax.custom_vjp(usual)
+    both.defvjp(lambda x: jax.vjp(differentiated, x), lambda pullback, cotangents: pullback(cotangents))
+    return both
+
+
+def _run(registration: Registration, call: Call) -> Any:
     kernel = registration.implementation()
     if call.strategy == "ulysses":
         moved = ulysses.by_heads(call)
