@@ -126,16 +126,11 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
     assert large <= one + 2.6 * packed * (2 if gradient else 1)
 
 
-def kernels_before(jaxpr: Any, heads: int) -> tuple[list[set[int]], list[set[int]]]:
+def kernels_before(jaxpr: Any) -> tuple[list[set[int]], list[set[int]]]:
     """Two lists of sets of kernels, which are numbered in the order of the program.
 
     The first list has the kernels that each permute waits for, the second those that the keys of each kernel wait for.
-    Keys are packed, or an array with `heads` heads.
     """
-
-    def are_keys(x: Any) -> bool:
-        return x.aval.ndim == 5 or (x.aval.ndim == 4 and x.aval.shape[2:] == (heads, H))
-
     waits: dict[Any, set[int]] = {}
     sends, keys = [], []
     for equation in jaxpr.eqns:
@@ -145,7 +140,7 @@ def kernels_before(jaxpr: Any, heads: int) -> tuple[list[set[int]], list[set[int
             sends.append(needed)
         if equation.primitive.name == "custom_vmap_call":
             needed |= {len(keys)}
-            keys.append(set().union(*(waits.get(x, set()) for x in inputs if are_keys(x))))
+            keys.append(set().union(*(waits.get(x, set()) for x in inputs if x.aval.ndim == 5)))
         waits |= dict.fromkeys(equation.outvars, needed)
     return sends, keys
 
@@ -155,9 +150,8 @@ def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(
     """So any scheduler may hide the sends of a hop behind its kernels, in both passes."""
     program = jax.make_jaxpr(differentiated(4, two_way=two_way, causal=True))(*arrays(16))
     bodies = {id(body): body for e in equations(program.jaxpr) for body in jaxprs_in_params(e.params)}
+    forward, backward = (found for body in bodies.values() if any((found := kernels_before(body))[0]))
     ways = 2 if two_way else 1
-    found = [kernels_before(body, K // ways) for body in bodies.values()]
-    forward, backward = (each for each in found if any(each[0]))
     before = [set(range(ways * hop)) for hop in range(4) for _ in range(ways)]
     assert forward[0] == before[: 3 * ways]
     assert backward[0] == [*before[:ways], *before]

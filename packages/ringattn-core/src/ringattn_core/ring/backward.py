@@ -19,7 +19,7 @@ from . import batching, hops, parcels
 from .blocks import BY_COLUMN, Ring, block, in_block_form, source, static_masks
 from .directions import CALL_NAMES, Direction, Sum, halved, joined, joined_sums, parts, split
 from .forward import Residuals, sinks_of
-from .sends import Keys, Wires, after, after_hop, own_keys, permuted, wire
+from .sends import Wires, after, after_hop, permuted, wire
 from .whole_keys import own_gradients, whole_keys
 
 SUMMED: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
@@ -118,9 +118,9 @@ class _Pass:
         and the other half while the last gradients arrive.
         """
         plan, sums = self.ring.plan, tuple(self._zeros(direction) for direction in self.directions)
+        first, early, gradients = self._own_keys([dout]), None, None
         if len(plan.offsets) == 1:
-            return self.hop(own_keys(self.directions), None, sums, 0, None, None)[1:]
-        first, early, gradients = self._packed_keys([dout]), None, None
+            return self.hop(first, None, sums, 0, None, None)[1:]
         ahead = first if plan.outer == 1 else permuted(self.ring, self.directions, first, 1, outer=True)
         wires = permuted(self.ring, self.directions, ahead, plan.shifts[0])
         if plan.halves(len(self.directions) * self.directions[0].call.key.shape[2]):
@@ -165,9 +165,9 @@ class _Pass:
             _, following, arrived, sums = self._sent(keys or (), keys or (), gradients, sums, ahead, back, outer=True)
         behind, sums = self._visitors(wires, sums, base)
         if keys is None:
-            keys, leaving, onward = own_keys(self.directions), None, None
+            keys, leaving, onward = self._own_keys([each["q"] for each in sums]), None, None
         else:
-            leaving, onward = following or self._packed_keys([each["q"] for each in sums]), plan.shifts[0]
+            leaving, onward = following or self._own_keys([each["q"] for each in sums]), plan.shifts[0]
         wires, mine, sums = self.hop(keys, behind, sums, base, onward, plan.homeward, early, leaving)
         return following, wires, _total(mine, arrived), sums
 
@@ -180,7 +180,7 @@ class _Pass:
 
     def hop(
         self,
-        wires: Keys,
+        wires: Wires,
         behind: KeyGradients | None,
         sums: Sums,
         offset: Any,
@@ -207,14 +207,14 @@ class _Pass:
 
     def _sent(
         self,
-        wires: Keys,
+        wires: Wires,
         leaving: Wires | None,
         behind: KeyGradients | None,
         sums: Sums,
         onward: int | None,
         back: int | None,
         outer: bool = False,
-    ) -> tuple[Keys, Any, Any, Sums]:
+    ) -> tuple[Wires, Any, Any, Sums]:
         """Sends keys by `onward` steps, and the gradients in `behind` by `back` steps.
 
         It sends the keys in `leaving`, or those in `wires` if that is `None`. All sends wait for the kernels of the hop
@@ -238,19 +238,19 @@ class _Pass:
     def _sent_apart(
         self,
         send: Callable[..., Wires],
-        wires: Keys,
-        leaving: Keys,
+        wires: Wires,
+        leaving: Wires,
         behind: KeyGradients | None,
         done: list[jax.Array],
         onward: int | None,
         back: int | None,
-    ) -> tuple[Keys, Wires | None, KeyGradients | None]:
+    ) -> tuple[Wires, Wires | None, KeyGradients | None]:
         """Sends keys and gradients as two arrays. Waits for the keys first, because the next hop needs them first."""
         ring = self.ring
         following = None if onward is None else send(leaving, onward)
         if back is None or behind is None:
             return wires, following, None
-        behind = tuple(after(ring, x, [*done, *jax.tree.leaves(leaving)]) for x in behind)
+        behind = tuple(after(ring, x, [*done, *leaving]) for x in behind)
         arrived = send(behind, back)
         if following is not None:
             arrived = tuple(after(ring, x, following) for x in arrived)
@@ -259,23 +259,24 @@ class _Pass:
             wires = tuple(after(ring, x, behind) for x in wires)
         return wires, following, arrived
 
-    def _visit(self, direction: Direction, rows: Rows, x: Any, sums: Sum, offset: Any) -> tuple[jax.Array, Sum]:
+    def _visit(
+        self, direction: Direction, rows: Rows, x: parcels.Wire, sums: Sum, offset: Any
+    ) -> tuple[jax.Array, Sum]:
         """Runs the kernel on one block. Returns its dk,dv, packed, and the sums: with its dq, and the others added."""
         kv = parcels.from_wire(x, direction.call.key.dtype)
         # The keys wait for the kernels of the hop before, and the first kernel has no dq to wait for.
-        visited = block(self.ring, after_hop(direction, jax.tree.leaves(x)[0]), kv, offset)
+        visited = block(self.ring, after_hop(direction, x), kv, offset)
         visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums.get("q"))
         return packing.pack(found.dk, found.dv), self._added(sums, found, source(self.ring, direction, offset))
 
-    def _own_half(self, half: int, wires: Keys, sums: Sums) -> tuple[KeyGradients, Sums]:
+    def _own_half(self, half: int, wires: Wires, sums: Sums) -> tuple[KeyGradients, Sums]:
         """The key gradients of the first or second half of the heads of this rank's own keys."""
         mine, added = [], []
         for direction, rows, x, before in self._each(wires, sums):
             share = split((direction.sign, direction.sign), direction.call, direction.location)[half]
             halves = halved(before)
-            keys = jax.tree.map(lambda each: parts(each, -2, 2)[half], x)
-            made, halves[half] = self._visit(share, rows.parts(2)[half], keys, halves[half], 0)
+            made, halves[half] = self._visit(share, rows.parts(2)[half], parts(x, -2, 2)[half], halves[half], 0)
             for each in halves:  # if these are the first kernels, the other half has no dq yet
                 each.setdefault("q", jnp.zeros_like(halves[half]["q"]))
             mine.append(made)
@@ -295,9 +296,9 @@ class _Pass:
         # The kernel has continued dq.
         return {name: added(name, total) for name, total in sums.items() if name != "q"} | {"q": found.dq}
 
-    def _packed_keys(self, tokens: list[jax.Array]) -> Wires:
+    def _own_keys(self, tokens: list[jax.Array]) -> Wires:
         """This rank's K,V, packed anew at each call: keeping them from the first hop to the last would cost memory."""
-        pairs = after(self.ring, own_keys(self.directions), tokens)
+        pairs = [[after(self.ring, x, tokens) for x in (each.call.key, each.call.value)] for each in self.directions]
         return tuple(wire(self.ring, packing.pack_to_send(k, v)) for k, v in pairs)
 
     def _zeros(self, direction: Direction) -> Sum:
@@ -306,11 +307,11 @@ class _Pass:
         zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in given.items() if x is not None}
         return align(zeros, axes_of(direction.call, direction.location))
 
-    def _each(self, wires: Keys, sums: Sums) -> Any:
+    def _each(self, wires: Wires, sums: Sums) -> Any:
         return zip(self.directions, self.rows, wires, sums, strict=True)
 
 
-def _parcel(send: Callable[..., Wires], leaving: Keys, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
+def _parcel(send: Callable[..., Wires], leaving: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
     """Sends keys and the gradients behind them as one array."""
     parcel = tuple(parcels.join(x, late) for x, late in zip(leaving, behind, strict=True))
     following, arrived = zip(*map(parcels.split, send(parcel, shift)), strict=True)

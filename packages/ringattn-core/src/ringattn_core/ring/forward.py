@@ -19,7 +19,7 @@ from . import batching, hops, parcels
 from .blocks import Ring, block, gathered
 from .directions import Direction, Location, joined, split
 from .remat import LSE_NAME, OUT_NAME
-from .sends import Wires, after, after_hop, own_keys, permuted, wire
+from .sends import Wires, after, after_hop, permuted, wire
 from .whole_keys import whole_keys
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
@@ -93,20 +93,16 @@ class _Pass:
         """
         wires = self._after_hop(wires, partials)
         following = wires if shift is None else permuted(self.ring, self.directions, wires, shift)
-        before, keys = partials, wires
-        if partials is None:
-            # Own keys are packed to be sent only. They wait for that, so that the send is issued before the kernels.
-            before, keys = [None] * len(wires), own_keys(self.directions)
-            keys = keys if shift is None else tuple(after(self.ring, pair, wires) for pair in keys)
-        made = [self.visit(*each, offset) for each in zip(self.directions, keys, before, strict=True)]
+        before = partials or [None] * len(wires)
+        made = [self.visit(*each, offset) for each in zip(self.directions, wires, before, strict=True)]
         return following, tuple(made)
 
     def _after_hop(self, wires: Wires, partials: Partials | None) -> Wires:
         """The keys, ordered after the kernels of the hop before."""
         return tuple(after(self.ring, x, [partial.lse for partial in partials or ()]) for x in wires)
 
-    def visit(self, direction: Direction, x: Any, partial: Partial | None, offset: Any) -> Partial:
-        """Continues the partial result of one direction with the keys in `x`, packed or a pair."""
+    def visit(self, direction: Direction, x: parcels.Wire, partial: Partial | None, offset: Any) -> Partial:
+        """Continues the partial result of one direction with the keys in `x`."""
         here = direction if partial is None else after_hop(direction, partial.lse)
         kv = parcels.from_wire(x, direction.call.key.dtype)
         return self.kernel(block(self.ring, here, kv, offset), partial)

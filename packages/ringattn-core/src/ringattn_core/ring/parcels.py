@@ -22,10 +22,8 @@ def to_wire(kv: Packed) -> Wire:
     return kv if kv.dtype == jnp.float32 else jax.lax.bitcast_convert_type(kv, jnp.uint16)
 
 
-def from_wire(wire: Any, dtype: Any) -> Any:
-    """The inverse of `to_wire`, bit for bit. A pair of keys and values, which has not travelled, stays as it is."""
-    if isinstance(wire, tuple):
-        return wire
+def from_wire(wire: Wire, dtype: Any) -> Packed:
+    """The inverse of `to_wire`, bit for bit."""
     return wire if wire.dtype == dtype else jax.lax.bitcast_convert_type(wire, dtype)
 
 

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,6 @@ from .directions import Direction
 
 Wires = tuple[parcels.Wire, ...]
 """One packed array for each direction round the ring."""
-Pairs = tuple[tuple[jax.Array, jax.Array], ...]
-"""Keys and values for each direction round the ring, not packed."""
-Keys = Wires | Pairs
-"""What the kernels of a hop read."""
 
 
 def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int, outer: bool = False) -> Wires:
@@ -42,15 +37,9 @@ def _permuted(ring: Ring, x: jax.Array, shift: int, outer: bool) -> jax.Array:
     return jax.lax.platform_dependent(x, tpu=send, default=as_integers)
 
 
-def after(ring: Ring, x: Any, tokens: Iterable[jax.Array]) -> Any:
-    """The array or arrays `x`, ordered after every token: what reads them starts when all tokens are computed."""
-    tokens = tuple(tokens)
-    return jax.tree.map(lambda each: functools.reduce(ordering.of(ring.kernel), tokens, each), x)
-
-
-def own_keys(directions: Sequence[Direction]) -> Pairs:
-    """This rank's keys and values. Kernels read them where they are; they are packed only to be sent."""
-    return tuple((each.call.key, each.call.value) for each in directions)
+def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
+    """`x`, ordered after every token: nothing that reads the result starts before all of them are computed."""
+    return functools.reduce(ordering.of(ring.kernel), tokens, x)
 
 
 def after_hop(direction: Direction, token: jax.Array) -> Direction:
@@ -63,5 +52,8 @@ def after_hop(direction: Direction, token: jax.Array) -> Direction:
 
 
 def wire(ring: Ring, kv: Packed) -> parcels.Wire:
-    """K,V as the engine carries them from hop to hop: in their own dtype, or, for parcels, as `to_wire` has them."""
-    return parcels.to_wire(kv) if ring.plan.joint else kv
+    """K,V as the engine carries them from hop to hop: in their own dtype, or, for parcels, as `to_wire` has them.
+
+    The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
+    """
+    return parcels.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)
