@@ -8,6 +8,7 @@ some percent, and a ring is as fast as its slowest.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,8 @@ def main() -> None:
                 pairs = sizes[name] ** 2 / 2 / (1 if name in ("alone", "apart") else ranks)
                 rates[name] = 4 * arguments.heads * arguments.head_size * pairs * work / 1e12 / seconds
                 raw[f"{tokens} tokens, {part}: {name}, TFLOP/s of a GPU"] = rates[name]
+            measured = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+            print(f"{tokens} tokens, {part}, TFLOP/s of a GPU: {measured}", file=sys.stderr, flush=True)
             target = 0.8 if tokens < 65536 else 0.9
             what = f"{tokens} tokens, {part}: ring over"
             claims.append(Claim(f"{what} alone", rates["ring"] / rates["alone"], ">=", target, "x"))
