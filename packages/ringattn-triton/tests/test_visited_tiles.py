@@ -116,7 +116,7 @@ def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int
     rows = bitmap(groups, columns)
     of_few, of_many = rows, Tiles(*(jnp.concatenate([x] * 12, 1)[:, : 3 * RANK_ROWS + 5] for x in rows))
     for found in (of_few, of_many, Tiles(*(x[:, :1] for x in rows))):
-        _, _, ranks, _ = of_bitmap(found, False, True, False, False, ranked=True)
+        ranks = of_bitmap(found, False, True, False, False, ranked=True).ranks
         seen = np.asarray(found.some, int)
         np.testing.assert_array_equal(ranks, np.cumsum(seen, 1) - seen)
 
@@ -124,7 +124,7 @@ def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int
 @pytest.mark.parametrize("ranked", [False, True])
 @pytest.mark.parametrize("count", [1, 2, ELEMENTS, 3 * ELEMENTS + 1, 100 * ELEMENTS])
 def test_as_many_counters_as_asked_for_are_zero(count: int, ranked: bool) -> None:
-    *_, counters = of_bitmap(bitmap(2, 40), True, True, False, False, ranked, count)
+    counters = of_bitmap(bitmap(2, 40), True, True, False, False, ranked, count).counters
     assert counters.shape == (count,) and not np.asarray(counters).any()
 
 

@@ -77,20 +77,16 @@ def table(
     found = seen(inputs, block, q_tile, kv_tile)
     run = not (block.rule.masks or block.mask is not None)
     listed = not run or block.q_segments is not None or not block.rule.increasing
-    made = of_bitmap(found, listed, run, by_keys, by_keys and block.q_length % q_tile != 0, ranked, counters)
-    groups, rows, _ = made[0].shape
+    ragged = by_keys and block.q_length % q_tile != 0
     heads = heads or (block.kv_heads if by_keys else block.q.shape[2])
-    columns = found.some.shape[1 if by_keys else 2]
-    return Table(*made, TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs)))
+    return of_bitmap(found, listed, run, by_keys, ragged, ranked, counters, heads, programs)
 
 
 def of_bitmap(
-    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1
-) -> tuple[
-    Int32[Array, "g rows 4"], Int32[Array, "g rows columns"] | None, Int32[Array, "g rows columns"] | None,
-    Int32[Array, " count"],
-]:  # fmt: skip
-    """All of a table but its shape, in one launch; `listed` and `run` as in `TableShape`.
+    found: Tiles, listed: bool, run: bool, by_keys: bool, ragged: bool, ranked: bool = False, counters: int = 1,
+    heads: int = 1, programs: int = 1,
+) -> Table:  # fmt: skip
+    """The table of a bitmap, made in one launch; `listed` and `run` as in `TableShape`, the rest as in `table`.
 
     The last column of a `ragged` table always needs a mask, whatever the bitmap says.
     """
@@ -99,8 +95,8 @@ def of_bitmap(
     coded = jnp.swapaxes(coded, 1, 2) if by_keys else coded
     groups, rows, columns = coded.shape
     chunk = min(power_of_two(columns), ELEMENTS)
-    together = min(ELEMENTS // chunk, power_of_two(groups * rows))
-    line_programs = -(-groups * rows // together)
+    lines = min(ELEMENTS // chunk, power_of_two(groups * rows))
+    line_programs = -(-groups * rows // lines)
     rank_rows = min(power_of_two(rows), RANK_ROWS)
     rank_columns = ELEMENTS // rank_rows
     rank_programs = groups * -(-columns // rank_columns) if ranked else 0
@@ -123,7 +119,7 @@ def of_bitmap(
         WHOLE=columns - ragged,
         LISTED=listed,
         RUN=run,
-        TOGETHER=together,
+        TOGETHER=lines,
         CHUNK=chunk,
         LINE_PROGRAMS=line_programs,
         RANK_ROWS=rank_rows,
@@ -131,7 +127,8 @@ def of_bitmap(
         COUNT=counters,
         ZEROS=ELEMENTS,
     )
-    return bounds, listing if listed else None, ranks if ranked else None, zeros
+    shape = TableShape(listed, run, rows, columns, groups > 1, together(rows, heads, programs))
+    return Table(bounds, listing if listed else None, ranks if ranked else None, zeros, shape)
 
 
 def together(rows: int, heads: int, programs: int) -> int:
