@@ -105,7 +105,7 @@ def test_heads_that_were_not_planned_for_are_refused_forward_and_backward():
     block = shaped(256, dim=264)
     out, rows = block.q.shape, (1, 1, 256)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, rows)]
-    message = "a head has 264 elements, and the kernels of 'tpu' hold at most 256.*backend='xla'"
+    message = "has heads of size 264.*'tpu' takes heads of up to 256; the backend 'xla' takes any"
     with pytest.raises(InputError, match=message):
         jax.eval_shape(KERNEL.forward, block, Partial(*arrays))
     dout = jax.ShapeDtypeStruct(out, jnp.bfloat16)

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 from ringattn_core import BwdParams, FwdParams
+from ringattn_core.contract.head_sizes import refuse_large_heads
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import near_equal
 from ringattn_core.contract.visibility import span
@@ -43,7 +44,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     Tiles are long, so that the pipeline hides its transfers behind products, but no longer than half of what a window
     lets a query see; near equal, so that padding wastes little; and so few that the list of steps has room.
     """
-    refuse_large_heads(block)
+    refuse_large_heads(block, LARGEST_HEAD, "tpu")
     wide = block.q.dtype == jnp.float32 or max(block.q.shape[-1], block.value_dim) > LANES
     rule = block.rule
     seen = span(rule.causal, rule.window, rule.chunk) // 2 // LANES * LANES
@@ -62,17 +63,6 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
                 "Ask for longer tiles, or let the backend choose",
             )
         target *= 2
-
-
-def refuse_large_heads(block: Block) -> None:
-    """Raises if heads are too large for vector memory."""
-    size = max(block.q.shape[-1], block.value_dim)
-    if size > LARGEST_HEAD:
-        raise InputError(
-            "query, value",
-            f"a head has {size} elements, and the kernels of 'tpu' hold at most {LARGEST_HEAD}",
-            "Use smaller heads, or backend='xla'",
-        )
 
 
 def _part(asked: Any) -> int:

@@ -5,6 +5,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
+from ringattn_core.contract.head_sizes import refuse_large_heads
 from ringattn_core.contract.protocol import Block, Partial
 
 from .. import kernel_inputs, visited_tiles
@@ -29,7 +30,7 @@ class PortableFamily:
     def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
         inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
         constants = inputs.constants
-        schedules.refuse_large_heads(constants)
+        refuse_large_heads(block, schedules.LARGEST_DIM, "triton")
         schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
         table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
         before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]

@@ -218,14 +218,3 @@ def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, A
         "warps": schedule.warps,
         "stages": schedule.stages,
     }
-
-
-def refuse_large_heads(constants: BlockConstants) -> None:
-    """Raises if heads are larger than `LARGEST_DIM`."""
-    for name, size in (("query", constants.head_dim), ("value", constants.value_dim)):
-        if size > LARGEST_DIM:
-            raise InputError(
-                name,
-                f"has heads of size {size}",
-                f"The backend 'triton' takes heads of up to {LARGEST_DIM}; the backend 'xla' takes any",
-            )
