@@ -84,6 +84,12 @@ def test_a_layer_computes_the_same_with_it_as_without(of: Any, mask: Any, where:
     agree(of(ring_attention_fn(**ring), mask=mask), of(None, mask=mask))
 
 
+def test_the_mesh_of_set_mesh_is_the_mesh_of_a_layer():
+    with jax.set_mesh(mesh()):
+        found = of_linen(ring_attention_fn(axis_name="sp", batch_axis_name="data"), mask=KEYS)
+    agree(found, of_linen(None, mask=KEYS))
+
+
 @BOTH
 def test_causal_of_the_ring_is_the_causal_mask_of_flax(of: Any):
     agree(of(ring_attention_fn(causal=True)), of(None, mask=CAUSAL))

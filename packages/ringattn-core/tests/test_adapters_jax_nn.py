@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_core import errors, from_layout, to_layout
 from ringattn_core.adapters.jax_nn import dot_product_attention
@@ -184,6 +184,21 @@ def test_a_mesh_gives_what_one_device_gives_in_every_layout(name: str, layout: s
     got = jax.jit(jax.value_and_grad(ours))(laid)
     want = jax.value_and_grad(lambda x: loss(jax.nn.dot_product_attention(*x, **CASES[name])))(operands())
     agree((got[0], [from_layout(x, layout, 4) for x in got[1]]), (want[0], list(want[1])))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_mesh_of_set_mesh_is_the_mesh_of_the_call(jit: bool, kind: AxisType):
+    options = dict(CASES["lengths-and-mask-of-keys"])
+    laid = tuple(to_layout(x, "zigzag", 4) for x in operands())
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "sp"), axis_types=(kind,) * 2)):
+
+        def ours(*arrays: jax.Array) -> jax.Array:
+            return dot_product_attention(*arrays, **options, axis_name="sp", layout="zigzag")
+
+        got = (jax.jit(ours) if jit else ours)(*laid)
+    want = dot_product_attention(*operands(), **options)
+    np.testing.assert_allclose(from_layout(got, "zigzag", 4), want, atol=2e-5)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

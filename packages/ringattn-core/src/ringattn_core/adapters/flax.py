@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..call.attention import ring_attention
 from ..errors import InputError
 from .masks import with_masks
-from .options import AttentionOptions, adapter_names, checked, seed
+from .options import AttentionOptions, adapter_names, checked, seed, with_mesh
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """Flax's names for options of `ring_attention` that its layers pass."""
@@ -65,7 +65,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
         q, k, v = _promoted((query, key, value), dtype, promote_dtype)
         batch = _batch_axes(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-        chosen = dict(settings)
+        chosen = with_mesh(settings, query, key, value)
         chosen["causal"] = bool(settings.get("causal")) or is_causal
         if chosen.get("precision") is None:
             chosen["precision"] = precision

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..call.attention import ring_attention
 from ..errors import BackendNotFoundError, InputError
 from .masks import global_length, with_masks
-from .options import RingOptions, adapter_names, checked
+from .options import RingOptions, adapter_names, checked, with_mesh
 
 RENAMED: Final = {
     "attention_mask": "mask",
@@ -43,15 +43,15 @@ def dot_product_attention(
 ) -> Any:
     """Computes `jax.nn.dot_product_attention`, with equal values and gradients up to the rounding of the dtype.
 
-    Without a ring option it runs on one device. With `mesh` and `axis_name`, arrays are global. With `axis_name` alone,
-    arrays are local to a `jax.shard_map`; bias and mask then have this rank's rows and all columns, and sequence
-    lengths count the whole sequence. `implementation` names a ring backend, or several to try in order.
+    Without a ring option it runs on one device. With `axis_name` and `mesh`, or under `jax.set_mesh`, arrays are
+    global. Inside your own `jax.shard_map`, arrays are local; bias and mask then have this rank's rows and all columns,
+    and sequence lengths count the whole sequence. `implementation` names a ring backend, or several to try in order.
 
     A query that sees no key gets the output 0 and the residual -inf; `jax.nn` gives it the mean of all values. As in
     `jax.nn`, the residual is [B, T, N] in the dtype of the key and has no gradient. `ring_attention(return_lse=True)`
     returns it in float32, with a gradient.
     """
-    options = checked(ring, RingOptions, RENAMED)
+    options = with_mesh(checked(ring, RingOptions, RENAMED), query, key, value)
     q, k, v = (_four_axes(x) for x in (query, key, value))
     batch, q_length, k_length = q.shape[0], q.shape[1], k.shape[1]
     queries = _within("query_seq_lengths", query_seq_lengths, batch, global_length(q_length, options))

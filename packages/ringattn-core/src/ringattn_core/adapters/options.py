@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter takes, under which names; and the dropout seed of a JAX random key."""
+"""Which options of `ring_attention` an adapter takes, under which names; their mesh, and the seed of a random key."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
+from ..call.mesh_roles import mesh_around
 from ..call.options import AttentionSettings as AttentionSettings
 from ..call.options import RingSettings, TokenOptions
 from ..errors import InputError, did_you_mean
@@ -42,6 +43,12 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
             guess = did_you_mean(name, sorted({*names, *renamed.values()}))
             raise InputError(name, f"is no option of this adapter{guess}", f"Options: {', '.join(sorted(names))}")
     return dict(given)
+
+
+def with_mesh(options: Mapping[str, Any], *operands: Any) -> dict[str, Any]:
+    """The options, with the mesh on which `ring_attention` would run the call; `None` if its arrays are local."""
+    mesh = options.get("mesh")
+    return {**options, "mesh": mesh_around(options, operands) if mesh is None else mesh}
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     """
     if mesh is not None:
         return mesh
-    named = [name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)]
-    found = surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
+    found = mesh_around(options, operands)
     if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
         unused = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
         if unused:
@@ -60,6 +59,12 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
                 stacklevel=3,
             )
     return found
+
+
+def mesh_around(options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
+    """The mesh of a call without `mesh=`, as `mesh_of` finds it, but without a warning."""
+    named = [name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)]
+    return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
 
 
 def check_mesh(call: Call, mesh: Any) -> None:
