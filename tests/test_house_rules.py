@@ -29,7 +29,7 @@ MODULES = [path for path in TEXTS if path.suffix == ".py"]
 PROJECTS = sorted((*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"))
 LONGEST = 400
 # NumPy comes with JAX, and is imported, so it is declared.
-CORE_MAY_NEED = {"jax", "numpy", "jaxtyping", "typing-extensions", "importlib-metadata", "filelock", "platformdirs"}
+CORE_MAY_NEED = {"jax", "numpy", "jaxtyping", "typing-extensions", "importlib-metadata", "platformdirs"}
 VAGUE_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
 # Put together from pieces, so that this file does not contain them.
 REGISTRIES = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("anaconda", "org"))]

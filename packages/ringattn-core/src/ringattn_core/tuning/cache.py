@@ -6,8 +6,8 @@ import functools
 import json
 import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +15,6 @@ from ..config import RingAttentionConfig
 from ..errors import in_one_line
 from .policy import CACHE_VARIABLE
 from .problem import Problem
-
-LOCK_SECONDS: Final = 10.0
-"""How long a write waits for the lock. A process normally holds it for milliseconds."""
 
 _FORMAT: Final = 1
 _logger: Final = logging.getLogger("ringattn")
@@ -74,17 +71,17 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
         return None
     path = root / f"{problem.digest}.json"
     told = {"format": _FORMAT, "problem": problem.told, "config": config.to_dict(), "trials": trials}
-    temporary = path.with_suffix(".new")
+    # Every write has its own temporary file, also where several hosts share the directory.
+    temporary = path.with_suffix(f".{secrets.token_hex(8)}.new")
     try:
         text = json.dumps(told, indent=1)
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root):
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-    except (OSError, TypeError, ValueError, NotImplementedError) as error:
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, TypeError, ValueError) as error:
         _report(f"cannot store a tuned configuration in {root}: {in_one_line(error)}. It holds for this process only")
         return None
     return path
@@ -102,16 +99,12 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Removes every file of the cache; returns how many."""
+    """Removes every file of the cache, and what writes that were killed have left; returns how many."""
     root = directory()
-    if root is None or not root.is_dir():
-        return 0
-    removed = 0
-    with _locked(root):
-        for path in root.glob("*.json"):
-            path.unlink(missing_ok=True)
-            removed += 1
-    return removed
+    paths = [] if root is None else [*root.glob("*.json"), *root.glob("*.new")]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
 
 
 def _read(path: Path) -> Entry | None:
@@ -132,12 +125,6 @@ def _read(path: Path) -> Entry | None:
         return Entry(dict(told["problem"]), config, tuple(map(dict, told["trials"])), path)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         return _unusable(path, in_one_line(error))
-
-
-def _locked(root: Path) -> AbstractContextManager[Any]:
-    import filelock
-
-    return filelock.FileLock(root / ".lock", timeout=LOCK_SECONDS)
 
 
 def _unusable(path: Path, reason: str) -> None:
