@@ -13,6 +13,7 @@ from ..config import BwdParams, FwdParams
 from ..contract.call import Call
 from ..errors import InputError
 from ..placement.platforms import platform_of
+from ..strategies.work import data_bytes
 from ..tuning import cache, choice
 from ..tuning.problem import of_call
 from ..tuning.tuner import Timed, shown
@@ -68,7 +69,7 @@ def _refuse_too_large(call: AbstractCall) -> None:
     """Raises for arrays of one rank that alone exceed the memory of the device."""
     stats, pages = jax.devices()[0].memory_stats(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = (stats or {}).get("bytes_limit", pages)
-    needed = sum(x.size * x.dtype.itemsize for x in call.floating.values()) // call.ring
+    needed = data_bytes(call.floating) // call.ring
     if needed > memory:
         fact = f"the arrays of one rank take {amount(needed)}, and the device has {amount(memory)}"
         raise InputError("--query", fact, "Pass smaller sizes, or a larger --ring")
