@@ -2,11 +2,16 @@
 """Promises of the plans in `ringattn explain`: devices that are not here, rows that add up, JSON that is complete."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ringattn_core.cli.main import main
+from ringattn_core.backends import discovery
+from ringattn_core.cli.abstract_call import AbstractCall
+from ringattn_core.cli.main import main, parsed
 from ringattn_core.cli.output import Seconds
+from ringattn_core.cli.shards import trace
+from ringattn_core.strategies import choose
 
 CALL = "explain --query 1,16384,8,64 --ring 8 --causal --layout zigzag"
 
@@ -66,6 +71,23 @@ def test_a_sentence_names_both_plans_of_auto(capsys: pytest.CaptureFixture[str])
     }.items():
         main(f"{call} {words}".split())
         assert sentence in " ".join(capsys.readouterr().out.split())
+
+
+def test_auto_is_what_a_traced_call_takes_which_does_not_know_its_documents(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--query 1,16384,16,128 --ring 2 --causal --layout zigzag --device h200 --strategy auto --documents"
+    words = f"explain {words} {','.join(['256'] * 64)}"
+    main(f"{words} --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["auto"] == "ring"
+    assert min(found["plans"], key=lambda row: row["forward"] + row["backward"])["plan"] == "ulysses of 2"
+    monkeypatch.setattr(choose, "device_of", lambda *_: SimpleNamespace(device_kind="NVIDIA H200"))
+    taken = []
+    trace(AbstractCall.of(parsed(words.split())), lambda call: taken.append(choose.settled(discovery.get("xla"), call)))
+    assert {differentiated for _, differentiated in taken} == {"ring"}
+    main(words.split())
+    assert "A call counts no documents" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_row_of_several_hops_stands_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,8 @@ class Reckoning:
     """The costs of all plans on a device.
 
     The call asks for the plan `asked`. "auto" would take the plan `auto` for a call that is differentiated, and
-    `auto_forward` for one that is not.
+    `auto_forward` for one that is not. It takes these while a call is traced, and does not count documents then, as the
+    costs of `plans` do: so another plan may be faster.
     """
 
     device: Device
@@ -76,7 +77,9 @@ def reckoning(found: CallAnalysis, device: Device, strategy: str) -> Reckoning:
         device = with_measured(device, kind, found.choice)
     refusals = choose.refused_by(chosen, options.get("causal", False), options["layout"], mixed)
     plans = choose.reckoned(found.for_plans, device, inner, refusals)
-    auto = choose.fastest(plans, may_differ="bias" not in found.call.floating)
+    may_differ = "bias" not in found.call.floating
+    of_auto = choose.of_auto(chosen, found.shard.call, found.ranks, device, inner, refusals, may_differ)
+    auto = [choose.by_name(plans, name) for name in of_auto]
     return Reckoning(device, plans, auto[1] if strategy == "auto" else choose.by_name(plans, strategy), *auto)
 
 
@@ -162,7 +165,7 @@ def _span(first: str, last: str) -> str:
 
 
 def _choice(found: Reckoning) -> str:
-    """A sentence about the plan that "auto" takes."""
+    """One or two sentences about the plan that "auto" takes."""
     if len(found.plans) == 1:
         return "One device needs no plan."
     asked, auto = found.asked, found.auto
@@ -171,10 +174,13 @@ def _choice(found: Reckoning) -> str:
     taken = f"strategy='auto' takes {_name(auto)}"
     if found.auto_forward is not auto:
         taken += f" with gradients, and {_name(found.auto_forward)} for a forward pass alone"
-    if auto is asked or asked.refusal:
-        return f"{taken}."
-    times = f"{Seconds(auto.seconds)} with {_name(auto)}, {Seconds(asked.seconds)} with {_name(asked)}"
-    return f"{taken}. Both passes take {times}."
+    if auto is not asked and not asked.refusal:
+        times = f"{Seconds(auto.seconds)} with {_name(auto)}, {Seconds(asked.seconds)} with {_name(asked)}"
+        taken += f". Both passes take {times}"
+    faster = min((plan for plan in found.plans if plan.refusal is None), key=lambda plan: plan.seconds)
+    if faster.seconds < auto.seconds:
+        taken += f". A call counts no documents when it chooses; counted as above, {_name(faster)} is faster"
+    return f"{taken}."
 
 
 def _name(plan: Cost) -> str:

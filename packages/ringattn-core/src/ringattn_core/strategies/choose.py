@@ -52,9 +52,25 @@ def settled(registration: Registration, call: Call) -> tuple[str, str]:
     if device is None:
         return "ring", "ring"
     device = with_measured(device, kind, registration.name)
+    may_differ = axes.manual().issuperset(axis) and call.bias is None
+    return of_auto(registration, call, ranks, device, inner, refusals, may_differ)
+
+
+def of_auto(
+    registration: Registration | None,
+    call: Call,
+    ranks: int,
+    device: Device,
+    inner: int,
+    refusals: Mapping[str, str],
+    may_differ: bool,
+) -> tuple[str, str]:
+    """The strategies that "auto" takes for the call of one shard: for the forward pass, and where it is differentiated.
+
+    Only shapes and static options are read. `inner` and `refusals` are as in `reckoned`, `may_differ` as in `fastest`.
+    """
     plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
-    of_shards = axes.manual().issuperset(axis)
-    forward, differentiated = fastest(plans, may_differ=of_shards and call.bias is None)
+    forward, differentiated = fastest(plans, may_differ)
     return forward.strategy, differentiated.strategy
 
 
@@ -77,12 +93,12 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
     return found
 
 
-def _work(registration: Registration, call: Call, ranks: int) -> Work:
+def _work(registration: Registration | None, call: Call, ranks: int) -> Work:
     """The work of this call of one shard, on a ring of `ranks`."""
-    joined = registration.descriptor().kernel is None or joint(registration.implementation())
+    kernel = None if registration is None or registration.descriptor().kernel is None else registration.implementation()
     bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
     shape = call.layout, ranks, call.query.shape[1], call.key.shape[1]
-    return Work.of_call(call, hops.plan(bare, *shape, call.two_way, joined), visible_pairs(bare, *shape))
+    return Work.of_call(call, hops.plan(bare, *shape, call.two_way, joint(kernel)), visible_pairs(bare, *shape))
 
 
 def reckoned(
