@@ -181,3 +181,13 @@ def test_a_plugin_of_jax_whose_device_is_not_found_is_a_fault(install, monkeypat
     assert fault.startswith(
         "jax-cuda13-plugin is installed, but JAX runs on cpu. Check that the driver sees the device"
     )
+
+
+def test_a_plugin_of_jax_that_is_partly_removed_ends_no_diagnosis(install, capsys, tmp_path, monkeypatch) -> None:
+    add(install, "good")
+    left = tmp_path / "site" / "half_a_plugin-1.0.dist-info"
+    left.mkdir(parents=True)
+    (left / "entry_points.txt").write_text("[jax_plugins]\nhalf = half_a_plugin\n")
+    monkeypatch.syspath_prepend(left.parent)
+    status, out = said(capsys)
+    assert status == 0 and "no faults" in out

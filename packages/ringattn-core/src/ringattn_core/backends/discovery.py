@@ -184,6 +184,7 @@ def registered(backend: Backend, implementation: Any = None) -> Iterator[Registr
         _in_process.update(before)
 
 
+UNKNOWN: Final = "an unknown distribution"
 _HERE: Final = "this process"
 
 
@@ -216,7 +217,7 @@ def _readable_entry_points() -> list[Any]:
 
 
 def _registration(name: str, entries: list[Any]) -> Registration:
-    owners, versions = zip(*map(_owner, entries), strict=True)
+    owners, versions = zip(*map(distribution_of, entries), strict=True)
     owner, version = ", ".join(owners), versions[0]
     backend = None
     if len(entries) > 1:
@@ -233,13 +234,14 @@ def _registration(name: str, entries: list[Any]) -> Registration:
     return Registration(name, None if error else backend, owner, version, error)
 
 
-def _owner(entry: Any) -> tuple[str, str]:
+def distribution_of(entry: Any) -> tuple[str, str]:
     """The name and the version of the distribution that an entry point belongs to."""
     try:
         metadata = entry.dist.metadata  # parsed anew at each access
-        return str(metadata["Name"]), str(metadata["Version"])
+        name, version = metadata["Name"], metadata["Version"]
     except Exception:
-        return "an unknown distribution", "unknown"
+        name = version = None
+    return str(name or UNKNOWN), str(version or "unknown")
 
 
 def _again(error: RingAttnError) -> RingAttnError:

@@ -152,7 +152,8 @@ def _devices() -> tuple[list[str], tuple[str, ...], str | None]:
 
 def _plugins() -> list[str]:
     """The installed distributions that add a platform to JAX, such as `jax-cuda13-plugin`."""
-    return sorted({point.dist.name for point in importlib_metadata.entry_points(group="jax_plugins") if point.dist})
+    points = importlib_metadata.entry_points(group="jax_plugins")
+    return sorted({discovery.distribution_of(point)[0] for point in points} - {discovery.UNKNOWN})
 
 
 def _versions() -> dict[str, str]:
