@@ -164,6 +164,12 @@ REFUSED = {
         devices(4), dict(axis_sizes={"sp": 8}), "axis_sizes={'sp': 8} do not fit 4 devices. Pass positive sizes"
     ),
     "no devices": ([], {}, "axis_sizes={'sp': 0} do not fit 0 devices"),
+    "sizes in a list": (devices(4), dict(axis_sizes=[4]), r"axis_sizes=\[4\] names no axes. Pass a dict of sizes"),
+    "a size that is no number": (
+        devices(4), dict(axis_sizes={"sp": "4"}), "axis_sizes={'sp': '4'} do not fit 4 devices. Pass positive sizes"
+    ),
+    "a number of devices": (4, {}, r"devices=4 are not devices. Pass some of jax.devices\(\)"),
+    "one device twice, without coordinates": (jax.devices() * 2, {}, "devices holds one device twice. Pass each"),
     "a grid with a hole": (
         devices(4, 4)[:-1], {}, "the devices of slice 0 do not fill the 4x4 grid that they span. Pass devices that do"
     ),

@@ -2,6 +2,7 @@
 """Which mesh a call runs on, and how to build one whose rings connect neighbouring devices."""
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,16 +32,23 @@ def ring_mesh(
         axis_sizes: The size of every axis, the ring's among them. Their product is the number of devices.
     """
     found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
+    if any(isinstance(device, numbers.Number | str) for device in found):
+        raise MeshError(f"devices={devices!r} are not devices. Pass some of jax.devices(), such as jax.devices()[:4]")
+    if axis_sizes is not None and not isinstance(axis_sizes, Mapping):
+        raise MeshError(f"axis_sizes={axis_sizes!r} names no axes. Pass a dict of sizes, such as {{{axis_name!r}: 8}}")
     sizes = {axis_name: len(found)} if axis_sizes is None else dict(axis_sizes)
     if axis_name not in sizes:
         raise MeshError(f"axis_name={axis_name!r} is not in axis_sizes={sizes}. Give it a size there")
-    if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(found):
+    counts = all(isinstance(size, numbers.Integral) and size > 0 for size in sizes.values())
+    if not counts or math.prod(sizes.values()) != len(found):
         raise MeshError(
             f"axis_sizes={sizes} do not fit {len(found)} devices. Pass positive sizes whose product is that number"
         )
     ranks = sizes[axis_name]
     if all(getattr(device, "coords", None) is not None for device in found):
         found = [device for ring in rings(found, ranks) for device in ring]
+    elif len(set(found)) < len(found):
+        raise MeshError("devices holds one device twice. Pass each device once")
     others = [size for name, size in sizes.items() if name != axis_name]
     grid = np.array(found, dtype=object).reshape(*others, ranks)
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
