@@ -56,6 +56,11 @@ class TestParams:
         with pytest.raises(InputError, match=r"extra: \{'table': \{1: 2\}\} cannot be hashed"):
             params(extra={"table": {1: 2}})
 
+    @pytest.mark.parametrize("extra", [3, "order", [1], {1: 2, "order": 3}])
+    def test_values_without_names_are_refused(self, params: Any, extra: Any) -> None:
+        with pytest.raises(InputError, match=r"extra: got .*\. Pass a dict of named values"):
+            params(extra=extra)
+
     def test_none_is_the_default_and_its_own_class_is_itself(self, params: Any) -> None:
         given = params(q_blocksize=8)
         assert params.of(None) == params()

@@ -39,8 +39,13 @@ class _Params:
                     "Leave it None to let the backend choose",
                 )
             object.__setattr__(self, name, int(size))
-        extra = dict(self.extra)
-        frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
+        try:
+            extra = dict(self.extra)
+            frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
+        except (TypeError, ValueError):
+            raise InputError(
+                f"{owner}.extra", f"got {self.extra!r}", "Pass a dict of named values, or pairs of name and value"
+            ) from None
         try:
             hash(frozen)
         except TypeError:
