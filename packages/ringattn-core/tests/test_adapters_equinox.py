@@ -162,6 +162,14 @@ class TestWhatItRefuses:
         ):
             RingMultiheadAttention(N, C, key=KEY)(X, X[0], X[0])
 
+    def test_inputs_of_another_size(self):
+        with pytest.raises(errors.InputError, match=r"key_: has shape \(2, 16, 3\)\. Its last axis must be the 32 of"):
+            RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X)
+
+    def test_a_layer_without_heads(self):
+        with pytest.raises(errors.InputError, match=r"num_heads: got 0\. A layer needs at least one head"):
+            RingMultiheadAttention(0, C, key=KEY)
+
     def test_a_mask_of_another_shape_and_says_what_it_is_called(self):
         with pytest.raises(errors.InputError, match="attention_mask: has shape") as caught:
             RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3])

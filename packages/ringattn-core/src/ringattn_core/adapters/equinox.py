@@ -57,6 +57,8 @@ class RingMultiheadAttention(eqx.Module):
         key: PRNGKeyArray,
         **settings: Unpack[AttentionSettings],
     ):
+        if num_heads < 1:
+            raise InputError("num_heads", f"got {num_heads}", "A layer needs at least one head")
         qk_size = query_size // num_heads if qk_size is None else qk_size
         vo_size = query_size // num_heads if vo_size is None else vo_size
         self.num_heads = num_heads
@@ -106,6 +108,12 @@ class RingMultiheadAttention(eqx.Module):
                 f"have shapes {shapes}",
                 "Their axes are (length, size) or (batch, length, size)",
             )
+        projections = (self.query_proj, self.key_proj, self.value_proj)
+        for name, x, projection in zip(("query", "key_", "value"), (query, key_, value), projections, strict=True):
+            if x.shape[-1] != projection.in_features:
+                raise InputError(
+                    name, f"has shape {x.shape}", f"Its last axis must be the {projection.in_features} of the layer"
+                )
         q, k, v = (
             _each(projection, x).reshape(*x.shape[:-1], heads, -1)
             for projection, x, heads in (
