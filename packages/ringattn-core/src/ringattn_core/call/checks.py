@@ -146,6 +146,10 @@ def chunk(argument: str, x: Any, _: Sizes) -> int | None:
     return None if size is None else min(size, MOST_POSITION)
 
 
+def axis_names(argument: str, x: Any, _: Sizes) -> tuple[str, ...] | None:
+    return None if x is None else axes.names(x, argument)
+
+
 def static(argument: str, x: Any) -> Any:
     """`x` as a Python value; an array with no axes is converted, a traced value raises."""
     if isinstance(x, jax.core.Tracer):
