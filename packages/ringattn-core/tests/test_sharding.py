@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ringattn_core import masks, per_shard, ring_attention
+from ringattn_core import decode_attention, masks, per_shard, ring_attention
+from ringattn_core.adapters.jax_nn import dot_product_attention
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 from ringattn_core.placement.arrays import repeated_heads
 
@@ -60,6 +61,29 @@ def test_a_mesh_axis_over_which_nothing_is_split_is_one_warning(named: dict[str,
     (warning,) = caught
     assert "nothing is split over the mesh axes 'other', whose ranks repeat" in str(warning.message)
     assert re.search(remedy, str(warning.message))
+
+
+def test_a_warning_names_the_line_of_the_caller():
+    q, k, v = arrays()
+    idle = {"mesh": mesh_of(other=2, sp=2), "axis_name": "sp"}
+
+    def traced(q: jax.Array) -> Any:
+        return ring_attention(q, k, v, **idle)
+
+    for call in (
+        lambda: ring_attention(q, k, v, **idle),
+        lambda: jax.jit(traced)(q),
+        lambda: decode_attention(q[:, :1], k, v, 16, **idle),
+        lambda: dot_product_attention(q, k, v, **idle),
+    ):
+        with pytest.warns(UserWarning, match="nothing is split") as caught:
+            call()
+        assert [warning.filename for warning in caught] == [__file__]
+    with jax.set_mesh(mesh_of(sp=2)):
+        for call in (lambda: ring_attention(q, k, v), lambda: decode_attention(q[:, :1], k, v, 16)):
+            with pytest.warns(UserWarning, match="names none of them") as caught:
+                call()
+            assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_batch_axis_that_was_forgotten_beside_another_is_named_in_the_remedy():

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which axes of a mesh split the batch, the sequence and the heads of a call on global arrays."""
 
+import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -20,6 +23,8 @@ from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
+_NOT_THE_CALLER: Final = (str(Path(__file__).parents[1]), contextlib.__file__)
+"""The files of this package, and that of the context managers that wrap its functions."""
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -52,11 +57,10 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
         unused = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
         if unused:
-            warnings.warn(
+            _warn(
                 f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
                 f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= "
-                f"if none does. axis_name=() says that the arrays are local",
-                stacklevel=3,
+                f"if none does. axis_name=() says that the arrays are local"
             )
     return found
 
@@ -111,12 +115,19 @@ def named_roles(call: Call, mesh: Any) -> Roles:
     kept_whole = (*(BATCH_AXES if batch == () else ()), *(HEAD_AXES if heads == () else ()))
     idle = [name for name in idle if mesh.shape[name] > 1 and name not in kept_whole]
     if idle and not all_named:
-        warnings.warn(
+        _warn(
             f"nothing is split over the mesh axes {', '.join(map(repr, idle))}, whose ranks repeat each other's work. "
-            f"Pass {_remedy(call, idle[0])} to split over them; () means none",
-            stacklevel=2,
+            f"Pass {_remedy(call, idle[0])} to split over them; () means none"
         )
     return Roles(batch, sequence, heads)
+
+
+def _warn(message: str) -> None:
+    """Warns at the line that calls this package. (Python shows a warning once for each line.)"""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def _remedy(call: Call, idle: str) -> str:
