@@ -108,6 +108,9 @@ class TestTune:
             (["--dtype", "f32", "--documents", "9,9"], {"q_segment_ids": jnp.zeros((1, 64), jnp.int32)}),
             (["--dtype", "f32", "--prefix", "3", "--ring", "2"], {"mask_builder": lambda *_: Prefix(3) | Causal()}),
             (["--dtype", "f32", "--fused-backward"], {"fused_backward": True}),
+            (["--dtype", "f32", "--ring", "2", "--strategy", "all_gather"], {"strategy": "all_gather"}),
+            (["--dtype", "f32", "--ring", "2", "--strategy", "ulysses"], {"strategy": "ulysses"}),
+            (["--dtype", "f32", "--ring", "2", "--strategy", "auto"], {"strategy": "auto"}),
         ],
         ids=lambda x: " ".join(x) if isinstance(x, list) else "",
     )

@@ -2,6 +2,7 @@
 """`ringattn tune`: times a backend's candidate configurations for one call, and stores the fastest."""
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -12,7 +13,10 @@ from ..call.options import needs
 from ..config import BwdParams, FwdParams
 from ..contract.call import Call
 from ..errors import InputError
+from ..placement.axes import size
 from ..placement.platforms import platform_of
+from ..strategies.choose import settled
+from ..strategies.run import tuned_as
 from ..strategies.work import data_bytes
 from ..tuning import cache, choice
 from ..tuning.problem import of_call
@@ -48,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     def on_one_rank(local: Call) -> None:
         registration = select(arguments.backend, needs(local), platform_of(None, ()))
-        asked.append((registration, of_call(registration, local, call.ring)))
+        _, strategy = settled(registration, local)
+        run_as = tuned_as(dataclasses.replace(local, strategy=strategy))
+        asked.append((registration, of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))))
 
     trace(call, on_one_rank)
     registration, problem = asked[0]

@@ -31,6 +31,11 @@ def by_need(usual: Callable[[Any], Any], differentiated: Callable[[Any], Any]) -
     return both
 
 
+def tuned_as(call: Call) -> Call:
+    """The call for which tuning chooses parameters: by "ulysses", that of some heads and all tokens of a group."""
+    return narrowed(ulysses.by_heads(call)) if call.strategy == "ulysses" else call
+
+
 def _run(registration: Registration, call: Call) -> Any:
     kernel = registration.implementation()
     if call.strategy == "ulysses":
