@@ -62,6 +62,15 @@ def test_the_marked_plan_is_that_of_the_call_and_auto_is_named(capsys: pytest.Ca
     assert found["auto"] == told(capsys, "--device h200 --bias 1,1,1,16384")["auto_forward"], "a bias makes both one"
 
 
+def test_the_tables_of_a_ring_say_so_where_the_call_asks_for_another_strategy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sentence = "The tables of hops, sends and memory are those of strategy='ring'"
+    for strategy in ("all_gather", "ulysses", "auto"):
+        assert sentence in said(capsys, f"--strategy {strategy}")[1]
+    assert sentence not in said(capsys, "")[1] and sentence not in said(capsys, "--strategy ring")[1]
+
+
 def test_a_sentence_names_both_plans_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
     call = "explain --query 1,32768,16,128 --ring 2 --causal --layout zigzag --device h100"
     for words, sentence in {
