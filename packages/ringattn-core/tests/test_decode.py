@@ -108,11 +108,12 @@ def test_a_cache_that_is_cut_into_chunks_gives_the_same(
     forget_traced_calls()
 
 
-def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group() -> None:
+def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group_and_is_told_that_positions_grow() -> None:
     rows = []
 
     class Kernel:
         def forward(self, block: Any, partial: Any) -> Any:
+            assert block.rule.increasing  # so it needs no list of the tiles to visit
             rows.append((block.q.shape, block.k.shape))
             return XLA.forward(block, partial)
 

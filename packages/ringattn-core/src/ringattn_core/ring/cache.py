@@ -58,7 +58,7 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     here = Direction(1, *align((everyone, location), axes_of(everyone, location)))
     own = block(ring, here, (here.call.key, here.call.value), 0)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
-    asked = own if sharded else _chunked(_with_groups_as_rows(own, group), chunks)
+    asked = own if sharded else _chunked(_with_groups_as_rows(_of_consecutive_tokens(own), group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
     return partial.out.astype(call.query.dtype), log_sum_exp(partial)
@@ -75,6 +75,11 @@ def _with_all_queries(call: Call) -> Call:
         q_positions=call.query_offset.reshape(-1, 1) + index[None],
         query_offset=None,
     )
+
+
+def _of_consecutive_tokens(block: Block) -> Block:
+    """The block, whose queries are consecutive tokens, marked so: then kernels need no list of the tiles they visit."""
+    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=True))
 
 
 def _group(block: Block) -> int:
