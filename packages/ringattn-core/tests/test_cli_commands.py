@@ -147,6 +147,7 @@ WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
     "soft cap": (["--soft-cap", "-1"], {"logits_soft_cap": -1.0}),
     "bias": (["--bias", "1,3,1,64"], {"bias": (1, 3, 1, 64)}),
     "precision": (["--precision", "exact"], {"precision": "exact"}),
+    "strategy": (["--query", "1,64,6,8", "--strategy", "ulysses"], {"query": (1, 64, 6, 8), "strategy": "ulysses"}),
 }
 
 

@@ -14,6 +14,7 @@ from ..backends.discovery import Registration
 from ..contract.features import Feature
 from ..errors import BackendNotFoundError, RingAttnError
 from ..ring.hops import Plan, Send
+from ..strategies import choose
 from ..strategies.work import Work, data_bytes
 from .abstract_call import AbstractCall
 from .memory import held, planned_by_xla
@@ -125,9 +126,12 @@ def analyse(
     tile: tuple[int, int] | None = None,
     compiled: bool = False,
 ) -> CallAnalysis:
-    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`."""
-    needs = shard(call).needs
+    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`. Raises what the call raises."""
+    bare = shard(call)
+    needs = bare.needs
     chosen, refusal = _choice(backend, needs, platform)
+    if chosen is not None:
+        choose.checked(chosen, bare.call, call.ring, call.inner)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     plan, sizes = local.ring.plan, tile_size(local, tile)

@@ -38,13 +38,7 @@ def settled(registration: Registration, call: Call) -> tuple[str, str]:
     ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
     if ranks == 1:
         return "ring", "ring"
-    refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
-    if call.strategy == "ulysses":
-        why = misfit(call.query.shape[2], call.key.shape[2], inner, ranks // inner, call.two_way)
-        refusals |= {} if why is None else {"ulysses": why}
-    if call.strategy in refusals:
-        fact = f"{call.strategy!r} cannot run this call: {refusals[call.strategy]}"
-        raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
+    refusals = checked(registration, call, ranks, inner)
     if call.strategy != "auto":
         return call.strategy, call.strategy
     kind = device_of(None, (call.query, call.key, call.value)).device_kind
@@ -54,6 +48,21 @@ def settled(registration: Registration, call: Call) -> tuple[str, str]:
     device = with_measured(device, kind, registration.name)
     may_differ = axes.manual().issuperset(axis) and call.bias is None
     return of_auto(registration, call, ranks, device, inner, refusals, may_differ)
+
+
+def checked(registration: Registration, call: Call, ranks: int, inner: int) -> dict[str, str]:
+    """The strategies that the backend cannot run, as of `refused_by`. Raises if the call of one shard asks for one.
+
+    `inner` is the size of the last axis of the ring.
+    """
+    refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
+    if call.strategy == "ulysses":
+        why = misfit(call.query.shape[2], call.key.shape[2], inner, ranks // inner, call.two_way)
+        refusals |= {} if why is None else {"ulysses": why}
+    if ranks > 1 and call.strategy in refusals:
+        fact = f"{call.strategy!r} cannot run this call: {refusals[call.strategy]}"
+        raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
+    return refusals
 
 
 def of_auto(
