@@ -83,16 +83,15 @@ def _weighed(
     """Merges `n` partial results of each row and, with `axis`, those of all ranks; `largest` is the largest lse."""
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(lse - safe[:, None])
-    sums = (out * _over_out(weight)).sum(1), weight.sum(1)
+    # The weights are added up as one more dimension of the values, so that one kernel and one collective do all sums.
+    sums = (jnp.concatenate([out, jnp.ones_like(out[..., :1])], -1) * _over_out(weight)).sum(1)
     if axis and scattered:
-        out, total = (
-            jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
-            for x, dimension in zip(sums, (1, 2), strict=True)
-        )
-        safe = jax.lax.dynamic_slice_in_dim(safe, axes.coordinate(axis) * total.shape[2], total.shape[2], 2)
-    else:
-        out, total = jax.lax.psum(sums, axis) if axis else sums
-    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
+        sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=1, tiled=True)
+        safe = jax.lax.dynamic_slice_in_dim(safe, axes.coordinate(axis) * sums.shape[1], sums.shape[1], 2)
+    elif axis:
+        sums = jax.lax.psum(sums, axis)
+    total = jnp.swapaxes(sums[..., -1], 1, 2)
+    return Partial(sums[..., :-1] / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
