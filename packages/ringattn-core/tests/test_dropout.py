@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.contract.dropout import kept, philox_2x32, philox_4x32, threshold
+from ringattn_core.contract.dropout import kept, keys, philox_2x32, philox_4x32, threshold
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 
@@ -101,3 +101,15 @@ def test_the_share_that_is_kept_is_one_minus_the_probability() -> None:
     block = dataclasses.replace(_block(0.25), q_index=jnp.arange(1000)[None], q=jnp.zeros((2, 1000, 3, 1)))
     share = np.asarray(kept(block)).mean((1, 2, 3))
     assert np.abs(share - 0.75).max() < 0.01 and share[0] != share[1], share
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_xla_simplifies_the_key_that_all_rows_of_a_vmap_share(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def keys_of(seed: jax.Array) -> jax.Array:
+        rows, index = jnp.broadcast_to(seed, (2,)), jnp.zeros(2, jnp.int32)
+        block = dataclasses.replace(_block(), head_index=jnp.arange(heads), batch_index=index, seed=rows)
+        return keys(block)
+
+    jax.jit(keys_of).lower(jnp.uint32(7)).compile()
+    jax.jit(lambda: keys_of(jnp.uint32(7))).lower().compile()
+    assert "circular" not in capfd.readouterr().err

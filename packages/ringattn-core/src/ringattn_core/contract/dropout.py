@@ -40,7 +40,9 @@ def keys(block: Block) -> UInt32[Array, "B N"]:
     """The Philox 2x32 key of each batch row and head of `block`."""
     assert block.seed is not None
     head, batch = _unsigned(block.head_index)[None, :], _unsigned(block.batch_index)[:, None]
-    return philox_4x32((head, batch, 0, 0), (block.seed[:, None], 0))[0]
+    # Without a barrier, XLA's simplifier goes in circles and logs an error where all rows have one index and one seed.
+    seed = jax.lax.optimization_barrier(block.seed)[:, None]
+    return philox_4x32((head, batch, 0, 0), (seed, 0))[0]
 
 
 def draw_number(index: Word) -> Word:
