@@ -101,7 +101,8 @@ def test_auto_is_what_a_traced_call_takes_which_does_not_know_its_documents(
 
 
 def test_a_plan_may_be_faster_only_because_whole_tiles_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    main("explain --query 1,8192,16,128 --ring 2 --layout zigzag --window 300,300 --device h100".split())
+    words = "explain --query 1,8192,16,128 --ring 2 --layout zigzag --window 300,300 --device h100"
+    main(words.split())
     assert "documents and whole tiles, ring is faster." in " ".join(capsys.readouterr().out.split())
 
 
