@@ -96,7 +96,14 @@ def test_auto_is_what_a_traced_call_takes_which_does_not_know_its_documents(
     trace(AbstractCall.of(parsed(words.split())), lambda call: taken.append(choose.settled(discovery.get("xla"), call)))
     assert {differentiated for _, differentiated in taken} == {"ring"}
     main(words.split())
-    assert "A call counts no documents" in " ".join(capsys.readouterr().out.split())
+    found = " ".join(capsys.readouterr().out.split())
+    assert "By the table above, which counts documents and whole tiles, ulysses of 2 is faster." in found
+
+
+def test_a_plan_may_be_faster_only_because_whole_tiles_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "explain --query 1,8192,16,128 --ring 2 --layout zigzag --window 300,300 --device h100"
+    main(words.split())
+    assert "documents and whole tiles, ring is faster." in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_row_of_several_hops_stands_for_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:

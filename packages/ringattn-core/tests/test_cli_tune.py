@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ringattn_core import ring_attention
+from ringattn_core.cli import tune
 from ringattn_core.cli.main import parsed
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.errors import RingAttnError
@@ -125,6 +126,11 @@ class TestTune:
         over = {"mesh": mesh, "axis_name": "sp"} if ring > 1 else {}
         jax.eval_shape(lambda: ring_attention(x, x, x, backend="xla", **options, **over))
         assert len(tuned) == 1
+
+    def test_both_strategies_of_auto_are_tuned(self, tuned: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tune, "settled", lambda *_: ("ring", "ulysses"))
+        ringattn("tune", "--query", "1,64,2,16", "--ring", "2", "--strategy", "auto", "--backend", "xla")
+        assert [(problem.q_length, problem.heads) for problem in tuned] == [(32, 2), (64, 1)]
 
     def test_keys_values_and_their_heads_may_differ(self, tuned: list[Any]) -> None:
         ringattn("tune", "--query", "2,64,4,16", "--kv", "32,2,8", "--ring", "2", "--backend", "xla")

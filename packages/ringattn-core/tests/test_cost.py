@@ -206,6 +206,8 @@ def test_auto_changes_with_heads_backend_and_memory() -> None:
     needs = {plan.strategy: plan.memory for plan in choose.reckoned(work(64, 64, 7, 7), H200)}
     assert auto(64, 64, heads=7, memory=needs["all_gather"] - 1) == "ring"
     assert auto(64, 64, heads=7, memory=1) == "ring", "where none fits, the least memory"
+    assert auto(length=4096, memory=1) == "ulysses"
+    assert auto(length=4096, memory=1, barred=["ulysses"]) == "ring", "no plan that the backend cannot run"
 
 
 def test_refusals_are_sentences_with_their_numbers() -> None:

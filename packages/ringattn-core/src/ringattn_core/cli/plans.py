@@ -24,8 +24,8 @@ class Reckoning:
     """The costs of all plans on a device.
 
     The call asks for the plan `asked`. "auto" would take the plan `auto` for a call that is differentiated, and
-    `auto_forward` for one that is not. It takes these while a call is traced, and does not count documents then, as the
-    costs of `plans` do: so another plan may be faster.
+    `auto_forward` for one that is not. It chooses while a call is traced, and then counts pairs of queries and keys, and
+    no documents. The costs of `plans` count documents and whole tiles, so by them another plan may be faster.
     """
 
     device: Device
@@ -77,9 +77,9 @@ def reckoning(found: CallAnalysis, device: Device, strategy: str) -> Reckoning:
         device = with_measured(device, kind, found.choice)
     refusals = choose.refused_by(chosen, options.get("causal", False), options["layout"], mixed)
     plans = choose.reckoned(found.for_plans, device, inner, refusals)
-    may_differ = "bias" not in found.call.floating
-    of_auto = choose.of_auto(chosen, found.shard.call, found.ranks, device, inner, refusals, may_differ)
-    auto = [choose.by_name(plans, name) for name in of_auto]
+    call = found.shard.call
+    as_traced = choose.reckoned(choose.work_of(chosen, call, found.ranks), device, inner, refusals)
+    auto = [choose.by_name(plans, plan.strategy) for plan in choose.fastest(as_traced, may_differ=call.bias is None)]
     return Reckoning(device, plans, auto[1] if strategy == "auto" else choose.by_name(plans, strategy), *auto)
 
 
@@ -179,7 +179,7 @@ def _choice(found: Reckoning) -> str:
         taken += f". Both passes take {times}"
     faster = min((plan for plan in found.plans if plan.refusal is None), key=lambda plan: plan.seconds)
     if faster.seconds < auto.seconds:
-        taken += f". A call counts no documents when it chooses; counted as above, {_name(faster)} is faster"
+        taken += f". By the table above, which counts documents and whole tiles, {_name(faster)} is faster"
     return f"{taken}."
 
 

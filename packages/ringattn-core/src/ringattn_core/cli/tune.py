@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
+from ..backends.discovery import Registration
 from ..backends.selection import select
 from ..call.options import needs
 from ..config import BwdParams, FwdParams
@@ -19,7 +20,7 @@ from ..strategies.choose import settled
 from ..strategies.run import tuned_as
 from ..strategies.work import data_bytes
 from ..tuning import cache, choice
-from ..tuning.problem import of_call
+from ..tuning.problem import Problem, of_call
 from ..tuning.tuner import Timed, shown
 from . import call_arguments
 from .abstract_call import AbstractCall
@@ -47,18 +48,26 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    call, asked = AbstractCall.of(arguments), []
+    call = AbstractCall.of(arguments)
     _refuse_too_large(call)
+    asked: dict[str, tuple[Registration, Problem]] = {}
 
     def on_one_rank(local: Call) -> None:
         registration = select(arguments.backend, needs(local), platform_of(None, ()))
-        _, strategy = settled(registration, local)
-        run_as = tuned_as(dataclasses.replace(local, strategy=strategy))
-        asked.append((registration, of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))))
+        for strategy in settled(registration, local):  # "auto" may take another one for gradients
+            run_as = tuned_as(dataclasses.replace(local, strategy=strategy))
+            problem = of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))
+            asked[problem.key] = registration, problem
 
     trace(call, on_one_rank)
-    registration, problem = asked[0]
-    outcome = choice.tune(problem, registration, keep=not arguments.dry_run)
+    for registration, problem in asked.values():
+        _tune(registration, problem, keep=not arguments.dry_run)
+    return 0
+
+
+def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
+    """Tunes one problem, prints every candidate, and stores the fastest if `keep`."""
+    outcome = choice.tune(problem, registration, keep=keep)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
     for part, timed, chosen in (
         ("forward", outcome.forward, outcome.config.fwd_params),
@@ -66,9 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
         show("", Title(title), *([candidates(timed, chosen)] if timed else []))
-    found = None if arguments.dry_run else cache.read(problem)
+    found = cache.read(problem) if keep else None
     print(f"\nstored in {found.path}" if found else "\nnot stored")
-    return 0
 
 
 def _refuse_too_large(call: AbstractCall) -> None:

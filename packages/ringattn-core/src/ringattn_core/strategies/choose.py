@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which strategies "auto" takes: those of the fastest plans, by the cost model, that call and backend allow."""
+"""Which strategies "auto" takes: by the cost model, the fastest ones that the call and its backend can run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,13 @@ _NONE: Final[Mapping[str, str]] = {}
 
 
 def settled(registration: Registration, call: Call) -> tuple[str, str]:
-    """The strategy that runs the call of one shard, and the one that runs it where it is differentiated.
+    """The strategies that run the call of one shard: its forward pass alone, and both passes if it is differentiated.
 
     They differ only for "auto", which takes the strategies of the `fastest` plans, or "ring" on a device for which the
-    cost model has no constants. Raises if the call or the backend rules the strategy out. On one rank every strategy
-    becomes "ring". Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks and the
-    caller's positions are unknown while a call is traced; the costs are those of a call in which they mask nothing out.
+    cost model has no constants. Raises if the call or its backend cannot run the strategy asked for. On one rank every
+    strategy becomes "ring". Only shapes and static options decide, so all ranks decide alike. Segment ids, dense masks
+    and the caller's positions are unknown while a call is traced; the costs are those of a call in which they mask
+    nothing out.
     """
     if call.strategy == "ring":
         return "ring", "ring"
@@ -47,13 +48,15 @@ def settled(registration: Registration, call: Call) -> tuple[str, str]:
         return "ring", "ring"
     device = with_measured(device, kind, registration.name)
     may_differ = axes.manual().issuperset(axis) and call.bias is None
-    return of_auto(registration, call, ranks, device, inner, refusals, may_differ)
+    plans = reckoned(work_of(registration, call, ranks), device, inner, refusals)
+    forward, differentiated = fastest(plans, may_differ)
+    return forward.strategy, differentiated.strategy
 
 
 def checked(registration: Registration, call: Call, ranks: int, inner: int) -> dict[str, str]:
-    """The strategies that the backend cannot run, as of `refused_by`. Raises if the call of one shard asks for one.
+    """The strategies that the backend cannot run, each with the reason. Raises if the call of one shard asks for one.
 
-    `inner` is the size of the last axis of the ring.
+    It also raises for "ulysses" with heads that the ranks cannot exchange. `inner` is the size of the ring's last axis.
     """
     refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
     if call.strategy == "ulysses":
@@ -63,24 +66,6 @@ def checked(registration: Registration, call: Call, ranks: int, inner: int) -> d
         fact = f"{call.strategy!r} cannot run this call: {refusals[call.strategy]}"
         raise InputError("strategy", fact, "Pass 'ring', or 'auto' for what can run it")
     return refusals
-
-
-def of_auto(
-    registration: Registration | None,
-    call: Call,
-    ranks: int,
-    device: Device,
-    inner: int,
-    refusals: Mapping[str, str],
-    may_differ: bool,
-) -> tuple[str, str]:
-    """The strategies that "auto" takes for the call of one shard: for the forward pass, and where it is differentiated.
-
-    Only shapes and static options are read. `inner` and `refusals` are as in `reckoned`, `may_differ` as in `fastest`.
-    """
-    plans = reckoned(_work(registration, call, ranks), device, inner, refusals)
-    forward, differentiated = fastest(plans, may_differ)
-    return forward.strategy, differentiated.strategy
 
 
 def refused_by(registration: Registration | None, causal: bool, layout: str, mixed: bool) -> dict[str, str]:
@@ -102,8 +87,8 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
     return found
 
 
-def _work(registration: Registration | None, call: Call, ranks: int) -> Work:
-    """The work of this call of one shard, on a ring of `ranks`."""
+def work_of(registration: Registration | None, call: Call, ranks: int) -> Work:
+    """The work of the call of one shard, on a ring of `ranks`. Only shapes and static options are read."""
     kernel = None if registration is None or registration.descriptor().kernel is None else registration.implementation()
     bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
     shape = call.layout, ranks, call.query.shape[1], call.key.shape[1]
@@ -113,7 +98,10 @@ def _work(registration: Registration | None, call: Call, ranks: int) -> Work:
 def reckoned(
     work: Work, device: Device, inner: int | None = None, refusals: Mapping[str, str] = _NONE
 ) -> tuple[Cost, ...]:
-    """The cost of every plan of a call, including plans that the call cannot use.
+    """The cost of every plan of a call, also of plans that are refused.
+
+    A plan that the call or its backend cannot run has a refusal and no steps. A plan that needs more memory than the
+    device has gets a refusal too, and keeps its steps.
 
     `inner` is the size of the last axis of the ring; by default all ranks are one group. "ring" then has two levels,
     and "ulysses" exchanges heads for tokens within groups of `inner` ranks. `refusals` gives the strategies that the
@@ -122,21 +110,27 @@ def reckoned(
     plans = [cost.ring(dataclasses.replace(work, plan=work.plan.over(inner or work.ranks)), device)]
     if work.ranks > 1:
         others = [cost.all_gather(work, device), cost.ulysses(work, device, inner or work.ranks)]
-        plans += [dataclasses.replace(plan, refusal=refusals.get(plan.strategy, plan.refusal)) for plan in others]
+        plans += [
+            Cost(plan.strategy, plan.inner, (), (), 0, refusals[plan.strategy]) if plan.strategy in refusals else plan
+            for plan in others
+        ]
     return tuple(_fitting(plan, device) for plan in plans)
 
 
 def fastest(plans: Sequence[Cost], may_differ: bool) -> tuple[Cost, Cost]:
     """The plan with the shortest forward pass, and that with the shortest forward and backward pass together.
 
-    They are both the second one unless they `may_differ`. A call whose strategy depends on whether it is differentiated
-    cannot tell whether its bias is held fixed, so with a bias it would always compute that gradient; and where a `vmap`
-    plays the ranks, JAX cannot transpose the exchange of heads then. Of equal plans the first one is taken. If the call
-    can use none of them, it is the plan that needs the least memory, because the model may be wrong.
+    Unless they `may_differ`, both are the second one. They must not differ for a call with a bias: `by_need` hides from
+    the engine whether the bias is differentiated, so its gradient would always be computed. Nor may they where a `vmap`
+    plays the ranks: inside `by_need`, JAX cannot transpose the exchange of heads there.
+
+    Of equal plans the first one is taken. If no plan fits in memory, both are the plan that needs the least memory,
+    because the model may be wrong.
     """
     usable = [plan for plan in plans if plan.refusal is None]
     if not usable:
-        usable = [min((plan for plan in plans if plan.steps), key=lambda plan: plan.memory)]
+        possible = [plan for plan in plans if plan.steps]
+        usable = [min(possible, key=lambda plan: plan.memory)]
     both = min(usable, key=lambda plan: plan.seconds)
     forward = min(usable, key=lambda plan: cost.total(plan.forward))
     return (forward if may_differ else both), both

@@ -56,7 +56,7 @@ class Cost:
     """The cost of one plan. Groups of `inner` consecutive ranks exchange heads for tokens; a ring connects the groups.
 
     `inner` is 1 if no heads are exchanged. `memory` is the peak of one device in bytes, over both passes. `refusal`
-    says why the call cannot use the plan.
+    says why the call cannot use the plan. A plan that cannot run at all has no steps; one that is too large has.
     """
 
     strategy: str
