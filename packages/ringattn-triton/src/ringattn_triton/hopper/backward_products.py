@@ -185,10 +185,11 @@ def _step_of(
     q = at(shared.q, place)
     dout = at(shared.dout, place)
     mbarrier.wait(at(shared.q_full, place), phase)
-    s = product_of_heads(k.slice(NUMBER * 64, 64, dim=0), q, zero, F.head_dim)
+    s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)
     v = again(v, shared.v, 0)
-    dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), again(dout, shared.dout, place), zero, F.value_dim)
+    v = v.slice(NUMBER * 64, 64, dim=0)
+    dp = product_of_heads((v,), (again(dout, shared.dout, place),), zero, F.value_dim)
     tile = 0
     if MASKED or F.distances or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)

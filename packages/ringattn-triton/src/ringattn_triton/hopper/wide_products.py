@@ -121,7 +121,7 @@ def _step_of_dv(
     place = step % PLAN.stages
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    s = product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
+    s = product_of_heads((at(shared.k, opaque_zero()),), (at(shared.q, place),), zero, F.head_dim)
     tile = 0
     if MASKED:
         row, batch, _ = owned(turn, T, F.kv_heads)
