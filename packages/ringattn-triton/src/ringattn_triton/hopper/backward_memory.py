@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
+from .head_tiles import place_of, places_of_heads
 from .shared_numbers import read_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
@@ -36,7 +37,8 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class Memory(NamedTuple):
     """The allocations in shared memory, whose places `shared_places` names.
 
-    `dout` may share the allocation of `q`, and `v` that of `k`. Without a bias, `bias` is 0.
+    `dout` may share the allocation of `q`, and `v` that of `k`. All four are tuples of pieces of heads (`head_tiles`).
+    Without a bias, `bias` is 0.
     """
 
     barriers: Any
@@ -64,8 +66,8 @@ class Shared(NamedTuple):
     `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
     shifts of the rows; place `i` of `bias` has the bias. `tile` is the number of a query tile. `ds` is the gradient of
     the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end
-    of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`; in `wide_products` one
-    place holds the softmax weights first.
+    of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`; in `wide_products` a place
+    holds the softmax weights (`weights_place`).
     """
 
     turn: Any
@@ -102,21 +104,22 @@ def at(places, number):
 
 
 @gluon.jit
+def heads_at(places, number):
+    """One of the `Places` of heads: a tuple of its pieces."""
+    return place_of(places.all, places.first + number)
+
+
+@gluon.jit
 def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """Allocates the shared memory of a program and initialises its barriers."""
-    DIM: gl.constexpr = F.padded_head_dim
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, DIM], TYPE)
-    DOUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, VALUE_DIM], TYPE)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, VALUE_DIM], TYPE)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances or F.shifted else 0)
-    ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
-    q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
-    k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)
+    Q_PLACES: gl.constexpr = PLAN.stages + (0 if PLAN.wide else PLAN.dout_stages)
+    K_PLACES: gl.constexpr = 1 if PLAN.wide else 2
+    q = places_of_heads(TYPE, Q_PLACES, Q_PLACES, PLAN.q_tile, F.head_dim)
+    k = places_of_heads(TYPE, K_PLACES, K_PLACES, PLAN.kv_tile, F.head_dim)
     dout = q
     v = k
     bias = 0
@@ -124,8 +127,8 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         BIAS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, PLAN.kv_tile], TYPE)
         bias = gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.q_tile, PLAN.kv_tile], BIAS)
     if PLAN.wide:
-        dout = gl.allocate_shared_memory(TYPE, [PLAN.dout_stages, PLAN.q_tile, VALUE_DIM], DOUTS)
-        v = gl.allocate_shared_memory(TYPE, [1, PLAN.kv_tile, VALUE_DIM], VALUES)
+        dout = places_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
+        v = places_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
     memory = Memory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),

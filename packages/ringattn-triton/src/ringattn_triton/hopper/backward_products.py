@@ -25,6 +25,7 @@ from .backward_memory import (
     Q_EMPTY,
     at,
     finished_turn,
+    heads_at,
     next_turn,
     result_place,
     shared_places,
@@ -35,6 +36,7 @@ from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import product_count, product_of_heads
 from .results import in_sixteens
 from .shared_numbers import read_number
+from .sums import layout_of
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
@@ -60,9 +62,15 @@ def again(place, places, number):
     is known only here. Triton 3.6 computes each descriptor where it is used.
     """
     if _DESCRIPTORS_COME_EARLY:
-        return at(places, number + opaque_zero())
+        return _one_at(places, number + opaque_zero())
     else:
         return place
+
+
+@gluon.jit
+def _one_at(places, number):
+    """One of the `Places` of heads that are one piece."""
+    return heads_at(places, number)[0]
 
 
 @gluon.constexpr_function
@@ -126,25 +134,27 @@ def compute_gradients(
         else:
             row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
             first = row * PLAN.kv_tile + NUMBER * 64
-            write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
-            write_gradient(dv * F.keep_weight if F.dropout else dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
+            write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, 0)
+            write_gradient(dv * F.keep_weight if F.dropout else dv, DV, first, batch, kv_head, F, F.value_dim, 0)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
 
 @gluon.jit
-def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
-    """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
+def write_gradient(
+    sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr,
+):  # fmt: skip
+    """Writes dk or dv of 64 keys from the `first` on. A key has `DIM` numbers, and `sums` those from `FIRST_DIM` on."""
     PADDED: gl.constexpr = sums.shape[1]
     # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
     SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
-    WRITTEN: gl.constexpr = in_sixteens(PADDED) if SMALL else SUMS
+    WRITTEN: gl.constexpr = in_sixteens(PADDED) if SMALL else layout_of(PADDED)
     written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
     rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
-    dims = gl.arange(0, PADDED, gl.SliceLayout(0, WRITTEN))[None, :]
+    dims = FIRST_DIM + gl.arange(0, PADDED, gl.SliceLayout(0, WRITTEN))[None, :]
     token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
     inside = (rows < F.kv_length)[:, None]
-    if PADDED != DIM:
+    if DIM < FIRST_DIM + PADDED:
         inside = inside & (dims < DIM)
     gl.store(GRADIENT + (token + kv_head * DIM + dims), written, mask=inside)
 
@@ -180,10 +190,10 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    k = at(shared.k, opaque_zero())
-    v = at(shared.v, opaque_zero())
-    q = at(shared.q, place)
-    dout = at(shared.dout, place)
+    k = _one_at(shared.k, opaque_zero())
+    v = _one_at(shared.v, opaque_zero())
+    q = _one_at(shared.q, place)
+    dout = _one_at(shared.dout, place)
     mbarrier.wait(at(shared.q_full, place), phase)
     s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)

@@ -57,9 +57,9 @@ def stored_width(dim, number):
 
 
 @gluon.constexpr_function
-def stored_dim(dim):
-    """How many dimensions all pieces of a head have, with their padding."""
-    return sum(stored_width(dim, number) for number in range(stored_pieces(dim)))
+def padded_size(dim):
+    """A head size rounded up to a power of two, or to 192 where the head lies in two pieces."""
+    return stored_width(dim, 0) + (stored_width(dim, 1) if apart(dim) else 0)
 
 
 @gluon.jit

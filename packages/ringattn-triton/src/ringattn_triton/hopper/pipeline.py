@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .handover import k_empty, q_empty, rest_empty, turn_empty, v_empty, wait_until_left
-from .head_tiles import apart, fetch, fetch_heads, fetch_piece, place_of, store, stored_dim, stored_width
+from .head_tiles import apart, fetch, fetch_heads, fetch_piece, padded_size, place_of, store, stored_width
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
 from .shared_numbers import read_number, write_number
@@ -59,7 +59,7 @@ def produce(
     """
     q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = tiles
     CONSUMERS: gl.constexpr = PLAN.consumers
-    BYTES: gl.constexpr = PLAN.q_tile * stored_dim(F.head_dim) * 2
+    BYTES: gl.constexpr = PLAN.q_tile * padded_size(F.head_dim) * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     fetched = 0
@@ -189,7 +189,7 @@ def _tile_fetched(
         place_of_positions(shared, fetched, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
     OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
-    mbarrier.expect(full, PLAN.kv_tile * stored_dim(F.head_dim) * 2 + OF_BIAS)
+    mbarrier.expect(full, PLAN.kv_tile * padded_size(F.head_dim) * 2 + OF_BIAS)
     fetch_heads(k_tiles, kv_head, first, full, place_of(shared.k, place))
     if F.bias:
         for number in gl.static_range(CONSUMERS):

@@ -6,8 +6,8 @@ from typing import Final
 
 import triton.language as tl
 
-from ..kernel_inputs import BlockConstants, padded_dim
-from .head_tiles import apart
+from ..kernel_inputs import BlockConstants
+from .head_tiles import padded_size
 
 PROGRAMS: Final = 132
 """The number of programs: one for each multiprocessor of the largest Hopper. On a smaller GPU the last find no work."""
@@ -57,7 +57,7 @@ _FORWARD: Final = {
     (256, 192, False): _OF_256,
     (256, 256, False): _OF_256,
 }
-"""The plans by head size of keys and of values (`_size`), and by whether there is a soft cap."""
+"""The plans by head size of keys and of values (`padded_size`), and by whether there is a soft cap."""
 
 
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
@@ -70,13 +70,8 @@ def forward(constants: BlockConstants) -> ForwardPlan | None:
     """The plan of the forward kernel, or `None` where there is no kernel for such heads."""
     if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
         return None
-    sizes = _size(constants.head_dim), _size(constants.value_dim), constants.capped
+    sizes = padded_size(constants.head_dim), padded_size(constants.value_dim), constants.capped
     usual = _FORWARD.get(sizes)
     if constants.dropout:
         return _WITH_DROPOUT.get(sizes, usual)
     return _WITH_DISTANCES.get(sizes, usual) if constants.distances else usual
-
-
-def _size(dim: int) -> int:
-    """A head size rounded up to a power of two, or 192 where heads lie in two pieces."""
-    return 192 if apart(dim) else padded_dim(dim)

@@ -87,11 +87,26 @@ def _product(sums, weights, values, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def finished(sums):
-    """Waits for all products."""
+def with_product(sums, left, right, DIM: gl.constexpr):
+    """Begins to add `left right` to the sums, `right` being rows of heads in shared memory."""
+    found = ()
+    for number in gl.static_range(pieces(DIM)):
+        found += (_added(sums[number], left, dims_of(right, first_of(DIM, number), width_of(DIM, number))),)
+    return found
+
+
+@gluon.jit
+def _added(sums, left, right):
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout_of(sums.shape[1]), k_width=2)
+    return warpgroup_mma(gl.convert_layout(left, LEFT), right, sums, is_async=True)
+
+
+@gluon.jit
+def finished(sums, LATER: gl.constexpr = 0):
+    """Waits for all products, but for so many that began `LATER`."""
     found = ()
     for number in gl.static_range(len(sums)):
-        found += (warpgroup_mma_wait(0, deps=[sums[number]]),)
+        found += (warpgroup_mma_wait(LATER, deps=[sums[number]]),)
     return found
 
 
