@@ -7,7 +7,6 @@
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,24 +32,13 @@ from .backward_memory import (
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
-from .head_tiles import product_count, product_of_heads
+from .head_tiles import opaque_zero, product_count, product_of_heads
 from .results import in_sixteens
 from .shared_numbers import read_number
 from .sums import layout_of
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
-
-
-@builtin
-def opaque_zero(_semantic=None):
-    """Zero, but the compiler cannot know that, nor that it is the same in every step.
-
-    Otherwise it would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
-    """
-    result = _semantic.builder.get_int32_ty()
-    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
-    return gl.tensor(zero.get_result(0), gl.int32)
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
 from .shared_numbers import read_number
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
-from .sums import finished, no_sums, pieces, rescaled, with_values
+from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_values
 
 
 @gluon.jit
@@ -77,8 +77,7 @@ def forward(
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         bias,
-        # The product with the second piece of values comes last: one place is enough, because there is time to fetch it
-        # anew while keys are multiplied, and the first piece.
+        # For the second piece of values one place is enough: there is time to fetch it anew (`with_values`).
         places_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if apart(F.value_dim) else 0,
@@ -280,11 +279,11 @@ def _continued(
         away = of_keys(shared, taken, F, PLAN, SCORES)
     s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
+    if apart(F.value_dim):
+        acc = rest_finished(acc)
+        leave(rest_empty(PLAN), PLAN)
     acc = finished(acc)
     leave(v_empty(PLAN) + last % PLAN.stages, PLAN)
-    if apart(F.value_dim):
-        leave(rest_empty(PLAN), PLAN)
-        acc = finished(acc)  # this keeps the assembler from delaying `leave`
     return acc, packed(p, queries_here[0].dtype), total, top, shrink
 
 

@@ -11,6 +11,7 @@ Global memory has no padding. A descriptor has an axis for heads, so that TMA se
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -75,6 +76,19 @@ def places_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr,
 def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], TYPE)
     return gl.allocate_shared_memory(TYPE, [COUNT, ROWS, WIDTH], LAYOUT)
+
+
+@builtin
+def opaque_zero(_semantic=None):
+    """Zero, but the compiler cannot know that, nor that it is the same in every step.
+
+    In the index of a place, it makes the compiler compute the descriptors of a product where they are used. Otherwise
+    those of a place that is the same in every step would be computed before the loop: 24 of parts of K and V in the
+    backward pass, which would take 48 registers.
+    """
+    result = _semantic.builder.get_int32_ty()
+    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
+    return gl.tensor(zero.get_result(0), gl.int32)
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import float32, inline_asm_elementwise
 
-from .head_tiles import apart, dims_of, piece, product_count
+from .head_tiles import apart, dims_of, opaque_zero, piece, product_count
 from .schedules import CONSUMER_ROWS
 from .softmax import as_operand
 
@@ -61,29 +61,31 @@ def _zeros(WIDTH: gl.constexpr):
 def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
     """Begins to add the weighted values of tile `last` to the sums, with one product for each piece.
 
-    If they are `there`, it waits until they have been fetched. Otherwise it multiplies what lies in their `place`.
+    If they are `there`, it waits until they have been fetched. Otherwise it multiplies what lies in their `place`. Of
+    two pieces apart the second has only one place. Its product comes first: then its place is empty sooner.
     """
-    found = ()
-    for number in gl.static_range(pieces(DIM)):
+    if apart(DIM):
         if there:
-            if number == 0:
-                mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
-            elif apart(DIM):
-                mbarrier.wait(shared.rest_full.index(0), last & 1)
-        found += (_product(sums[number], weights, values_of(shared, place, number, DIM), width_of(DIM, number)),)
-    return found
+            mbarrier.wait(shared.rest_full.index(0), last & 1)
+        rest = _product(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
+        if there:
+            mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
+        return _product(sums[0], weights, (shared.v[0].index(place),), 0), rest
+    else:
+        if there:
+            mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
+        values = (shared.v[0].index(place),)
+        found = ()
+        for number in gl.static_range(pieces(DIM)):
+            found += (_product(sums[number], weights, values, first_of(DIM, number)),)
+        return found
 
 
 @gluon.jit
-def values_of(shared, place, NUMBER: gl.constexpr, DIM: gl.constexpr):
-    """The values that a product has. Of two pieces apart, the second has one place."""
-    values = (shared.v[0].index(place), shared.v[1].index(0)) if apart(DIM) else (shared.v[0].index(place),)
-    return dims_of(values, first_of(DIM, NUMBER), width_of(DIM, NUMBER))
-
-
-@gluon.jit
-def _product(sums, weights, values, WIDTH: gl.constexpr):
-    return warpgroup_mma(as_operand(weights, values.dtype, layout_of(WIDTH)), values, sums, is_async=True)
+def _product(sums, weights, values, FIRST: gl.constexpr):
+    WIDTH: gl.constexpr = sums.shape[1]
+    right = dims_of(values, FIRST, WIDTH)
+    return warpgroup_mma(as_operand(weights, right.dtype, layout_of(WIDTH)), right, sums, is_async=True)
 
 
 @gluon.jit
@@ -99,6 +101,12 @@ def with_product(sums, left, right, DIM: gl.constexpr):
 def _added(sums, left, right):
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout_of(sums.shape[1]), k_width=2)
     return warpgroup_mma(gl.convert_layout(left, LEFT), right, sums, is_async=True)
+
+
+@gluon.jit
+def rest_finished(sums):
+    """Waits for the product with the second of two pieces of values apart, which began first."""
+    return sums[0], warpgroup_mma_wait(1, deps=[sums[1]])
 
 
 @gluon.jit

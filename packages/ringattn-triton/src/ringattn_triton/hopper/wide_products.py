@@ -32,11 +32,11 @@ from .backward_memory import (
     next_turn,
     shared_places,
 )
-from .backward_products import in_register_order, opaque_zero, write_gradient
+from .backward_products import in_register_order, write_gradient
 from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
-from .head_tiles import dims_of, product_of_heads
+from .head_tiles import dims_of, opaque_zero, product_of_heads
 from .shared_numbers import read_number
 from .sums import finished, first_of, no_sums, pieces, with_product
 
