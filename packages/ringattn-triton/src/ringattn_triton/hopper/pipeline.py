@@ -101,7 +101,8 @@ def produce(
             done += 1
         kv_head = head // F.group
         origin = origin_of(P, batch, row * PLAN.q_tile, F)
-        tile = ahead
+        # Not `ahead`: Triton would take `tile` for a constant of the loop, whose body leaves in it what `ahead` was.
+        tile = 0
         for step in range(0, masked):
             last = tile
             tile = ahead
