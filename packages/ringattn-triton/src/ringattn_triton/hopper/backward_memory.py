@@ -27,6 +27,9 @@ DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
 """The first of two barriers, one for each consumer: TMA has read its places of dq, to add them to memory."""
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 7)
 """In `wide_products`: the softmax weights have been written to their place."""
+WEIGHTS_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE - 1)
+"""In `wide_products`: the consumer of dk has read ds, which lay in that place last. Triton leaves the number free where
+no more than two groups have several warps."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
 
@@ -65,9 +68,9 @@ class Shared(NamedTuple):
     `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
     `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
     shifts of the rows; place `i` of `bias` has the bias. `tile` is the number of a query tile. `ds` is the gradient of
-    the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end
-    of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`; in `wide_products` a place
-    holds the softmax weights (`weights_place`).
+    the scores, with keys as rows; in `wide_products` its place holds the softmax weights before it. Each place of `dq`
+    has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`).
+    Consumer `c` uses the places `2 i + c`.
     """
 
     turn: Any
@@ -112,7 +115,8 @@ def heads_at(places, number):
 @gluon.jit
 def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """Allocates the shared memory of a program and initialises its barriers."""
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
+    DS_ROWS: gl.constexpr = PLAN.kv_tile * (2 if PLAN.wide else 1)  # float32 weights take twice the room of ds
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances or F.shifted else 0)
@@ -138,7 +142,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         dout=dout,
         k=k,
         v=v,
-        ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, PLAN.kv_tile, PLAN.q_tile], DS),
+        ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, DS_ROWS, PLAN.q_tile], DS),
         dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
         bias=bias,
     )
@@ -195,10 +199,21 @@ def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
     """A consumer's place of dq, as a place for its 64 rows of dk or dv in half precision."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
+    return _place_as(shared.dq.index(NUMBER), TYPE, 64, DIM, LAYOUT)
+
+
+@gluon.jit
+def weights_place(shared):
+    """The place of ds in `wide_products`, as a place for softmax weights in the order of dq."""
+    return _place_as(shared.ds.index(0), gl.float32, 16, 256, plain_layout())
+
+
+@gluon.jit
+def _place_as(place, TYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     if _REINTERPRET:
-        return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
+        return place.reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
     else:
-        return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
+        return place._reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit

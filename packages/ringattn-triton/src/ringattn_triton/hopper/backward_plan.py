@@ -28,7 +28,7 @@ class BackwardPlan:
     dout_stages: int = 2
     ds_places: int = 2
     dq_places: int = 2
-    """The number of places for pieces of dq, each of 64 queries by 64 dimensions. Of four, the last is for weights."""
+    """The number of places for pieces of dq, each of 64 queries by 64 dimensions."""
     registers: int = 240
     """Registers of a consumer's thread while the program runs. The other warps release theirs, so it gets more."""
 
@@ -45,7 +45,7 @@ class BackwardPlan:
 PLANS: Final = {
     64: BackwardPlan(q_tile=128),
     128: BackwardPlan(q_tile=64),
-    192: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=2, ds_places=1, dq_places=4),
+    192: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=2, ds_places=1, dq_places=3),
     256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=1, ds_places=1, dq_places=3),
 }
 """The plans by head size (`padded_size`). The accumulators of a step allow no larger tiles."""

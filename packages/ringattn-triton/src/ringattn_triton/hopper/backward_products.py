@@ -33,7 +33,6 @@ from .backward_scores import bias_of, derivatives, head_sums, probabilities, til
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import opaque_zero, product_count, product_of_heads
-from .results import in_sixteens
 from .shared_numbers import read_number
 from .sums import layout_of
 
@@ -134,12 +133,10 @@ def write_gradient(
 ):  # fmt: skip
     """Writes dk or dv of 64 keys from the `first` on. A key has `DIM` numbers, and `sums` those from `FIRST_DIM` on."""
     PADDED: gl.constexpr = sums.shape[1]
-    # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
-    SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
-    WRITTEN: gl.constexpr = in_sixteens(PADDED) if SMALL else layout_of(PADDED)
-    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
-    dims = FIRST_DIM + gl.arange(0, PADDED, gl.SliceLayout(0, WRITTEN))[None, :]
+    SUMS: gl.constexpr = layout_of(PADDED)
+    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = FIRST_DIM + gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]
     token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
     inside = (rows < F.kv_length)[:, None]
     if DIM < FIRST_DIM + PADDED:

@@ -6,6 +6,10 @@
 
 Both have all 64 keys of a turn. The first computes the weights p and adds to dv. It hands p over in shared
 memory to the second, which computes ds and adds to dk. Each computes half of dq from ds.
+
+One place holds p, and then ds. The second consumer writes ds when it has read p; the first writes the next p when the
+products of both with ds have ended. These begin before either consumer waits for a writer of dq. So p never waits for
+writers, which may wait for their turn.
 """
 
 from triton.experimental import gluon
@@ -25,12 +29,14 @@ from .backward_memory import (
     DQ_FULL,
     DS_FULL,
     Q_EMPTY,
+    WEIGHTS_EMPTY,
     WEIGHTS_FULL,
     at,
     finished_turn,
     heads_at,
     next_turn,
     shared_places,
+    weights_place,
 )
 from .backward_products import in_register_order, write_gradient
 from .backward_scores import probabilities, tile_of
@@ -39,15 +45,6 @@ from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import dims_of, opaque_zero, product_of_heads
 from .shared_numbers import read_number
 from .sums import finished, first_of, no_sums, pieces, with_product
-
-_SECOND = gl.constexpr(2)
-"""The place of `dq` for the second piece of the consumer that has dv."""
-
-
-@gluon.constexpr_function
-def weights_place(PLAN):
-    """The place of `dq` in which p is handed over. It may hold a piece of dq later (`_SECOND`)."""
-    return PLAN.dq_places - 1
 
 
 @gluon.jit
@@ -93,6 +90,7 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
     shared = shared_places(memory, PLAN)
+    hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
@@ -136,25 +134,21 @@ def _step_of_dv(
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, 0, F, PLAN, MASKED, SCORES)
     hardware_barrier("arrive", Q_EMPTY + place, 288)
-    # The last tile's p has been read.
-    if weights_place(PLAN) == _SECOND:  # and so have both pieces of dq that came after it
-        hardware_barrier("sync", DQ_EMPTY, 160)
-    shared.dq.index(weights_place(PLAN)).store(in_register_order(p))
+    hardware_barrier("sync", WEIGHTS_EMPTY, 256)
+    weights_place(shared).store(in_register_order(p))
     hardware_barrier("arrive", WEIGHTS_FULL, 256)
     dout_place = step % PLAN.dout_stages
     mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
     dv = finished(with_product(dv, p.to(TYPE), heads_at(shared.dout, dout_place + opaque_zero()), F.value_dim))
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
-    ds_place = step % PLAN.ds_places
     hardware_barrier("sync", DS_FULL, 256)
-    dq = _piece_of_dq(shared, ds_place, 0, F)
-    other = _piece_of_dq(shared, ds_place, 1, F)
+    dq = _piece_of_dq(shared, 0, F)
+    other = _piece_of_dq(shared, 1, F)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    if weights_place(PLAN) != _SECOND:
-        hardware_barrier("sync", DQ_EMPTY, 160)
+    hardware_barrier("sync", DQ_EMPTY, 160)
     shared.dq.index(0).store(in_register_order(dq))
     other = warpgroup_mma_wait(0, deps=[other])
-    shared.dq.index(_SECOND).store(in_register_order(other))
+    shared.dq.index(2).store(in_register_order(other))
     fence_async_shared()
     arrive_at(DQ_FULL, step % 2, 160)
     return dv
@@ -174,38 +168,45 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     dp = product_of_heads(heads_at(shared.v, opaque_zero()), dout, zero, F.value_dim)
     minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
     hardware_barrier("sync", WEIGHTS_FULL, 256)
-    p = gl.convert_layout(_from_register_order(shared.dq.index(weights_place(PLAN)).load(register_order())), SCORES)
+    p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
-    ds_place = step % PLAN.ds_places
-    shared.ds.index(ds_place).store(ds)
+    _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait for each other between the two
     fence_async_shared()
     hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
-    dq = _piece_of_dq(shared, ds_place, FIRST, F)
-    dk = with_product(dk, ds, heads_at(shared.q, place), F.head_dim)
-    dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
-    _hand_over(dq, shared, step)
+    dq = _piece_of_dq(shared, FIRST, F)
+    other = dq
     if PIECES // 2 > 1:
-        other = _piece_of_dq(shared, ds_place, FIRST + 1, F)
-        dk = finished(dk, 1)
-        hardware_barrier("arrive", Q_EMPTY + place, 288)
-        other = warpgroup_mma_wait(0, deps=[other])
-        _hand_over(other, shared, step)
+        other = _piece_of_dq(shared, FIRST + 1, F)
+    dk = with_product(dk, ds, heads_at(shared.q, place), F.head_dim)
+    if PIECES // 2 > 1:
+        dq, other = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq, other])
     else:
-        dk = finished(dk)
-        hardware_barrier("arrive", Q_EMPTY + place, 288)
+        dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
+    hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
+    _hand_over(dq, shared, step)
+    dk = finished(dk)
+    hardware_barrier("arrive", Q_EMPTY + place, 288)
+    if PIECES // 2 > 1:
+        _hand_over(other, shared, step)
     return dk
 
 
 @gluon.jit
-def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr, F: gl.constexpr):
+def _ds_place(shared):
+    """The place of ds, the first half of that of the weights."""
+    return shared.ds.index(0).slice(0, 64, dim=0)
+
+
+@gluon.jit
+def _piece_of_dq(shared, NUMBER: gl.constexpr, F: gl.constexpr):
     """Begins 64 dimensions of dq."""
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([64, 64], gl.float32, PIECE)
-    ds = shared.ds.index(ds_place).permute((1, 0))
+    ds = _ds_place(shared).permute((1, 0))
     return warpgroup_mma(
         ds, dims_of(heads_at(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
     )
