@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test of the Triton backend stands on: CPU devices, interpreted kernels, strict promotion.
 
-`JAX_PLATFORMS=cuda pytest test_hopper.py` runs that module on a GPU instead.
+`JAX_PLATFORMS=cuda pytest test_hopper.py test_hopper_heads.py` runs these modules on a GPU instead.
 """
 
 import os

@@ -168,7 +168,11 @@ PLAIN, CAUSAL, RAGGED = (
     [
         *((128, None, *kind) for kind in (PLAIN, CAUSAL, RAGGED)),
         # A kernel with a mask has the loop of one without, and its own.
-        *((*heads, *kind) for heads in ((64, None), (128, 30.0), (256, None)) for kind in (CAUSAL, RAGGED)),
+        *(
+            (*heads, *kind)
+            for heads in ((64, None), (128, 30.0), (192, None), (256, None))
+            for kind in (CAUSAL, RAGGED)
+        ),
     ],
 )
 def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
@@ -190,8 +194,8 @@ def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budg
 @pytest.mark.parametrize(
     ("option", "head_dim", "soft_cap"),
     [
-        *(("dropout", *heads) for heads in ((128, None), (128, 30.0), (256, None))),
-        *(("slopes", *heads) for heads in ((64, None), (128, None), (128, 30.0), (256, None))),
+        *(("dropout", *heads) for heads in ((128, None), (128, 30.0), (192, None), (256, None))),
+        *(("slopes", *heads) for heads in ((64, None), (128, None), (128, 30.0), (192, None), (256, None))),
     ],
 )
 def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, monkeypatch):

@@ -104,14 +104,6 @@ def test_any_grouping_of_heads_in_float16(heads: tuple[int, int], dim: int) -> N
     check(make_block(2, 200, 140, dim=dim, **given), str(heads))
 
 
-@pytest.mark.parametrize(
-    "dims", [(72, 72), (80, 80), (96, 96), (120, 120), (192, 128), (136, 72), (248, 248), (256, 256)], ids=str
-)
-def test_heads_of_any_multiple_of_8_are_filled_up_in_shared_memory(dims: tuple[int, int]) -> None:
-    given: dict[str, Any] = {"dim": dims[0], "value_dim": dims[1], "dtype": HALF, "causal": True}
-    check(make_block(2, 200, 140, **given), str(dims))
-
-
 @pytest.mark.parametrize("shape", [(2, 4), (2, 1), (1, 4), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, jnp.float16])
 def test_a_bias_of_any_heads_and_rows_is_added(shape: tuple[int, int], dtype: Any) -> None:

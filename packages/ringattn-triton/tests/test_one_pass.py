@@ -55,8 +55,14 @@ def test_gradients_are_right_in_ragged_tiles_with_grouped_heads(option: str, dim
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
-@pytest.mark.parametrize("dims", [(96, 96), (120, 72), (136, 136), (192, 128), (256, 256)], ids=str)
-def test_heads_of_any_multiple_of_8_are_filled_up_in_shared_memory(dims: tuple[int, int], ordered: bool) -> None:
+@pytest.mark.parametrize(
+    "dims",
+    [(96, 96), (120, 72), (136, 136), (160, 160), (176, 152), (192, 128), (192, 192), (256, 192), (256, 256)],
+    ids=str,
+)
+def test_heads_of_any_multiple_of_8_lie_in_shared_memory_in_one_piece_or_two(
+    dims: tuple[int, int], ordered: bool
+) -> None:
     block = make_block(1, 200, 140, dim=dims[0], value_dim=dims[1], dtype=HALF, causal=True, heads=4, kv_heads=2)
     computed(block, ordered)
 
@@ -114,7 +120,7 @@ def test_final_gradients_of_ragged_batch_rows_stay_in_their_rows(dims: tuple[int
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [64, 192, 256])
 def test_rows_and_keys_that_see_nothing_have_gradients_of_zero(dim: int, ordered: bool) -> None:
     # No turn visits the first tile of queries, so nothing is ever added to its dq.
     got = computed(make_block(1, 256, 256, dim=dim, dtype=HALF, causal=True, offset=150), ordered)
@@ -230,8 +236,8 @@ MASKS = ("plain", "causal", "causal segments")
 COMPILED = [
     *((dim, option, True) for dim in (64, 128) for option in (*MASKS, "soft cap", "slopes", "dropout", "dense mask")),
     *((96, option, True) for option in ("plain", "causal segments", "dropout")),
-    *((256, option, True) for option in MASKS),
-    *((dim, option, False) for dim in (64, 128, 256) for option in ("plain", "causal")),
+    *((dim, option, True) for dim in (192, 256) for option in MASKS),
+    *((dim, option, False) for dim in (64, 128, 192, 256) for option in ("plain", "causal")),
 ]
 
 

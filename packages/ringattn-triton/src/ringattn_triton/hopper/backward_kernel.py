@@ -70,8 +70,6 @@ def _take_turns(
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """The turns of a launch. `DHEADS_OR_DS` is `DHEADS` or `DS`."""
-    DIM: gl.constexpr = F.padded_head_dim
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
     Q_TILE: gl.constexpr = PLAN.q_tile
     KV_TILE: gl.constexpr = PLAN.kv_tile
@@ -102,16 +100,16 @@ def _take_turns(
         DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, Q_TILE], TYPE)
         ds = tma.make_tensor_descriptor(DHEADS_OR_DS, [DS_ROWS, Q_TILE], [Q_TILE, 1], [KV_TILE, Q_TILE], DS_LAYOUT)
     tiles = Tiles(
-        k=tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE, DIM),
-        v=tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE, VALUE_DIM),
-        q=tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE, DIM),
-        dout=tiles_of_heads(DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE, VALUE_DIM),
+        k=tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE),
+        v=tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE),
+        q=tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE),
+        dout=tiles_of_heads(DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE),
         lse=lse,
         delta=tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN),
         away=away,
         dq=dq,
-        dk=_tiles_of_results(DK, F.head_dim, DIM, BATCH, F) if RESULTS_BY_TMA else dq,
-        dv=_tiles_of_results(DV, F.value_dim, VALUE_DIM, BATCH, F) if RESULTS_BY_TMA else dq,
+        dk=_tiles_of_results(DK, F.head_dim, F.padded_head_dim, BATCH, F) if RESULTS_BY_TMA else dq,
+        dv=_tiles_of_results(DV, F.value_dim, F.padded_value_dim, BATCH, F) if RESULTS_BY_TMA else dq,
         bias=bias,
         ds=ds,
     )

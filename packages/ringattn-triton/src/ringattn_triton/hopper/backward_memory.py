@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
+from .head_tiles import place_of, places_of_heads
 from .shared_numbers import read_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
@@ -26,6 +27,9 @@ DQ_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 5)
 """The first of two barriers, one for each consumer: TMA has read its places of dq, to add them to memory."""
 WEIGHTS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 7)
 """In `wide_products`: the softmax weights have been written to their place."""
+WEIGHTS_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE - 1)
+"""In `wide_products`: the consumer of dk has read ds, which lay in that place last. Triton leaves the number free where
+no more than two groups have several warps."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
 
@@ -36,7 +40,8 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 class Memory(NamedTuple):
     """The allocations in shared memory, whose places `shared_places` names.
 
-    `dout` may share the allocation of `q`, and `v` that of `k`. Without a bias, `bias` is 0.
+    `dout` may share the allocation of `q`, and `v` that of `k`. All four are tuples of pieces of heads (`head_tiles`).
+    Without a bias, `bias` is 0.
     """
 
     barriers: Any
@@ -63,9 +68,9 @@ class Shared(NamedTuple):
     `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
     `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
     shifts of the rows; place `i` of `bias` has the bias. `tile` is the number of a query tile. `ds` is the gradient of
-    the scores, with keys as rows. Each place of `dq` has a piece of a tile, 64 queries by 64 dimensions, or at the end
-    of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the places `2 i + c`; in `wide_products` one
-    place holds the softmax weights first.
+    the scores, with keys as rows; in `wide_products` its place holds the softmax weights before it. Each place of `dq`
+    has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`).
+    Consumer `c` uses the places `2 i + c`.
     """
 
     turn: Any
@@ -102,21 +107,23 @@ def at(places, number):
 
 
 @gluon.jit
+def heads_at(places, number):
+    """One of the `Places` of heads: a tuple of its pieces."""
+    return place_of(places.all, places.first + number)
+
+
+@gluon.jit
 def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     """Allocates the shared memory of a program and initialises its barriers."""
-    DIM: gl.constexpr = F.padded_head_dim
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, DIM], TYPE)
-    DOUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, VALUE_DIM], TYPE)
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, VALUE_DIM], TYPE)
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, PLAN.q_tile], TYPE)
+    DS_ROWS: gl.constexpr = PLAN.kv_tile * (2 if PLAN.wide else 1)  # float32 weights take twice the room of ds
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances or F.shifted else 0)
-    ALONE: gl.constexpr = 0 if PLAN.wide else PLAN.dout_stages
-    q = gl.allocate_shared_memory(TYPE, [PLAN.stages + ALONE, PLAN.q_tile, DIM], QUERIES)
-    k = gl.allocate_shared_memory(TYPE, [1 if PLAN.wide else 2, PLAN.kv_tile, DIM], KEYS)
+    Q_PLACES: gl.constexpr = PLAN.stages + (0 if PLAN.wide else PLAN.dout_stages)
+    K_PLACES: gl.constexpr = 1 if PLAN.wide else 2
+    q = places_of_heads(TYPE, Q_PLACES, Q_PLACES, PLAN.q_tile, F.head_dim)
+    k = places_of_heads(TYPE, K_PLACES, K_PLACES, PLAN.kv_tile, F.head_dim)
     dout = q
     v = k
     bias = 0
@@ -124,8 +131,8 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         BIAS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.q_tile, PLAN.kv_tile], TYPE)
         bias = gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.q_tile, PLAN.kv_tile], BIAS)
     if PLAN.wide:
-        dout = gl.allocate_shared_memory(TYPE, [PLAN.dout_stages, PLAN.q_tile, VALUE_DIM], DOUTS)
-        v = gl.allocate_shared_memory(TYPE, [1, PLAN.kv_tile, VALUE_DIM], VALUES)
+        dout = places_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
+        v = places_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
     memory = Memory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
@@ -135,7 +142,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         dout=dout,
         k=k,
         v=v,
-        ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, PLAN.kv_tile, PLAN.q_tile], DS),
+        ds=gl.allocate_shared_memory(TYPE, [PLAN.ds_places, DS_ROWS, PLAN.q_tile], DS),
         dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
         bias=bias,
     )
@@ -192,10 +199,21 @@ def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def result_place(shared, NUMBER: gl.constexpr, TYPE: gl.constexpr, DIM: gl.constexpr):
     """A consumer's place of dq, as a place for its 64 rows of dk or dv in half precision."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, DIM], TYPE)
+    return _place_as(shared.dq.index(NUMBER), TYPE, 64, DIM, LAYOUT)
+
+
+@gluon.jit
+def weights_place(shared):
+    """The place of ds in `wide_products`, as a place for softmax weights in the order of dq."""
+    return _place_as(shared.ds.index(0), gl.float32, 16, 256, plain_layout())
+
+
+@gluon.jit
+def _place_as(place, TYPE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     if _REINTERPRET:
-        return shared.dq.index(NUMBER).reinterpret(TYPE, [64, DIM], LAYOUT)
+        return place.reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
     else:
-        return shared.dq.index(NUMBER)._reinterpret(TYPE, [64, DIM], LAYOUT)
+        return place._reinterpret(TYPE, [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit

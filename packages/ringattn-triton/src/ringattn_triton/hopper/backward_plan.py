@@ -5,6 +5,7 @@ import dataclasses
 from typing import Final
 
 from ..kernel_inputs import BlockConstants, power_of_two
+from .head_tiles import padded_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +45,16 @@ class BackwardPlan:
 PLANS: Final = {
     64: BackwardPlan(q_tile=128),
     128: BackwardPlan(q_tile=64),
+    192: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=2, ds_places=1, dq_places=3),
     256: BackwardPlan(q_tile=64, wide=True, kv_tile=64, dout_stages=1, ds_places=1, dq_places=3),
 }
-"""The plans by head size, rounded up to a power of two. The accumulators of a step allow no larger tiles."""
+"""The plans by head size (`padded_size`). The accumulators of a step allow no larger tiles."""
 
 
 def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     """The plan for heads of these sizes, or `None` where the kernel has none."""
     dim, value_dim = constants.head_dim, constants.value_dim
-    plan = PLANS.get(constants.padded_head_dim)
+    plan = PLANS.get(padded_size(max(dim, value_dim) if dim > 128 else dim))
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
     if plan.wide and constants.padded_value_dim == 128:

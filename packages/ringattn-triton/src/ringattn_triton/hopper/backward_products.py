@@ -7,7 +7,6 @@
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -25,6 +24,7 @@ from .backward_memory import (
     Q_EMPTY,
     at,
     finished_turn,
+    heads_at,
     next_turn,
     result_place,
     shared_places,
@@ -32,23 +32,12 @@ from .backward_memory import (
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
-from .head_tiles import product_count, product_of_heads
-from .results import in_sixteens
+from .head_tiles import opaque_zero, product_count, product_of_heads
 from .shared_numbers import read_number
+from .sums import layout_of
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
-
-
-@builtin
-def opaque_zero(_semantic=None):
-    """Zero, but the compiler cannot know that, nor that it is the same in every step.
-
-    Otherwise it would compute the 24 descriptors of parts of K and V before the loop and hold them in 48 registers.
-    """
-    result = _semantic.builder.get_int32_ty()
-    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
-    return gl.tensor(zero.get_result(0), gl.int32)
 
 
 @gluon.jit
@@ -60,9 +49,15 @@ def again(place, places, number):
     is known only here. Triton 3.6 computes each descriptor where it is used.
     """
     if _DESCRIPTORS_COME_EARLY:
-        return at(places, number + opaque_zero())
+        return _one_at(places, number + opaque_zero())
     else:
         return place
+
+
+@gluon.jit
+def _one_at(places, number):
+    """One of the `Places` of heads that are one piece."""
+    return heads_at(places, number)[0]
 
 
 @gluon.constexpr_function
@@ -126,25 +121,25 @@ def compute_gradients(
         else:
             row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
             first = row * PLAN.kv_tile + NUMBER * 64
-            write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, SUMS)
-            write_gradient(dv * F.keep_weight if F.dropout else dv, DV, first, batch, kv_head, F, F.value_dim, SUMS)
+            write_gradient(scaled(dk, shared.ds, F), DK, first, batch, kv_head, F, F.head_dim, 0)
+            write_gradient(dv * F.keep_weight if F.dropout else dv, DV, first, batch, kv_head, F, F.value_dim, 0)
         taken += 1
         turn = next_turn(shared, taken, 4)
 
 
 @gluon.jit
-def write_gradient(sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, SUMS: gl.constexpr):
-    """Writes dk or dv of 64 keys from the `first` on, `DIM` numbers each."""
+def write_gradient(
+    sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr,
+):  # fmt: skip
+    """Writes dk or dv of 64 keys from the `first` on. A key has `DIM` numbers, and `sums` those from `FIRST_DIM` on."""
     PADDED: gl.constexpr = sums.shape[1]
-    # Of a product in half precision four threads hold 16 bytes of a row, half of what memory writes at a time.
-    SMALL: gl.constexpr = GRADIENT.dtype.element_ty.primitive_bitwidth == 16
-    WRITTEN: gl.constexpr = in_sixteens(PADDED) if SMALL else SUMS
-    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), WRITTEN)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, WRITTEN))
-    dims = gl.arange(0, PADDED, gl.SliceLayout(0, WRITTEN))[None, :]
+    SUMS: gl.constexpr = layout_of(PADDED)
+    written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    dims = FIRST_DIM + gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]
     token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
     inside = (rows < F.kv_length)[:, None]
-    if PADDED != DIM:
+    if DIM < FIRST_DIM + PADDED:
         inside = inside & (dims < DIM)
     gl.store(GRADIENT + (token + kv_head * DIM + dims), written, mask=inside)
 
@@ -180,15 +175,16 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    k = at(shared.k, opaque_zero())
-    v = at(shared.v, opaque_zero())
-    q = at(shared.q, place)
-    dout = at(shared.dout, place)
+    k = _one_at(shared.k, opaque_zero())
+    v = _one_at(shared.v, opaque_zero())
+    q = _one_at(shared.q, place)
+    dout = _one_at(shared.dout, place)
     mbarrier.wait(at(shared.q_full, place), phase)
-    s = product_of_heads(k.slice(NUMBER * 64, 64, dim=0), q, zero, F.head_dim)
+    s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
     mbarrier.wait(at(shared.dout_full, place), phase)
     v = again(v, shared.v, 0)
-    dp = product_of_heads(v.slice(NUMBER * 64, 64, dim=0), again(dout, shared.dout, place), zero, F.value_dim)
+    v = v.slice(NUMBER * 64, 64, dim=0)
+    dp = product_of_heads((v,), (again(dout, shared.dout, place),), zero, F.value_dim)
     tile = 0
     if MASKED or F.distances or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)

@@ -19,6 +19,7 @@ from .backward_memory import (
     DQ_FULL,
     Q_EMPTY,
     at,
+    heads_at,
     next_turn,
     result_place,
     shared_places,
@@ -26,7 +27,7 @@ from .backward_memory import (
 from .backward_turns import after_step, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
 from .hardware_barriers import hardware_barrier
-from .head_tiles import fetch, store
+from .head_tiles import fetch, fetch_heads, padded_size, store
 from .shared_numbers import write_number
 
 
@@ -78,8 +79,8 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     Keys arrive at the barrier of the turn's first queries, values at that of its first dout. They are fetched after
     these, when the turn before no longer needs its own keys and values.
     """
-    DIM: gl.constexpr = F.padded_head_dim
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
+    DIM: gl.constexpr = padded_size(F.head_dim)
+    VALUE_DIM: gl.constexpr = padded_size(F.value_dim)
     NUMBERS: gl.constexpr = PLAN.q_tile * 4
     shared = shared_places(memory, PLAN)
     taken = 0
@@ -101,7 +102,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             ahead = tile_at(steps, step, T, PLAN)
             begins = number == 0
             place = done % PLAN.stages
-            tokens_at = [head, batch * F.q_length + tile * PLAN.q_tile, 0]
+            first = batch * F.q_length + tile * PLAN.q_tile
             numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
             q_full = at(shared.q_full, place)
             if done >= PLAN.stages:
@@ -110,7 +111,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
             OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances or F.shifted else 1) + OF_BIAS
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
-            fetch(tiles.q, tokens_at, q_full, at(shared.q, place).reshape((1, PLAN.q_tile, DIM)))
+            fetch_heads(tiles.q, head, first, q_full, heads_at(shared.q, place))
             fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
             if F.distances:
                 group = batch if F.q_positions_batch else 0
@@ -126,7 +127,7 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 hardware_barrier("sync", DOUT_EMPTY + place, 288)
                 emptied += 1
             _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
-            fetch(tiles.dout, tokens_at, dout_full, at(shared.dout, place).reshape((1, PLAN.q_tile, VALUE_DIM)))
+            fetch_heads(tiles.dout, head, first, dout_full, heads_at(shared.dout, place))
             fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
@@ -135,9 +136,9 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                     if emptied < done:
                         hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
                         emptied += 1
-                keys_at = [kv_head, batch * F.kv_length + row * PLAN.kv_tile, 0]
-                fetch(tiles.k, keys_at, q_full, at(shared.k, 0).reshape((1, PLAN.kv_tile, DIM)))
-                fetch(tiles.v, keys_at, dout_full, at(shared.v, 0).reshape((1, PLAN.kv_tile, VALUE_DIM)))
+                first = batch * F.kv_length + row * PLAN.kv_tile
+                fetch_heads(tiles.k, kv_head, first, q_full, heads_at(shared.k, 0))
+                fetch_heads(tiles.v, kv_head, first, dout_full, heads_at(shared.v, 0))
             done += 1
         taken += 1
         turn = take_turn(turns, T, PLAN)
@@ -182,7 +183,7 @@ def add_dq(
     waits for none. This holds however many programs run at the same time.
     """
     Q_TILES: gl.constexpr = T.columns
-    TYPE: gl.constexpr = memory.q.dtype
+    TYPE: gl.constexpr = memory.q[0].dtype
     shared = shared_places(memory, PLAN)
     if NUMBER == 0:  # at first all places are empty
         hardware_barrier("arrive", DQ_EMPTY, 160)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..kernel_inputs import BlockConstants
-from .head_tiles import tiles_of_heads
+from .head_tiles import tiles_of_piece
 
 
 def fetchable(block: Block, constants: BlockConstants) -> bool:
@@ -25,7 +25,7 @@ def fetchable(block: Block, constants: BlockConstants) -> bool:
 def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constexpr, KV_TILE: gl.constexpr):
     """A descriptor of `[groups, queries, keys]`: TMA fills tiles up with zeros. A shared bias has one copy."""
     GROUPS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1)
-    return tiles_of_heads(
+    return tiles_of_piece(
         bias, GROUPS, F.q_length, F.kv_length, F.q_length * F.kv_length, F.kv_length, Q_TILE, KV_TILE
     )  # fmt: skip
 

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ..kernels.scores import of_head
 from ..kernels.tokens import of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .handover import k_empty, leave, q_empty, v_empty
-from .head_tiles import product_of_heads, tiles_of_heads
+from .handover import k_empty, leave, q_empty, rest_empty, v_empty
+from .head_tiles import apart, place_of, places_of_heads, product_of_heads, tiles_of_heads
 from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import Shared, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
@@ -25,7 +25,7 @@ from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
 from .shared_numbers import read_number
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
-from .sums import finished, no_sums, pieces, rescaled, with_values
+from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_values
 
 
 @gluon.jit
@@ -35,20 +35,15 @@ def forward(
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0."""
-    DIM: gl.constexpr = F.padded_head_dim
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
     TYPE: gl.constexpr = Q.dtype.element_ty
-    ROWS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], TYPE)
-    COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, DIM], TYPE)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PLAN.kv_tile, VALUE_DIM], TYPE)
     BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, PLAN.kv_tile], TYPE)
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     q_tiles = tiles_of_heads(
-        Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS, DIM
+        Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS
     )
-    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, PLAN.kv_tile, DIM)
+    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, PLAN.kv_tile)
     values = V + F.v_start
-    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, PLAN.kv_tile, VALUE_DIM)
+    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, PLAN.kv_tile)
     bias_tiles = q_tiles
     if F.bias:
         # A bias that all batch rows or heads share has one copy.
@@ -58,6 +53,7 @@ def forward(
         )
     out_tiles = q_tiles
     if PLAN.stored:
+        VALUE_DIM: gl.constexpr = F.padded_value_dim
         OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
         TOKEN: gl.constexpr = F.heads * F.value_dim
         out_tiles = tma.make_tensor_descriptor(
@@ -66,7 +62,8 @@ def forward(
         )  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    queries = gl.allocate_shared_memory(TYPE, [PLAN.q_places * PLAN.consumers, CONSUMER_ROWS, DIM], ROWS)
+    Q_PLACES: gl.constexpr = PLAN.q_places * PLAN.consumers
+    queries = places_of_heads(TYPE, Q_PLACES, Q_PLACES, CONSUMER_ROWS, F.head_dim)
     bias = queries
     if F.bias:
         bias = gl.allocate_shared_memory(TYPE, [PLAN.stages * PLAN.consumers, CONSUMER_ROWS, PLAN.kv_tile], BIASES)
@@ -76,12 +73,14 @@ def forward(
     shared = Shared(
         queries,
         gl.allocate_shared_memory(gl.int64, [PLAN.q_places, 1], BARRIER),
-        gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.kv_tile, DIM], COLUMNS),
+        places_of_heads(TYPE, PLAN.stages, PLAN.stages, PLAN.kv_tile, F.head_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
         gl.allocate_shared_memory(gl.int32, [PLAN.stages, 1], NUMBER),
         bias,
-        gl.allocate_shared_memory(TYPE, [PLAN.stages, PLAN.kv_tile, VALUE_DIM], VALUES),
+        # For the second piece of values one place is enough: there is time to fetch it anew (`with_values`).
+        places_of_heads(TYPE, PLAN.stages, 1, PLAN.kv_tile, F.value_dim),
         gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER) if apart(F.value_dim) else 0,
         gl.allocate_shared_memory(gl.int32, [10, 1], NUMBER),
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         positions,
@@ -89,6 +88,8 @@ def forward(
     begin(shared.q_full, PLAN.q_places)
     begin(shared.k_full, PLAN.stages)
     begin(shared.v_full, PLAN.stages)
+    if apart(F.value_dim):
+        begin(shared.rest_full, 1)
     begin(shared.turns_full, 2)
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)
@@ -132,7 +133,7 @@ def _consume(
     acc = no_sums(F.value_dim)
     top = gl.zeros([CONSUMER_ROWS], gl.float32, OF_ROWS)
     total = sums_of_parts(nought)
-    weights = packed(nought, shared.k.dtype)
+    weights = packed(nought, shared.k[0].dtype)
     shrink = top + 1.0
     if PLAN.ordered and PLAN.consumers - 1 == NUMBER:
         pass_order(NUMBER, PLAN.consumers)
@@ -145,19 +146,17 @@ def _consume(
         start = row + NUMBER * CONSUMER_ROWS
         # The scores of the first tile, and the weighted values of the last turn's last, are in flight together. Before
         # the first turn there are none: what is multiplied then is not looked at.
-        queries_here = shared.q.index((done % PLAN.q_places) * PLAN.consumers + NUMBER)
+        queries_here = place_of(shared.q, (done % PLAN.q_places) * PLAN.consumers + NUMBER)
         mbarrier.wait(shared.q_full.index(done % PLAN.q_places), (done // PLAN.q_places) & 1)
         mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
-        k = shared.k.index(taken % PLAN.stages)
+        k = place_of(shared.k, taken % PLAN.stages)
         if PLAN.ordered:
             wait_for_order(NUMBER)
         s = product_of_heads(queries_here, k, nought, F.head_dim)
         if not PLAN.bounded:
             acc = rescaled(acc, shrink)
         before = (taken + PLAN.stages - 1) % PLAN.stages
-        if done > 0:
-            mbarrier.wait(shared.v_full.index(before), ((taken - 1) // PLAN.stages) & 1)
-        acc = with_values(acc, weights, shared.v.index(before), F.value_dim)
+        acc = with_values(acc, weights, shared, before, taken - 1, done > 0, F.value_dim, PLAN)
         if PLAN.ordered:
             pass_order(NUMBER, PLAN.consumers)
         head = of_head(P, batch, head_number, F)
@@ -181,6 +180,8 @@ def _consume(
         acc = finished(acc)
         if done > 0:
             leave(v_empty(PLAN) + before, PLAN)
+            if apart(F.value_dim):
+                leave(rest_empty(PLAN), PLAN)
             written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
@@ -193,7 +194,7 @@ def _consume(
             # Nothing is in flight: this keeps the multiplication from being done late, in the registers of a product.
             acc = finished(acc)
         shrink = gl.full([CONSUMER_ROWS], 1.0, gl.float32, OF_ROWS)
-        weights = packed(p, queries_here.dtype)
+        weights = packed(p, queries_here[0].dtype)
         taken += 1
         if F.dropout and counter < 0:
             acc, weights, total, top, shrink, taken = _other_steps(
@@ -213,8 +214,7 @@ def _consume(
         if not PLAN.bounded:
             acc = rescaled(acc, shrink)
         last = taken - 1
-        mbarrier.wait(shared.v_full.index(last % PLAN.stages), (last // PLAN.stages) & 1)
-        acc = with_values(acc, weights, shared.v.index(last % PLAN.stages), F.value_dim)
+        acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
         acc = finished(acc)
         written(acc, top, total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
 
@@ -255,12 +255,11 @@ def _continued(
     mbarrier.wait(shared.k_full.index(taken % PLAN.stages), (taken // PLAN.stages) & 1)
     if PLAN.ordered:
         wait_for_order(NUMBER)
-    k = shared.k.index(taken % PLAN.stages)
+    k = place_of(shared.k, taken % PLAN.stages)
     s = product_of_heads(queries_here, k, nought, F.head_dim)
     if not PLAN.bounded:
         acc = rescaled(acc, shrink)
-    mbarrier.wait(shared.v_full.index(last % PLAN.stages), (last // PLAN.stages) & 1)
-    acc = with_values(acc, weights, shared.v.index(last % PLAN.stages), F.value_dim)
+    acc = with_values(acc, weights, shared, last % PLAN.stages, last, True, F.value_dim, PLAN)
     if PLAN.ordered:
         pass_order(NUMBER, PLAN.consumers)
     keys = _keys(shared, taken, P, batch, F, PLAN, MASKED, SCORES)
@@ -280,9 +279,12 @@ def _continued(
         away = of_keys(shared, taken, F, PLAN, SCORES)
     s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, MASKED, PLAN)
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
+    if apart(F.value_dim):
+        acc = rest_finished(acc)
+        leave(rest_empty(PLAN), PLAN)
     acc = finished(acc)
     leave(v_empty(PLAN) + last % PLAN.stages, PLAN)
-    return acc, packed(p, queries_here.dtype), total, top, shrink
+    return acc, packed(p, queries_here[0].dtype), total, top, shrink
 
 
 @gluon.jit

@@ -2,8 +2,9 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """The hardware barriers by which the consumers of a forward program tell its producer that a place is empty.
 
-Their numbers follow those of `order`: one for each place of keys, of values and of turns, and one for the place of
-queries if there is only one. With three consumers and three stages, the last of the 16 barriers is used too.
+Their numbers follow those of `order`: one for each place of keys, of values and of turns, one for the place of queries
+if there is only one, and one for the place of the values' second piece. With three consumers and three stages, the last
+of the 16 barriers is used too.
 
 A consumer arrives when it no longer reads the place: its products with the place have ended, and so have the reads of
 its threads (`hardware_barriers`). It cannot arrive twice before the producer has waited, because it reads a place again
@@ -35,6 +36,11 @@ def turn_empty(PLAN):
 @gluon.constexpr_function
 def q_empty(PLAN):
     return FIRST_BARRIER.value + PLAN.consumers + 2 * PLAN.stages + 2
+
+
+@gluon.constexpr_function
+def rest_empty(PLAN):
+    return FIRST_BARRIER.value + PLAN.consumers + 2 * PLAN.stages + 3
 
 
 @gluon.constexpr_function

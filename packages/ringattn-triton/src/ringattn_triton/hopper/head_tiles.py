@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""How heads of sizes that are multiples of 8 are stored in shared memory: TMA pads them with zeros to a power of two.
+"""How heads of sizes that are multiples of 8 lie in shared memory: in pieces, which TMA fills up with zeros.
+
+A piece has a power of two of dimensions. Most heads are one piece. Those of 136 to 192 are two, of 128 and 64: padding
+to 256 would take a third more of shared memory.
 
 Global memory has no padding. A descriptor has an axis for heads, so that TMA sees where a head ends.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -35,14 +39,103 @@ def piece(dim, number):
     return first, 1 << (rest.bit_length() - 1)
 
 
+@gluon.constexpr_function
+def apart(dim):
+    """Whether a head lies in two pieces, of 128 and 64 dimensions, each with places of its own."""
+    return 128 < dim <= 192
+
+
+@gluon.constexpr_function
+def stored_pieces(dim):
+    """In how many pieces a head lies in shared memory."""
+    return 2 if apart(dim) else 1
+
+
+@gluon.constexpr_function
+def stored_width(dim, number):
+    """How many dimensions such a piece has, with its padding."""
+    return (128, 64)[number] if apart(dim) else max(16, 1 << (dim - 1).bit_length())
+
+
+@gluon.constexpr_function
+def padded_size(dim):
+    """A head size rounded up to a power of two, or to 192 where the head lies in two pieces."""
+    return stored_width(dim, 0) + (stored_width(dim, 1) if apart(dim) else 0)
+
+
+@gluon.jit
+def places_of_heads(TYPE: gl.constexpr, COUNT: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """Allocates places for `ROWS` rows of a head: `COUNT` for the first piece, and `REST` for the second, if any."""
+    places = (_places_of_piece(TYPE, COUNT, ROWS, stored_width(DIM, 0)),)
+    if apart(DIM):
+        places += (_places_of_piece(TYPE, REST, ROWS, stored_width(DIM, 1)),)
+    return places
+
+
+@gluon.jit
+def _places_of_piece(TYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], TYPE)
+    return gl.allocate_shared_memory(TYPE, [COUNT, ROWS, WIDTH], LAYOUT)
+
+
+@builtin
+def opaque_zero(_semantic=None):
+    """Zero, but the compiler cannot know that, nor that it is the same in every step.
+
+    In the index of a place, it makes the compiler compute the descriptors of a product where they are used. Otherwise
+    those of a place that is the same in every step would be computed before the loop: 24 of parts of K and V in the
+    backward pass, which would take 48 registers.
+    """
+    result = _semantic.builder.get_int32_ty()
+    zero = _semantic.builder.create_inline_asm("mov.u32 $0, 0;", "=r", [], [result], False, 1)
+    return gl.tensor(zero.get_result(0), gl.int32)
+
+
+@gluon.jit
+def place_of(places, number):
+    """One of the places of `places_of_heads`: a tuple of its pieces."""
+    found = ()
+    for one in gl.static_range(len(places)):
+        found += (places[one].index(number),)
+    return found
+
+
 @gluon.jit
 def tiles_of_heads(
     base, HEADS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, HEAD: gl.constexpr, TOKEN: gl.constexpr,
-    TILE: gl.constexpr, PADDED: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """A descriptor of `[heads, tokens, dims]` with strides `HEAD` and `TOKEN`; a tile is `[1, TILE, PADDED]`."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, TILE, PADDED], base.dtype.element_ty)
-    return tma.make_tensor_descriptor(base, [HEADS, ROWS, DIM], [HEAD, TOKEN, 1], [1, TILE, PADDED], LAYOUT)
+    """A descriptor for each piece of `[heads, tokens, dims]` with strides `HEAD` and `TOKEN`.
+
+    A tile is `[1, TILE, width of the piece]`.
+    """
+    found = ()
+    for number in gl.static_range(stored_pieces(DIM)):
+        found += (tiles_of_piece(base, HEADS, ROWS, DIM, HEAD, TOKEN, TILE, stored_width(DIM, number)),)
+    return found
+
+
+@gluon.jit
+def tiles_of_piece(
+    base, HEADS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr, HEAD: gl.constexpr, TOKEN: gl.constexpr,
+    TILE: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """A descriptor of `[heads, tokens, dims]` with strides `HEAD` and `TOKEN`; a tile is `[1, TILE, WIDTH]`."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, TILE, WIDTH], base.dtype.element_ty)
+    return tma.make_tensor_descriptor(base, [HEADS, ROWS, DIM], [HEAD, TOKEN, 1], [1, TILE, WIDTH], LAYOUT)
+
+
+@gluon.jit
+def fetch_heads(tiles, head, row, full, place):
+    """Begins to fetch all pieces of a tile, which begins at a row, into a place of `places_of_heads`."""
+    for number in gl.static_range(len(tiles)):
+        fetch_piece(tiles, head, row, full, place[number], number)
+
+
+@gluon.jit
+def fetch_piece(tiles, head, row, full, place, NUMBER: gl.constexpr):
+    """Begins to fetch one piece of a tile."""
+    fetch(tiles[NUMBER], [head, row, NUMBER * 128], full, place.reshape((1, place.shape[0], place.shape[1])))
 
 
 @gluon.jit
@@ -50,13 +143,35 @@ def product_of_heads(left, right, nought, DIM: gl.constexpr):
     """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
-        product = _product_of_piece(left, right, product, piece(DIM, number)[0], piece(DIM, number)[1])
+        product = _product_of_piece(
+            piece_of(left, number, DIM), piece_of(right, number, DIM), product, piece(DIM, number)[0] > 0
+        )
     return product
 
 
 @gluon.jit
-def _product_of_piece(left, right, product, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    if left.shape[1] != WIDTH:
-        left = left.slice(FIRST, WIDTH, dim=1)
-        right = right.slice(FIRST, WIDTH, dim=1)
-    return warpgroup_mma(left, right.permute((1, 0)), product, use_acc=FIRST > 0, is_async=True)
+def _product_of_piece(left, right, product, MORE: gl.constexpr):
+    return warpgroup_mma(left, right.permute((1, 0)), product, use_acc=MORE, is_async=True)
+
+
+@gluon.jit
+def piece_of(rows, NUMBER: gl.constexpr, DIM: gl.constexpr):
+    """The dimensions of heads in shared memory that a product has."""
+    return dims_of(rows, piece(DIM, NUMBER)[0], piece(DIM, NUMBER)[1])
+
+
+@gluon.jit
+def dims_of(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Selects `WIDTH` dimensions from the `FIRST` on, which lie in one of the pieces of `rows`."""
+    if len(rows) == 2 and FIRST >= 128:
+        return _part(rows[1], FIRST - 128, WIDTH)
+    else:
+        return _part(rows[0], FIRST, WIDTH)
+
+
+@gluon.jit
+def _part(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    if rows.shape[1] == WIDTH:
+        return rows
+    else:
+        return rows.slice(FIRST, WIDTH, dim=1)

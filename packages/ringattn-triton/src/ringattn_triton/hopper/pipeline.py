@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
-from .handover import k_empty, q_empty, turn_empty, v_empty, wait_until_left
-from .head_tiles import fetch, store
+from .handover import k_empty, q_empty, rest_empty, turn_empty, v_empty, wait_until_left
+from .head_tiles import apart, fetch, fetch_heads, fetch_piece, padded_size, place_of, store, stored_width
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
 from .shared_numbers import read_number, write_number
@@ -21,9 +21,10 @@ class Shared(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
     The producer or its fetches arrive at the `full` barrier of a place; hardware barriers say that a place is empty
-    (`handover`). `tiles` holds the number of each tile of keys; the `bias` of a tile is fetched with its keys. A turn
-    has five numbers in `turns`: its first query, its batch row, its head, the number of tiles that need a mask, and the
-    number of tiles that need none.
+    (`handover`). Queries, keys and values are tuples of pieces of heads (`head_tiles`); `rest_full` is for the only
+    place of the second piece of values. `tiles` holds the number of each tile of keys; the `bias` of a tile is fetched
+    with its keys. A turn has five numbers in `turns`: its first query, its batch row, its head, the number of tiles
+    that need a mask, and the number of tiles that need none.
     """
 
     q: Any
@@ -34,6 +35,7 @@ class Shared(NamedTuple):
     bias: Any
     v: Any
     v_full: Any
+    rest_full: Any
     turns: Any
     turns_full: Any
     positions: Any
@@ -57,8 +59,7 @@ def produce(
     """
     q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = tiles
     CONSUMERS: gl.constexpr = PLAN.consumers
-    DIM: gl.constexpr = F.padded_head_dim
-    BYTES: gl.constexpr = PLAN.q_tile * DIM * 2
+    BYTES: gl.constexpr = PLAN.q_tile * padded_size(F.head_dim) * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     done = 0
     fetched = 0
@@ -94,25 +95,37 @@ def produce(
             mbarrier.expect(full, BYTES)
             first += batch * F.q_length
             for number in gl.static_range(CONSUMERS):
-                at = [head, first + number * CONSUMER_ROWS, 0]
-                mine = shared.q.index(place * CONSUMERS + number).reshape((1, CONSUMER_ROWS, DIM))
-                fetch(q_tiles, at, full, mine)
+                mine_from = first + number * CONSUMER_ROWS
+                mine = place_of(shared.q, place * CONSUMERS + number)
+                fetch_heads(q_tiles, head, mine_from, full, mine)
             done += 1
         kv_head = head // F.group
         origin = origin_of(P, batch, row * PLAN.q_tile, F)
+        # Not `ahead`: Triton would take `tile` for a constant of the loop, whose body leaves in it what `ahead` was.
+        tile = 0
         for step in range(0, masked):
+            last = tile
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
+            continues = step > 0
             fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, PLAN
-            )
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues,
+                fetched, F, PLAN,
+            )  # fmt: skip
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
+            last = tile
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
+            continues = (masked > 0) | (step > visited.full_from)
             fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F, PLAN
-            )
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues,
+                fetched, F, PLAN,
+            )  # fmt: skip
+        if apart(F.value_dim):
+            continues = masked + whole > 0
+            if continues:
+                _values_fetched(shared, v_tiles, batch, kv_head, tile, fetched - 1, F, PLAN)
         turn = following
     _announce(shared, done, -1, 0, 0, 0, 0, out_tiles, PLAN)
     if PLAN.stored:
@@ -152,21 +165,23 @@ def _write_results(shared, place, out_tiles, PLAN: gl.constexpr):
     head = read_number(shared.turns.index(place * 5 + 2), 1)
     for number in gl.static_range(CONSUMERS):
         at = [batch, head, row + number * CONSUMER_ROWS, 0]
-        mine = shared.q.index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q.shape[2]))
+        mine = shared.q[0].index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q[0].shape[2]))
         store(out_tiles, at, mine)
 
 
 @gluon.jit
 def _tile_fetched(
-    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr,
-    PLAN: gl.constexpr,
+    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues, fetched,
+    F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Fetches one tile of keys, with its bias, and one of values into the next place. Returns `fetched + 1`."""
+    """Fetches one tile of keys, with its bias, and one of values into the next place. Returns `fetched + 1`.
+
+    Values in two pieces wait for the place of the second one, and keys of the next tile are needed before they are. So
+    the values of the `last` tile are fetched then, if the turn `continues`.
+    """
     CONSUMERS: gl.constexpr = PLAN.consumers
-    DIM: gl.constexpr = F.padded_head_dim
-    VALUE_DIM: gl.constexpr = F.padded_value_dim
     place = fetched % PLAN.stages
-    at = [kv_head, batch * F.kv_length + tile * PLAN.kv_tile, 0]
+    first = batch * F.kv_length + tile * PLAN.kv_tile
     full = shared.k_full.index(place)
     away = loaded_of_keys(P, batch, tile, origin, F, PLAN.kv_tile)
     if fetched >= PLAN.stages:
@@ -174,18 +189,37 @@ def _tile_fetched(
     if F.distances:
         place_of_positions(shared, fetched, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
-    mbarrier.expect(full, PLAN.kv_tile * DIM * 2 + (PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0))
-    fetch(k_tiles, at, full, shared.k.index(place).reshape((1, PLAN.kv_tile, DIM)))
+    OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
+    mbarrier.expect(full, PLAN.kv_tile * padded_size(F.head_dim) * 2 + OF_BIAS)
+    fetch_heads(k_tiles, kv_head, first, full, place_of(shared.k, place))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number)
             fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
-    full = shared.v_full.index(place)
-    if fetched >= PLAN.stages:
-        wait_until_left(v_empty(PLAN) + place, PLAN)
-    mbarrier.expect(full, PLAN.kv_tile * VALUE_DIM * 2)
-    fetch(v_tiles, at, full, shared.v.index(place).reshape((1, PLAN.kv_tile, VALUE_DIM)))
+    if apart(F.value_dim):
+        if continues:
+            _values_fetched(shared, v_tiles, batch, kv_head, last, fetched - 1, F, PLAN)
+    else:
+        _values_fetched(shared, v_tiles, batch, kv_head, tile, fetched, F, PLAN)
     return fetched + 1
+
+
+@gluon.jit
+def _values_fetched(shared, v_tiles, batch, kv_head, tile, number, F: gl.constexpr, PLAN: gl.constexpr):
+    """Fetches the values of a tile, the `number`th of this program."""
+    place = number % PLAN.stages
+    first = batch * F.kv_length + tile * PLAN.kv_tile
+    full = shared.v_full.index(place)
+    if number >= PLAN.stages:
+        wait_until_left(v_empty(PLAN) + place, PLAN)
+    mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
+    fetch_piece(v_tiles, kv_head, first, full, shared.v[0].index(place), 0)
+    if apart(F.value_dim):
+        full = shared.rest_full.index(0)
+        if number >= 1:
+            wait_until_left(rest_empty(PLAN), PLAN)
+        mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 1) * 2)
+        fetch_piece(v_tiles, kv_head, first, full, shared.v[1].index(0), 1)
 
 
 @gluon.jit

@@ -10,10 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..kernels.scores import LOG2_E, SHIFT_BELOW
 from ..kernels.scores import continued_rows as continued
 from .handover import leave, turn_empty
+from .head_tiles import apart, dims_of
 from .pipeline import of_turn
 from .schedules import CONSUMER_ROWS
 from .softmax import sum_of_parts
-from .sums import dims_of, first_of, layout_of, of_dims, pieces, width_of
+from .sums import first_of, layout_of, of_dims, pieces, width_of
 
 
 @gluon.jit
@@ -70,8 +71,8 @@ def written(
     for piece in gl.static_range(len(acc)):
         out = (acc[piece] * of_dims(inverse, acc[piece].shape[1])).to(OUT.dtype.element_ty)
         if PLAN.stored:
-            mine = shared.q.index(number % 2 * PLAN.consumers + NUMBER)
-            dims_of(mine, first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
+            mine = shared.q[0].index(number % 2 * PLAN.consumers + NUMBER)
+            dims_of((mine,), first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
         else:
             _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
     if PLAN.stored:
@@ -82,10 +83,11 @@ def written(
 @gluon.jit
 def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
     """Writes a piece of the outputs from registers."""
-    # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange.
+    # A product leaves two neighbours in a thread, four bytes of half precision. A bias leaves no room to exchange, nor
+    # do values in two pieces.
     WIDTH: gl.constexpr = out.shape[1]
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
-    EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias
+    EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not apart(F.value_dim)
     WRITTEN: gl.constexpr = in_sixteens(WIDTH) if EXCHANGED else layout_of(WIDTH)
     out_at, within = outputs(start, batch, head, FIRST, WIDTH, F, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)

@@ -7,6 +7,7 @@ from typing import Final
 import triton.language as tl
 
 from ..kernel_inputs import BlockConstants
+from .head_tiles import padded_size
 
 PROGRAMS: Final = 132
 """The number of programs: one for each multiprocessor of the largest Hopper. On a smaller GPU the last find no work."""
@@ -44,27 +45,32 @@ class ForwardPlan:
         return self.consumers * CONSUMER_ROWS.value
 
 
+_OF_256: Final = ForwardPlan(2, 64, 2, False, 168, 240, 1)
 _FORWARD: Final = {
     (64, 64, False): ForwardPlan(3, 128, 2, True, 128, 160),
     (128, 128, False): ForwardPlan(2, 128, 2, True, 168, 240),
     (128, 128, True): ForwardPlan(3, 64, 3, True, 128, 160),
+    (192, 128, False): ForwardPlan(2, 128, 2, True, 168, 240, 1),
+    (192, 192, False): ForwardPlan(2, 128, 2, True, 168, 240, 1),
+    (192, 256, False): _OF_256,
     (256, 128, False): ForwardPlan(2, 64, 3, False, 168, 240, 1),
-    (256, 256, False): ForwardPlan(2, 64, 2, False, 168, 240, 1),
+    (256, 192, False): _OF_256,
+    (256, 256, False): _OF_256,
 }
-"""The plans by head size of keys and of values, rounded up to powers of two, and by whether there is a soft cap."""
+"""The plans by head size of keys and of values (`padded_size`), and by whether there is a soft cap."""
 
 
 _TWO_CONSUMERS: Final = ForwardPlan(2, 64, 3, False, 168, 240)
-_WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS}
-_WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS}
-"""Plans that replace those above with distances or dropout, which need more registers than three consumers leave."""
+_WITH_DISTANCES: Final = {(128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
+_WITH_DROPOUT: Final = {(64, 64, False): None, (128, 128, True): _TWO_CONSUMERS, (192, 192, False): _OF_256}
+"""Plans that replace those above with distances or dropout, which need registers that the usual plan does not leave."""
 
 
 def forward(constants: BlockConstants) -> ForwardPlan | None:
     """The plan of the forward kernel, or `None` where there is no kernel for such heads."""
     if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
         return None
-    sizes = constants.padded_head_dim, constants.padded_value_dim, constants.capped
+    sizes = padded_size(constants.head_dim), padded_size(constants.value_dim), constants.capped
     usual = _FORWARD.get(sizes)
     if constants.dropout:
         return _WITH_DROPOUT.get(sizes, usual)

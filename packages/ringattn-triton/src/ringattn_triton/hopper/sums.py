@@ -3,16 +3,17 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """The sums of weighted values in a consumer of the forward pass: one accumulator for each piece of a head.
 
-A head whose size is a power of two has one piece. One of 96 has 64 and 32, one of 192 has 128 and 64.
+A head whose size is a power of two has one piece. One of 96 has 64 and 32, one of 192 has 128 and 64. The backward pass
+has such accumulators too, for heads of more than 128 (`wide_products`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import float32, inline_asm_elementwise
 
-from .head_tiles import piece, product_count
+from .head_tiles import apart, dims_of, opaque_zero, piece, product_count
 from .schedules import CONSUMER_ROWS
 from .softmax import as_operand
 
@@ -20,7 +21,7 @@ from .softmax import as_operand
 @gluon.constexpr_function
 def pieces(dim):
     """The number of accumulators, one or two: the products of three or more would be too narrow to be fast."""
-    return 2 if product_count(dim) == 2 else 1
+    return 2 if apart(dim) or product_count(dim) == 2 else 1
 
 
 @gluon.constexpr_function
@@ -32,7 +33,9 @@ def first_of(dim, number):
 @gluon.constexpr_function
 def width_of(dim, number):
     """How many dimensions a piece has."""
-    return piece(dim, number)[1] if product_count(dim) == 2 else 1 << (dim - 1).bit_length()
+    if apart(dim) and number == 1:
+        return max(32, 1 << (dim - 128 - 1).bit_length())
+    return piece(dim, number)[1] if pieces(dim) == 2 else 1 << (dim - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -55,35 +58,63 @@ def _zeros(WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def with_values(sums, weights, values, DIM: gl.constexpr):
-    """Begins to add the weighted values to the sums, with one product for each piece."""
+def with_values(sums, weights, shared, place, last, there, DIM: gl.constexpr, PLAN: gl.constexpr):
+    """Begins to add the weighted values of tile `last` to the sums, with one product for each piece.
+
+    If they are `there`, it waits until they have been fetched. Otherwise it multiplies what lies in their `place`. Of
+    two pieces apart the second has only one place. Its product comes first: then its place is empty sooner.
+    """
+    if apart(DIM):
+        if there:
+            mbarrier.wait(shared.rest_full.index(0), last & 1)
+        rest = _product(sums[1], weights, (shared.v[1].index(opaque_zero()),), 0)
+        if there:
+            mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
+        return _product(sums[0], weights, (shared.v[0].index(place),), 0), rest
+    else:
+        if there:
+            mbarrier.wait(shared.v_full.index(place), (last // PLAN.stages) & 1)
+        values = (shared.v[0].index(place),)
+        found = ()
+        for number in gl.static_range(pieces(DIM)):
+            found += (_product(sums[number], weights, values, first_of(DIM, number)),)
+        return found
+
+
+@gluon.jit
+def _product(sums, weights, values, FIRST: gl.constexpr):
+    WIDTH: gl.constexpr = sums.shape[1]
+    right = dims_of(values, FIRST, WIDTH)
+    return warpgroup_mma(as_operand(weights, right.dtype, layout_of(WIDTH)), right, sums, is_async=True)
+
+
+@gluon.jit
+def with_product(sums, left, right, DIM: gl.constexpr):
+    """Begins to add `left right` to the sums, `right` being rows of heads in shared memory."""
     found = ()
     for number in gl.static_range(pieces(DIM)):
-        found += (_product(sums[number], weights, values, first_of(DIM, number), width_of(DIM, number)),)
+        found += (_added(sums[number], left, dims_of(right, first_of(DIM, number), width_of(DIM, number))),)
     return found
 
 
 @gluon.jit
-def _product(sums, weights, values, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    right = dims_of(values, FIRST, WIDTH)
-    return warpgroup_mma(as_operand(weights, values.dtype, layout_of(WIDTH)), right, sums, is_async=True)
+def _added(sums, left, right):
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout_of(sums.shape[1]), k_width=2)
+    return warpgroup_mma(gl.convert_layout(left, LEFT), right, sums, is_async=True)
 
 
 @gluon.jit
-def dims_of(rows, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Selects the dimensions of one piece from `rows` in shared memory."""
-    if rows.shape[1] == WIDTH:
-        return rows
-    else:
-        return rows.slice(FIRST, WIDTH, dim=1)
+def rest_finished(sums):
+    """Waits for the product with the second of two pieces of values apart, which began first."""
+    return sums[0], warpgroup_mma_wait(1, deps=[sums[1]])
 
 
 @gluon.jit
-def finished(sums):
-    """Waits for all products."""
+def finished(sums, LATER: gl.constexpr = 0):
+    """Waits for all products, but for so many that began `LATER`."""
     found = ()
     for number in gl.static_range(len(sums)):
-        found += (warpgroup_mma_wait(0, deps=[sums[number]]),)
+        found += (warpgroup_mma_wait(LATER, deps=[sums[number]]),)
     return found
 
 

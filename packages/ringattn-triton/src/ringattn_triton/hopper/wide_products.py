@@ -6,6 +6,10 @@
 
 Both have all 64 keys of a turn. The first computes the weights p and adds to dv. It hands p over in shared
 memory to the second, which computes ds and adds to dk. Each computes half of dq from ds.
+
+One place holds p, and then ds. The second consumer writes ds when it has read p; the first writes the next p when the
+products of both with ds have ended. These begin before either consumer waits for a writer of dq. So p never waits for
+writers, which may wait for their turn.
 """
 
 from triton.experimental import gluon
@@ -25,28 +29,27 @@ from .backward_memory import (
     DQ_FULL,
     DS_FULL,
     Q_EMPTY,
+    WEIGHTS_EMPTY,
     WEIGHTS_FULL,
     at,
     finished_turn,
+    heads_at,
     next_turn,
     shared_places,
+    weights_place,
 )
-from .backward_products import in_register_order, opaque_zero, write_gradient
+from .backward_products import in_register_order, write_gradient
 from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
-from .head_tiles import product_of_heads
+from .head_tiles import dims_of, opaque_zero, product_of_heads
 from .shared_numbers import read_number
-
-_WEIGHTS = gl.constexpr(2)
-"""The place of `dq` in which p is handed over. Later it holds the last piece of dq of the consumer that wrote p."""
+from .sums import finished, first_of, no_sums, pieces, with_product
 
 
 @gluon.jit
 def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
-    DIM: gl.constexpr = F.padded_value_dim
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     INSIDE: gl.constexpr = heads_inside(F, PLAN)
     HEADS: gl.constexpr = 1 if INSIDE else F.group
     TIMES: gl.constexpr = F.group if INSIDE else 1
@@ -56,7 +59,7 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
         whole = TIMES * read_number(at(shared.whole, taken % 2), 4)
-        dv = gl.zeros([64, DIM], gl.float32, SUMS)
+        dv = no_sums(F.value_dim)
         if PLAN.masked:
             before = TIMES * read_number(at(shared.before, taken % 2), 4)
             after = TIMES * read_number(at(shared.after, taken % 2), 4)
@@ -64,18 +67,21 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
             for part in range(0, 2 * HEADS):
                 end = done + gl.where(part % 2 == 0, before, after)
                 for step in range(done, end):
-                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, True, SUMS)
+                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, True)
                 done = end + gl.where(part % 2 == 0, whole, 0)
                 for step in range(end, done):
-                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
+                    dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False)
         else:
             first = done
             done += HEADS * whole
             for step in range(first, done):
-                dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False, SUMS)
+                dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
-        write_gradient(dv, DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, SUMS)
+        for piece in gl.static_range(pieces(F.value_dim)):
+            write_gradient(
+                dv[piece], DV, row * PLAN.kv_tile, batch, kv_head, F, F.value_dim, first_of(F.value_dim, piece)
+            )
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -83,9 +89,8 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 @gluon.jit
 def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
-    DIM: gl.constexpr = F.padded_head_dim
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     shared = shared_places(memory, PLAN)
+    hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
@@ -93,14 +98,16 @@ def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
         before = read_number(at(shared.before, taken % 2), 4)
         whole = read_number(at(shared.whole, taken % 2), 4)
         after = read_number(at(shared.after, taken % 2), 4)
-        dk = gl.zeros([64, DIM], gl.float32, SUMS)
+        dk = no_sums(F.head_dim)
         first = done
         done += F.group * (before + whole + after)
         for step in range(first, done):
-            dk = _step_of_dk(dk, shared, step, F, PLAN, SUMS)
+            dk = _step_of_dk(dk, shared, step, F, PLAN)
         mbarrier.arrive(at(shared.kv_empty, 0), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
-        write_gradient(scaled(dk, shared.ds, F), DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, SUMS)
+        for piece in gl.static_range(pieces(F.head_dim)):
+            found = scaled(dk[piece], shared.ds, F)
+            write_gradient(found, DK, row * PLAN.kv_tile, batch, kv_head, F, F.head_dim, first_of(F.head_dim, piece))
         taken += 1
         turn = next_turn(shared, taken, 4)
 
@@ -108,7 +115,6 @@ def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.con
 @gluon.jit
 def _step_of_dv(
     dv, shared, step, P, turn, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
-    SUMS: gl.constexpr,
 ):  # fmt: skip
     """One query tile: scores `s = k q^T`; `p = exp(s - lse)`, handed over; `dv += p dout`; `dq = ds^T k` in part.
 
@@ -117,11 +123,10 @@ def _step_of_dv(
     Q_TILE: gl.constexpr = PLAN.q_tile
     TYPE: gl.constexpr = shared.ds.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     place = step % PLAN.stages
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    s = product_of_heads(at(shared.k, opaque_zero()), at(shared.q, place), zero, F.head_dim)
+    s = product_of_heads(heads_at(shared.k, opaque_zero()), heads_at(shared.q, place), zero, F.head_dim)
     tile = 0
     if MASKED:
         row, batch, _ = owned(turn, T, F.kv_heads)
@@ -129,78 +134,81 @@ def _step_of_dv(
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, 0, F, PLAN, MASKED, SCORES)
     hardware_barrier("arrive", Q_EMPTY + place, 288)
-    # The last tile's p has been read, and so have both pieces of dq that came after it.
-    hardware_barrier("sync", DQ_EMPTY, 160)
-    shared.dq.index(_WEIGHTS).store(in_register_order(p))
+    hardware_barrier("sync", WEIGHTS_EMPTY, 256)
+    weights_place(shared).store(in_register_order(p))
     hardware_barrier("arrive", WEIGHTS_FULL, 256)
     dout_place = step % PLAN.dout_stages
     mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
-    dv = warpgroup_mma(
-        gl.convert_layout(p.to(TYPE), LEFT), at(shared.dout, dout_place + opaque_zero()), dv, is_async=True
-    )
-    dv = warpgroup_mma_wait(0, deps=[dv])
+    dv = finished(with_product(dv, p.to(TYPE), heads_at(shared.dout, dout_place + opaque_zero()), F.value_dim))
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
-    ds_place = step % PLAN.ds_places
     hardware_barrier("sync", DS_FULL, 256)
-    dq = _piece_of_dq(shared, ds_place, 0)
-    other = _piece_of_dq(shared, ds_place, 1)
+    dq = _piece_of_dq(shared, 0, F)
+    other = _piece_of_dq(shared, 1, F)
     dq = warpgroup_mma_wait(1, deps=[dq])
+    hardware_barrier("sync", DQ_EMPTY, 160)
     shared.dq.index(0).store(in_register_order(dq))
     other = warpgroup_mma_wait(0, deps=[other])
-    shared.dq.index(_WEIGHTS).store(in_register_order(other))
+    shared.dq.index(2).store(in_register_order(other))
     fence_async_shared()
     arrive_at(DQ_FULL, step % 2, 160)
     return dv
 
 
 @gluon.jit
-def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr, SUMS: gl.constexpr):
+def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     """One query tile: `dp = v dout^T - delta`; `ds = p dp`; `dq = ds^T k` in part; `dk += ds q`."""
     Q_TILE: gl.constexpr = PLAN.q_tile
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     FIRST: gl.constexpr = PIECES - PIECES // 2
     dout_place = step % PLAN.dout_stages
     mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    dp = product_of_heads(at(shared.v, opaque_zero()), at(shared.dout, dout_place + opaque_zero()), zero, F.value_dim)
+    dout = heads_at(shared.dout, dout_place + opaque_zero())
+    dp = product_of_heads(heads_at(shared.v, opaque_zero()), dout, zero, F.value_dim)
     minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
     hardware_barrier("sync", WEIGHTS_FULL, 256)
-    p = gl.convert_layout(_from_register_order(shared.dq.index(_WEIGHTS).load(register_order())), SCORES)
+    p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_order())), SCORES)
     dp = warpgroup_mma_wait(0, deps=[dp])
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
-    ds_place = step % PLAN.ds_places
-    shared.ds.index(ds_place).store(ds)
+    _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait for each other between the two
     fence_async_shared()
     hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
-    dq = _piece_of_dq(shared, ds_place, FIRST)
-    dk = warpgroup_mma(gl.convert_layout(ds, LEFT), at(shared.q, place), dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=[dq])
-    _hand_over(dq, shared, step)
+    dq = _piece_of_dq(shared, FIRST, F)
+    other = dq
     if PIECES // 2 > 1:
-        other = _piece_of_dq(shared, ds_place, FIRST + 1)
-        dk = warpgroup_mma_wait(1, deps=[dk])
-        hardware_barrier("arrive", Q_EMPTY + place, 288)
-        other = warpgroup_mma_wait(0, deps=[other])
-        _hand_over(other, shared, step)
+        other = _piece_of_dq(shared, FIRST + 1, F)
+    dk = with_product(dk, ds, heads_at(shared.q, place), F.head_dim)
+    if PIECES // 2 > 1:
+        dq, other = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq, other])
     else:
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        hardware_barrier("arrive", Q_EMPTY + place, 288)
+        dq = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq])
+    hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
+    _hand_over(dq, shared, step)
+    dk = finished(dk)
+    hardware_barrier("arrive", Q_EMPTY + place, 288)
+    if PIECES // 2 > 1:
+        _hand_over(other, shared, step)
     return dk
 
 
 @gluon.jit
-def _piece_of_dq(shared, ds_place, NUMBER: gl.constexpr):
+def _ds_place(shared):
+    """The place of ds, the first half of that of the weights."""
+    return shared.ds.index(0).slice(0, 64, dim=0)
+
+
+@gluon.jit
+def _piece_of_dq(shared, NUMBER: gl.constexpr, F: gl.constexpr):
     """Begins 64 dimensions of dq."""
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([64, 64], gl.float32, PIECE)
-    ds = shared.ds.index(ds_place).permute((1, 0))
+    ds = _ds_place(shared).permute((1, 0))
     return warpgroup_mma(
-        ds, at(shared.k, opaque_zero()).slice(NUMBER * 64, 64, dim=1), zero, use_acc=False, is_async=True
+        ds, dims_of(heads_at(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
     )
 
 
