@@ -25,7 +25,7 @@ from .shard_map import AXIS_NAMES
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
 _NOT_THE_CALLER: Final = (os.path.join(Path(__file__).parents[1], ""), contextlib.__file__)
-"""How names of files begin that a warning does not name: those of this package, and `contextlib`, which wraps calls."""
+"""Prefixes of file names that are not the caller's: this package, and `contextlib`, which wraps its functions."""
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
