@@ -209,6 +209,9 @@ def test_a_distribution_without_metadata_hides_no_backend(install: Any, tmp_path
     found = discovery.registrations()
     assert found["good"].error is None
     assert str(found["bad"].error).startswith("backend 'bad' of an unknown distribution is broken")
+    metadata.write_text("Name: made-bad\n")
+    discovery.clear()
+    assert str(discovery.registrations()["bad"].error).startswith("backend 'bad' of made-bad is broken")
 
 
 def test_metadata_that_cannot_be_read_hides_no_backend(install: Any, log: Any, tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_plugin_of_jax_whose_device_is_not_found_is_a_fault(install, monkeypat
     )
 
 
-def test_a_plugin_of_jax_that_is_partly_removed_ends_no_diagnosis(install, capsys, tmp_path, monkeypatch) -> None:
+def test_a_partly_removed_plugin_of_jax_does_not_stop_the_diagnosis(install, capsys, tmp_path, monkeypatch) -> None:
     add(install, "good")
     left = tmp_path / "site" / "half_a_plugin-1.0.dist-info"
     left.mkdir(parents=True)

@@ -56,7 +56,7 @@ class TestParams:
         with pytest.raises(InputError, match=r"extra: \{'table': \{1: 2\}\} cannot be hashed"):
             params(extra={"table": {1: 2}})
 
-    @pytest.mark.parametrize("extra", [3, "order", [1], {1: 2, "order": 3}])
+    @pytest.mark.parametrize("extra", [3, "order", [1], {1: 2}, {1: 2, "order": 3}])
     def test_values_without_names_are_refused(self, params: Any, extra: Any) -> None:
         with pytest.raises(InputError, match=r"extra: got .*\. Pass a dict of named values"):
             params(extra=extra)

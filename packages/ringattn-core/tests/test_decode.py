@@ -113,7 +113,7 @@ def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group_and_is_told_that_
 
     class Kernel:
         def forward(self, block: Any, partial: Any) -> Any:
-            assert block.rule.increasing  # so it needs no list of the tiles to visit
+            assert block.rule.increasing  # so that it needs no list of the tiles to visit
             rows.append((block.q.shape, block.k.shape))
             return XLA.forward(block, partial)
 

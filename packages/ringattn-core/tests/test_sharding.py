@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """With a mesh, arrays are global: specs are derived, uneven lengths padded, and what does not fit is refused."""
 
+import functools
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ringattn_core
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, per_shard, ring_attention
@@ -79,6 +82,11 @@ def test_a_warning_names_the_line_of_the_caller():
         with pytest.warns(UserWarning, match="nothing is split") as caught:
             call()
         assert [warning.filename for warning in caught] == [__file__]
+    # A file beside the package whose name begins like that of the package.
+    beside = f"{Path(ringattn_core.__file__).parent}_of_mine.py"
+    with pytest.warns(UserWarning, match="nothing is split") as caught:
+        eval(compile("call()", beside, "eval"), {"call": functools.partial(ring_attention, q, k, v, **idle)})
+    assert [warning.filename for warning in caught] == [beside]
     with jax.set_mesh(mesh_of(sp=2)):
         for call in (lambda: ring_attention(q, k, v), lambda: decode_attention(q[:, :1], k, v, 16)):
             with pytest.warns(UserWarning, match="names none of them") as caught:

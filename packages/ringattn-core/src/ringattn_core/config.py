@@ -41,11 +41,13 @@ class _Params:
             object.__setattr__(self, name, int(size))
         try:
             extra = dict(self.extra)
-            frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
         except (TypeError, ValueError):
+            extra = None
+        if extra is None or not all(isinstance(name, str) for name in extra):
             raise InputError(
                 f"{owner}.extra", f"got {self.extra!r}", "Pass a dict of named values, or pairs of name and value"
-            ) from None
+            )
+        frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
         try:
             hash(frozen)
         except TypeError:

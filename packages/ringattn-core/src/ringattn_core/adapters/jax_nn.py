@@ -43,7 +43,7 @@ def dot_product_attention(
 ) -> Any:
     """Computes `jax.nn.dot_product_attention`, with equal values and gradients up to the rounding of the dtype.
 
-    Without a ring option it runs on one device. With `axis_name` and `mesh`, or under `jax.set_mesh`, arrays are
+    Without a ring option it runs on one device. With `axis_name` and a mesh, from `mesh=` or `jax.set_mesh`, arrays are
     global. Inside your own `jax.shard_map`, arrays are local; bias and mask then have this rank's rows and all columns,
     and sequence lengths count the whole sequence. `implementation` names a ring backend, or several to try in order.
 

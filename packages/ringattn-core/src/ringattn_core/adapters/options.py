@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter takes, under which names; their mesh, and the seed of a random key."""
+"""Which options of `ring_attention` an adapter takes, under which names; the mesh, and the dropout seed of a key."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
 
 
 def with_mesh(options: Mapping[str, Any], *operands: Any) -> dict[str, Any]:
-    """The options, with the mesh on which `ring_attention` would run the call; `None` if its arrays are local."""
+    """The options, with the mesh on which `ring_attention` would run the call; it is `None` if the arrays are local."""
     mesh = options.get("mesh")
     return {**options, "mesh": mesh_around(options, operands) if mesh is None else mesh}
 

@@ -238,7 +238,7 @@ def distribution_of(entry: Any) -> tuple[str, str]:
     """The name and the version of the distribution that an entry point belongs to."""
     try:
         metadata = entry.dist.metadata  # parsed anew at each access
-        name, version = metadata["Name"], metadata["Version"]
+        name, version = metadata.get("Name"), metadata.get("Version")
     except Exception:
         name = version = None
     return str(name or UNKNOWN), str(version or "unknown")

@@ -64,7 +64,8 @@ def ring_attention(
         out_specs: The `PartitionSpec` of the output. It must equal that of the query, so it may always be left out.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (the fastest of these by a cost model, which may be another one where the call is differentiated).
+            "auto" (by a cost model, the fastest of these for the forward pass, or for both passes if JAX differentiates
+            the call).
         two_way: Sends half of the key heads the other way round the ring, to use links in both directions.
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths. See `ringattn_core.masks`.

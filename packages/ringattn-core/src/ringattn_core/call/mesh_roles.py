@@ -4,6 +4,7 @@
 import contextlib
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,8 +24,8 @@ from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
-_NOT_THE_CALLER: Final = (str(Path(__file__).parents[1]), contextlib.__file__)
-"""The files of this package, and that of the context managers that wrap its functions."""
+_NOT_THE_CALLER: Final = (os.path.join(Path(__file__).parents[1], ""), contextlib.__file__)
+"""Prefixes of file names that are not the caller's: this package, and `contextlib`, which wraps its functions."""
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:

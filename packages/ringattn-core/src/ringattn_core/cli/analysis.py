@@ -126,7 +126,10 @@ def analyse(
     tile: tuple[int, int] | None = None,
     compiled: bool = False,
 ) -> CallAnalysis:
-    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`. Raises what the call raises."""
+    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`.
+
+    Raises what the call raises, unless no backend can run it: then `refusal` gives the reason.
+    """
     bare = shard(call)
     needs = bare.needs
     chosen, refusal = _choice(backend, needs, platform)

@@ -24,8 +24,8 @@ class Reckoning:
     """The costs of all plans on a device.
 
     The call asks for the plan `asked`. "auto" would take the plan `auto` for a call that is differentiated, and
-    `auto_forward` for one that is not. It chooses while a call is traced, and then counts pairs of queries and keys,
-    and no documents. The costs of `plans` count documents and whole tiles, so by them another plan may be faster.
+    `auto_forward` for one that is not. It chooses while a call is traced, when documents are unknown, and counts pairs
+    of queries and keys. The costs of `plans` count documents and whole tiles, so by them another plan may be faster.
     """
 
     device: Device

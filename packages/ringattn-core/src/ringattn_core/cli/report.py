@@ -77,7 +77,7 @@ def _of_backend(found: CallAnalysis) -> Iterator[str]:
     if found.own_ring:
         yield f"{found.choice} drives its own ring; below is what core's engine would do."
     if found.ranks > 1 and found.call.options.get("strategy", "ring") != "ring":
-        yield "The tables of hops, sends and memory are those of strategy='ring'. Plans, at the end, are of all."
+        yield "The tables of hops, sends and memory are those of strategy='ring'. The last ones compare all strategies."
 
 
 def tiles(found: CallAnalysis, full: bool = False) -> Rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses heads that are larger than the kernels of a backend hold."""
+"""Refuses heads that are too large for the kernels of a backend."""
 
 from ..errors import InputError
 from .protocol import Block

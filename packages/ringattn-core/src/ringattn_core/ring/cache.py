@@ -58,7 +58,7 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     here = Direction(1, *align((everyone, location), axes_of(everyone, location)))
     own = block(ring, here, (here.call.key, here.call.value), 0)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
-    asked = own if sharded else _chunked(_with_groups_as_rows(_of_consecutive_tokens(own), group), chunks)
+    asked = own if sharded else _chunked(_with_groups_as_rows(_with_increasing_positions(own), group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
     return partial.out.astype(call.query.dtype), log_sum_exp(partial)
@@ -77,8 +77,11 @@ def _with_all_queries(call: Call) -> Call:
     )
 
 
-def _of_consecutive_tokens(block: Block) -> Block:
-    """The block, whose queries are consecutive tokens, marked so: then kernels need no list of the tiles they visit."""
+def _with_increasing_positions(block: Block) -> Block:
+    """Tells kernels that positions increase, so that they need no list of the tiles to visit.
+
+    Queries are consecutive tokens. They have `q_positions`, so `Call.rule` could not know that.
+    """
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=True))
 
 

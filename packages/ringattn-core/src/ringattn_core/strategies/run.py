@@ -16,7 +16,10 @@ from . import ulysses
 
 
 def run(registration: Registration, call: Call, usual: str, differentiated: str) -> Any:
-    """The output of one shard, or `(out, lse)`, by the strategy `usual`, or by the other where it is differentiated."""
+    """The output of one shard, or `(out, lse)`, by one of the two strategies that `settled` returns.
+
+    It is `usual`, or `differentiated` where JAX differentiates the call.
+    """
 
     def by(strategy: str) -> Callable[[Call], Any]:
         return lambda call: _run(registration, dataclasses.replace(call, strategy=strategy))
@@ -25,14 +28,17 @@ def run(registration: Registration, call: Call, usual: str, differentiated: str)
 
 
 def by_need(usual: Callable[[Any], Any], differentiated: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that is `usual`, but where it is differentiated computes and differentiates `differentiated`."""
+    """A function that computes `usual`; where JAX differentiates it, `differentiated` replaces it in both passes.
+
+    The two must compute the same values. `differentiated` does not learn which inputs are held fixed.
+    """
     both = jax.custom_vjp(usual)
     both.defvjp(lambda x: jax.vjp(differentiated, x), lambda pullback, cotangents: pullback(cotangents))
     return both
 
 
 def tuned_as(call: Call) -> Call:
-    """The call for which tuning chooses parameters: by "ulysses", that of some heads and all tokens of a group."""
+    """The call for which tuning chooses parameters: with "ulysses", it has some heads and all tokens of a group."""
     return narrowed(ulysses.by_heads(call)) if call.strategy == "ulysses" else call
 
 

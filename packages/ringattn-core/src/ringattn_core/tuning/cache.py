@@ -71,7 +71,7 @@ def write(problem: Problem, config: RingAttentionConfig, trials: Sequence[Mappin
         return None
     path = root / f"{problem.digest}.json"
     told = {"format": _FORMAT, "problem": problem.told, "config": config.to_dict(), "trials": trials}
-    # Every write has its own temporary file, also where several hosts share the directory.
+    # A random name, because processes on several hosts may write to one directory at the same time.
     temporary = path.with_suffix(f".{secrets.token_hex(8)}.new")
     try:
         text = json.dumps(told, indent=1)
@@ -99,7 +99,7 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Removes every file of the cache, and what writes that were killed have left; returns how many."""
+    """Removes every file of the cache, also the temporary files of writes that were killed; returns how many."""
     root = directory()
     paths = [] if root is None else [*root.glob("*.json"), *root.glob("*.new")]
     for path in paths:
