@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import empty, log_sum_exp
@@ -18,7 +19,8 @@ _AXES = {"out": "BTN.", "softmax": ".BKR"}
 
 def forward(block: Block, partial: Partial | None) -> Partial:
     """Continues `partial` with the keys of the block."""
-    before = empty(block) if partial is None else partial
+    # Without it, XLA of JAX 0.11 fuses the hops of a ring on CPUs into one kernel, and compiles it for over 15 minutes.
+    before = empty(block) if partial is None else jax.lax.optimization_barrier(partial)
     block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
