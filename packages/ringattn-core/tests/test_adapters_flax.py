@@ -265,7 +265,9 @@ class TestWhatItRefuses:
         with pytest.raises(errors.InputError, match=rf"{name}: has shape .*It must broadcast to \(\*\(2, 3\), heads"):
             ring_attention_fn()(x, x, x, **{name: jnp.ones(shape)})
 
-    @pytest.mark.parametrize("option", [{"causal": True}, {"sliding_window": 4}, {"chunk_size": 4}], ids=str)
+    @pytest.mark.parametrize(
+        "option", [{"causal": True}, {"sliding_window": 4}, {"sliding_window": 0}, {"chunk_size": 4}], ids=str
+    )
     def test_a_decoding_step_with_a_mask_by_position(self, option: dict[str, Any]):
         layer = linen(ring_attention_fn(**option), decode=True)
         parameters = linen(decode=True).init(jax.random.key(1), X)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call.attention import ring_attention
+from ..contract.call import is_off
 from ..errors import InputError
 from .masks import with_masks
 from .options import AttentionOptions, adapter_names, checked, seed, with_mesh
@@ -131,7 +132,7 @@ def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
 
 def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
     """Refuses a decoding step (one query, many keys) with masks by position: Flax passes no position of the query."""
-    by_position = [name for name in ("causal", "sliding_window", "chunk_size") if options.get(name)]
+    by_position = [name for name in ("causal", "sliding_window", "chunk_size") if not is_off(options.get(name))]
     placed = any(options.get(name) is not None for name in ("q_positions", "query_offset"))
     if queries == 1 < keys and by_position and not placed:
         raise InputError(
