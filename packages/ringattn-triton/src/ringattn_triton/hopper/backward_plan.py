@@ -54,7 +54,7 @@ PLANS: Final = {
 def plan_of(constants: BlockConstants) -> BackwardPlan | None:
     """The plan for heads of these sizes, or `None` where the kernel has none."""
     dim, value_dim = constants.head_dim, constants.value_dim
-    plan = PLANS.get(padded_size(max(dim, value_dim) if dim > 128 else dim))
+    plan = PLANS.get(int(padded_size(max(dim, value_dim) if dim > 128 else dim)))
     if plan is None or dim < 64 or dim % 8 or value_dim % 8:
         return None
     if plan.wide and constants.padded_value_dim == 128:

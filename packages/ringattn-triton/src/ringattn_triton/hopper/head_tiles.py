@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOptionalMemberAccess=false
 """How heads of sizes that are multiples of 8 lie in shared memory: in pieces, which TMA fills up with zeros.
 
 A piece has a power of two of dimensions. Most heads are one piece. Those of 136 to 192 are two, of 128 and 64: padding

@@ -70,7 +70,8 @@ def forward(constants: BlockConstants) -> ForwardPlan | None:
     """The plan of the forward kernel, or `None` where there is no kernel for such heads."""
     if constants.head_dim < 64 or constants.head_dim % 8 or constants.value_dim % 8:
         return None
-    sizes = padded_size(constants.head_dim), padded_size(constants.value_dim), constants.capped
+    head_size, value_size = (int(padded_size(dim)) for dim in (constants.head_dim, constants.value_dim))
+    sizes = head_size, value_size, constants.capped
     usual = _FORWARD.get(sizes)
     if constants.dropout:
         return _WITH_DROPOUT.get(sizes, usual)

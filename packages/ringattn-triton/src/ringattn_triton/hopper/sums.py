@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 """The sums of weighted values in a consumer of the forward pass: one accumulator for each piece of a head.
 
 A head whose size is a power of two has one piece. One of 96 has 64 and 32, one of 192 has 128 and 64. The backward pass
