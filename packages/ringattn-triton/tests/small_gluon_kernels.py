@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ringattn_triton.hopper.backward_transfers import async_atomic_add
 from ringattn_triton.hopper.hardware_barriers import hardware_barrier
-from ringattn_triton.hopper.head_tiles import tiles_of_heads
+from ringattn_triton.hopper.head_tiles import tiles_of_piece
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -179,7 +179,7 @@ def tile_of_head(X, OUT, HEIGHT: gl.constexpr, HEADS: gl.constexpr, WIDTH: gl.co
     TYPE: gl.constexpr = X.dtype.element_ty
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, DIM], TYPE)
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = tiles_of_heads(X, HEADS, HEIGHT, WIDTH, WIDTH, HEADS * WIDTH, TILE, DIM)
+    tiles = tiles_of_piece(X, HEADS, HEIGHT, WIDTH, WIDTH, HEADS * WIDTH, TILE, DIM)
     place = gl.allocate_shared_memory(TYPE, [TILE, DIM], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
