@@ -280,18 +280,23 @@ def test_the_call_runs_the_strategy_that_auto_stands_for(monkeypatch: pytest.Mon
     assert strategy_of(None, monkeypatch) == "ring", "a device without constants"
 
 
+SLOW_TO_COPY = dataclasses.replace(H200, launch=0.0, float32=(1e6, 1e6), copy=5e8).linked_by(
+    devices.Link("even", bandwidth=1e8, latency=0.0)
+)
+"""A device on which the forward sends of a ring hide, and copies of its partial results and gradients take long."""
+
+
 def test_what_auto_stands_for_depends_on_gradients_but_not_with_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The forward sends of a ring hide, but its partial results and gradients take time to copy.
-    slow = dataclasses.replace(H200, launch=0.0, float32=(1e6, 1e6), copy=5e8)
-    device = slow.linked_by(devices.Link("even", bandwidth=1e8, latency=0.0))
-    found = functools.partial(strategy_of, device, monkeypatch, causal=False)
+    found = functools.partial(strategy_of, SLOW_TO_COPY, monkeypatch, causal=False)
     assert (found(), found(differentiated=True)) == ("ring", "ulysses")
     bias = jnp.zeros((1, 4, 64, 64))
     assert (found(bias=bias), found(differentiated=True, bias=bias)) == ("ulysses", "ulysses")
 
 
 def test_where_a_vmap_plays_the_ranks_auto_stands_for_one_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "of_kind", lambda _: H200)
+    """On this device a `shard_map` would make "auto" the ring, and Ulysses where the call is differentiated."""
+    monkeypatch.setattr(choose, "of_kind", lambda _: SLOW_TO_COPY)
+    forget_traced_calls()
     x = jnp.ones((4, 1, 16, 4, 8))
     attend = functools.partial(per_shard("xla"), axis_name="sp", strategy="auto")
 
