@@ -165,7 +165,7 @@ REFUSED = {
     ),
     "no devices": ([], {}, "axis_sizes={'sp': 0} do not fit 0 devices"),
     "sizes in a list": (devices(4), dict(axis_sizes=[4]), r"axis_sizes=\[4\] names no axes. Pass a dict of sizes"),
-    "a size that is no number": (
+    "a size that is text": (
         devices(4), dict(axis_sizes={"sp": "4"}), "axis_sizes={'sp': '4'} do not fit 4 devices. Pass positive sizes"
     ),
     "a number of devices": (4, {}, r"devices=4 are not devices. Pass some of jax.devices\(\)"),

@@ -127,9 +127,10 @@ def test_memory_per_device_depends_on_the_shard_and_not_on_the_ring(gradient: bo
 
 
 def kernels_before(jaxpr: Any) -> tuple[list[set[int]], list[set[int]]]:
-    """Two lists of sets of kernels, which are numbered in the order of the program.
+    """Which kernels must end first, by their numbers in the order of the program.
 
-    The first list has the kernels that each permute waits for, the second those that the keys of each kernel wait for.
+    Returns two lists of sets of numbers. A set of the first list belongs to a permute: these kernels end before the
+    permute begins. A set of the second list belongs to a kernel: these kernels end before it can read its keys.
     """
     waits: dict[Any, set[int]] = {}
     sends, keys = [], []
