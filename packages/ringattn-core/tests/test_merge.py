@@ -2,6 +2,7 @@
 """Promises of merging: a commutative monoid, and merging all parts gives the softmax over all keys and sinks."""
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.contract.merge import combined, merge, merging, with_sinks
+from ringattn_core.contract.merge import combined, merge, merged_over, merging, with_sinks
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
 
@@ -55,6 +56,15 @@ def case(seed: int, keys: int, hidden: float) -> tuple[np.ndarray, np.ndarray]:
 def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
     np.testing.assert_allclose(a.lse, b.lse, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(a.out, b.out, rtol=0, atol=tolerance * 4)
+
+
+def test_the_chunks_of_a_cache_merge_in_one_program_of_elementwise_operations() -> None:
+    """A reduction over the chunks would be a kernel of its own on a GPU, in every step of decoding."""
+    parts = [partial(lse, seed) for seed, lse in enumerate((-INF, 3.0, -2.0, 700.0))]
+    chunks = jax.tree.map(lambda *x: jnp.stack(x, 1).reshape(-1, *x[0].shape[1:]), *parts)
+    run = jax.jit(lambda x: merged_over(x, (), chunks=4))
+    assert_same(run(chunks), functools.reduce(merge, parts))
+    assert "stablehlo.reduce" not in run.lower(chunks).as_text()
 
 
 class TestMonoid:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How partial results combine: with each other, and with attention sinks."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -57,38 +58,47 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
     the queries, which are cut into as many equal parts as there are ranks.
     """
     out, lse = (x.reshape(-1, chunks, *x.shape[1:]) for x in (partial.out, partial.lse))
-    ranks = axes.size("axis_name", axis) if axis else 1
-    if axis and not scattered and ranks <= _IN_ONE_SUM:
-        out, lse = _of_all_ranks(_weighed(out, lse, lse.max(1)), axis, ranks)
-        return _weighed(out, lse, lse.max(1))
-    largest = jax.lax.pmax(lse.max(1), axis) if axis else lse.max(1)
-    return _weighed(out, lse, largest, axis, scattered)
+    own = _merged([Partial(out[:, chunk], lse[:, chunk]) for chunk in range(chunks)])
+    if not axis:
+        return own
+    ranks = axes.size("axis_name", axis)
+    if scattered or ranks > _IN_ONE_SUM:
+        return _summed_over(own, axis, scattered)
+    return _merged(_of_all_ranks(own, axis, ranks))
 
 
-def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> tuple[jax.Array, jax.Array]:
-    """`out` and `lse` of every rank, along a new second axis. Exact: each rank adds its results to zeros."""
-    packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)[:, None]
-    own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[None, :, None, None, None]
-    packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
-    return packed[..., :-1], jnp.swapaxes(packed[..., -1], 2, 3)
+def _merged(parts: Sequence[Partial]) -> Partial:
+    """Merges partial results without `shift`.
 
-
-def _weighed(
-    out: Float32[Array, "B n T N Hv"],
-    lse: Float32[Array, "B n N T"],
-    largest: Float32[Array, "B N T"],
-    axis: tuple[str, ...] = (),
-    scattered: bool = False,
-) -> Partial:
-    """Merges `n` partial results of each row and, with `axis`, those of all ranks; `largest` is the largest lse."""
+    It is written without a reduction, so that XLA makes one kernel of it and of what packs the result for a collective.
+    """
+    largest = functools.reduce(jnp.maximum, (part.lse for part in parts))
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
-    weight = jnp.exp(lse - safe[:, None])
-    # The weights are added up as one more dimension of the values, so that one kernel and one collective do all sums.
-    sums = (jnp.concatenate([out, jnp.ones_like(out[..., :1])], -1) * _over_out(weight)).sum(1)
-    if axis and scattered:
+    weights = [jnp.exp(part.lse - safe) for part in parts]
+    total = functools.reduce(jnp.add, weights)
+    out = functools.reduce(jnp.add, (part.out * _over_out(weight) for part, weight in zip(parts, weights, strict=True)))
+    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
+
+
+def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[Partial]:
+    """The partial result of every rank. Exact: each rank adds its results to zeros."""
+    packed = jnp.concatenate([partial.out, jnp.swapaxes(partial.lse, 1, 2)[..., None]], -1)
+    own = (jnp.arange(ranks, dtype=jnp.int32) == axes.coordinate(axis))[:, None, None, None, None]
+    packed = jax.lax.psum(jnp.where(own, packed, 0.0), axis)
+    return [Partial(x[..., :-1], jnp.swapaxes(x[..., -1], 1, 2)) for x in packed]
+
+
+def _summed_over(partial: Partial, axis: tuple[str, ...], scattered: bool) -> Partial:
+    """Merges the partial results of all ranks by a sum of what they weigh; `scattered` as in `merged_over`."""
+    largest = jax.lax.pmax(partial.lse, axis)
+    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weight = jnp.exp(partial.lse - safe)
+    # The weights are added up as one more dimension of the values, so that one collective does both sums.
+    sums = jnp.concatenate([partial.out, jnp.ones_like(partial.out[..., :1])], -1) * _over_out(weight)
+    if scattered:
         sums = jax.lax.psum_scatter(sums, axis, scatter_dimension=1, tiled=True)
         safe = jax.lax.dynamic_slice_in_dim(safe, axes.coordinate(axis) * sums.shape[1], sums.shape[1], 2)
-    elif axis:
+    else:
         sums = jax.lax.psum(sums, axis)
     total = jnp.swapaxes(sums[..., -1], 1, 2)
     return Partial(sums[..., :-1] / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))

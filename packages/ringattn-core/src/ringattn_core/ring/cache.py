@@ -23,8 +23,8 @@ from .forward import Result, sinks_of
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk of a rank's cache."""
-MOST_CHUNKS: Final = 256
-"""The most chunks of all batch rows and key heads together: twice the multiprocessors of a large GPU."""
+MOST_CHUNKS: Final = 128
+"""The most chunks of all batch rows and key heads together: about the multiprocessors of a large GPU."""
 
 
 def attend(kernel: BlockKernel, call: Call) -> Result:
@@ -105,7 +105,9 @@ def _chunked(block: Block, count: int) -> Block:
         return x.reshape(x.shape[0] * count, length, *x.shape[2:])
 
     of_keys = {name: jnp.tile(rows(getattr(block, name)), (batch, 1)) for name in ("kv_positions", "kv_index")}
-    of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "q_positions", "batch_index")}
+    of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "batch_index")}
+    if batch > 1:  # else the one row of positions serves all chunks
+        of_queries["q_positions"] = jnp.repeat(block.q_positions, count, 0)
     return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
 
 
