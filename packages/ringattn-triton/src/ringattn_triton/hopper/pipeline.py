@@ -61,15 +61,12 @@ def produce(
     CONSUMERS: gl.constexpr = PLAN.consumers
     BYTES: gl.constexpr = PLAN.q_tile * padded_size(F.head_dim) * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
+    row, batch, head, visited = _visited(turn, all_turns, BOUNDS, TILES, F, T)
+    ahead = masked_tile(visited, 0, T)
     done = 0
     fetched = 0
+    stored = 0
     while turn < all_turns:
-        following = gl.atomic_add(TAKEN, 1, sem="relaxed")
-        # The last tiles, which see most under a causal mask, come first.
-        before, batch, head = owned(turn, T, F.heads)
-        row = T.rows - 1 - before
-        visited = visit(BOUNDS, TILES, batch, row, T)
-        ahead = masked_tile(visited, 0, T)
         masked = visited.masked
         whole = visited.full_to - visited.full_from
         bias_row = 0
@@ -85,7 +82,10 @@ def produce(
             ahead = gl.where(nothing, 0, ahead)
         if masked + whole > 0:
             first = row * PLAN.q_tile
-            _announce(shared, done, first, batch, head, masked, whole, out_tiles, PLAN)
+            if done > 1 and stored == 0:
+                _stored(shared, done, out_tiles, PLAN)
+            stored = 0
+            _announce(shared, done, first, batch, head, masked, whole)
             place = done % PLAN.q_places
             full = shared.q_full.index(place)
             if PLAN.q_places == 1 and done > 0:
@@ -112,6 +112,9 @@ def produce(
                 shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues,
                 fetched, F, PLAN,
             )  # fmt: skip
+        # The next turn is looked up while consumers have tiles to work on.
+        turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
+        next_row, next_batch, next_head, following = _visited(turn, all_turns, BOUNDS, TILES, F, T)
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
             last = tile
@@ -122,32 +125,55 @@ def produce(
                 shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues,
                 fetched, F, PLAN,
             )  # fmt: skip
+            # Consumers have written the results of the last turn before they finish the second step of this one.
+            if PLAN.stored and step == visited.full_from + 2 and done > 1:
+                _stored(shared, done, out_tiles, PLAN)
+                stored = 1
         if apart(F.value_dim):
             continues = masked + whole > 0
             if continues:
                 _values_fetched(shared, v_tiles, batch, kv_head, tile, fetched - 1, F, PLAN)
-        turn = following
-    _announce(shared, done, -1, 0, 0, 0, 0, out_tiles, PLAN)
+        row, batch, head, visited = next_row, next_batch, next_head, following
+        ahead = masked_tile(visited, 0, T)
+    if done > 1 and stored == 0:
+        _stored(shared, done, out_tiles, PLAN)
+    _announce(shared, done, -1, 0, 0, 0, 0)
     if PLAN.stored:
         if done > 0:
-            wait_until_left(turn_empty(PLAN) + (done - 1) % 2, PLAN)
-            _write_results(shared, (done - 1) % 2, out_tiles, PLAN)
+            _stored(shared, done + 1, out_tiles, PLAN)
         tma.store_wait(0)
 
 
 @gluon.jit
-def _announce(shared, done, row, batch, head, masked, whole, out_tiles, PLAN: gl.constexpr):
-    """Tells the consumers the next turn: its row, batch and head, and how many masked and whole tiles it has.
+def _visited(turn, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
+    """The tile of queries, the batch row and the head of a turn, and what it visits; past the last turn, of the last.
 
-    Two turns have places in shared memory, so this waits until all consumers have finished the turn before last. They
-    are then done with its queries too if those have two places. If results are `stored`, the results of that turn lie
+    The last tiles, which see most under a causal mask, come first.
+    """
+    before, batch, head = owned(gl.minimum(turn, all_turns - 1), T, F.heads)
+    row = T.rows - 1 - before
+    return row, batch, head, visit(BOUNDS, TILES, batch, row, T)
+
+
+@gluon.jit
+def _stored(shared, done, out_tiles, PLAN: gl.constexpr):
+    """Waits until all consumers have finished the turn before the last of `done` turns.
+
+    They are then done with its queries too if those have two places. If results are `stored`, those of that turn lie
     where its queries were, and this begins to write them to memory.
     """
+    wait_until_left(turn_empty(PLAN) + done % 2, PLAN)
+    if PLAN.stored:
+        _write_results(shared, done % 2, out_tiles, PLAN)
+
+
+@gluon.jit
+def _announce(shared, done, row, batch, head, masked, whole):
+    """Tells the consumers the next turn: its row, batch and head, and how many masked and whole tiles it has.
+
+    Two turns have places in shared memory: all consumers must have finished the turn before last.
+    """
     place = done % 2
-    if done > 1:
-        wait_until_left(turn_empty(PLAN) + place, PLAN)
-        if PLAN.stored:
-            _write_results(shared, place, out_tiles, PLAN)
     write_number(shared.turns.index(place * 5), row)
     write_number(shared.turns.index(place * 5 + 1), batch)
     write_number(shared.turns.index(place * 5 + 2), head)
