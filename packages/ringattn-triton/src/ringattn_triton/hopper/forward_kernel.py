@@ -11,15 +11,15 @@ none is left, and fetches the first tiles of the next turn while it writes the r
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ..kernels.scores import of_head
 from ..kernels.tokens import of_columns, of_rows
 from .dropout import counter_of_queries, draws
 from .handover import k_empty, leave, q_empty, rest_empty, v_empty
-from .head_tiles import apart, place_of, places_of_heads, product_of_heads, tiles_of_heads
+from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .order import pass_order, softmax_first, wait_for_order
-from .pipeline import Shared, begin, next_turn, of_turn, produce
+from .pipeline import Shared, begin, bias_layout, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
@@ -36,36 +36,13 @@ def forward(
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0."""
     TYPE: gl.constexpr = Q.dtype.element_ty
-    BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, PLAN.kv_tile], TYPE)
-    KV_ROWS: gl.constexpr = BATCH * F.kv_length
-    q_tiles = tiles_of_heads(
-        Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS
-    )
-    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, PLAN.kv_tile)
-    values = V + F.v_start
-    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, PLAN.kv_tile)
-    bias_tiles = q_tiles
-    if F.bias:
-        # A bias that all batch rows or heads share has one copy.
-        BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
-        bias_tiles = tma.make_tensor_descriptor(
-            P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, PLAN.kv_tile], BIASES
-        )
-    out_tiles = q_tiles
-    if PLAN.stored:
-        VALUE_DIM: gl.constexpr = F.padded_value_dim
-        OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
-        TOKEN: gl.constexpr = F.heads * F.value_dim
-        out_tiles = tma.make_tensor_descriptor(
-            OUT, [BATCH, F.heads, F.q_length, F.value_dim], [F.q_length * TOKEN, F.value_dim, TOKEN, 1],
-            [1, 1, CONSUMER_ROWS, VALUE_DIM], OUTS,
-        )  # fmt: skip
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     Q_PLACES: gl.constexpr = PLAN.q_places * PLAN.consumers
     queries = places_of_heads(TYPE, Q_PLACES, Q_PLACES, CONSUMER_ROWS, F.head_dim)
     bias = queries
     if F.bias:
+        BIASES: gl.constexpr = bias_layout(TYPE, PLAN)
         bias = gl.allocate_shared_memory(TYPE, [PLAN.stages * PLAN.consumers, CONSUMER_ROWS, PLAN.kv_tile], BIASES)
     positions = queries
     if F.distances:
@@ -93,14 +70,14 @@ def forward(
     begin(shared.turns_full, 2)
     BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
     AFTER = (OUT, LSE, SHIFT_AFTER)
-    tiles = (q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
+    ARRAYS = (Q, K, V, OUT)
     all_turns = T.rows * BATCH * F.heads
     if PLAN.consumers == 2:
         gl.warp_specialize(
             [
                 (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
                 (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
-                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, PLAN)),
+                (produce, (shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F, T, BATCH, PLAN)),
             ],
             [4, 1],
             [PLAN.registers, 24],
@@ -111,7 +88,7 @@ def forward(
                 (_consume, (0, shared, P, BEFORE, AFTER, F, PLAN)),
                 (_consume, (1, shared, P, BEFORE, AFTER, F, PLAN)),
                 (_consume, (2, shared, P, BEFORE, AFTER, F, PLAN)),
-                (produce, (shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F, T, PLAN)),
+                (produce, (shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F, T, BATCH, PLAN)),
             ],
             [4, 4, 1],
             [PLAN.registers, PLAN.registers, 24],

@@ -11,7 +11,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .handover import k_empty, q_empty, rest_empty, turn_empty, v_empty, wait_until_left
-from .head_tiles import apart, fetch, fetch_heads, fetch_piece, padded_size, place_of, store, stored_width
+from .head_tiles import (
+    apart,
+    fetch,
+    fetch_heads,
+    fetch_piece,
+    padded_size,
+    place_of,
+    store,
+    stored_width,
+    tiles_of_heads,
+)
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
 from .shared_numbers import read_number, write_number
@@ -50,21 +60,24 @@ def begin(barriers, PLACES: gl.constexpr):
 
 @gluon.jit
 def produce(
-    shared, tiles, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr
+    shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
     """Takes turns from a common counter and fetches their tiles, as places become empty.
 
     The first turn comes from the counter too: a program that starts late has then not kept a long turn back. The
     number of the next turn is taken at the beginning of a turn, and that of a tile one tile ahead.
     """
-    q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = tiles
     CONSUMERS: gl.constexpr = PLAN.consumers
     BYTES: gl.constexpr = PLAN.q_tile * padded_size(F.head_dim) * 2
     turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
     row, batch, head, visited = _visited(turn, all_turns, BOUNDS, TILES, F, T)
     ahead = masked_tile(visited, 0, T)
+    q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = _tiles(ARRAYS, P, F, BATCH, PLAN)
     done = 0
     fetched = 0
+    values_from = 0
+    values_head = 0
     stored = 0
     while turn < all_turns:
         masked = visited.masked
@@ -101,40 +114,32 @@ def produce(
             done += 1
         kv_head = head // F.group
         origin = origin_of(P, batch, row * PLAN.q_tile, F)
-        # Not `ahead`: Triton would take `tile` for a constant of the loop, whose body leaves in it what `ahead` was.
-        tile = 0
         for step in range(0, masked):
-            last = tile
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
-            continues = step > 0
-            fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues,
-                fetched, F, PLAN,
+            values_from, values_head, fetched = _tile_fetched(
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, values_from,
+                values_head, fetched, F, PLAN,
             )  # fmt: skip
         # The next turn is looked up while consumers have tiles to work on.
         turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
         next_row, next_batch, next_head, following = _visited(turn, all_turns, BOUNDS, TILES, F, T)
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
-            last = tile
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
-            continues = (masked > 0) | (step > visited.full_from)
-            fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues,
-                fetched, F, PLAN,
+            values_from, values_head, fetched = _tile_fetched(
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, values_from,
+                values_head, fetched, F, PLAN,
             )  # fmt: skip
             # Consumers have written the results of the last turn before they finish the second step of this one.
             if PLAN.stored and step == visited.full_from + 2 and done > 1:
                 _stored(shared, done, out_tiles, PLAN)
                 stored = 1
-        if apart(F.value_dim):
-            continues = masked + whole > 0
-            if continues:
-                _values_fetched(shared, v_tiles, batch, kv_head, tile, fetched - 1, F, PLAN)
         row, batch, head, visited = next_row, next_batch, next_head, following
         ahead = masked_tile(visited, 0, T)
+    if fetched > 0:
+        _values_fetched(shared, v_tiles, values_from, values_head, fetched - 1, F, PLAN)
     if done > 1 and stored == 0:
         _stored(shared, done, out_tiles, PLAN)
     _announce(shared, done, -1, 0, 0, 0, 0)
@@ -142,6 +147,43 @@ def produce(
         if done > 0:
             _stored(shared, done + 1, out_tiles, PLAN)
         tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def bias_layout(TYPE, PLAN):
+    """How a tile of the bias lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS.value, PLAN.kv_tile], TYPE)
+
+
+@gluon.jit
+def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
+    """TMA descriptors of the tiles of queries, keys, values, bias and results; of the last two, where there are any."""
+    Q, K, V, OUT = ARRAYS
+    TYPE: gl.constexpr = Q.dtype.element_ty
+    KV_ROWS: gl.constexpr = BATCH * F.kv_length
+    q_tiles = tiles_of_heads(
+        Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS
+    )
+    k_tiles = tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, PLAN.kv_tile)
+    values = V + F.v_start
+    v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, PLAN.kv_tile)
+    bias_tiles = q_tiles
+    if F.bias:
+        # A bias that all batch rows or heads share has one copy.
+        BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
+        bias_tiles = tma.make_tensor_descriptor(
+            P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, PLAN.kv_tile], bias_layout(TYPE, PLAN)
+        )
+    out_tiles = q_tiles
+    if PLAN.stored:
+        VALUE_DIM: gl.constexpr = F.padded_value_dim
+        OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
+        TOKEN: gl.constexpr = F.heads * F.value_dim
+        out_tiles = tma.make_tensor_descriptor(
+            OUT, [BATCH, F.heads, F.q_length, F.value_dim], [F.q_length * TOKEN, F.value_dim, TOKEN, 1],
+            [1, 1, CONSUMER_ROWS, VALUE_DIM], OUTS,
+        )  # fmt: skip
+    return q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles
 
 
 @gluon.jit
@@ -197,13 +239,14 @@ def _write_results(shared, place, out_tiles, PLAN: gl.constexpr):
 
 @gluon.jit
 def _tile_fetched(
-    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, last, continues, fetched,
+    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, values_from, values_head, fetched,
     F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Fetches one tile of keys, with its bias, and one of values into the next place. Returns `fetched + 1`.
+    """Fetches a tile of keys, with its bias, into the next place, and then the values of the tile before.
 
-    Values in two pieces wait for the place of the second one, and keys of the next tile are needed before they are. So
-    the values of the `last` tile are fetched then, if the turn `continues`.
+    Their place becomes empty a step later than that of the keys, and they are needed a step later. Keys behind the
+    values of their own tile would come late, above all the first ones of a turn. Returns where the values of this tile
+    are, and `fetched + 1`.
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     place = fetched % PLAN.stages
@@ -222,19 +265,15 @@ def _tile_fetched(
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number)
             fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
-    if apart(F.value_dim):
-        if continues:
-            _values_fetched(shared, v_tiles, batch, kv_head, last, fetched - 1, F, PLAN)
-    else:
-        _values_fetched(shared, v_tiles, batch, kv_head, tile, fetched, F, PLAN)
-    return fetched + 1
+    if fetched > 0:
+        _values_fetched(shared, v_tiles, values_from, values_head, fetched - 1, F, PLAN)
+    return first, kv_head, fetched + 1
 
 
 @gluon.jit
-def _values_fetched(shared, v_tiles, batch, kv_head, tile, number, F: gl.constexpr, PLAN: gl.constexpr):
-    """Fetches the values of a tile, the `number`th of this program."""
+def _values_fetched(shared, v_tiles, first, kv_head, number, F: gl.constexpr, PLAN: gl.constexpr):
+    """Fetches the values of a tile, the `number`th of this program, which begin at row `first`."""
     place = number % PLAN.stages
-    first = batch * F.kv_length + tile * PLAN.kv_tile
     full = shared.v_full.index(place)
     if number >= PLAN.stages:
         wait_until_left(v_empty(PLAN) + place, PLAN)
