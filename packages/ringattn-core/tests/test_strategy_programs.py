@@ -91,6 +91,41 @@ def test_gradients_in_bfloat16_are_added_over_ranks_in_float32(
     assert set(added) == {"f32"}
 
 
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+def test_a_gathered_bias_travels_in_its_own_dtype_and_its_gradient_in_float32(narrow: str):
+    options: Any = {"mesh": mesh_of(sp=4), "axis_name": "sp", "strategy": "ulysses", "bias": jnp.ones((2, 1, 16, 16))}
+
+    def loss(bias: Any, *x: Any) -> Any:
+        return ring_attention(*x, **options | {"bias": bias}).astype(jnp.float32).sum()
+
+    operands = [x.astype(narrow) for x in (options["bias"], *arrays(heads=(8, 8)))]
+    lowered = jax.jit(jax.grad(loss)).lower(*operands).as_text()
+    moved = re.findall(r'"stablehlo.(all_gather|reduce_scatter)".*?-> tensor<([\dx]+)x(\w+)>', lowered, re.DOTALL)
+    short = {"bfloat16": "bf16", "float16": "f16"}[narrow]
+    assert moved == [("all_gather", "2x1x16x16", short), ("reduce_scatter", "2x1x4x16", "f32")]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_bias_may_be_a_constant_of_every_rank(check_vma: bool):
+    """JAX then tracks that its rows do not vary over the ring, and their gathered gradient does."""
+    x, rows = arrays(heads=(8, 8)), jnp.linspace(-1.0, 1.0, 4 * 16).reshape(1, 1, 4, 16)
+
+    def loss(rows: Any, *x: Any) -> Any:
+        return (ring_attention(*x, bias=rows, axis_name="sp", strategy="ulysses") ** 2).sum()
+
+    def of_rank(*x: Any) -> Any:
+        rank_loss, gradient = jax.value_and_grad(loss)(rows, *x)
+        return jax.lax.psum(rank_loss, "sp"), gradient if check_vma else jax.lax.psum(gradient, "sp")
+
+    spec = P(None, "sp")
+    over = jax.shard_map(of_rank, mesh=mesh_of(sp=4), in_specs=spec, out_specs=P(), check_vma=check_vma)
+
+    def alone(rows: Any) -> Any:
+        return (ring_attention(*x, bias=jnp.tile(rows, (1, 1, 4, 1))) ** 2).sum()
+
+    same(jax.jit(over)(*x), jax.value_and_grad(alone)(rows))
+
+
 @pytest.mark.parametrize(("strategy", "sizes", "forward", "both"), SENT, ids=str)
 def test_the_compiled_program_has_only_the_collectives_of_the_strategy(
     strategy: str, sizes: dict[str, int], forward: dict[str, int], both: dict[str, int]

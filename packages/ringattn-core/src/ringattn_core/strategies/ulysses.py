@@ -7,8 +7,8 @@ the group, whose shards are consecutive. The result is the same call with the la
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32
 
 from ..contract import packing
 from ..contract.call import Call
+from ..contract.varying import align, axes_of
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -35,8 +36,7 @@ def by_heads(call: Call) -> Call:
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
     if copies > 1:
-        rank = jnp.asarray(jax.lax.axis_index(inner), jnp.int32)
-        packed = _exchanged_copies(copies, call.layout, inner, ranks, packed.dtype, packed, rank)
+        packed = _exchanged_copies(packed, copies, call.layout, inner, ranks)
     else:
         packed = _exchanged(packed, -3, -2, call.layout, inner, ranks)
     key, value = packing.unpack(packed, call.key.shape[-1])
@@ -79,10 +79,9 @@ def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Ar
     if heads is not None and tokens is not None:
         return _exchanged(x, tokens, heads, call.layout, axis, ranks)
     if tokens is not None:
-        if name == "bias":  # each rank adds the gradient of its own heads: in float32, and rounds once
-            x = x.astype(jnp.float32)
-        whole = jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
-        return of_neighbours(whole, call.layout, ranks, tokens)
+        # Each rank has the gradient of its own heads only. Positions and ids have none.
+        gather = _gathered_for_heads if name == "bias" else _gathered
+        return gather(x, tokens, call.layout, axis, ranks)
     if heads is not None:
         share = x.shape[heads] // ranks
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)
@@ -95,28 +94,51 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _exchanged_copies(
-    copies: int, layout: str, axis: str, ranks: int, dtype: Any, packed: packing.Packed, rank: Int32[Array, ""]
-) -> packing.Packed:
-    """`_exchanged` for `copies` of every key head, in float32: the ranks that share a head have gradients to add up.
+def _gathered(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> jax.Array:
+    """The tokens of all ranks of the group."""
+    return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
 
-    Keys travel in their own `dtype`. Their gradients travel in float32, and are rounded once, after the sum.
+
+def _gathered_for_heads(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> jax.Array:
+    """`_gathered` in float32: every rank has a part of the gradient, that of its own heads."""
+
+    def back(gradient: jax.Array, rank: Int32[Array, ""]) -> jax.Array:
+        in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
+        return axes.scattered_sum(in_rank_order, (axis,), ranks, rank, tokens)
+
+    return _with_wide_gradient(lambda x: _gathered(x, tokens, layout, axis, ranks), back, x, axis)
+
+
+def _exchanged_copies(packed: packing.Packed, copies: int, layout: str, axis: str, ranks: int) -> packing.Packed:
+    """`_exchanged` for `copies` of every key head, in float32: the ranks that share a head have gradients to add up."""
+    tokens, heads = packed.ndim - 3, packed.ndim - 2
+
+    def back(gradient: jax.Array, rank: Int32[Array, ""]) -> jax.Array:
+        back = axes.exchanged(to_neighbours(gradient, layout, ranks, tokens), axis, ranks, rank, tokens, heads)
+        return back.reshape(*back.shape[:heads], -1, copies, back.shape[-1]).sum(heads + 1)
+
+    def moved(x: jax.Array) -> jax.Array:
+        return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, axis, ranks)
+
+    return _with_wide_gradient(moved, back, packed, axis)
+
+
+def _with_wide_gradient(
+    move: Callable[[jax.Array], jax.Array],
+    back: Callable[[jax.Array, Int32[Array, ""]], jax.Array],
+    x: jax.Array,
+    axis: str,
+) -> jax.Array:
+    """`move(x)` in float32. `back` is its transpose, of the gradient and the number of this rank along `axis`.
+
+    `x` travels in its own dtype. Its gradient travels in float32, and is rounded once, after `back` has added it up.
     """
-    moved = _exchanged(jnp.repeat(packed, copies, -2), -3, -2, layout, axis, ranks)
-    return moved.astype(jnp.float32)
-
-
-def _summed_copies(
-    copies: int, layout: str, axis: str, ranks: int, dtype: Any, rank: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array, None]:
-    tokens, heads = gradient.ndim - 3, gradient.ndim - 2
-    in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
-    back = axes.exchanged(in_rank_order, axis, ranks, rank, tokens, heads)
-    return back.reshape(*back.shape[:heads], -1, copies, back.shape[-1]).sum(heads + 1).astype(dtype), None
-
-
-_exchanged_copies.defvjp(lambda *given: (_exchanged_copies(*given), given[-1]), _summed_copies)
+    given = x, jnp.asarray(jax.lax.axis_index(axis), jnp.int32)
+    moved = jax.custom_vjp(lambda x, rank: move(x).astype(jnp.float32))
+    moved.defvjp(
+        lambda x, rank: (moved(x, rank), rank), lambda rank, gradient: (back(gradient, rank).astype(x.dtype), None)
+    )
+    return moved(*align(given, axes_of(given)))  # the gradient varies over `axis`, so `x` must too
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
