@@ -9,6 +9,7 @@ import jax
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
+from ..placement import axes
 from ..ring import engine
 from ..ring.forward import narrowed
 from ..tuning.choice import with_parameters
@@ -48,6 +49,8 @@ def _run(registration: Registration, call: Call) -> Any:
         moved = ulysses.by_heads(call)
         chosen = with_parameters(registration, narrowed(moved))
         moved = dataclasses.replace(moved, fwd_params=chosen.fwd_params, bwd_params=chosen.bwd_params)
-        return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
+        # In the striped layout, a run of consecutive tokens then has one token of each rank of the last axis.
+        stripe = axes.size("axis_name", (call.axis_name or ())[-1:])
+        return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=stripe))
     out, lse = engine.run(kernel, with_parameters(registration, call), gathers=call.strategy == "all_gather")
     return (out, lse) if call.return_lse else out

@@ -30,7 +30,7 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
-    outer, inner = _split_axes(call)
+    *outer, inner = call.axis_name or ()
     ranks = axes.size("axis_name", (inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
@@ -43,24 +43,19 @@ def by_heads(call: Call) -> Call:
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
     heads = (*(call.head_axis_name or ()), inner)
-    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": heads, "strategy": "ring"}
+    moved |= {
+        "key": key,
+        "value": value,
+        "axis_name": tuple(outer) or None,
+        "head_axis_name": heads,
+        "strategy": "ring",
+    }
     return dataclasses.replace(call, **moved)
-
-
-def _split_axes(call: Call) -> tuple[tuple[str, ...], str]:
-    """The axes of the ring that is left, and the last axis, whose ranks exchange heads for tokens."""
-    assert call.axis_name, "on one rank there is nothing to exchange"
-    return call.axis_name[:-1], call.axis_name[-1]
-
-
-def stripe(call: Call) -> int:
-    """How many consecutive tokens a stripe has after `by_heads`: one from each rank of the last axis."""
-    return axes.size("axis_name", (call.axis_name or ())[-1:])
 
 
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     """The output of `call`, or its `(out, lse)`, from the result of `by_heads(call)`."""
-    _, inner = _split_axes(call)
+    *_, inner = call.axis_name or ()
     ranks = axes.size("axis_name", (inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
