@@ -37,6 +37,7 @@ OF_HEADS = Case("of-heads", heads=6, kv_heads=3, bias="N", dense_mask="T", dropo
 
 ROWS = Case("rows", heads=8, kv_heads=4, causal=True, bias="BT", dtype="bfloat16")
 HALF_ROWS = Case("half-rows", heads=8, bias="T", dtype="float16", lse=True)
+HEAD_ROWS = Case("head-rows", heads=8, causal=True, bias="NT", dtype="bfloat16")
 
 
 def on_axes(placed: Placed, outer: int) -> Any:
@@ -77,6 +78,7 @@ def agrees(case: Case, placement: Placement, outer: int | None = None, mesh: Mes
         (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="ulysses")),
         (BROADCAST, Placement(4, strategy="ulysses")),
         (MASKS, Placement(4, "striped", emulated=True, strategy="ulysses")),
+        (ROWS, Placement(4, "zigzag", emulated=True, strategy="ulysses")),
         (SCORES, Placement(8, "zigzag", check_vma=False, strategy="ulysses")),
     ],
     ids=str,
@@ -93,13 +95,16 @@ def test_the_output_and_all_gradients_are_those_of_the_oracle(case: Case, placem
         (ROWS, Placement(4, "zigzag", strategy="ulysses")),
         (HALF_ROWS, Placement(2, "striped", strategy="ulysses")),
         (HALF_ROWS, Placement(4, strategy="ulysses")),
+        (HALF_ROWS, Placement(2, data=2, strategy="ulysses")),
+        (HEAD_ROWS, Placement(2, "striped", data=2, strategy="ulysses")),
+        (HEAD_ROWS, Placement(4, "zigzag", data=2, strategy="ulysses")),
     ],
     ids=str,
 )
-def test_a_bias_whose_heads_ulysses_splits_has_the_gradient_of_the_oracle(
-    case: Case, placement: Placement, kind: AxisType
-):
-    agrees(case, placement, mesh=jax.make_mesh((placement.ring,), (RING,), axis_types=(kind,)))
+def test_a_bias_that_ranks_share_has_the_gradient_of_the_oracle(case: Case, placement: Placement, kind: AxisType):
+    """Ulysses gathers it where all heads share it, and exchanges it where batch rows on several ranks do."""
+    sizes = (placement.data, placement.ring)
+    agrees(case, placement, mesh=jax.make_mesh(sizes, (DATA, RING), axis_types=(kind, kind)))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])

@@ -72,6 +72,7 @@ SHARED = [
     ("ring", {"dp": 2, "sp": 2}, (1, 8, 16, 16)),
     ("ring", {"tp": 2, "sp": 2}, (2, 1, 16, 16)),
     ("ulysses", {"sp": 2}, (2, 1, 16, 16)),
+    ("ulysses", {"dp": 2, "sp": 2}, (1, 8, 16, 16)),
 ]
 
 
@@ -91,18 +92,31 @@ def test_gradients_in_bfloat16_are_added_over_ranks_in_float32(
     assert set(added) == {"f32"}
 
 
+MOVED = [
+    # The sizes of the mesh axes, the shape of the bias, what moves a rank's part of it, and what moves its gradient.
+    ({"sp": 4}, (2, 1, 16, 16), ("all_gather", "2x1x16x16"), ("reduce_scatter", "2x1x4x16")),
+    ({"dp": 2, "sp": 2}, (1, 1, 16, 16), ("all_gather", "1x1x16x16"), ("reduce_scatter", "1x1x8x16")),
+    ({"dp": 2, "sp": 2}, (1, 8, 16, 16), ("all_to_all", "1x4x16x16"), ("all_to_all", "1x8x8x16")),
+]
+
+
 @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
-def test_a_gathered_bias_travels_in_its_own_dtype_and_its_gradient_in_float32(narrow: str):
-    options: Any = {"mesh": mesh_of(sp=4), "axis_name": "sp", "strategy": "ulysses", "bias": jnp.ones((2, 1, 16, 16))}
+@pytest.mark.parametrize(("sizes", "shape", "forward", "backward"), MOVED, ids=str)
+def test_a_bias_travels_in_its_own_dtype_and_a_gradient_that_is_added_up_in_float32(
+    sizes: dict[str, int], shape: tuple[int, ...], forward: tuple[str, str], backward: tuple[str, str], narrow: str
+):
+    options: Any = {"mesh": mesh_of(**sizes), "axis_name": "sp", "strategy": "ulysses"}
 
     def loss(bias: Any, *x: Any) -> Any:
-        return ring_attention(*x, **options | {"bias": bias}).astype(jnp.float32).sum()
+        return ring_attention(*x, bias=bias, **options).astype(jnp.float32).sum()
 
-    operands = [x.astype(narrow) for x in (options["bias"], *arrays(heads=(8, 8)))]
+    operands = [x.astype(narrow) for x in (jnp.ones(shape), *arrays(heads=(8, 8)))]
     lowered = jax.jit(jax.grad(loss)).lower(*operands).as_text()
-    moved = re.findall(r'"stablehlo.(all_gather|reduce_scatter)".*?-> tensor<([\dx]+)x(\w+)>', lowered, re.DOTALL)
+    pattern = r'"stablehlo.(all_gather|all_to_all|reduce_scatter)".*?-> tensor<([\dx]+)x(\w+)>'
+    moves = re.findall(pattern, lowered, re.DOTALL)
+    found = [(kind, size, dtype) for kind, size, dtype in moves if size.endswith("x16")]  # queries and keys have 8
     short = {"bfloat16": "bf16", "float16": "f16"}[narrow]
-    assert moved == [("all_gather", "2x1x16x16", short), ("reduce_scatter", "2x1x4x16", "f32")]
+    assert found == [(*forward, short), (*backward, "f32")]
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

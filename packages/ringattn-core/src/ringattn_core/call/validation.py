@@ -56,8 +56,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         refuse_replicated(call)
         refuse_unnamed_axes(call)
         roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))
-        bias = arrays.wide_if_shared(call.bias, roles)
-        return dataclasses.replace(call, bias=bias, axis_name=call.axis_name or None)
+        return dataclasses.replace(call.with_wide_bias(roles), axis_name=call.axis_name or None)
     return call
 
 

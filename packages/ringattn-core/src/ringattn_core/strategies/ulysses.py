@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
 
 from ..contract import packing
 from ..contract.call import Call
-from ..contract.varying import align, axes_of
+from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -30,15 +29,14 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
-    *outer, inner = call.axis_name or ()
+    assert call.axis_name is not None  # on one rank there is nothing to exchange
+    outer, inner = call.axis_name[:-1], call.axis_name[-1]
     ranks = axes.size("axis_name", (inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
-    if copies > 1:
-        packed = _exchanged_copies(packed, copies, call.layout, inner, ranks)
-    else:
-        packed = _exchanged(packed, -3, -2, call.layout, inner, ranks)
+    place = packed.ndim - 3, packed.ndim - 2, call.layout, inner, ranks
+    packed = _exchanged_wide(packed, *place, packed.dtype, copies) if copies > 1 else _exchanged(packed, *place)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
@@ -46,7 +44,7 @@ def by_heads(call: Call) -> Call:
     moved |= {
         "key": key,
         "value": value,
-        "axis_name": tuple(outer) or None,
+        "axis_name": outer or None,
         "head_axis_name": heads,
         "strategy": "ring",
     }
@@ -55,7 +53,8 @@ def by_heads(call: Call) -> Call:
 
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     """The output of `call`, or its `(out, lse)`, from the result of `by_heads(call)`."""
-    *_, inner = call.axis_name or ()
+    assert call.axis_name is not None
+    inner = call.axis_name[-1]
     ranks = axes.size("axis_name", (inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
@@ -71,12 +70,14 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
+    # Ranks with other heads have a part of the gradient, and so have ranks that share the bias, which is float32 then.
+    narrow = call.bias_dtype or x.dtype
     if heads is not None and tokens is not None:
-        return _exchanged(x, tokens, heads, call.layout, axis, ranks)
+        place = tokens, heads, call.layout, axis, ranks
+        return _exchanged(x, *place) if name != "bias" or narrow == x.dtype else _exchanged_wide(x, *place, narrow)
     if tokens is not None:
-        # Each rank has the gradient of its own heads only. Positions and ids have none.
-        gather = _gathered_for_heads if name == "bias" else _gathered
-        return gather(x, tokens, call.layout, axis, ranks)
+        place = tokens, call.layout, axis, ranks
+        return _gathered(x, *place) if name != "bias" else _gathered_wide(x, *place, narrow)
     if heads is not None:
         share = x.shape[heads] // ranks
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)
@@ -85,8 +86,23 @@ def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Ar
 
 def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
     """Sends each rank its share of the heads of this rank's tokens; returns this rank's heads of all tokens."""
-    tokens, heads = tokens % x.ndim, heads % x.ndim
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
+
+
+def _exchanged_wide(
+    x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int, narrow: Any, copies: int = 1
+) -> jax.Array:
+    """`_exchanged` for `copies` of every head, in float32, for a gradient that is a sum over ranks."""
+
+    def move(x: jax.Array) -> jax.Array:
+        return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, axis, ranks)
+
+    def back(gradient: jax.Array) -> jax.Array:
+        in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
+        back = jax.lax.all_to_all(in_rank_order, axis, tokens, heads, tiled=True)
+        return back.reshape(*back.shape[:heads], -1, copies, *back.shape[heads + 1 :]).sum(heads + 1)
+
+    return _with_wide_gradient(move, back, x, axis, narrow)
 
 
 def _gathered(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> jax.Array:
@@ -94,46 +110,32 @@ def _gathered(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> 
     return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
 
 
-def _gathered_for_heads(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> jax.Array:
-    """`_gathered` in float32: every rank has a part of the gradient, that of its own heads."""
+def _gathered_wide(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int, narrow: Any) -> jax.Array:
+    """`_gathered` in float32, for a gradient that is a sum over ranks."""
 
-    def back(gradient: jax.Array, rank: Int32[Array, ""]) -> jax.Array:
+    def back(gradient: jax.Array) -> jax.Array:
         in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
-        return axes.scattered_sum(in_rank_order, (axis,), ranks, rank, tokens)
+        return jax.lax.psum_scatter(in_rank_order, axis, scatter_dimension=tokens, tiled=True)
 
-    return _with_wide_gradient(lambda x: _gathered(x, tokens, layout, axis, ranks), back, x, axis)
-
-
-def _exchanged_copies(packed: packing.Packed, copies: int, layout: str, axis: str, ranks: int) -> packing.Packed:
-    """`_exchanged` for `copies` of every key head, in float32: the ranks that share a head have gradients to add up."""
-    tokens, heads = packed.ndim - 3, packed.ndim - 2
-
-    def back(gradient: jax.Array, rank: Int32[Array, ""]) -> jax.Array:
-        back = axes.exchanged(to_neighbours(gradient, layout, ranks, tokens), axis, ranks, rank, tokens, heads)
-        return back.reshape(*back.shape[:heads], -1, copies, back.shape[-1]).sum(heads + 1)
-
-    def moved(x: jax.Array) -> jax.Array:
-        return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, axis, ranks)
-
-    return _with_wide_gradient(moved, back, packed, axis)
+    return _with_wide_gradient(lambda x: _gathered(x, tokens, layout, axis, ranks), back, x, axis, narrow)
 
 
 def _with_wide_gradient(
     move: Callable[[jax.Array], jax.Array],
-    back: Callable[[jax.Array, Int32[Array, ""]], jax.Array],
+    back: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     axis: str,
+    narrow: Any,
 ) -> jax.Array:
-    """`move(x)` in float32. `back` is its transpose, of the gradient and the number of this rank along `axis`.
+    """`move(x)` in float32; `back` is its transpose.
 
-    `x` travels in its own dtype. Its gradient travels in float32, and is rounded once, after `back` has added it up.
+    `x` travels in the dtype `narrow`. Its gradient travels in float32, and is rounded once, after the sum.
     """
-    given = x, jnp.asarray(jax.lax.axis_index(axis), jnp.int32)
-    moved = jax.custom_vjp(lambda x, rank: move(x).astype(jnp.float32))
-    moved.defvjp(
-        lambda x, rank: (moved(x, rank), rank), lambda rank, gradient: (back(gradient, rank).astype(x.dtype), None)
-    )
-    return moved(*align(given, axes_of(given)))  # the gradient varies over `axis`, so `x` must too
+    if axis not in axes.manual():  # a `vmap` plays the ranks: nothing travels, and `back` could not use its axis name
+        return move(x.astype(jnp.float32))
+    moved = jax.custom_vjp(lambda x: move(x.astype(narrow)).astype(jnp.float32))
+    moved.defvjp(lambda x: (moved(x), None), lambda _, gradient: (back(gradient).astype(x.dtype),))
+    return moved(align(x, axes.tracked() & {axis}))  # the gradient varies over `axis`, so `x` must too
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
