@@ -41,6 +41,8 @@ def by_heads(call: Call) -> Call:
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
     heads = (*(call.head_axis_name or ()), inner)
+    if call.bias is not None and moved["bias"].dtype != call.bias.dtype:
+        moved["bias_dtype"] = call.bias.dtype.name
     moved |= {
         "key": key,
         "value": value,
