@@ -39,7 +39,7 @@ def by_heads(call: Call) -> Call:
     packed = _exchanged_wide(packed, *place, packed.dtype, copies) if copies > 1 else _exchanged(packed, *place)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
-    moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
+    moved: dict[str, Any] = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
     heads = (*(call.head_axis_name or ()), inner)
     if call.bias is not None and moved["bias"].dtype != call.bias.dtype:
         moved["bias_dtype"] = call.bias.dtype.name
