@@ -167,7 +167,7 @@ class TestWhatItRefuses:
             RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X)
 
     def test_a_layer_without_heads(self):
-        with pytest.raises(errors.InputError, match=r"num_heads: got 0\. A layer needs at least one head"):
+        with pytest.raises(errors.InputError, match=r"num_heads: got 0\. It needs an integer of 1 or more"):
             RingMultiheadAttention(0, C, key=KEY)
 
     def test_a_mask_of_another_shape_and_says_what_it_is_called(self):

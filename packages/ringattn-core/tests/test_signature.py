@@ -76,7 +76,8 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     q, k, v = arrays()
     with discovery.registered(whole(), ring):
         assert (ring_attention(q, k, v, backend="whole") == q).all()
-    assert set(seen) == {f.name for f in call.dataclasses.fields(call.Call)} - {"query", "key", "value", "strategy"}
+    of_core = {"query", "key", "value", "strategy", "bias_dtype"}
+    assert set(seen) == {f.name for f in call.dataclasses.fields(call.Call)} - of_core
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 
 

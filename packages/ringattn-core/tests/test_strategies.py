@@ -35,6 +35,10 @@ BROADCAST = Case(
 )  # fmt: skip
 OF_HEADS = Case("of-heads", heads=6, kv_heads=3, bias="N", dense_mask="T", dropout=0.1, causal=True, lse=True)
 
+ROWS = Case("rows", heads=8, kv_heads=4, causal=True, bias="BT", dtype="bfloat16")
+HALF_ROWS = Case("half-rows", heads=8, bias="T", dtype="float16", lse=True)
+HEAD_ROWS = Case("head-rows", heads=8, causal=True, bias="NT", dtype="bfloat16")
+
 
 def on_axes(placed: Placed, outer: int) -> Any:
     """The function of global arrays on a mesh with two axes for the sequence. The mesh has the inner one first."""
@@ -50,10 +54,12 @@ def on_axes(placed: Placed, outer: int) -> Any:
     return jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=check_vma)
 
 
-def agrees(case: Case, placement: Placement, outer: int | None = None) -> None:
-    """Checks the output, the lse and every gradient of one compiled call."""
+def agrees(case: Case, placement: Placement, outer: int | None = None, mesh: Mesh | None = None) -> None:
+    """Checks the output, the lse and every gradient of one compiled call, of global arrays where there is a `mesh`."""
     placed = place(case, placement, "xla")
     everywhere = placed.everywhere() if outer is None else on_axes(placed, outer)
+    if mesh is not None:
+        everywhere = functools.partial(placed.local, mesh=mesh)
     outputs, found = jax.jit(with_gradients(everywhere))(placed.operands, placed.fixed, placed.cotangents)
     gradients = {OPERANDS[name]: x for name, x in found.items()}
     got = placed.natural(dict(zip(placed.outputs, outputs, strict=True)) | gradients)
@@ -72,12 +78,33 @@ def agrees(case: Case, placement: Placement, outer: int | None = None) -> None:
         (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="ulysses")),
         (BROADCAST, Placement(4, strategy="ulysses")),
         (MASKS, Placement(4, "striped", emulated=True, strategy="ulysses")),
+        (ROWS, Placement(4, "zigzag", emulated=True, strategy="ulysses")),
         (SCORES, Placement(8, "zigzag", check_vma=False, strategy="ulysses")),
     ],
     ids=str,
 )
 def test_the_output_and_all_gradients_are_those_of_the_oracle(case: Case, placement: Placement):
     agrees(case, placement)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        (ROWS, Placement(2, strategy="ulysses")),
+        (ROWS, Placement(4, "zigzag", strategy="ulysses")),
+        (HALF_ROWS, Placement(2, "striped", strategy="ulysses")),
+        (HALF_ROWS, Placement(4, strategy="ulysses")),
+        (HALF_ROWS, Placement(2, data=2, strategy="ulysses")),
+        (HEAD_ROWS, Placement(2, "striped", data=2, strategy="ulysses")),
+        (HEAD_ROWS, Placement(4, "zigzag", data=2, strategy="ulysses")),
+    ],
+    ids=str,
+)
+def test_a_bias_that_ranks_share_has_the_gradient_of_the_oracle(case: Case, placement: Placement, kind: AxisType):
+    """Ulysses gathers it where all heads share it, and exchanges it where batch rows on several ranks do."""
+    sizes = (placement.data, placement.ring)
+    agrees(case, placement, mesh=jax.make_mesh(sizes, (DATA, RING), axis_types=(kind, kind)))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import Backend, Feature, Support, from_flash, per_shard, ring_attention
 from ringattn_core.backends.discovery import registered
+from ringattn_core.contract import checks
 from ringattn_core.errors import InputError, UnsupportedFeatureError
 from ringattn_core.tuning import choice
 from ringattn_core.tuning.problem import of_call
@@ -72,6 +73,7 @@ SHARED = [
     ("ring", {"dp": 2, "sp": 2}, (1, 8, 16, 16)),
     ("ring", {"tp": 2, "sp": 2}, (2, 1, 16, 16)),
     ("ulysses", {"sp": 2}, (2, 1, 16, 16)),
+    ("ulysses", {"dp": 2, "sp": 2}, (1, 8, 16, 16)),
 ]
 
 
@@ -89,6 +91,54 @@ def test_gradients_in_bfloat16_are_added_over_ranks_in_float32(
     program = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(operands, *ones))
     added = re.findall(r":(\w+)\[[^]]*\] = (?:psum|reduce_scatter)\w*\[", program)
     assert set(added) == {"f32"}
+
+
+MOVED = [
+    # The sizes of the mesh axes, the shape of the bias, what moves a rank's part of it, and what moves its gradient.
+    ({"sp": 4}, (2, 1, 16, 16), ("all_gather", "2x1x16x16"), ("reduce_scatter", "2x1x4x16")),
+    ({"dp": 2, "sp": 2}, (1, 1, 16, 16), ("all_gather", "1x1x16x16"), ("reduce_scatter", "1x1x8x16")),
+    ({"dp": 2, "sp": 2}, (1, 8, 16, 16), ("all_to_all", "1x4x16x16"), ("all_to_all", "1x8x8x16")),
+]
+
+
+@pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("sizes", "shape", "forward", "backward"), MOVED, ids=str)
+def test_a_bias_travels_in_its_own_dtype_and_a_gradient_that_is_added_up_in_float32(
+    sizes: dict[str, int], shape: tuple[int, ...], forward: tuple[str, str], backward: tuple[str, str], narrow: str
+):
+    options: Any = {"mesh": mesh_of(**sizes), "axis_name": "sp", "strategy": "ulysses"}
+
+    def loss(bias: Any, *x: Any) -> Any:
+        return ring_attention(*x, bias=bias, **options).astype(jnp.float32).sum()
+
+    operands = [x.astype(narrow) for x in (jnp.ones(shape), *arrays(heads=(8, 8)))]
+    lowered = jax.jit(jax.grad(loss)).lower(*operands).as_text()
+    pattern = r'"stablehlo.(all_gather|all_to_all|reduce_scatter)".*?-> tensor<([\dx]+)x(\w+)>'
+    moves = re.findall(pattern, lowered, re.DOTALL)
+    found = [(kind, size, dtype) for kind, size, dtype in moves if size.endswith("x16")]  # queries and keys have 8
+    short = {"bfloat16": "bf16", "float16": "f16"}[narrow]
+    assert found == [(*forward, short), (*backward, "f32")]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_bias_may_be_a_constant_of_every_rank(check_vma: bool):
+    """JAX then tracks that its rows do not vary over the ring, and their gathered gradient does."""
+    x, rows = arrays(heads=(8, 8)), jnp.linspace(-1.0, 1.0, 4 * 16).reshape(1, 1, 4, 16)
+
+    def loss(rows: Any, *x: Any) -> Any:
+        return (ring_attention(*x, bias=rows, axis_name="sp", strategy="ulysses") ** 2).sum()
+
+    def of_rank(*x: Any) -> Any:
+        rank_loss, gradient = jax.value_and_grad(loss)(rows, *x)
+        return jax.lax.psum(rank_loss, "sp"), gradient if check_vma else jax.lax.psum(gradient, "sp")
+
+    spec = P(None, "sp")
+    over = jax.shard_map(of_rank, mesh=mesh_of(sp=4), in_specs=spec, out_specs=P(), check_vma=check_vma)
+
+    def alone(rows: Any) -> Any:
+        return (ring_attention(*x, bias=jnp.tile(rows, (1, 1, 4, 1))) ** 2).sum()
+
+    same(jax.jit(over)(*x), jax.value_and_grad(alone)(rows))
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "forward", "both"), SENT, ids=str)
@@ -150,6 +200,50 @@ def test_the_gradient_of_a_bias_of_keys_is_rounded_once():
     over: dict[str, Any] = dict(mesh=mesh_of(sp=8), axis_name="sp", strategy="all_gather")
     right = gradient(*(a.astype(jnp.float32) for a in (bias, *x)))
     error, least = (jnp.sqrt(jnp.mean((gradient(bias, *x, **o) - right) ** 2)) for o in (over, {}))
+    assert error <= 1.1 * least
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "shape"),
+    [
+        ("ring", {"dp": 4, "sp": 2}, (1, 8, 64, 64)),
+        ("ulysses", {"dp": 4, "sp": 2}, (1, 8, 64, 64)),
+        ("ulysses", {"sp": 8}, (4, 1, 64, 64)),
+    ],
+    ids=str,
+)
+def test_kernels_read_a_shared_bias_as_the_caller_gave_it_and_its_gradient_is_rounded_once(
+    strategy: str, sizes: dict[str, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    seen: set[tuple[str, str]] = set()
+    forward, backward = checks.forward, checks.backward
+
+    def forward_seen(kernel: Any, block: Any, *rest: Any) -> Any:
+        seen.add(("forward", block.bias.dtype.name))
+        return forward(kernel, block, *rest)
+
+    def backward_seen(kernel: Any, block: Any, *rest: Any) -> Any:
+        found = backward(kernel, block, *rest)
+        seen.update({("backward", block.bias.dtype.name), ("dbias", str(getattr(found.dbias, "dtype", None)))})
+        return found
+
+    monkeypatch.setattr(checks, "forward", forward_seen)
+    monkeypatch.setattr(checks, "backward", backward_seen)
+    forget_traced_calls()
+    rows = [jax.random.normal(jax.random.key(i), (4, 64, 8, 8)).astype(jnp.bfloat16) for i in range(3)]
+    bias = jax.random.normal(jax.random.key(3), shape).astype(jnp.bfloat16)
+    dout = jax.random.normal(jax.random.key(4), rows[0].shape)
+
+    def gradient(bias: Any, *x: Any, **options: Any) -> Any:
+        def loss(bias: Any) -> Any:
+            return (ring_attention(*x, bias=bias, **options).astype(jnp.float32) * dout).sum()
+
+        return jax.jit(jax.grad(loss))(bias).astype(jnp.float32)
+
+    got = gradient(bias, *rows, mesh=mesh_of(**sizes), axis_name="sp", strategy=strategy)
+    assert seen == {("forward", "bfloat16"), ("backward", "bfloat16"), ("dbias", "float32")}
+    right = gradient(*(a.astype(jnp.float32) for a in (bias, *rows)))
+    error, least = (jnp.sqrt(jnp.mean((x - right) ** 2)) for x in (got, gradient(bias, *rows)))
     assert error <= 1.1 * least
 
 

@@ -16,6 +16,17 @@ _PLATFORM_ALIASES: Final = {"pallas": "tpu"}
 _HARDWARE: Final = frozenset(("cpu", "gpu", "mps"))
 
 
+def _named(owner: str, extra: Any) -> dict[str, Any]:
+    """The values of the field `extra` by name; raises unless each has a name."""
+    try:
+        found = dict(extra)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not all(isinstance(name, str) for name in found):
+        raise InputError(f"{owner}.extra", f"got {extra!r}", "Pass a dict of named values, or pairs of name and value")
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class _Params:
     """The sizes of a kernel. Each is positive, or `None`: the backend chooses."""
@@ -39,14 +50,7 @@ class _Params:
                     "Leave it None to let the backend choose",
                 )
             object.__setattr__(self, name, int(size))
-        try:
-            extra = dict(self.extra)
-        except (TypeError, ValueError):
-            extra = None
-        if extra is None or not all(isinstance(name, str) for name in extra):
-            raise InputError(
-                f"{owner}.extra", f"got {self.extra!r}", "Pass a dict of named values, or pairs of name and value"
-            )
+        extra = _named(owner, self.extra)
         frozen = tuple((name, _freeze(extra[name])) for name in sorted(extra))
         try:
             hash(frozen)
@@ -86,7 +90,7 @@ class _Params:
         )
         more = {name: value for name, value in fields.items() if value is not None}
         if more:
-            known["extra"] = {**dict(known.get("extra") or ()), **more}
+            known["extra"] = {**_named(cls.__name__, known.get("extra") or ()), **more}
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,7 +201,7 @@ class RingAttentionConfig:
         """The inverse of `to_json`."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise InputError(cls.__name__, f"not JSON: {error}", "Pass what to_json wrote") from error
         return cls.from_dict(data)
 

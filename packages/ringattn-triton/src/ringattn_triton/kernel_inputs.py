@@ -117,6 +117,12 @@ class BlockConstants:
         return self.slopes
 
     @property
+    def changes(self) -> str:
+        """What the call does to scores and weights beside masks, in the words of errors: "a bias and dropout"."""
+        named = {"a soft cap": self.capped, "a bias": self.bias, "ALiBi": self.slopes, "dropout": self.dropout}
+        return " and ".join(name for name, used in named.items() if used)
+
+    @property
     def by_head(self) -> bool:
         """Whether an option other than a bias is read for each head."""
         return self.slopes or self.dropout or self.masks

@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from ..call.attention import ring_attention
 from ..errors import InputError
-from .options import AttentionSettings, RingArrays, adapter_names, checked, seed
+from ..masks.int32 import as_given, size
+from ..placement.arrays import as_array
+from .options import AttentionSettings, RingArrays, adapter_names, checked, drawn, drops, dtype_of, seed
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
 """Equinox's names for options of `ring_attention` that the module itself passes."""
@@ -57,29 +59,35 @@ class RingMultiheadAttention(eqx.Module):
         key: PRNGKeyArray,
         **settings: Unpack[AttentionSettings],
     ):
-        if num_heads < 1:
-            raise InputError("num_heads", f"got {num_heads}", "A layer needs at least one head")
-        qk_size = query_size // num_heads if qk_size is None else qk_size
-        vo_size = query_size // num_heads if vo_size is None else vo_size
-        self.num_heads = num_heads
-        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
-        if self.num_key_heads < 1 or num_heads % self.num_key_heads:
+
+        def sized(argument: str, given: Any, default: int) -> int:
+            return size(argument, default if given is None else given, least=1)
+
+        num_heads, query_size = size("num_heads", num_heads, least=1), size("query_size", query_size, least=1)
+        key_size, value_size = sized("key_size", key_size, query_size), sized("value_size", value_size, query_size)
+        output_size = sized("output_size", output_size, query_size)
+        qk_size, vo_size = (
+            sized(name, given, query_size // num_heads) for name, given in (("qk_size", qk_size), ("vo_size", vo_size))
+        )
+        self.num_heads, self.num_key_heads = num_heads, sized("num_key_heads", num_key_heads, num_heads)
+        if num_heads % self.num_key_heads:
             raise InputError(
                 "num_key_heads",
                 f"got {num_key_heads} for {num_heads} heads",
                 "Query heads share key heads in equal groups",
             )
         self.settings = _fixed(checked(settings, AttentionSettings, RENAMED))
-        keys = jax.random.split(key, 4)
+        keys = drawn("key", key, lambda key: jax.random.split(key, 4))
+        dtype = None if dtype is None else dtype_of("dtype", dtype)
         sizes = (
             (query_size, num_heads * qk_size, use_query_bias),
-            (query_size if key_size is None else key_size, self.num_key_heads * qk_size, use_key_bias),
-            (query_size if value_size is None else value_size, self.num_key_heads * vo_size, use_value_bias),
-            (num_heads * vo_size, query_size if output_size is None else output_size, use_output_bias),
+            (key_size, self.num_key_heads * qk_size, use_key_bias),
+            (value_size, self.num_key_heads * vo_size, use_value_bias),
+            (num_heads * vo_size, output_size, use_output_bias),
         )
         self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
-            eqx.nn.Linear(size, out, use_bias=bias, dtype=dtype, key=one)
-            for (size, out, bias), one in zip(sizes, keys, strict=True)
+            eqx.nn.Linear(features, out, use_bias=bias, dtype=dtype, key=one)
+            for (features, out, bias), one in zip(sizes, keys, strict=True)
         )
         self.dropout = eqx.nn.Dropout(dropout_p, inference=inference)
 
@@ -99,7 +107,9 @@ class RingMultiheadAttention(eqx.Module):
 
         A mask is [T, S], [N, T, S] or [B, N, T, S], where a batch or a head may be 1.
         """
-        inputs = checked(arrays, RingArrays, RENAMED)
+        inputs = {name: x for name, x in checked(arrays, RingArrays, RENAMED).items() if x is not None}
+        named = {"query": query, "key_": key_, "value": value}
+        query, key_, value = (as_array(name, x) for name, x in named.items())
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or key_.ndim != query.ndim or value.ndim != query.ndim:
             shapes = f"{query.shape}, {key_.shape} and {value.shape}"
@@ -123,17 +133,28 @@ class RingMultiheadAttention(eqx.Module):
             )
         )
         if process_heads is not None:
-            q, k, v = process_heads(q, k, v)
+            q, k, v = _three_arrays(process_heads(q, k, v) if callable(process_heads) else process_heads)
         if not batched:
             q, k, v = (x[None] for x in (q, k, v))
-            inputs |= {name: x[None] for name, x in inputs.items() if name.endswith("segment_ids") and x is not None}
-        if self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference):
+            inputs |= {name: as_given(name, x)[None] for name, x in inputs.items() if name.endswith("segment_ids")}
+        inference = self.dropout.inference if inference is None else inference
+        if drops(("dropout_p", self.dropout.p), ("inference", inference)):
             inputs |= {"dropout_prob": self.dropout.p, "dropout_seed": seed("key", key, self.dropout.p)}
-        allowed = None if mask is None else mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+        allowed = None if mask is None else as_array("mask", mask)
+        allowed = None if allowed is None else allowed.reshape(*[1] * (4 - allowed.ndim), *allowed.shape)
         with adapter_names(RENAMED):
             out = ring_attention(q, k, v, attention_mask=allowed, **dict(self.settings), **inputs)
         out = out.reshape(*out.shape[:2], -1)
         return _each(self.output_proj, out if batched else out[0])
+
+
+def _three_arrays(result: Any) -> tuple[jax.Array, ...]:
+    """What `process_heads` returned, as arrays."""
+    if not isinstance(result, (tuple, list)) or len(result) != 3:
+        raise InputError(
+            "process_heads", "does not turn query, key and value heads into three arrays", "Pass a function that does"
+        )
+    return tuple(as_array("process_heads", x) for x in result)
 
 
 def _each(projection: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

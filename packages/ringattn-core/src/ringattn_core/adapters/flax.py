@@ -11,11 +11,13 @@ from typing import Any, Final, Unpack
 import jax
 import jax.numpy as jnp
 
+from ..call import checks
 from ..call.attention import ring_attention
 from ..contract.call import is_off
 from ..errors import InputError
+from ..placement.arrays import as_array
 from .masks import with_masks
-from .options import AttentionOptions, adapter_names, checked, seed, with_mesh
+from .options import AttentionOptions, adapter_names, checked, drops, dtype_of, seed, with_mesh
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """Flax's names for options of `ring_attention` that its layers pass."""
@@ -63,15 +65,16 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
                 "attn_weights_value_einsum": attn_weights_value_einsum,
             }
         )
-        q, k, v = _promoted((query, key, value), dtype, promote_dtype)
+        given = tuple(as_array(name, x) for name, x in zip(NAMES, (query, key, value), strict=True))
+        q, k, v = _promoted(given, dtype, promote_dtype)
         batch = _batch_axes(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
         chosen = with_mesh(settings, query, key, value)
-        chosen["causal"] = bool(settings.get("causal")) or is_causal
+        chosen["causal"] = checks.flag("causal", settings.get("causal", False)) or is_causal
         if chosen.get("precision") is None:
             chosen["precision"] = precision
         _refuse_decoding(chosen, q.shape[1], k.shape[1])
-        if dropout_rate and not deterministic:
+        if drops(("dropout_rate", dropout_rate), ("deterministic", deterministic)):
             if broadcast_dropout:
                 raise InputError(
                     "broadcast_dropout",
@@ -79,8 +82,8 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
                     "Pass broadcast_dropout=False to the layer",
                 )
             chosen |= {"dropout_prob": dropout_rate, "dropout_seed": seed("dropout_rng", dropout_rng, dropout_rate)}
-        added = None if bias is None else _with_one_batch_axis("bias", bias, batch)
-        allowed = None if mask is None else _with_one_batch_axis("mask", mask, batch).astype(bool)
+        added = None if bias is None else _with_one_batch_axis("bias", as_array("bias", bias), batch)
+        allowed = None if mask is None else _with_one_batch_axis("mask", as_array("mask", mask), batch).astype(bool)
         chosen = with_masks(chosen, (q.shape[0], q.shape[1], k.shape[1]), added, allowed)
         with adapter_names(RENAMED):
             out = ring_attention(q, k, v, **chosen)
@@ -103,7 +106,8 @@ def _refuse_weights(given: dict[str, Any]) -> None:
 def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[jax.Array, ...]:
     """Query, key and value in one dtype: `dtype`, or their promoted dtype. `promote` is Flax's `promote_dtype`."""
     if promote is None:
-        return tuple(x.astype(jnp.result_type(*arrays) if dtype is None else dtype) for x in arrays)
+        wanted = jnp.result_type(*arrays) if dtype is None else dtype_of("dtype", dtype)
+        return tuple(x.astype(wanted) for x in arrays)
     fact = "does not turn the tuple (query, key, value) into three arrays"
     try:
         promoted = tuple(promote(arrays, dtype=dtype))
@@ -115,7 +119,7 @@ def _promoted(arrays: tuple[jax.Array, ...], dtype: Any, promote: Any) -> tuple[
             fact,
             "Pass a function of a tuple, like that of flax.nnx; the function of Linen takes its arrays one by one",
         )
-    return promoted
+    return tuple(as_array("promote_dtype", x) for x in promoted)
 
 
 def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
@@ -142,15 +146,12 @@ def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
         )
 
 
-def _with_one_batch_axis(argument: str, x: Any, batch: tuple[int, ...]) -> jax.Array:
+def _with_one_batch_axis(argument: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """A bias or mask that broadcasts to [*batch, N, T, S], with all batch axes flattened to one."""
-    array = jnp.asarray(x)
-    array = array.reshape(*[1] * (len(batch) + 3 - array.ndim), *array.shape)
+    array = x.reshape(*[1] * (len(batch) + 3 - x.ndim), *x.shape)
     own = array.shape[:-3]
     if len(own) > len(batch) or any(n not in (1, full) for n, full in zip(own, batch, strict=True)):
-        raise InputError(
-            argument, f"has shape {jnp.shape(x)}", f"It must broadcast to (*{batch}, heads, queries, keys)"
-        )
+        raise InputError(argument, f"has shape {x.shape}", f"It must broadcast to (*{batch}, heads, queries, keys)")
     if any(n != 1 for n in own):
         array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
     return array.reshape(-1, *array.shape[-3:])

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..call.attention import ring_attention
 from ..errors import BackendNotFoundError, InputError
+from ..placement.arrays import as_array
 from .masks import global_length, with_masks
 from .options import RingOptions, adapter_names, checked, with_mesh
 
@@ -52,12 +53,12 @@ def dot_product_attention(
     returns it in float32, with a gradient.
     """
     options = with_mesh(checked(ring, RingOptions, RENAMED), query, key, value)
-    q, k, v = (_four_axes(x) for x in (query, key, value))
+    q, k, v = (_four_axes(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     batch, q_length, k_length = q.shape[0], q.shape[1], k.shape[1]
     queries = _within("query_seq_lengths", query_seq_lengths, batch, global_length(q_length, options))
     keys = _within("key_value_seq_lengths", key_value_seq_lengths, batch, global_length(k_length, options))
-    shape, (added, allowed) = (batch, q_length, k_length), (None if x is None else _four_axes(x) for x in (bias, mask))
-    options = with_masks(options, shape, added, allowed, queries, keys)
+    added, allowed = (None if x is None else _four_axes(name, x) for name, x in (("bias", bias), ("mask", mask)))
+    options = with_masks(options, (batch, q_length, k_length), added, allowed, queries, keys)
     with adapter_names(RENAMED), _explain_implementation():
         result = ring_attention(
             q, k, v, causal=is_causal, softmax_scale=scale, sliding_window=local_window_size,
@@ -82,8 +83,11 @@ def _explain_implementation() -> Iterator[None]:
         raise
 
 
-def _four_axes(x: Any) -> jax.Array:
-    array = jnp.asarray(x)
+def _four_axes(argument: str, x: Any) -> jax.Array:
+    """`x` as an array whose missing leading axes are 1; raises for more than four axes."""
+    array = as_array(argument, x)
+    if array.ndim > 4:
+        raise InputError(argument, f"has shape {array.shape}", "It needs four axes, or fewer that broadcast")
     return array.reshape(*[1] * (4 - array.ndim), *array.shape)
 
 
@@ -91,7 +95,7 @@ def _within(argument: str, lengths: Any, batch: int, extent: int) -> jax.Array |
     """`lengths` as booleans `[B, extent]`: whether token `i` is within the length of its row."""
     if lengths is None:
         return None
-    ends = jnp.asarray(lengths)
+    ends = as_array(argument, lengths)
     if ends.shape != (batch,) or not jnp.issubdtype(ends.dtype, jnp.integer):
         raise InputError(
             argument, f"has shape {ends.shape} and dtype {ends.dtype}", f"It needs integers of shape ({batch},)"

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ..placement import axes
+from ..call.checks import refuse_misfit
+from ..masks.int32 import as_int32
+from ..placement import arrays, axes
 from ..placement.layout import canonical, columns
 from ..placement.reorder import to_layout
 
@@ -53,8 +55,10 @@ def with_masks(
     if len(given) == 1 and lengths[0] != lengths[1]:
         return found  # `ring_attention` asks for the other ids
     given = given * 2 if len(given) == 1 else given or [jnp.zeros((batch, length), jnp.int32) for length in lengths]
-    for name, ids, present in zip(names, given, (queries, keys), strict=False):
-        found[name] = ids if present is None else jnp.where(_local(present, options), jnp.asarray(ids), -1)
+    for name, ids, length, present in zip(names, given, lengths, (queries, keys), strict=True):
+        ids = as_int32(name, ids)
+        refuse_misfit(name, ids, arrays.QueryIds, {"B": batch, "T": length})
+        found[name] = ids if present is None else jnp.where(_local(present, options), ids, -1)
     return found
 
 

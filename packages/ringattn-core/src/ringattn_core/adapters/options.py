@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options of `ring_attention` an adapter takes, under which names; the mesh, and the dropout seed of a key."""
+"""Which options of `ring_attention` an adapter takes, under which names; the mesh, random keys and dtypes."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
-from ..call.mesh_roles import mesh_around
+from ..call import checks
+from ..call.mesh_roles import mesh_around, refuse_no_mesh
 from ..call.options import AttentionSettings as AttentionSettings
 from ..call.options import RingSettings, TokenOptions
-from ..errors import InputError, did_you_mean
+from ..contract.call import is_off
+from ..errors import InputError, did_you_mean, in_one_line
 from ..placement import arrays
 
 
@@ -48,6 +50,8 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
 def with_mesh(options: Mapping[str, Any], *operands: Any) -> dict[str, Any]:
     """The options, with the mesh on which `ring_attention` would run the call; it is `None` if the arrays are local."""
     mesh = options.get("mesh")
+    if mesh is not None:
+        refuse_no_mesh(mesh)
     return {**options, "mesh": mesh_around(options, operands) if mesh is None else mesh}
 
 
@@ -62,6 +66,11 @@ def adapter_names(renamed: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+def drops(rate: tuple[str, Any], off: tuple[str, Any]) -> bool:
+    """Whether a layer drops weights: at a rate above 0, unless it switches dropout off. Each argument has its name."""
+    return not is_off(rate[1]) and not checks.flag(*off) and checks.probability(*rate) > 0
+
+
 def seed(argument: str, key: Any, rate: float) -> UInt32[Array, ""]:
     """32 random bits of the key, typed or raw; every rank of a ring must pass the same key.
 
@@ -69,4 +78,23 @@ def seed(argument: str, key: Any, rate: float) -> UInt32[Array, ""]:
     """
     if key is None:
         raise InputError(argument, f"is missing with a dropout of {rate}", "Pass a jax.random.key, a new one each step")
-    return jax.random.bits(key, (), jnp.uint32)
+    return drawn(argument, key, lambda key: jax.random.bits(key, (), jnp.uint32))
+
+
+def drawn(argument: str, key: Any, draw: Callable[[Any], Any]) -> Any:
+    """What `draw` makes of the random `key`; raises unless that is one key."""
+    try:
+        return draw(key)
+    except (TypeError, ValueError) as error:
+        raise InputError(argument, f"is not one random key ({in_one_line(error)})", "Pass a jax.random.key") from error
+
+
+def dtype_of(argument: str, dtype: Any) -> Any:
+    """`dtype` as a dtype of JAX; raises unless it is one of floating-point numbers."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise InputError(argument, f"got {dtype!r}", "It needs a dtype of floating-point numbers, such as jnp.bfloat16")
+    return found

@@ -46,14 +46,14 @@ class Registration:
     def descriptor(self) -> Backend:
         """The backend's descriptor; raises `error` if the backend is broken."""
         if self.error is not None:
-            raise _again(self.error)
+            raise again(self.error)
         assert self.backend is not None
         return self.backend
 
     def implementation(self) -> Any:
         """The block kernel, or the ring function, that the descriptor names; imported once, on first use."""
         if isinstance(self._loaded, BackendLoadError):
-            raise _again(self._loaded)
+            raise again(self._loaded)
         return self._loaded
 
     def why_unavailable(self) -> str | None:
@@ -69,12 +69,6 @@ class Registration:
         found = self._answer_of_probe
         found = self._loaded if found is None and load else found
         return found if isinstance(found, RingAttnError) else None
-
-    def refuse_broken(self, load: bool = False) -> None:
-        """Raises what `why_broken` returns."""
-        error = self.why_broken(load)
-        if error is not None:
-            raise _again(error)
 
     @functools.cached_property
     def _loaded(self) -> Any:
@@ -244,7 +238,7 @@ def distribution_of(entry: Any) -> tuple[str, str]:
     return str(name or UNKNOWN), str(version or "unknown")
 
 
-def _again(error: RingAttnError) -> RingAttnError:
+def again(error: RingAttnError) -> RingAttnError:
     """A copy of a cached error, to raise: the cached one would collect the tracebacks and notes of all its callers."""
     fresh = type(error).__new__(type(error), *error.args)
     fresh.__dict__.update(error.__dict__)

@@ -101,7 +101,9 @@ def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) 
 
 
 def _exactly(registration: Registration, required: frozenset[Feature]) -> Registration:
-    registration.refuse_broken()
+    broken = registration.why_broken()
+    if broken is not None:
+        raise discovery.again(broken)
     descriptor, reason = registration.descriptor(), registration.why_unavailable()
     if reason is not None:
         raise BackendUnavailableError(registration.name, reason)

@@ -192,7 +192,7 @@ def scale(argument: str, x: Any, sizes: Sizes) -> float:
     return found if abs(found) >= LEAST_NORMAL else 0.0
 
 
-def probability(argument: str, x: Any, _: Sizes) -> float:
+def probability(argument: str, x: Any, _: Sizes | None = None) -> float:
     """A dropout probability. Its resolution is 2^-16: a smaller probability would drop nothing, and raises."""
     wanted = "0, or a probability of at least 2^-16 and below 1"
     return _number(argument, x, wanted, lambda p: p == 0 or 2**-16 <= p < 1) or 0.0
@@ -211,7 +211,7 @@ def seed(argument: str, x: Any, _: Sizes) -> jax.Array | None:
     return jnp.asarray(found if isinstance(given, jax.Array) else np.uint32(int(given) % 2**32)).astype(jnp.uint32)
 
 
-def flag(argument: str, x: Any, _: Sizes) -> bool:
+def flag(argument: str, x: Any, _: Sizes | None = None) -> bool:
     x = static(argument, x)
     if not isinstance(x, numbers.Integral) or x not in (0, 1):
         raise InputError(argument, f"got {x!r}", "It must be True or False")

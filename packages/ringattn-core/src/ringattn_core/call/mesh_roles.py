@@ -40,7 +40,7 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
         for argument, x in (("query", call.query), ("key", call.key)):
             refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
     wanted = roles.spec(arrays.Output)
-    first = out_specs[0] if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
+    first = next(iter(out_specs), "()") if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
     if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
         raise MeshError(f"out_specs {first} must equal that of the query, {wanted}. Pass that, or leave out_specs out")
     return roles
@@ -53,6 +53,7 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     not even `()`, this warns. The result is `None` if arrays are local.
     """
     if mesh is not None:
+        refuse_no_mesh(mesh)
         return mesh
     found = mesh_around(options, operands)
     if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
@@ -72,10 +73,14 @@ def mesh_around(options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
     return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
 
 
-def check_mesh(call: Call, mesh: Any) -> None:
-    """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
+def refuse_no_mesh(mesh: Any) -> None:
+    """Raises unless `mesh` is a mesh."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
+
+
+def check_mesh(call: Call, mesh: Any) -> None:
+    """Raises unless `mesh` has all axes that the call names, and no surrounding `shard_map` has made them manual."""
     context = jax.sharding.get_abstract_mesh()
     if not (context.empty or axes.manual() or mesh.abstract_mesh == context):
         raise MeshError(

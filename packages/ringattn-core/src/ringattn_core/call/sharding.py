@@ -79,8 +79,7 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
         given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()}
         call = _padded(dataclasses.replace(call, **given), *more)
         call = dataclasses.replace(call, key=repeated_heads(call.key, copies), value=repeated_heads(call.value, copies))
-    bias = arrays.wide_if_shared(call.bias, roles)
-    return dataclasses.replace(call, bias=bias, **roles.names), roles
+    return dataclasses.replace(call.with_wide_bias(roles), **roles.names), roles
 
 
 def over_shards(

@@ -12,6 +12,7 @@ from ..contract.signature import SIGNATURE
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement import layout as layouts
+from ..placement.platforms import refuse_apart
 from .checks import Sizes, refuse_misfit
 from .options import OPTIONS, refuse_unknown
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
@@ -51,11 +52,11 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         found["dropout_seed"] = None
     call = Call(query=q, key=k, value=v, **found)
     if inside:
+        refuse_apart(call.arrays)
         refuse_replicated(call)
         refuse_unnamed_axes(call)
         roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))
-        bias = arrays.wide_if_shared(call.bias, roles)
-        return dataclasses.replace(call, bias=bias, axis_name=call.axis_name or None)
+        return dataclasses.replace(call.with_wide_bias(roles), axis_name=call.axis_name or None)
     return call
 
 

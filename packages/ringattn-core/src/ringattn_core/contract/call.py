@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 
 from ..config import BwdParams, FwdParams
 from ..masks.builder import Built
@@ -22,7 +23,7 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
     at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis.
+    axis. `bias_dtype` is no argument: it is the dtype in which the caller gave a bias that `with_wide_bias` converted.
     """
 
     query: arrays.Query
@@ -56,6 +57,20 @@ class Call:
     precision: str | None
     return_lse: bool
     strategy: str
+    bias_dtype: str | None = None
+
+    def with_wide_bias(self, roles: arrays.Roles) -> "Call":
+        """The call with its bias in float32, if ranks share an axis of it that is broadcast; else the call itself.
+
+        Each of these ranks has a part of the gradient. The parts are then added in float32, and the sum is rounded
+        once.
+        """
+        if self.bias is None:
+            return self
+        named = zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
+        if not any(size == 1 and arrays.broadcasts(letter) and roles.of(letter) for letter, size in named):
+            return self
+        return dataclasses.replace(self, bias=self.bias.astype(jnp.float32), bias_dtype=self.bias.dtype.name)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -65,7 +80,7 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in OF_CORE}
+        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "bias_dtype")}
 
     @property
     def rule(self) -> Rule:

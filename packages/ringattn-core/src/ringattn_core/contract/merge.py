@@ -11,6 +11,8 @@ from jaxtyping import Array, Float32
 
 from ..errors import InputError
 from ..placement import axes
+from ..placement.arrays import as_array
+from ..placement.platforms import refuse_apart
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
@@ -30,23 +32,32 @@ def merge(a: Partial, b: Partial) -> Partial:
 
     Associative and commutative up to rounding; `empty` is the identity.
     """
+    a, b = _arrays("a", a), _arrays("b", b)
     for argument, x in (("a", a), ("b", b)):
-        _refuse_misfit(argument, x, a)
+        _refuse_misfit(argument, x, a.out.shape)
+    refuse_apart({"a": a.out, "b": b.out})
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
 
 
-def _refuse_misfit(argument: str, x: Any, first: Any) -> None:
-    """Raises unless `x` is a partial result whose arrays fit together and have the shapes of `first`."""
+def _arrays(argument: str, x: Any) -> Partial:
+    """The partial result `x` with JAX arrays; raises for anything else."""
     if not isinstance(x, Partial):
         raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
-    out, lse = jnp.shape(x.out), jnp.shape(x.lse)
-    if out != jnp.shape(first.out) or len(out) != 4 or lse != (out[0], out[2], out[1]):
+    shift = None if x.shift is None else as_array(argument, x.shift)
+    return Partial(as_array(argument, x.out), as_array(argument, x.lse), shift)
+
+
+def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:
+    """Raises unless the arrays of a partial result fit together, and its output has the shape `wanted`."""
+    out, lse, shift = x.out.shape, x.lse.shape, x.lse.shape if x.shift is None else x.shift.shape
+    if out != wanted or len(out) != 4 or lse != (out[0], out[2], out[1]) or shift != lse:
+        shifted = "" if shift == lse else f" and shift {shift}"
         raise InputError(
             argument,
-            f"has out {out} and lse {lse}",
-            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes",
+            f"has out {out} and lse {lse}{shifted}",
+            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes, and a shift has those of lse",
         )
 
 

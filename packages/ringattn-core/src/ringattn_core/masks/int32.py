@@ -57,8 +57,8 @@ def as_given(argument: str, x: Any) -> Any:
         ) from None
 
 
-def size(argument: str, x: Any) -> int:
-    """`x` as a Python integer; raises unless it is an integer of 0 or more."""
-    if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.core.Tracer) or np.ndim(x) or x < 0:
-        raise InputError(argument, f"got {x!r}", "It needs an integer of 0 or more")
+def size(argument: str, x: Any, least: int = 0) -> int:
+    """`x` as a Python integer; raises unless it is an integer of `least` or more."""
+    if isinstance(x, bool) or not hasattr(x, "__index__") or isinstance(x, jax.core.Tracer) or np.ndim(x) or x < least:
+        raise InputError(argument, f"got {x!r}", f"It needs an integer of {least} or more")
     return int(x)

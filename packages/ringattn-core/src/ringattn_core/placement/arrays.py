@@ -118,20 +118,4 @@ class Roles:
         """How an array is split over the mesh; an axis that is 1 and broadcast is not split."""
         names = letters(array, None if shape is None else len(shape))
         whole = [shape is not None and broadcasts(name) and shape[i] == 1 for i, name in enumerate(names)]
-        return PartitionSpec(*(None if w else _entry(self.of(name)) for name, w in zip(names, whole, strict=True)))
-
-
-def wide_if_shared(bias: Bias | None, roles: Roles) -> Bias | None:
-    """The bias in float32 if ranks share an axis of it that is broadcast; else as it is.
-
-    Each of these ranks has a part of the gradient. The parts are then added in float32, and the sum is rounded once.
-    """
-    if bias is None:
-        return None
-    named = zip(letters(Bias), bias.shape, strict=True)
-    shared = any(size == 1 and broadcasts(letter) and roles.of(letter) for letter, size in named)
-    return bias.astype(jnp.float32) if shared else bias
-
-
-def _entry(names: tuple[str, ...]) -> Any:
-    return None if not names else names[0] if len(names) == 1 else names
+        return PartitionSpec(*(() if w else self.of(name) for name, w in zip(names, whole, strict=True)))

@@ -97,15 +97,6 @@ def scattered_sum(x: Array, axis: tuple[str, ...], ranks: int, rank: Any, dim: i
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axis), rank * length, length, dim)
 
 
-def exchanged(x: Array, axis: str, ranks: int, rank: Any, split: int, joined: int) -> Array:
-    """Every rank sends every other rank its share of axis `split`, and joins what it receives along axis `joined`."""
-    if bound((axis,)):
-        return jax.lax.all_to_all(x, axis, split, joined, tiled=True)
-    whole = all_gathered(x, (axis,), ranks, rank, joined)
-    share = x.shape[split] // ranks
-    return jax.lax.dynamic_slice_in_dim(whole, rank * share, share, split)
-
-
 def permuted(x: Array, axis: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Array:
     """What this rank receives when the first rank of each pair sends `x` to the second.
 

@@ -32,10 +32,13 @@ def ring_mesh(
         axis_sizes: The size of every axis, the ring's among them. Their product is the number of devices.
     """
     found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
-    if any(isinstance(device, numbers.Number | str) for device in found):
+    if not all(isinstance(device, jax.Device) or hasattr(device, "coords") for device in found):
         raise MeshError(f"devices={devices!r} are not devices. Pass some of jax.devices(), such as jax.devices()[:4]")
     if axis_sizes is not None and not isinstance(axis_sizes, Mapping):
         raise MeshError(f"axis_sizes={axis_sizes!r} names no axes. Pass a dict of sizes, such as {{{axis_name!r}: 8}}")
+    for name in (axis_name, *(axis_sizes or ())):
+        if not isinstance(name, str):
+            raise MeshError(f"the axis name {name!r} is {type(name).__name__}. Pass a string, such as 'sp'")
     sizes = {axis_name: len(found)} if axis_sizes is None else dict(axis_sizes)
     if axis_name not in sizes:
         raise MeshError(f"axis_name={axis_name!r} is not in axis_sizes={sizes}. Give it a size there")

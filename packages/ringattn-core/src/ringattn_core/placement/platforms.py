@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """On which platform a call will run: the platform of its mesh before that of the default device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
+
+from ..errors import InputError
 
 
 def platform_of(mesh: Any, arrays: Sequence[Any]) -> str:
@@ -35,3 +37,20 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
     if isinstance(default, str):
         return jax.devices(default)[0]
     return default or jax.devices()[0]
+
+
+def refuse_apart(arrays: Mapping[str, Any]) -> None:
+    """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` have names."""
+    first = None
+    for argument, x in arrays.items():
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+            continue
+        found = tuple(sorted(device.id for device in x.devices()))
+        if first is None:
+            first = argument, found
+        if found != first[1]:
+            raise InputError(
+                argument,
+                f"is on the devices {found}, but {first[0]} is on {first[1]}",
+                "Put all arrays on the same devices, with jax.device_put",
+            )

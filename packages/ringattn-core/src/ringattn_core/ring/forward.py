@@ -115,9 +115,10 @@ def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
 
 
 def narrowed(call: Call) -> Call:
-    """The call with keys and values in the dtype of the queries, as kernels read them."""
+    """The call with keys and values in the dtype of the queries, and its bias in that of the caller, for kernels."""
     key, value = (x.astype(call.query.dtype) for x in (call.key, call.value))
-    return dataclasses.replace(call, key=key, value=value)
+    bias = call.bias if call.bias is None else call.bias.astype(call.bias_dtype or call.bias.dtype)
+    return dataclasses.replace(call, key=key, value=value, bias=bias)
 
 
 def without_padding(call: Call) -> Call:

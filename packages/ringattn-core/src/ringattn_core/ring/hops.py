@@ -225,7 +225,12 @@ def plan(
     Masks leave out hops only if they have bounds by position and `rule.increasing` is true; the engine sets it to false
     for queries with an offset. Segment ids leave out none, because they are known only at run time.
     """
-    return Plan.of(ranks, _offsets(rule, layout, ranks, q_length, kv_length, stripe), two_way, joint)
+    offsets = range(1, ranks)
+    if rule.increasing and ranks > 1:
+        meets = np.asarray(sight(rule, layout, ranks, q_length, kv_length, stripe)[0].any((1, 3)))
+        rank = np.arange(ranks)
+        offsets = [offset for offset in offsets if meets[rank, (rank - offset) % ranks].any()]
+    return Plan.of(ranks, (0, *offsets), two_way, joint)
 
 
 def repeated(
@@ -267,14 +272,6 @@ def sight(
         for which in (0, 1)
     )
     return some, full, q_length * kv_length // (q_parts * kv_parts)
-
-
-def _offsets(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int, stripe: int) -> tuple[int, ...]:
-    if not rule.increasing or ranks == 1:
-        return tuple(range(ranks))
-    meets = np.asarray(sight(rule, layout, ranks, q_length, kv_length, stripe)[0].any((1, 3)))
-    rank = np.arange(ranks)
-    return (0, *(offset for offset in range(1, ranks) if meets[rank, (rank - offset) % ranks].any()))
 
 
 def _shards(layout: str, ranks: int, length: int, stripe: int, least: int) -> tuple[Coordinates, int]:

@@ -9,6 +9,7 @@ import jax
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
+from ..placement import axes
 from ..ring import engine
 from ..ring.forward import narrowed
 from ..tuning.choice import with_parameters
@@ -38,16 +39,23 @@ def by_need(usual: Callable[[Any], Any], differentiated: Callable[[Any], Any]) -
 
 
 def tuned_as(call: Call) -> Call:
-    """The call for which tuning chooses parameters: with "ulysses", it has some heads and all tokens of a group."""
-    return narrowed(ulysses.by_heads(call)) if call.strategy == "ulysses" else call
+    """The call for which tuning chooses parameters, as kernels read it."""
+    return narrowed(_moved(call))
+
+
+def _moved(call: Call) -> Call:
+    """The call that the engine runs: with "ulysses", it has some heads and all tokens of a group."""
+    return ulysses.by_heads(call) if call.strategy == "ulysses" else call
 
 
 def _run(registration: Registration, call: Call) -> Any:
-    kernel = registration.implementation()
-    if call.strategy == "ulysses":
-        moved = ulysses.by_heads(call)
-        chosen = with_parameters(registration, narrowed(moved))
-        moved = dataclasses.replace(moved, fwd_params=chosen.fwd_params, bwd_params=chosen.bwd_params)
-        return ulysses.by_tokens(call, engine.run(kernel, moved, stripe=ulysses.stripe(call)))
-    out, lse = engine.run(kernel, with_parameters(registration, call), gathers=call.strategy == "all_gather")
-    return (out, lse) if call.return_lse else out
+    moved = _moved(call)
+    chosen = with_parameters(registration, narrowed(moved))
+    moved = dataclasses.replace(moved, fwd_params=chosen.fwd_params, bwd_params=chosen.bwd_params)
+    # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
+    exchanged = call.strategy == "ulysses"
+    stripe = axes.size("axis_name", (call.axis_name or ())[-1:]) if exchanged else 1
+    result = engine.run(registration.implementation(), moved, call.strategy == "all_gather", stripe)
+    if exchanged:
+        return ulysses.by_tokens(call, result)
+    return result if call.return_lse else result[0]

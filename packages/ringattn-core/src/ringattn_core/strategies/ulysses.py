@@ -7,16 +7,16 @@ the group, whose shards are consecutive. The result is the same call with the la
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
 
 from ..contract import packing
 from ..contract.call import Call
+from ..contract.varying import align
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -29,38 +29,34 @@ def by_heads(call: Call) -> Call:
 
     Keys and values are float32 if ranks share key heads, so that their gradients are float32 too.
     """
-    outer, inner = _split_axes(call)
+    assert call.axis_name is not None  # on one rank there is nothing to exchange
+    outer, inner = call.axis_name[:-1], call.axis_name[-1]
     ranks = axes.size("axis_name", (inner,))
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
-    if copies > 1:
-        rank = jnp.asarray(jax.lax.axis_index(inner), jnp.int32)
-        packed = _exchanged_copies(copies, call.layout, inner, ranks, packed.dtype, packed, rank)
-    else:
-        packed = _exchanged(packed, -3, -2, call.layout, inner, ranks)
+    place = packed.ndim - 3, packed.ndim - 2, call.layout, inner, ranks
+    packed = _exchanged_wide(packed, *place, packed.dtype, copies) if copies > 1 else _exchanged(packed, *place)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
-    moved = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
+    moved: dict[str, Any] = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
     heads = (*(call.head_axis_name or ()), inner)
-    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": heads, "strategy": "ring"}
+    if call.bias is not None and moved["bias"].dtype != call.bias.dtype:
+        moved["bias_dtype"] = call.bias.dtype.name
+    moved |= {
+        "key": key,
+        "value": value,
+        "axis_name": outer or None,
+        "head_axis_name": heads,
+        "strategy": "ring",
+    }
     return dataclasses.replace(call, **moved)
-
-
-def _split_axes(call: Call) -> tuple[tuple[str, ...], str]:
-    """The axes of the ring that is left, and the last axis, whose ranks exchange heads for tokens."""
-    assert call.axis_name, "on one rank there is nothing to exchange"
-    return call.axis_name[:-1], call.axis_name[-1]
-
-
-def stripe(call: Call) -> int:
-    """How many consecutive tokens a stripe has after `by_heads`: one from each rank of the last axis."""
-    return axes.size("axis_name", (call.axis_name or ())[-1:])
 
 
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
     """The output of `call`, or its `(out, lse)`, from the result of `by_heads(call)`."""
-    _, inner = _split_axes(call)
+    assert call.axis_name is not None
+    inner = call.axis_name[-1]
     ranks = axes.size("axis_name", (inner,))
 
     def back(x: jax.Array, kind: Any) -> jax.Array:
@@ -76,13 +72,14 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
+    # Ranks with other heads have a part of the gradient, and so have ranks that share the bias, which is float32 then.
+    narrow = call.bias_dtype or x.dtype
     if heads is not None and tokens is not None:
-        return _exchanged(x, tokens, heads, call.layout, axis, ranks)
+        place = tokens, heads, call.layout, axis, ranks
+        return _exchanged(x, *place) if name != "bias" or narrow == x.dtype else _exchanged_wide(x, *place, narrow)
     if tokens is not None:
-        if name == "bias":  # each rank adds the gradient of its own heads: in float32, and rounds once
-            x = x.astype(jnp.float32)
-        whole = jax.lax.all_gather(x, axis, axis=tokens, tiled=True)
-        return of_neighbours(whole, call.layout, ranks, tokens)
+        place = tokens, call.layout, axis, ranks
+        return _gathered(x, *place) if name != "bias" else _gathered_wide(x, *place, narrow)
     if heads is not None:
         share = x.shape[heads] // ranks
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)
@@ -91,32 +88,56 @@ def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Ar
 
 def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
     """Sends each rank its share of the heads of this rank's tokens; returns this rank's heads of all tokens."""
-    tokens, heads = tokens % x.ndim, heads % x.ndim
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _exchanged_copies(
-    copies: int, layout: str, axis: str, ranks: int, dtype: Any, packed: packing.Packed, rank: Int32[Array, ""]
-) -> packing.Packed:
-    """`_exchanged` for `copies` of every key head, in float32: the ranks that share a head have gradients to add up.
+def _exchanged_wide(
+    x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int, narrow: Any, copies: int = 1
+) -> jax.Array:
+    """`_exchanged` for `copies` of every head, in float32, for a gradient that is a sum over ranks."""
 
-    Keys travel in their own `dtype`. Their gradients travel in float32, and are rounded once, after the sum.
+    def move(x: jax.Array) -> jax.Array:
+        return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, axis, ranks)
+
+    def back(gradient: jax.Array) -> jax.Array:
+        in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
+        back = jax.lax.all_to_all(in_rank_order, axis, tokens, heads, tiled=True)
+        return back.reshape(*back.shape[:heads], -1, copies, *back.shape[heads + 1 :]).sum(heads + 1)
+
+    return _with_wide_gradient(move, back, x, axis, narrow)
+
+
+def _gathered(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> jax.Array:
+    """The tokens of all ranks of the group."""
+    return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
+
+
+def _gathered_wide(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int, narrow: Any) -> jax.Array:
+    """`_gathered` in float32, for a gradient that is a sum over ranks."""
+
+    def back(gradient: jax.Array) -> jax.Array:
+        in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
+        return jax.lax.psum_scatter(in_rank_order, axis, scatter_dimension=tokens, tiled=True)
+
+    return _with_wide_gradient(lambda x: _gathered(x, tokens, layout, axis, ranks), back, x, axis, narrow)
+
+
+def _with_wide_gradient(
+    move: Callable[[jax.Array], jax.Array],
+    back: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    axis: str,
+    narrow: Any,
+) -> jax.Array:
+    """`move(x)` in float32; `back` is its transpose.
+
+    `x` travels in the dtype `narrow`. Its gradient travels in float32, and is rounded once, after the sum.
     """
-    moved = _exchanged(jnp.repeat(packed, copies, -2), -3, -2, layout, axis, ranks)
-    return moved.astype(jnp.float32)
-
-
-def _summed_copies(
-    copies: int, layout: str, axis: str, ranks: int, dtype: Any, rank: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array, None]:
-    tokens, heads = gradient.ndim - 3, gradient.ndim - 2
-    in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
-    back = axes.exchanged(in_rank_order, axis, ranks, rank, tokens, heads)
-    return back.reshape(*back.shape[:heads], -1, copies, back.shape[-1]).sum(heads + 1).astype(dtype), None
-
-
-_exchanged_copies.defvjp(lambda *given: (_exchanged_copies(*given), given[-1]), _summed_copies)
+    if axis not in axes.manual():  # a `vmap` plays the ranks: nothing travels, and `back` could not use its axis name
+        return move(x.astype(jnp.float32))
+    moved = jax.custom_vjp(lambda x: move(x.astype(narrow)).astype(jnp.float32))
+    moved.defvjp(lambda x: (moved(x), None), lambda _, gradient: (back(gradient).astype(x.dtype),))
+    return moved(align(x, axes.tracked() & {axis}))  # the gradient varies over `axis`, so `x` must too
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:

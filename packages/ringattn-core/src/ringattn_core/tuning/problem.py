@@ -101,7 +101,15 @@ def tunable(registration: Registration) -> bool:
     return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
 
 
-UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", "strategy")
+UNSEEN: Final = (
+    "softmax_aux",
+    "axis_name",
+    "batch_axis_name",
+    "head_axis_name",
+    "return_lse",
+    "strategy",
+    "bias_dtype",
+)
 """The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",

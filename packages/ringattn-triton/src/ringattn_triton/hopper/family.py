@@ -121,7 +121,7 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
     if constants.bias and not _bias_fits(block, constants):
         return "the bias cannot be fetched in tiles"
     if constants.bias and (constants.distances or constants.dropout):
-        return "a bias leaves no registers for ALiBi or dropout"
+        return f"the forward kernel has too few registers for {constants.changes}"
     return "each tile has too little to do" if _too_little(constants) else None
 
 
