@@ -131,6 +131,17 @@ def without_tiles_of_the_first_row(block: Block, right: np.ndarray) -> np.ndarra
     return right & (keys <= queries[:, None] + 15)
 
 
+def without_tiles_of_128_of_the_first_row(block: Block, right: np.ndarray) -> np.ndarray:
+    """The mask without tiles of 128 whose lowest key comes after the highest query in the first row of the batch."""
+
+    def of_tiles(bound: np.ufunc, x: np.ndarray) -> np.ndarray:
+        starts = np.arange(0, x.size, 128)
+        return bound.reduceat(x, starts)[np.arange(x.size) // 128]
+
+    highest, lowest = of_tiles(np.maximum, block.q_positions[0]), of_tiles(np.minimum, block.kv_positions[0])
+    return right & (lowest <= highest[:, None])
+
+
 WINDOWS: Final = {
     "window-ignored-in-half": Break("In half precision the window is ignored.", lost("window", half)),
     "window-lost-with-causal": Break("With `causal` the window is ignored.", lost("window", has("causal"))),
@@ -280,6 +291,7 @@ POSITIONS: Final = {
                 and bool(np.all(np.diff(block.q_positions) == 1) and np.all(np.diff(block.kv_positions) == 1))
             ),
         ),
+        rarer=(("float32", masked("causal", without_tiles_of_128_of_the_first_row, dtype("float32"))),),
     ),
     "odd-last-key": Break("Of an odd number of keys the last is left out in bfloat16.", without_tail(2, bfloat16)),
     "keys-after-the-last-8": Break(

@@ -98,7 +98,10 @@ TILES: Final = {
     "dropout-repeated": Break(
         "Every tile of 32 keys drops what the first drops.",
         repeated_dropout(32),
-        rarer=tuple((name, repeated_dropout(256, dtype(name))) for name in DTYPES),
+        rarer=(
+            *((name, repeated_dropout(256, dtype(name))) for name in DTYPES),
+            ("float32", repeated_dropout(512, dtype("float32"))),
+        ),
     ),
     "window-one-tile-late": Break(
         "The tile of 16 keys in which a window begins is left out.",

@@ -118,6 +118,15 @@ def far_rows(batch: int, rows: int, columns: int) -> Pair:
     return np.arange(rows, dtype=np.int32) + starts + later, np.arange(columns, dtype=np.int32) + starts
 
 
+def later_rows(batch: int, rows: int, columns: int) -> Pair:
+    """The queries of each batch row come 40 positions later than those of the row before; in the first, before keys.
+
+    So tiles of any size that the first row may skip are visible in other rows, also where a layout spreads tokens.
+    """
+    q = np.arange(rows, dtype=np.int32) - 5 + 40 * np.arange(batch, dtype=np.int32)[:, None]
+    return q, np.arange(columns, dtype=np.int32)[None].repeat(batch, 0)
+
+
 def scattered(batch: int, rows: int, columns: int) -> Pair:
     """Positions in an order that jumps to and fro, so that no tile of tokens lies between its first and its last."""
     q, kv = ((FAR + (23 * np.arange(length) + 5) % length).astype(np.int32) for length in (rows, columns))

@@ -88,6 +88,9 @@ FIRST_RINGS: Final = 3
 """The largest ring of the first cover. Programs for larger rings compile slowly; the second cover has them."""
 FIRST_PARTNERS: Final = {"two ways": ("dtype", "layout", "heads"), "ring": ("dtype", "layout", "lengths")}
 """The only factors with which the first cover pairs these factors, for the same reason."""
+NONZERO: Final = 16
+"""How many components of a query of float32 are not zero where scores are large. The rounding error of a sum of large
+products grows with their number, and the tolerance does not: a right kernel that adds 256 of them may be beyond it."""
 LENGTH: Final = 60
 LATER_LENGTHS: Final = 4
 """By what factor sequences of later covers are longer, so that a rank has several tiles and may skip some."""
@@ -173,6 +176,8 @@ def _call(choice: Choice, turns: Mapping[str, int] | None = None) -> tuple[Case,
     left, right = fields.get("window") or (None, None)
     if left == 0 and (fields.get("causal") or fields.get("chunk")):
         fields["window"] = (1, right)  # with a single key that it sees, a query would have gradients of zero
+    if fields.get("dtype") == "float32" and choice.get("scores"):
+        fields["nonzero"] = NONZERO
     fields.setdefault("value_dim", fields.get("head_dim", Case.head_dim))
     of_placement = {name: fields.pop(name) for name in _OF_PLACEMENT & fields.keys()}
     return Case(**fields), Placement(**of_placement)
