@@ -43,6 +43,8 @@ UNOPTIMISED = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",
+    # Passes that only make a program for CPUs faster, and its compilation slower.
+    "--xla_disable_hlo_passes=cpu-parallel-task-assigner,reshape-mover,tree_reduction_rewriter",
 )
 ONLY_BEFORE_JAX_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 TPU = "packages/ringattn-tpu"
