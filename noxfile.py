@@ -37,6 +37,8 @@ SUPPORTED = (
     ("3.11", "0.10.0", ()),
 )
 CPU = {"JAX_PLATFORMS": "cpu"}
+# pytest has a worker for each core, so NumPy starts no threads for its matrix products.
+WORKERS = CPU | {"OPENBLAS_NUM_THREADS": "1"}
 # XLA's optimiser for CPUs takes more than half of the time of the tests. The quickstart, the README's example and the
 # kernels of `xla` run with it, and so do the tests that load libtpu, because libtpu reads these flags too.
 UNOPTIMISED = (
@@ -79,7 +81,7 @@ def hurried(session: nox.Session) -> dict[str, str]:
     """The environment of tests that need no optimised programs; XLA ends the process at an unknown flag."""
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True, env=CPU)
     old = str(version).startswith("0.10.")
-    return CPU | {"XLA_FLAGS": " ".join((*UNOPTIMISED, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
+    return WORKERS | {"XLA_FLAGS": " ".join((*UNOPTIMISED, *(ONLY_BEFORE_JAX_0_11 if old else ())))}
 
 
 def runs(python: str) -> bool:
@@ -158,7 +160,7 @@ def run_tests(session: nox.Session, *parts: Sequence[str]) -> None:
     quick = hurried(session)
     for part in [session.posargs] if session.posargs else parts:
         optimised = session.posargs or part == LIBTPU
-        session.run("pytest", "-n", "2", *part, env=CPU if optimised else quick)
+        session.run("pytest", "-n", "2", *part, env=WORKERS if optimised else quick)
 
 
 def announce(session: nox.Session, part: str) -> None:
@@ -190,7 +192,7 @@ def conformance(session: nox.Session, backend: str) -> None:
     session.chdir(session.create_tmp())
     quick, interpreted = hurried(session), backend in INTERPRETED
     chosen = ("--ringattn-backend", backend, *(("--ringattn-largest-ring", "4") if interpreted else ()))
-    environment = quick | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else CPU
+    environment = quick | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else WORKERS
     whole = [(environment, (SUITE,))]
     # XLA's optimiser takes part in the arithmetic of `xla`, which the full tier judges; the core tier does without.
     tiers = [(quick | environment if tier == "core" else environment, ("--ringattn-tier", tier, *modules))
