@@ -37,7 +37,7 @@ SUPPORTED = (
     ("3.11", "0.10.0", ()),
 )
 CPU = {"JAX_PLATFORMS": "cpu"}
-# pytest has a worker for each core, so NumPy starts no threads for its matrix products.
+# The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.
 WORKERS = CPU | {"OPENBLAS_NUM_THREADS": "1"}
 # XLA's optimiser for CPUs takes more than half of the time of the tests. The quickstart, the README's example and the
 # kernels of `xla` run with it, and so do the tests that load libtpu, because libtpu reads these flags too.
@@ -136,7 +136,7 @@ def tests_elsewhere(session: nox.Session, jax: str, compilers: tuple[str, ...]) 
 
 @nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
-    """All that CI leaves out: the other versions of JAX, and the suite's full tier. An hour, estimated from samples."""
+    """What CI leaves out: the other versions of JAX, and the suite's full tier. About an hour, by an estimate."""
     for _, jax, _ in SUPPORTED[1:]:
         session.notify(f"tests_elsewhere(jax-{jax})")
     for backend in BACKENDS:

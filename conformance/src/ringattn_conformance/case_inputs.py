@@ -119,7 +119,7 @@ def far_rows(batch: int, rows: int, columns: int) -> Pair:
 
 
 def later_rows(batch: int, rows: int, columns: int) -> Pair:
-    """The queries of each batch row come 40 positions later than those of the row before; in the first, before keys.
+    """Query `i` of batch row `b` has position `i - 5 + 40 b`, and key `j` has position `j`.
 
     So tiles of any size that the first row may skip are visible in other rows, also where a layout spreads tokens.
     """

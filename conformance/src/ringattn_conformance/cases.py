@@ -26,8 +26,8 @@ KEYWORDS: Final = {
 }  # fmt: skip
 """The arrays of a call, and their names in `ring_attention`."""
 LARGEST_VALUE: Final = 2.75
-"""With it no output in half precision reaches 4, also where dropout divides by 0.7. From 4 on the rounding of the exact
-result to float16 alone is 0.98 of the tolerance; below, it is at most half of it."""
+"""Values are clipped to this, before `value_gain`. So without a gain no output reaches 4, also where dropout divides by
+0.7. From 4 on the rounding of the exact result to float16 alone is 0.98 of the tolerance; below, it is at most half."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,7 +350,7 @@ LONG: Final = (
     Case("long-window", q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, window=(100, 20),
          positions=case_inputs.later_rows),
     Case("long-causal", batch=1, q_length=768, kv_length=768, head_dim=16, value_dim=16, causal=True, **_GROUPED),
-    # In these three cases the keys fill whole tiles of 128, also the last one. In the first a rank has more than 512.
+    # In `long-segments` and `long-half` the keys fill whole tiles of 128. In the first a rank has more than 512 keys.
     Case("long-segments", q_length=256, kv_length=1536, segments=case_inputs.crossed, sinks="head", dropout=0.1),
     Case("long-half", dtype="bfloat16", batch=1, q_length=256, kv_length=2048, head_dim=128, value_dim=128,
          segments=case_inputs.crossed, **_GROUPED),

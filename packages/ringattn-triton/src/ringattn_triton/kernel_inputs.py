@@ -117,10 +117,11 @@ class BlockConstants:
         return self.slopes
 
     @property
-    def changes(self) -> str:
-        """What the call does to scores and weights beside masks, in the words of errors: "a bias and dropout"."""
+    def options(self) -> str:
+        """The options of the call that change scores or weights, as a list for errors: "a bias, ALiBi and dropout"."""
         named = {"a soft cap": self.capped, "a bias": self.bias, "ALiBi": self.slopes, "dropout": self.dropout}
-        return " and ".join(name for name, used in named.items() if used)
+        *others, last = [name for name, used in named.items() if used] or ["no option"]
+        return f"{', '.join(others)} and {last}" if others else last
 
     @property
     def by_head(self) -> bool:

@@ -66,9 +66,11 @@ class RingMultiheadAttention(eqx.Module):
         num_heads, query_size = size("num_heads", num_heads, least=1), size("query_size", query_size, least=1)
         key_size, value_size = sized("key_size", key_size, query_size), sized("value_size", value_size, query_size)
         output_size = sized("output_size", output_size, query_size)
-        qk_size, vo_size = (
-            sized(name, given, query_size // num_heads) for name, given in (("qk_size", qk_size), ("vo_size", vo_size))
-        )
+        if query_size < num_heads and None in (qk_size, vo_size):
+            fact = f"got {num_heads} for a query_size of {query_size}"
+            raise InputError("num_heads", fact, "Pass fewer heads, or both qk_size and vo_size")
+        qk_size = sized("qk_size", qk_size, query_size // num_heads)
+        vo_size = sized("vo_size", vo_size, query_size // num_heads)
         self.num_heads, self.num_key_heads = num_heads, sized("num_key_heads", num_key_heads, num_heads)
         if num_heads % self.num_key_heads:
             raise InputError(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
 from ..call import checks
-from ..call.mesh_roles import mesh_around, refuse_no_mesh
+from ..call.mesh_roles import mesh_around, require_mesh
 from ..call.options import AttentionSettings as AttentionSettings
 from ..call.options import RingSettings, TokenOptions
 from ..contract.call import is_off
@@ -51,7 +51,7 @@ def with_mesh(options: Mapping[str, Any], *operands: Any) -> dict[str, Any]:
     """The options, with the mesh on which `ring_attention` would run the call; it is `None` if the arrays are local."""
     mesh = options.get("mesh")
     if mesh is not None:
-        refuse_no_mesh(mesh)
+        require_mesh(mesh)
     return {**options, "mesh": mesh_around(options, operands) if mesh is None else mesh}
 
 
@@ -67,7 +67,7 @@ def adapter_names(renamed: Mapping[str, str]) -> Iterator[None]:
 
 
 def drops(rate: tuple[str, Any], off: tuple[str, Any]) -> bool:
-    """Whether a layer drops weights: at a rate above 0, unless it switches dropout off. Each argument has its name."""
+    """Whether dropout applies: the rate is above 0 and the flag `off` is False. Both are pairs of name and value."""
     return not is_off(rate[1]) and not checks.flag(*off) and checks.probability(*rate) > 0
 
 
@@ -82,7 +82,7 @@ def seed(argument: str, key: Any, rate: float) -> UInt32[Array, ""]:
 
 
 def drawn(argument: str, key: Any, draw: Callable[[Any], Any]) -> Any:
-    """What `draw` makes of the random `key`; raises unless that is one key."""
+    """Returns `draw(key)`; raises if `key` is not a single random key."""
     try:
         return draw(key)
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from ..contract.call import Call
 from ..errors import InputError
 from ..masks.int32 import as_int32
 from ..placement.layout import pieces, refuse_indivisible
-from ..placement.platforms import refuse_apart
+from ..placement.platforms import refuse_different_devices
 from ..ring import cache
 from ..tuning.choice import with_parameters
 from .mesh_roles import check_mesh, mesh_of, ranks_of
@@ -62,7 +62,7 @@ def checked(function: Any, operands: dict[str, Any], lengths: Any, options: dict
         _refuse_uneven_cache(call, ranks_of(mesh, call.axis_name or ()))
     else:
         others = {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
-        refuse_apart(arrays | {"lengths": known} | others)
+        refuse_different_devices(arrays | {"lengths": known} | others)
         _check_shard(call, arrays, known, room // k.shape[1], sharded)
     return CacheCall(call, jnp.broadcast_to(known, q.shape[:1]) - tokens, mesh, backend)
 

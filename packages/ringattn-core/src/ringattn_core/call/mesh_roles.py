@@ -53,7 +53,7 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     not even `()`, this warns. The result is `None` if arrays are local.
     """
     if mesh is not None:
-        refuse_no_mesh(mesh)
+        require_mesh(mesh)
         return mesh
     found = mesh_around(options, operands)
     if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
@@ -73,7 +73,7 @@ def mesh_around(options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
     return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
 
 
-def refuse_no_mesh(mesh: Any) -> None:
+def require_mesh(mesh: Any) -> None:
     """Raises unless `mesh` is a mesh."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")

@@ -12,7 +12,7 @@ from ..contract.signature import SIGNATURE
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement import layout as layouts
-from ..placement.platforms import refuse_apart
+from ..placement.platforms import refuse_different_devices
 from .checks import Sizes, refuse_misfit
 from .options import OPTIONS, refuse_unknown
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
@@ -52,7 +52,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
         found["dropout_seed"] = None
     call = Call(query=q, key=k, value=v, **found)
     if inside:
-        refuse_apart(call.arrays)
+        refuse_different_devices(call.arrays)
         refuse_replicated(call)
         refuse_unnamed_axes(call)
         roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))

@@ -23,7 +23,7 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
     at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `bias_dtype` is no argument: it is the dtype in which the caller gave a bias that `with_wide_bias` converted.
+    axis. `bias_dtype` is no argument: where core converted the bias to float32, it is the dtype that the caller gave.
     """
 
     query: arrays.Query

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32
 from ..errors import InputError
 from ..placement import axes
 from ..placement.arrays import as_array
-from ..placement.platforms import refuse_apart
+from ..placement.platforms import refuse_different_devices
 from .protocol import SHIFT_BELOW, Block, Partial
 
 _IN_ONE_SUM: Final = 8
@@ -35,7 +35,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     a, b = _arrays("a", a), _arrays("b", b)
     for argument, x in (("a", a), ("b", b)):
         _refuse_misfit(argument, x, a.out.shape)
-    refuse_apart({"a": a.out, "b": b.out})
+    refuse_different_devices({"a": a.out, "b": b.out})
     a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
     return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
@@ -57,7 +57,7 @@ def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:
         raise InputError(
             argument,
             f"has out {out} and lse {lse}{shifted}",
-            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes, and a shift has those of lse",
+            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes, and a shift of the shape of lse",
         )
 
 
@@ -100,7 +100,7 @@ def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[P
 
 
 def _summed_over(partial: Partial, axis: tuple[str, ...], scattered: bool) -> Partial:
-    """Merges the partial results of all ranks by a sum of what they weigh; `scattered` as in `merged_over`."""
+    """Merges the partial results of all ranks by sums over ranks; `scattered` as in `merged_over`."""
     largest = jax.lax.pmax(partial.lse, axis)
     safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weight = jnp.exp(partial.lse - safe)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which platform a call will run: the platform of its mesh before that of the default device."""
+"""On which platform a call will run: that of its mesh before that of the default device. And whether devices differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,18 +39,22 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
     return default or jax.devices()[0]
 
 
-def refuse_apart(arrays: Mapping[str, Any]) -> None:
-    """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` have names."""
+def refuse_different_devices(arrays: Mapping[str, Any]) -> None:
+    """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` have their names."""
     first = None
     for argument, x in arrays.items():
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
             continue
-        found = tuple(sorted(device.id for device in x.devices()))
+        found = x.devices()
         if first is None:
             first = argument, found
         if found != first[1]:
             raise InputError(
                 argument,
-                f"is on the devices {found}, but {first[0]} is on {first[1]}",
+                f"is on {_listed(found)}, but {first[0]} is on {_listed(first[1])}",
                 "Put all arrays on the same devices, with jax.device_put",
             )
+
+
+def _listed(devices: set[Any]) -> str:
+    return ", ".join(sorted(map(str, devices)))

@@ -55,7 +55,7 @@ def _run(registration: Registration, call: Call) -> Any:
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     exchanged = call.strategy == "ulysses"
     stripe = axes.size("axis_name", (call.axis_name or ())[-1:]) if exchanged else 1
-    result = engine.run(registration.implementation(), moved, call.strategy == "all_gather", stripe)
+    result = engine.run(registration.implementation(), moved, gathers=call.strategy == "all_gather", stripe=stripe)
     if exchanged:
         return ulysses.by_tokens(call, result)
     return result if call.return_lse else result[0]

@@ -72,7 +72,8 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
-    # Ranks with other heads have a part of the gradient, and so have ranks that share the bias, which is float32 then.
+    # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over others if core
+    # made it float32 (`Call.with_wide_bias`). Such a bias is sent in the dtype that the caller gave.
     narrow = call.bias_dtype or x.dtype
     if heads is not None and tokens is not None:
         place = tokens, heads, call.layout, axis, ranks
@@ -94,15 +95,15 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
 def _exchanged_wide(
     x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int, narrow: Any, copies: int = 1
 ) -> jax.Array:
-    """`_exchanged` for `copies` of every head, in float32, for a gradient that is a sum over ranks."""
+    """`_exchanged` of `copies` of every head: sent as `narrow`, returned in float32 (`_with_wide_gradient`)."""
 
     def move(x: jax.Array) -> jax.Array:
         return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, axis, ranks)
 
     def back(gradient: jax.Array) -> jax.Array:
         in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
-        back = jax.lax.all_to_all(in_rank_order, axis, tokens, heads, tiled=True)
-        return back.reshape(*back.shape[:heads], -1, copies, *back.shape[heads + 1 :]).sum(heads + 1)
+        parts = jax.lax.all_to_all(in_rank_order, axis, tokens, heads, tiled=True)
+        return parts.reshape(*parts.shape[:heads], -1, copies, *parts.shape[heads + 1 :]).sum(heads + 1)
 
     return _with_wide_gradient(move, back, x, axis, narrow)
 
@@ -113,7 +114,7 @@ def _gathered(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> 
 
 
 def _gathered_wide(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int, narrow: Any) -> jax.Array:
-    """`_gathered` in float32, for a gradient that is a sum over ranks."""
+    """`_gathered`, but sent as `narrow` and returned in float32 (`_with_wide_gradient`)."""
 
     def back(gradient: jax.Array) -> jax.Array:
         in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
@@ -129,9 +130,9 @@ def _with_wide_gradient(
     axis: str,
     narrow: Any,
 ) -> jax.Array:
-    """`move(x)` in float32; `back` is its transpose.
+    """`move(x)`, sent in the dtype `narrow` and returned in float32; `back` is its transpose.
 
-    `x` travels in the dtype `narrow`. Its gradient travels in float32, and is rounded once, after the sum.
+    The gradient is a sum over ranks. It is sent in float32, and rounded once, after the sum.
     """
     if axis not in axes.manual():  # a `vmap` plays the ranks: nothing travels, and `back` could not use its axis name
         return move(x.astype(jnp.float32))

@@ -52,7 +52,7 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
     if constants.bias and (reason := _why_no_bias(block, constants)):
         return reason
     if constants.capped and constants.distances:
-        return f"the one-pass backward kernel does not combine {constants.changes}"
+        return f"the one-pass backward kernel does not combine {constants.options}"
     if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and not _enough_heads(block, constants, plan):
@@ -65,7 +65,7 @@ def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
     if constants.padded_head_dim != 128:
         return "the one-pass backward kernel takes a bias only with heads of 72 to 128"
     if constants.capped or constants.distances or constants.dropout:
-        return f"the one-pass backward kernel does not combine {constants.changes}"
+        return f"the one-pass backward kernel does not combine {constants.options}"
     if not fetchable(block, constants):
         return "the bias cannot be fetched in tiles"
     # In float16 `narrowed` multiplies ds by the scale, so its sum is not dbias.

@@ -118,10 +118,8 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
         return "the block is shorter than a tile"
-    if constants.bias and not _bias_fits(block, constants):
-        return "the bias cannot be fetched in tiles"
-    if constants.bias and (constants.distances or constants.dropout):
-        return f"the forward kernel has too few registers for {constants.changes}"
+    if constants.bias and (reason := _why_no_bias(block, constants)):
+        return reason
     return "each tile has too little to do" if _too_little(constants) else None
 
 
@@ -146,9 +144,13 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
     )
 
 
-def _bias_fits(block: Block, constants: BlockConstants) -> bool:
-    """Whether TMA can fetch tiles of the bias, and they fit beside the keys."""
-    return fetchable(block, constants) and constants.head_dim == 128 and not constants.capped
+def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
+    """Why the forward kernel does not take the bias of a block."""
+    if constants.capped or constants.distances or constants.dropout:
+        return f"the forward kernel does not combine {constants.options}"
+    if constants.head_dim != 128:
+        return "the forward kernel takes a bias only with heads of 128"
+    return None if fetchable(block, constants) else "the bias cannot be fetched in tiles"
 
 
 def _too_little(constants: BlockConstants) -> bool:

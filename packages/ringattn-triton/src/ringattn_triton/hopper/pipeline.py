@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""The producer of a program on Hopper: one warp that takes turns and fetches queries, keys, values and bias by TMA."""
+"""The producer of a program on Hopper: one warp that takes turns, fetches their tiles by TMA and stores results."""
 
 from typing import Any, NamedTuple
 
@@ -63,10 +63,20 @@ def produce(
     shared, ARRAYS, P, BOUNDS, TILES, TAKEN, all_turns, F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Takes turns from a common counter and fetches their tiles, as places become empty.
+    """Takes turns from the counter `TAKEN`, fetches their tiles and stores their results.
 
-    The first turn comes from the counter too: a program that starts late has then not kept a long turn back. The
-    number of the next turn is taken at the beginning of a turn, and that of a tile one tile ahead.
+    For each turn that has tiles:
+    1. It waits until the consumers have finished the turn before the previous one, if step 6 has not, and begins to
+       store its results.
+    2. It announces the turn, and fetches its queries.
+    3. It fetches the tiles that need a mask: the keys of each tile, and then the values of the tile before. So the
+       first tile also fetches the final values of the previous turn.
+    4. It takes the next turn, and looks up what that visits. The number of the first turn comes from the counter too:
+       a program that starts late has then not kept a long turn back.
+    5. It fetches the tiles that need no mask.
+    6. After the third of them it waits for the previous turn, and begins to store its results, if they are `stored`.
+
+    Consumers finish a turn, and write its results, in the first step of the next one.
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     BYTES: gl.constexpr = PLAN.q_tile * padded_size(F.head_dim) * 2
@@ -74,11 +84,11 @@ def produce(
     row, batch, head, visited = _visited(turn, all_turns, BOUNDS, TILES, F, T)
     ahead = masked_tile(visited, 0, T)
     q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = _tiles(ARRAYS, P, F, BATCH, PLAN)
-    done = 0
+    announced = 0
     fetched = 0
-    values_from = 0
-    values_head = 0
-    stored = 0
+    late_row = 0
+    late_head = 0
+    released = 0
     while turn < all_turns:
         masked = visited.masked
         whole = visited.full_to - visited.full_from
@@ -95,13 +105,13 @@ def produce(
             ahead = gl.where(nothing, 0, ahead)
         if masked + whole > 0:
             first = row * PLAN.q_tile
-            if done > 1 and stored == 0:
-                _stored(shared, done, out_tiles, PLAN)
-            stored = 0
-            _announce(shared, done, first, batch, head, masked, whole)
-            place = done % PLAN.q_places
+            if announced > 1 and released == 0:
+                _release(shared, announced - 2, out_tiles, PLAN)
+            released = 0
+            _announce(shared, announced, first, batch, head, masked, whole)
+            place = announced % PLAN.q_places
             full = shared.q_full.index(place)
-            if PLAN.q_places == 1 and done > 0:
+            if PLAN.q_places == 1 and announced > 0:
                 wait_until_left(q_empty(PLAN), PLAN)
             if PLAN.stored:
                 tma.store_wait(0)
@@ -111,15 +121,15 @@ def produce(
                 mine_from = first + number * CONSUMER_ROWS
                 mine = place_of(shared.q, place * CONSUMERS + number)
                 fetch_heads(q_tiles, head, mine_from, full, mine)
-            done += 1
+            announced += 1
         kv_head = head // F.group
         origin = origin_of(P, batch, row * PLAN.q_tile, F)
         for step in range(0, masked):
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
-            values_from, values_head, fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, values_from,
-                values_head, fetched, F, PLAN,
+            late_row, late_head, fetched = _fetch_tile(
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, late_row,
+                late_head, fetched, F, PLAN,
             )  # fmt: skip
         # The next turn is looked up while consumers have tiles to work on.
         turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
@@ -128,24 +138,25 @@ def produce(
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
-            values_from, values_head, fetched = _tile_fetched(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, values_from,
-                values_head, fetched, F, PLAN,
+            late_row, late_head, fetched = _fetch_tile(
+                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, late_row,
+                late_head, fetched, F, PLAN,
             )  # fmt: skip
-            # Consumers have written the results of the last turn before they finish the second step of this one.
-            if PLAN.stored and step == visited.full_from + 2 and done > 1:
-                _stored(shared, done, out_tiles, PLAN)
-                stored = 1
+            # Consumers finish the previous turn in the first step of this one, whose tiles have been fetched. So this
+            # wait ends, and after the third tile it is short. Before the first tile it would never end.
+            if PLAN.stored and step == visited.full_from + 2 and announced > 1:
+                _release(shared, announced - 2, out_tiles, PLAN)
+                released = 1
         row, batch, head, visited = next_row, next_batch, next_head, following
         ahead = masked_tile(visited, 0, T)
     if fetched > 0:
-        _values_fetched(shared, v_tiles, values_from, values_head, fetched - 1, F, PLAN)
-    if done > 1 and stored == 0:
-        _stored(shared, done, out_tiles, PLAN)
-    _announce(shared, done, -1, 0, 0, 0, 0)
+        _fetch_values(shared, v_tiles, late_row, late_head, fetched - 1, F, PLAN)
+    if announced > 1 and released == 0:
+        _release(shared, announced - 2, out_tiles, PLAN)
+    _announce(shared, announced, -1, 0, 0, 0, 0)
     if PLAN.stored:
-        if done > 0:
-            _stored(shared, done + 1, out_tiles, PLAN)
+        if announced > 0:
+            _release(shared, announced - 1, out_tiles, PLAN)
         tma.store_wait(0)
 
 
@@ -157,7 +168,7 @@ def bias_layout(TYPE, PLAN):
 
 @gluon.jit
 def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
-    """TMA descriptors of the tiles of queries, keys, values, bias and results; of the last two, where there are any."""
+    """TMA descriptors of tiles of queries, keys, values, bias and results. Where there is no bias, it is that of q."""
     Q, K, V, OUT = ARRAYS
     TYPE: gl.constexpr = Q.dtype.element_ty
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
@@ -188,9 +199,10 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.jit
 def _visited(turn, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
-    """The tile of queries, the batch row and the head of a turn, and what it visits; past the last turn, of the last.
+    """The tile of queries, the batch row and the head of a turn, and the tiles that it visits.
 
-    The last tiles, which see most under a causal mask, come first.
+    Turns begin with the final tiles of queries, which see most under a causal mask. If `turn` is past the end, the
+    result is that of the final turn.
     """
     before, batch, head = owned(gl.minimum(turn, all_turns - 1), T, F.heads)
     row = T.rows - 1 - before
@@ -198,24 +210,24 @@ def _visited(turn, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _stored(shared, done, out_tiles, PLAN: gl.constexpr):
-    """Waits until all consumers have finished the turn before the last of `done` turns.
+def _release(shared, number, out_tiles, PLAN: gl.constexpr):
+    """Waits until all consumers have finished turn `number`, and if results are `stored`, begins to store those.
 
-    They are then done with its queries too if those have two places. If results are `stored`, those of that turn lie
-    where its queries were, and this begins to write them to memory.
+    The consumers are then done with the queries of the turn too, if queries have two places. The results lie where the
+    queries were.
     """
-    wait_until_left(turn_empty(PLAN) + done % 2, PLAN)
+    wait_until_left(turn_empty(PLAN) + number % 2, PLAN)
     if PLAN.stored:
-        _write_results(shared, done % 2, out_tiles, PLAN)
+        _write_results(shared, number % 2, out_tiles, PLAN)
 
 
 @gluon.jit
-def _announce(shared, done, row, batch, head, masked, whole):
-    """Tells the consumers the next turn: its row, batch and head, and how many masked and whole tiles it has.
+def _announce(shared, number, row, batch, head, masked, whole):
+    """Tells the consumers turn `number`: its row, batch and head, and how many masked and whole tiles it has.
 
-    Two turns have places in shared memory: all consumers must have finished the turn before last.
+    Two turns have places in shared memory: all consumers must have finished turn `number - 2`.
     """
-    place = done % 2
+    place = number % 2
     write_number(shared.turns.index(place * 5), row)
     write_number(shared.turns.index(place * 5 + 1), batch)
     write_number(shared.turns.index(place * 5 + 2), head)
@@ -238,15 +250,15 @@ def _write_results(shared, place, out_tiles, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def _tile_fetched(
-    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, values_from, values_head, fetched,
+def _fetch_tile(
+    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, late_row, late_head, fetched,
     F: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
-    """Fetches a tile of keys, with its bias, into the next place, and then the values of the tile before.
+    """Fetches the keys and the bias of a tile into the next place, and then the values of the previous tile.
 
-    Their place becomes empty a step later than that of the keys, and they are needed a step later. Keys behind the
-    values of their own tile would come late, above all the first ones of a turn. Returns where the values of this tile
-    are, and `fetched + 1`.
+    The values of a tile are needed one step after its keys, and their place becomes empty one step later. If they were
+    fetched before the next keys, those would come late, above all the first keys of a turn. `late_row` and `late_head`
+    say where the values of the previous tile are. Returns the same of this tile, and `fetched + 1`.
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     place = fetched % PLAN.stages
@@ -266,12 +278,12 @@ def _tile_fetched(
             mine = shared.bias.index(place * CONSUMERS + number)
             fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
     if fetched > 0:
-        _values_fetched(shared, v_tiles, values_from, values_head, fetched - 1, F, PLAN)
+        _fetch_values(shared, v_tiles, late_row, late_head, fetched - 1, F, PLAN)
     return first, kv_head, fetched + 1
 
 
 @gluon.jit
-def _values_fetched(shared, v_tiles, first, kv_head, number, F: gl.constexpr, PLAN: gl.constexpr):
+def _fetch_values(shared, v_tiles, first, kv_head, number, F: gl.constexpr, PLAN: gl.constexpr):
     """Fetches the values of a tile, the `number`th of this program, which begin at row `first`."""
     place = number % PLAN.stages
     full = shared.v_full.index(place)
