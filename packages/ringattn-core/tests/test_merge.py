@@ -58,11 +58,16 @@ def assert_same(a: Partial, b: Partial, tolerance: float = 2e-6) -> None:
     np.testing.assert_allclose(a.out, b.out, rtol=0, atol=tolerance * 4)
 
 
-def test_the_chunks_of_a_cache_merge_in_one_program_of_elementwise_operations() -> None:
-    """A reduction over the chunks would be a kernel of its own on a GPU, in every step of decoding."""
-    parts = [partial(lse, seed) for seed, lse in enumerate((-INF, 3.0, -2.0, 700.0))]
+@pytest.mark.parametrize("count", [1, 4, 48, 34])
+def test_the_chunks_of_a_cache_merge_in_one_program_of_elementwise_operations(count: int) -> None:
+    """A reduction over the chunks would be a kernel of its own on a GPU, in every step of decoding.
+
+    34 chunks are merged two at a time, and then 17 at a time.
+    """
+    large = 700.0 if count == 4 else 7.0  # merging many parts one by one is inexact at 700, where float32 is coarse
+    parts = [partial((-INF, 3.0, -2.0, large)[seed % 4], seed) for seed in range(count)]
     chunks = jax.tree.map(lambda *x: jnp.stack(x, 1).reshape(-1, *x[0].shape[1:]), *parts)
-    run = jax.jit(lambda x: merged_over(x, (), chunks=4))
+    run = jax.jit(lambda x: merged_over(x, (), chunks=count))
     assert_same(run(chunks), functools.reduce(merge, parts))
     assert "stablehlo.reduce" not in run.lower(chunks).as_text()
 

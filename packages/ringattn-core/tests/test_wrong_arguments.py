@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from equinox import filter_jit
 from ringattn_core import FwdParams, Partial, RingAttentionConfig, merge, ring_attention, ring_mesh
 from ringattn_core.adapters.equinox import RingMultiheadAttention
 from ringattn_core.adapters.flax import ring_attention_fn
@@ -147,6 +148,30 @@ def test_arrays_on_different_devices_are_refused_by_name():
             call()
     with pytest.raises(RingAttnError, match=f"^b: is on {names[1]}, but a is on {names[0]}"):
         merge(first(PART), second(PART))
+
+
+def test_a_traced_program_may_hold_arrays_of_any_device_as_constants():
+    key, slopes = (jax.device_put(jnp.ones(shape), jax.devices()[n]) for n, shape in ((1, (2, 8, 4, 8)), (0, (4,))))
+    query = jnp.ones((2, 8, 4, 8))
+    jax.eval_shape(lambda query: ring_attention(query, key, key, alibi_slopes=slopes), query)
+    out = jax.jit(lambda query: ring_attention(query, key, key, alibi_slopes=slopes))(query)
+    np.testing.assert_allclose(out, np.ones_like(out), atol=1e-6)
+
+
+def test_without_a_rate_the_switch_of_dropout_may_be_anything():
+    layer = RingMultiheadAttention(4, 16, dropout_p=0, key=jax.random.key(0))
+    x = jnp.ones((8, 16))
+    filter_jit(lambda layer, off: layer(x, x, x, key=jax.random.key(1), inference=off))(layer, jnp.bool_(True))
+    attend, q = ring_attention_fn(causal=None), jnp.ones((2, 8, 4, 8))
+    jax.jit(lambda off: attend(q, q, q, dropout_rate=0, deterministic=off))(True)
+
+
+def test_process_heads_may_return_any_three_arrays():
+    layer = RingMultiheadAttention(4, 16, key=jax.random.key(0))
+    x = jnp.ones((8, 16))
+    wanted = layer(x, x, x)
+    for process in (lambda *heads: (one for one in heads), lambda *heads: jnp.stack(heads)):
+        np.testing.assert_array_equal(layer(x, x, x, process_heads=process), wanted)
 
 
 def test_arrays_that_the_caller_has_put_nowhere_go_to_the_others():

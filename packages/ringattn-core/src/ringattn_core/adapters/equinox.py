@@ -135,7 +135,7 @@ class RingMultiheadAttention(eqx.Module):
             )
         )
         if process_heads is not None:
-            q, k, v = _three_arrays(process_heads(q, k, v) if callable(process_heads) else process_heads)
+            q, k, v = _three_arrays(process_heads(q, k, v) if callable(process_heads) else None)
         if not batched:
             q, k, v = (x[None] for x in (q, k, v))
             inputs |= {name: as_given(name, x)[None] for name, x in inputs.items() if name.endswith("segment_ids")}
@@ -152,11 +152,15 @@ class RingMultiheadAttention(eqx.Module):
 
 def _three_arrays(result: Any) -> tuple[jax.Array, ...]:
     """What `process_heads` returned, as arrays."""
-    if not isinstance(result, (tuple, list)) or len(result) != 3:
+    try:
+        found = tuple(result)
+    except TypeError:
+        found = ()
+    if len(found) != 3:
         raise InputError(
             "process_heads", "does not turn query, key and value heads into three arrays", "Pass a function that does"
         )
-    return tuple(as_array("process_heads", x) for x in result)
+    return tuple(as_array("process_heads", x) for x in found)
 
 
 def _each(projection: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

@@ -70,7 +70,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
         batch = _batch_axes(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
         chosen = with_mesh(settings, query, key, value)
-        chosen["causal"] = checks.flag("causal", settings.get("causal", False)) or is_causal
+        chosen["causal"] = checks.flag("causal", settings.get("causal") or False) or is_causal
         if chosen.get("precision") is None:
             chosen["precision"] = precision
         _refuse_decoding(chosen, q.shape[1], k.shape[1])

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt32
 
 from ..call import checks
@@ -68,7 +69,11 @@ def adapter_names(renamed: Mapping[str, str]) -> Iterator[None]:
 
 def drops(rate: tuple[str, Any], off: tuple[str, Any]) -> bool:
     """Whether dropout applies: the rate is above 0 and the flag `off` is False. Both are pairs of name and value."""
-    return not is_off(rate[1]) and not checks.flag(*off) and checks.probability(*rate) > 0
+    given, switch = rate[1], off[1]
+    # Without a rate, the switch may be anything, also traced.
+    if is_off(given) or (not isinstance(given, jax.core.Tracer) and np.ndim(given) == 0 and given == 0):
+        return False
+    return not (switch is not None and checks.flag(*off)) and checks.probability(*rate) > 0
 
 
 def seed(argument: str, key: Any, rate: float) -> UInt32[Array, ""]:
@@ -90,11 +95,11 @@ def drawn(argument: str, key: Any, draw: Callable[[Any], Any]) -> Any:
 
 
 def dtype_of(argument: str, dtype: Any) -> Any:
-    """`dtype` as a dtype of JAX; raises unless it is one of floating-point numbers."""
+    """Returns `dtype` as it is; raises unless it is one of floating-point numbers."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise InputError(argument, f"got {dtype!r}", "It needs a dtype of floating-point numbers, such as jnp.bfloat16")
-    return found
+    return dtype

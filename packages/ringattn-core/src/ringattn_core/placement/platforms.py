@@ -41,9 +41,11 @@ def device_of(mesh: Any, arrays: Sequence[Any]) -> Any:
 
 def refuse_different_devices(arrays: Mapping[str, Any]) -> None:
     """Raises if the caller put arrays on different devices: one program cannot read both. `arrays` have their names."""
+    if any(isinstance(x, jax.core.Tracer) for x in arrays.values()):
+        return  # to a traced program the other arrays are constants, which have no device
     first = None
     for argument, x in arrays.items():
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+        if not isinstance(x, jax.Array) or not x.committed:
             continue
         found = x.devices()
         if first is None:

@@ -136,8 +136,9 @@ def _with_wide_gradient(
     """
     if axis not in axes.manual():  # a `vmap` plays the ranks: nothing travels, and `back` could not use its axis name
         return move(x.astype(jnp.float32))
+    dtype = x.dtype  # a rule that read it from `x` would keep `x`
     moved = jax.custom_vjp(lambda x: move(x.astype(narrow)).astype(jnp.float32))
-    moved.defvjp(lambda x: (moved(x), None), lambda _, gradient: (back(gradient).astype(x.dtype),))
+    moved.defvjp(lambda x: (moved(x), None), lambda _, gradient: (back(gradient).astype(dtype),))
     return moved(align(x, axes.tracked() & {axis}))  # the gradient varies over `axis`, so `x` must too
 
 
