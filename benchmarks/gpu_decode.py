@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How close decoding of one token comes to the memory bandwidth: the attention of several layers, each with its cache.
 
-Beside it a sum over the same caches, and the least time in which the memory can be read at its maker's rate.
+Beside it a sum over the same caches, and the share of the memory's rate that its maker names.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ringattn_core import decode_attention
 
 LONG = 131072
-"""From this many tokens on, a step is to take most of the memory bandwidth. With fewer, its launches take longer."""
+"""From this many tokens on, decoding is to reach most of the memory bandwidth. With fewer, its launches take longer."""
 
 
 def main() -> None:

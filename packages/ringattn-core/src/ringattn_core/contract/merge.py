@@ -20,7 +20,7 @@ _IN_ONE_SUM: Final = 8
 latency of a second all-reduce."""
 
 LARGEST_GROUP: Final = 16
-"""The most chunks that are merged at a time. A program with 128 of them at a time compiles for 16 seconds."""
+"""The most chunks that are merged at a time. Compile time grows with the square of their number."""
 
 
 def empty(block: Block) -> Partial:
@@ -90,11 +90,11 @@ def _merged(parts: Sequence[Partial]) -> Partial:
     It is written without a reduction, so that XLA makes one kernel of it and of what packs the result for a collective.
     """
     largest = functools.reduce(jnp.maximum, (part.lse for part in parts))
-    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    safe = _finite(largest)
     weights = [jnp.exp(part.lse - safe) for part in parts]
     total = functools.reduce(jnp.add, weights)
     out = functools.reduce(jnp.add, (part.out * _over_out(weight) for part, weight in zip(parts, weights, strict=True)))
-    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
+    return _normalised(out, total, safe)
 
 
 def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[Partial]:
@@ -108,7 +108,7 @@ def _of_all_ranks(partial: Partial, axis: tuple[str, ...], ranks: int) -> list[P
 def _summed_over(partial: Partial, axis: tuple[str, ...], scattered: bool) -> Partial:
     """Merges the partial results of all ranks by sums over ranks; `scattered` as in `merged_over`."""
     largest = jax.lax.pmax(partial.lse, axis)
-    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    safe = _finite(largest)
     weight = jnp.exp(partial.lse - safe)
     # The weights are added up as one more dimension of the values, so that one collective does both sums.
     sums = jnp.concatenate([partial.out, jnp.ones_like(partial.out[..., :1])], -1) * _over_out(weight)
@@ -118,7 +118,17 @@ def _summed_over(partial: Partial, axis: tuple[str, ...], scattered: bool) -> Pa
     else:
         sums = jax.lax.psum(sums, axis)
     total = jnp.swapaxes(sums[..., -1], 1, 2)
-    return Partial(sums[..., :-1] / _over_out(jnp.where(total == 0, 1.0, total)), safe + jnp.log(total))
+    return _normalised(sums[..., :-1], total, safe)
+
+
+def _finite(largest: Float32[Array, "*x"]) -> Float32[Array, "*x"]:
+    """What to subtract from log-sum-exps before they become weights: the largest of them, or 0 where all are -inf."""
+    return jnp.where(jnp.isneginf(largest), 0.0, largest)
+
+
+def _normalised(out: jax.Array, total: jax.Array, subtracted: jax.Array) -> Partial:
+    """The partial result of sums of weighted outputs and of weights, after `subtracted` was taken from each lse."""
+    return Partial(out / _over_out(jnp.where(total == 0, 1.0, total)), subtracted + jnp.log(total))
 
 
 def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial:
@@ -126,7 +136,7 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
     if sinks is None:
         return partial
     largest = jnp.max(sinks, axis=-1)
-    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    safe = _finite(largest)
     total = safe + jnp.log(jnp.sum(jnp.exp(sinks - safe[:, None]), axis=-1))
     lse = jnp.broadcast_to(total[None, :, None], partial.lse.shape)
     return merge(partial, Partial(jnp.zeros_like(partial.out), lse))
@@ -152,7 +162,7 @@ def combined(
 ) -> tuple[Float32[Array, "*x"], Float32[Array, "*x"], Float32[Array, "*x"]]:
     """`ln(e^a + e^b)`, and the shares of `a` and `b` in it. `-inf` is the identity, with share 0; NaN gives NaN."""
     largest = jnp.maximum(a, b)
-    safe = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    safe = _finite(largest)
     weight_a, weight_b = jnp.exp(a - safe), jnp.exp(b - safe)
     total = weight_a + weight_b
     # Not exp(a - lse): at 1e4 the lse is rounded to 1e-3, and the shares would no longer add up to 1.

@@ -43,13 +43,7 @@ def by_heads(call: Call) -> Call:
     heads = (*(call.head_axis_name or ()), inner)
     if call.bias is not None and moved["bias"].dtype != call.bias.dtype:
         moved["bias_dtype"] = call.bias.dtype.name
-    moved |= {
-        "key": key,
-        "value": value,
-        "axis_name": outer or None,
-        "head_axis_name": heads,
-        "strategy": "ring",
-    }
+    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": heads, "strategy": "ring"}
     return dataclasses.replace(call, **moved)
 
 

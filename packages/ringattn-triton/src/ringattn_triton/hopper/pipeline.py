@@ -106,7 +106,7 @@ def produce(
         if masked + whole > 0:
             first = row * PLAN.q_tile
             if announced > 1 and released == 0:
-                _release(shared, announced - 2, out_tiles, PLAN)
+                _release(shared, announced % 2, out_tiles, PLAN)
             released = 0
             _announce(shared, announced, first, batch, head, masked, whole)
             place = announced % PLAN.q_places
@@ -145,18 +145,18 @@ def produce(
             # Consumers finish the previous turn in the first step of this one, whose tiles have been fetched. So this
             # wait ends, and after the third tile it is short. Before the first tile it would never end.
             if PLAN.stored and step == visited.full_from + 2 and announced > 1:
-                _release(shared, announced - 2, out_tiles, PLAN)
+                _release(shared, announced % 2, out_tiles, PLAN)
                 released = 1
         row, batch, head, visited = next_row, next_batch, next_head, following
         ahead = masked_tile(visited, 0, T)
     if fetched > 0:
         _fetch_values(shared, v_tiles, late_row, late_head, fetched - 1, F, PLAN)
     if announced > 1 and released == 0:
-        _release(shared, announced - 2, out_tiles, PLAN)
+        _release(shared, announced % 2, out_tiles, PLAN)
     _announce(shared, announced, -1, 0, 0, 0, 0)
     if PLAN.stored:
         if announced > 0:
-            _release(shared, announced - 1, out_tiles, PLAN)
+            _release(shared, (announced + 1) % 2, out_tiles, PLAN)
         tma.store_wait(0)
 
 
@@ -210,15 +210,15 @@ def _visited(turn, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _release(shared, number, out_tiles, PLAN: gl.constexpr):
-    """Waits until all consumers have finished turn `number`, and if results are `stored`, begins to store those.
+def _release(shared, place, out_tiles, PLAN: gl.constexpr):
+    """Waits until all consumers have finished the turn in `place`. If results are `stored`, begins to store its own.
 
-    The consumers are then done with the queries of the turn too, if queries have two places. The results lie where the
-    queries were.
+    Turn `n` has place `n % 2`. The consumers are then done with its queries too, if queries have two places. The
+    results lie where the queries were.
     """
-    wait_until_left(turn_empty(PLAN) + number % 2, PLAN)
+    wait_until_left(turn_empty(PLAN) + place, PLAN)
     if PLAN.stored:
-        _write_results(shared, number % 2, out_tiles, PLAN)
+        _write_results(shared, place, out_tiles, PLAN)
 
 
 @gluon.jit
