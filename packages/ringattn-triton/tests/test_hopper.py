@@ -375,24 +375,6 @@ def test_it_takes_what_has_enough_to_do_in_each_tile(
     assert taken == heads
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
-@pytest.mark.parametrize(("q_length", "kv_length", "causal"), [(500, 150, True), (500, 640, False), (640, 640, True)])
-def test_final_results_are_right_past_the_end_of_a_batch_row_and_over_several_turns(
-    q_length: int, kv_length: int, causal: bool, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They leave through shared memory; the last tile of a row must not reach into the next row.
-
-    With 640 keys some turns have three and more tiles without a mask: those store the results of the turn before.
-    """
-    monkeypatch.setattr(schedules, "PROGRAMS", 1)
-    block = make_block(2, q_length, kv_length, heads=1, kv_heads=1, dim=dim, dtype=HALF, causal=causal)
-    got = computed(dataclasses.replace(block, final=True))
-    want = ringattn_xla.block.KERNEL.forward(block, None)
-    assert got.out.dtype == HALF
-    near("out", got.out, want.out, TOLERANCE["bfloat16"])
-    near("lse", got.lse, want.lse, TOLERANCE["float32"])
-
-
 @pytest.mark.parametrize("growth", [5.0, 12.0])
 @pytest.mark.parametrize("added", [{}, {"bias": half_bias(1, 1, 128, 512)}], ids=["plain", "bias"])
 def test_maxima_may_grow_by_little_or_much_from_tile_to_tile(growth: float, added: dict[str, Any]) -> None:
