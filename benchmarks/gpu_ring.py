@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of one GPU's rate each GPU of a ring keeps, beside the other strategies and an all-gather by hand.
 
-Causal, in zigzag order. "gather" is an all-gather written in JAX around a call on one device; "all_gather" and
-"ulysses" are strategies of `ring_attention`, and "auto" is the one that the cost model chooses: it may differ with
+Causal, in the order of `--layout`. "gather" is an all-gather written in JAX around a call on one device; "all_gather"
+and "ulysses" are strategies of `ring_attention`, and "auto" is the one that the cost model chooses: it may differ with
 gradients. "alone" is one GPU with the tokens of one rank. In "apart" all GPUs do that at the same time and exchange
 nothing: GPUs of one kind differ by some percent, and a ring is as fast as its slowest.
 """
@@ -26,7 +26,7 @@ WORK = {"forward": 1.0, "forward+backward": 3.5}
 STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
 
 
-def gathered(mesh: Mesh, backend: str) -> Attention:
+def gathered(mesh: Mesh, backend: str, layout: str) -> Attention:
     """All-gathers keys and values, then runs one kernel."""
     ranks, spec = mesh.size, PartitionSpec(None, "sp")
 
@@ -37,7 +37,7 @@ def gathered(mesh: Mesh, backend: str) -> Attention:
         )
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        where = to_layout(jnp.arange(query.shape[1], dtype=jnp.int32)[None], "zigzag", ranks)
+        where = to_layout(jnp.arange(query.shape[1], dtype=jnp.int32)[None], layout, ranks)
         return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)(query, key, value, where)
 
     return attend
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 65536, 131072], help="of the whole ring")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--layout", default="zigzag", choices=("zigzag", "striped"))
     parser.add_argument("--rounds", type=int, default=5)
     beside = (*STRATEGIES[1:], "gather")
     parser.add_argument("--beside", nargs="*", default=beside, choices=beside, help="what the ring is measured beside")
@@ -81,9 +82,9 @@ def main() -> None:
             shape = (ranks if name == "apart" else 1, length, arguments.heads, arguments.head_size)
             numbers = (jax.random.normal(seed, shape).astype(jnp.bfloat16) for seed in seeds)
             arrays[name] = tuple(jax.device_put(x, places[name]) for x in numbers)
-        over_mesh: dict[str, Any] = dict(layout="zigzag", mesh=mesh, axis_name="sp")
+        over_mesh: dict[str, Any] = dict(layout=arguments.layout, mesh=mesh, axis_name="sp")
         attentions = {
-            name: gathered(mesh, arguments.backend)
+            name: gathered(mesh, arguments.backend, arguments.layout)
             if name == "gather"
             else ours(backend=arguments.backend, causal=True, strategy=name, **over_mesh)
             for name in names
