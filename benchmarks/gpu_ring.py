@@ -3,13 +3,15 @@
 
 Causal, in the order of `--layout`. "gather" is an all-gather written in JAX around a call on one device; "all_gather"
 and "ulysses" are strategies of `ring_attention`, and "auto" is the one that the cost model chooses: it may differ with
-gradients. "alone" is one GPU with the tokens of one rank. In "apart" all GPUs do that at the same time and exchange
-nothing: GPUs of one kind differ by some percent, and a ring is as fast as its slowest.
+gradients. "two_levels", for four GPUs and more, is a ring of pairs of GPUs. "alone" is one GPU with the tokens of one
+rank. In "apart" all GPUs do that at the same time and exchange nothing: GPUs of one kind differ by some percent, and a
+ring is as fast as its slowest.
 """
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,10 +22,30 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import Attention, ours, with_gradients
 from ringattn_core import ring_attention, to_layout
 
+Programs = Mapping[str, tuple[Callable[[], Any], str]]
+Rates = Mapping[str, float]
 WORK = {"forward": 1.0, "forward+backward": 3.5}
-
-
 STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
+TWO_LEVELS = "two_levels"
+BESIDE = (*STRATEGIES[1:], "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A function, and where its inputs of `batch` rows and so many `tokens` lie."""
+
+    attend: Attention
+    place: Any
+    tokens: int
+    batch: int = 1
+
+    def arrays(self, asked: argparse.Namespace) -> tuple[jax.Array, ...]:
+        """Query, key, value, and the cotangent of the output."""
+        heads, kv_heads = asked.heads, asked.kv_heads or asked.heads
+        seeds = jax.random.split(jax.random.key(0), 4)
+        shapes = [(self.batch, self.tokens, count, asked.head_size) for count in (heads, kv_heads, kv_heads, heads)]
+        numbers = [jax.random.normal(*each).astype(jnp.bfloat16) for each in zip(seeds, shapes, strict=True)]
+        return tuple(jax.device_put(x, self.place) for x in numbers)
 
 
 def gathered(mesh: Mesh, backend: str, layout: str) -> Attention:
@@ -51,70 +73,84 @@ def compiled(attend: Attention, arrays: tuple[jax.Array, ...], part: str) -> tup
     return lambda: program(*inputs), lowered.as_text()
 
 
+def candidates(asked: argparse.Namespace, tokens: int) -> dict[str, Candidate]:
+    """The ring, what it is measured beside, one GPU alone, and all GPUs apart; `tokens` are those of the whole ring."""
+    devices = np.array(jax.devices())
+    flat, apart = Mesh(devices, ("sp",)), Mesh(devices, ("dp",))
+
+    def sharded(mesh: Mesh, **options: Any) -> Candidate:
+        axes = mesh.axis_names
+        attend = ours(backend=asked.backend, causal=True, layout=asked.layout, mesh=mesh, axis_name=axes, **options)
+        return Candidate(attend, NamedSharding(mesh, PartitionSpec(None, axes)), tokens)
+
+    found = {name: sharded(flat, strategy=name) for name in STRATEGIES if name == "ring" or name in asked.beside}
+    if "gather" in asked.beside:
+        found["gather"] = dataclasses.replace(found["ring"], attend=gathered(flat, asked.backend, asked.layout))
+    if TWO_LEVELS in asked.beside:
+        found[TWO_LEVELS] = sharded(Mesh(devices.reshape(-1, 2), ("outer", "inner")))
+    share = tokens // len(devices)
+    found["alone"] = Candidate(ours(backend=asked.backend, causal=True), devices[0], share)
+    each_its_own = ours(backend=asked.backend, causal=True, mesh=apart)
+    found["apart"] = Candidate(each_its_own, NamedSharding(apart, PartitionSpec("dp")), share, len(devices))
+    return found
+
+
+def compared(what: str, rates: Rates, least: float) -> list[Claim]:
+    """What the ring promises beside one GPU alone, all GPUs apart, and a gather by hand."""
+    targets = {"alone": least, "apart": least, "gather": 1.0}
+    return [
+        Claim(f"{what}: ring over {name}", rates["ring"] / rates[name], ">=", target, "x")
+        for name, target in targets.items()
+        if name in rates
+    ]
+
+
+def choice(what: str, rates: Rates, programs: Programs) -> dict[str, float]:
+    """The rate of "auto" over that of the best strategy, and the same of each strategy whose very program it runs."""
+    if "auto" not in rates:
+        return {}
+    others = {name: rates[name] for name in STRATEGIES if name != "auto" and name in rates}
+    best = max(others.values())
+    same = [name for name in others if programs[name][1] == programs["auto"][1]]
+    found = {f"{what}: auto over the best": rates["auto"] / best}
+    return found | {f"{what}: {name}, which auto runs, over the best": others[name] / best for name in same}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 65536, 131072], help="of the whole ring")
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, help="as many as --heads unless given")
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--layout", default="zigzag", choices=("zigzag", "striped"))
     parser.add_argument("--rounds", type=int, default=5)
-    beside = (*STRATEGIES[1:], "gather")
-    parser.add_argument("--beside", nargs="*", default=beside, choices=beside, help="what the ring is measured beside")
-    arguments = parser.parse_args()
-    names = ("ring", *arguments.beside)
+    others = (*BESIDE, TWO_LEVELS)
+    parser.add_argument("--beside", nargs="*", default=BESIDE, choices=others, help="what the ring is measured beside")
+    asked = parser.parse_args()
     ranks = len(jax.devices())
     if jax.default_backend() != "gpu" or ranks < 2:
         raise SystemExit("this benchmark needs several GPUs in one process")
-    mesh = Mesh(np.array(jax.devices()), ("sp",))
-    every = Mesh(np.array(jax.devices()), ("dp",))
+    if TWO_LEVELS in asked.beside and ranks % 2:
+        raise SystemExit(f"{TWO_LEVELS} needs an even number of GPUs")
     claims, raw = [], {}
-    for tokens in arguments.tokens:
-        sizes = {**dict.fromkeys(names, tokens), "alone": tokens // ranks, "apart": tokens // ranks}
-        seeds = jax.random.split(jax.random.key(0), 4)
-        places = {
-            **dict.fromkeys(names, NamedSharding(mesh, PartitionSpec(None, "sp"))),
-            "alone": jax.devices()[0],
-            "apart": NamedSharding(every, PartitionSpec("dp")),
-        }
-        arrays = {}
-        for name, length in sizes.items():
-            shape = (ranks if name == "apart" else 1, length, arguments.heads, arguments.head_size)
-            numbers = (jax.random.normal(seed, shape).astype(jnp.bfloat16) for seed in seeds)
-            arrays[name] = tuple(jax.device_put(x, places[name]) for x in numbers)
-        over_mesh: dict[str, Any] = dict(layout=arguments.layout, mesh=mesh, axis_name="sp")
-        attentions = {
-            name: gathered(mesh, arguments.backend, arguments.layout)
-            if name == "gather"
-            else ours(backend=arguments.backend, causal=True, strategy=name, **over_mesh)
-            for name in names
-        }
-        attentions["alone"] = ours(backend=arguments.backend, causal=True)
-        attentions["apart"] = ours(backend=arguments.backend, causal=True, mesh=every)
+    for tokens in asked.tokens:
+        found = candidates(asked, tokens)
+        arrays = {name: one.arrays(asked) for name, one in found.items()}
         for part, work in WORK.items():
-            made = {name: compiled(attend, arrays[name], part) for name, attend in attentions.items()}
-            runs = {name: run for name, (run, _) in made.items()}
-            time = medians(runs, arguments.rounds, least=ON_A_DEVICE)
+            what = f"{tokens} tokens, {part}"
+            programs = {name: compiled(one.attend, arrays[name], part) for name, one in found.items()}
+            time = medians({name: run for name, (run, _) in programs.items()}, asked.rounds, least=ON_A_DEVICE)
             rates = {}
             for name, seconds in time.items():
-                pairs = sizes[name] ** 2 / 2 / (1 if name in ("alone", "apart") else ranks)
-                rates[name] = 4 * arguments.heads * arguments.head_size * pairs * work / 1e12 / seconds
-                raw[f"{tokens} tokens, {part}: {name}, TFLOP/s of a GPU"] = rates[name]
+                pairs = found[name].batch * found[name].tokens ** 2 / 2
+                gpus = 1 if name == "alone" else ranks
+                rates[name] = 4 * asked.heads * asked.head_size * pairs * work / 1e12 / seconds / gpus
             measured = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-            print(f"{tokens} tokens, {part}, TFLOP/s of a GPU: {measured}", file=sys.stderr, flush=True)
-            target = 0.8 if tokens < 65536 else 0.9
-            what = f"{tokens} tokens, {part}: ring over"
-            claims.append(Claim(f"{what} alone", rates["ring"] / rates["alone"], ">=", target, "x"))
-            claims.append(Claim(f"{what} apart", rates["ring"] / rates["apart"], ">=", target, "x"))
-            if "gather" in rates:
-                claims.append(Claim(f"{what} gather", rates["ring"] / rates["gather"], ">=", 1.0, "x"))
-            if "auto" in rates:
-                others = {name: rates[name] for name in STRATEGIES if name != "auto" and name in rates}
-                best = max(others.values())
-                raw[f"{tokens} tokens, {part}: auto over the best"] = rates["auto"] / best
-                for name in others:
-                    if made[name][1] == made["auto"][1]:
-                        raw[f"{tokens} tokens, {part}: {name}, which auto runs, over the best"] = others[name] / best
+            print(f"{what}, TFLOP/s of a GPU: {measured}", file=sys.stderr, flush=True)
+            raw |= {f"{what}: {name}, TFLOP/s of a GPU": rate for name, rate in rates.items()}
+            claims += compared(what, rates, 0.8 if tokens < 65536 else 0.9)
+            raw |= choice(what, rates, programs)
     report("gpu_ring.py", claims, raw)
 
 
