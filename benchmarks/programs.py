@@ -17,11 +17,16 @@ def ours(**options: Any) -> Attention:
 
 
 def with_gradients(attend: Attention) -> Callable[..., tuple[Any, ...]]:
-    """A function of the inputs and the cotangent of the output, which returns the output and each input's gradient."""
+    """A function of the inputs and the cotangent of the output, which returns the output and each input's gradient.
+
+    As in training, the cotangent is there only after the output: otherwise XLA could begin the first send of the
+    backward pass before the forward pass.
+    """
 
     def step(*arrays: Any) -> tuple[Any, ...]:
         out, pullback = jax.vjp(attend, *arrays[:-1])
-        return out, *pullback(arrays[-1])
+        dout, _ = jax.lax.optimization_barrier((arrays[-1], out))
+        return out, *pullback(dout)
 
     return step
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 from ..errors import KernelError
 from .merge import merge, merging
+from .ordering import later_than_its_send
 from .protocol import Block, BlockKernel, Gradients, Partial
 from .rule import Rule
 from .static_masks import Piece, pieces
@@ -93,6 +94,9 @@ class _FlashKernel:
 
     def _of_piece(self, block: Block, piece: Piece) -> Partial:
         q, k, v = _operands(block, piece)
+        packed = not isinstance(block.kv, tuple)  # then they are being sent on; to cut out some of them takes time too
+        if packed and k.shape[1] == block.kv_length:
+            k = later_than_its_send(k)
         out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
         out = out if block.final else out.astype(jnp.float32)
         if piece.sees_nothing is not None:

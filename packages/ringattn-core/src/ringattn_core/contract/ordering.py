@@ -37,6 +37,15 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
     return _by_platform(x, token, lambda x, _: x)
 
 
+def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:
+    """`x`, on NVIDIA GPUs copied, so that a kernel which reads the copy starts after a send of `x`.
+
+    Otherwise both could start as soon as `x` is there. A kernel that takes all multiprocessors first would keep the
+    send waiting until it ends, so that it hides nothing.
+    """
+    return jax.lax.platform_dependent(x, cuda=lambda x: _by_bits(x, x), default=lambda x: x)
+
+
 def _by_platform(x: jax.Array, token: jax.Array, elsewhere: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """Calls `_by_bits` on CPU, `elsewhere` on other platforms. The result varies over the mesh axes of both arrays."""
     return jax.lax.platform_dependent(align(x, axes_of(x, token)), token, cpu=_by_bits, default=elsewhere)

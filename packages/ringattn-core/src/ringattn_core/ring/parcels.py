@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, UInt16
+from jaxtyping import Array, Float, Float32, UInt16, UInt32
 
 from ..contract.packing import Packed
 
-Wire = Float[Array, "..."] | UInt16[Array, "..."]
+Wire = Float[Array, "..."] | UInt16[Array, "..."] | UInt32[Array, "..."]
+Parcel = UInt32[Array, " n"]
 
 
 def joint(kernel: Any) -> bool:
@@ -27,17 +28,25 @@ def from_wire(wire: Wire, dtype: Any) -> Packed:
     return wire if wire.dtype == dtype else jax.lax.bitcast_convert_type(wire, dtype)
 
 
-def join(wire: Wire, gradients: Float32[Array, "..."]) -> Wire:
-    """A parcel: K,V and their float32 gradients as one array; `split` is the inverse.
-
-    If K,V travel as 16-bit integers, each float32 of the gradients travels as two of them, bit for bit.
-    """
-    if wire.dtype == jnp.float32:
-        return jnp.stack([wire, gradients])
-    return jnp.concatenate([wire[..., None], jax.lax.bitcast_convert_type(gradients, jnp.uint16)], -1)
+def join(wire: Wire, gradients: Float32[Array, "..."]) -> Parcel:
+    """A parcel: K,V and, behind them, their float32 gradients. It is one row of 32-bit integers, without gaps."""
+    return jnp.concatenate([_integers(wire), _integers(gradients)])
 
 
-def split(parcel: Wire) -> tuple[Wire, Float32[Array, "..."]]:
-    if parcel.dtype == jnp.float32:
-        return parcel[0], parcel[1]
-    return parcel[..., 0], jax.lax.bitcast_convert_type(parcel[..., 1:], jnp.float32)
+def split(parcel: Parcel, wire: Any, gradients: Any) -> tuple[Wire, Float32[Array, "..."]]:
+    """The inverse of `join`, bit for bit, for arrays of the shapes and dtypes of `wire` and `gradients`."""
+    count = len(parcel) - gradients.size
+    return _like(wire, parcel[:count]), _like(gradients, parcel[count:])
+
+
+def _integers(x: Wire) -> Parcel:
+    """The bits of `x` in a row of 32-bit integers; of two 16-bit numbers in each, the last may be missing."""
+    row = x.reshape(-1)
+    if x.dtype == jnp.uint16:
+        row = jnp.pad(row, (0, len(row) % 2)).reshape(-1, 2)
+    return jax.lax.bitcast_convert_type(row, jnp.uint32)
+
+
+def _like(x: Any, integers: Parcel) -> Any:
+    """The inverse of `_integers` for an array of the shape and dtype of `x`."""
+    return jax.lax.bitcast_convert_type(integers, x.dtype).reshape(-1)[: x.size].reshape(x.shape)
