@@ -13,7 +13,7 @@ from ..contract.call import Call
 from ..errors import TuningError
 from ..placement.axes import size
 from .overlay import OPEN, overlaid, overlays
-from .policy import Policy, current
+from .policy import current
 from .problem import Problem, of_call, tunable
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
     """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
     global _changes
     policy = current()
-    if policy is Policy.OFF:
+    if policy == "off":
         return default(registration, problem)
     missed_before = _key(registration, problem) in _known
     found = _stored(registration, problem)
-    if found is None and policy is Policy.ON and tunable(registration):
+    if found is None and policy == "on" and tunable(registration):
         found = _tuned_now(registration, problem)
         _changes += missed_before  # with the policy "cached", programs were traced with the default
     return default(registration, problem) if found is None else found
