@@ -35,12 +35,6 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segments", dest="documents", action="store_const", const=(), help="segment ids; their lengths do not matter"
     )
-    parser.add_argument(
-        "--backend",
-        type=call_arguments.backends,
-        metavar="NAME[,NAME]",
-        help="by default that of the call",
-    )
     parser.add_argument("--dry-run", action="store_true", help="store nothing")
     parser.set_defaults(run=run)
 
