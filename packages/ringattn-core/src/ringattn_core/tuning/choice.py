@@ -12,7 +12,7 @@ from ..config import RingAttentionConfig
 from ..contract.call import Call
 from ..errors import TuningError
 from ..placement.axes import size
-from .overlay import OPEN, overlaid, overlays
+from .overlay import OPEN, filled, overlays
 from .policy import current
 from .problem import Problem, of_call, tunable
 
@@ -50,14 +50,14 @@ def with_parameters(registration: Registration, call: Call) -> Call:
 
     Forward and backward parameters are chosen separately: a call may set one of them only.
     """
-    forward, backward = overlaid(registration.name, call.fwd_params, call.bwd_params)
+    forward, backward = call.fwd_params, call.bwd_params
+    for cfg in overlays(registration.name):
+        forward, backward = filled(forward, backward, cfg)
     if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
         kernel = registration.implementation()
         if tunable(registration) or hasattr(kernel, "default_config"):
             problem = of_call(registration, call, size("axis_name", call.axis_name or ()))
-            found = configured(registration, problem)
-            forward = found.fwd_params if forward == OPEN.fwd_params else forward
-            backward = found.bwd_params if backward == OPEN.bwd_params else backward
+            forward, backward = filled(forward, backward, configured(registration, problem))
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
