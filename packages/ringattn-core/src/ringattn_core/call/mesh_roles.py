@@ -73,9 +73,10 @@ def mesh_around(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) 
         if not isinstance(mesh, (Mesh, AbstractMesh)):
             raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
         return mesh
-    for x in operands:
-        if isinstance(x, jax.Array) and any(jax.typeof(x).sharding.spec):
-            return jax.typeof(x).sharding.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
+    for x in filter(lambda x: isinstance(x, jax.Array), operands):
+        typed = jax.typeof(x).sharding
+        if any(typed.spec):
+            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
     named = {name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)}
     context = jax.sharding.get_abstract_mesh()
     return context if named & (set(context.axis_names) - axes.manual()) else None
