@@ -26,7 +26,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 3 // 2, "1.5 MiB"), (2**60, "1024.0 PiB")],
 )
 def test_bytes_are_written_with_the_unit_that_leaves_a_small_number(count: int, said: str) -> None:
-    assert output.amount(count) == said
+    assert str(output.Bytes(count)) == said
 
 
 def test_a_table_aligns_its_columns_and_wraps_at_the_width_of_a_page(capsys, monkeypatch) -> None:

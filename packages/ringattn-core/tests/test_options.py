@@ -14,7 +14,7 @@ from ringattn_conformance.cases import NAMED, Case
 from ringattn_conformance.ranks import Placement, place
 from ringattn_core import Block, Feature, Gradients, per_shard, ring_attention
 from ringattn_core.backends.selection import select
-from ringattn_core.call import attention, options
+from ringattn_core.call import dispatch, options
 from ringattn_core.call.validation import validated
 from ringattn_core.contract.call import IN_BLOCK, Call
 from ringattn_core.errors import InputError
@@ -56,7 +56,7 @@ def test_a_call_needs_the_features_that_the_conformance_suite_says(
         needed.append(required)
         return select(backend, required, platform)
 
-    monkeypatch.setattr(attention, "select", spy)
+    monkeypatch.setattr(dispatch, "select", spy)
     placed = place(case, placement, "xla")
     jax.eval_shape(lambda: placed.local(placed.operands, placed.fixed, axis_name=None))
     assert needed == [case.needs | placement.needs]

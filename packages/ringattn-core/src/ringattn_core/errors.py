@@ -116,6 +116,7 @@ class BackendLoadError(RingAttnError, ImportError):
         super().__init__(
             f"backend {name!r}{owner} is broken: {what}: {told.rstrip('.')}. {remedy}, or name another backend."
         )
+        self.__cause__ = reason if isinstance(reason, BaseException) else None
 
 
 class BackendVersionError(RingAttnError):

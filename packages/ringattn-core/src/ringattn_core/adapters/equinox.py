@@ -120,20 +120,9 @@ class RingMultiheadAttention(eqx.Module):
                 f"have shapes {shapes}",
                 "Their axes are (length, size) or (batch, length, size)",
             )
-        projections = (self.query_proj, self.key_proj, self.value_proj)
-        for name, x, projection in zip(("query", "key_", "value"), (query, key_, value), projections, strict=True):
-            if x.shape[-1] != projection.in_features:
-                raise InputError(
-                    name, f"has shape {x.shape}", f"Its last axis must be the {projection.in_features} of the layer"
-                )
-        q, k, v = (
-            _each(projection, x).reshape(*x.shape[:-1], heads, -1)
-            for projection, x, heads in (
-                (self.query_proj, query, self.num_heads),
-                (self.key_proj, key_, self.num_key_heads),
-                (self.value_proj, value, self.num_key_heads),
-            )
-        )
+        q = _heads("query", query, self.query_proj, self.num_heads)
+        k = _heads("key_", key_, self.key_proj, self.num_key_heads)
+        v = _heads("value", value, self.value_proj, self.num_key_heads)
         if process_heads is not None:
             q, k, v = _three_arrays(process_heads(q, k, v) if callable(process_heads) else None)
         if not batched:
@@ -148,6 +137,15 @@ class RingMultiheadAttention(eqx.Module):
             out = ring_attention(q, k, v, attention_mask=allowed, **dict(self.settings), **inputs)
         out = out.reshape(*out.shape[:2], -1)
         return _each(self.output_proj, out if batched else out[0])
+
+
+def _heads(argument: str, x: jax.Array, projection: eqx.nn.Linear, heads: int) -> jax.Array:
+    """The projection of every token, cut into heads."""
+    if x.shape[-1] != projection.in_features:
+        raise InputError(
+            argument, f"has shape {x.shape}", f"Its last axis must be the {projection.in_features} of the layer"
+        )
+    return _each(projection, x).reshape(*x.shape[:-1], heads, -1)
 
 
 def _three_arrays(result: Any) -> tuple[jax.Array, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from ..call import checks
-from ..call.mesh_roles import mesh_around, require_mesh
+from ..call.mesh_roles import mesh_around
 from ..call.options import AttentionSettings as AttentionSettings
 from ..call.options import RingSettings, TokenOptions
 from ..contract.call import is_off
@@ -51,10 +51,7 @@ def checked(given: Mapping[str, Any], kind: type, renamed: Mapping[str, str]) ->
 
 def with_mesh(options: Mapping[str, Any], *operands: Any) -> dict[str, Any]:
     """The options, with the mesh on which `ring_attention` would run the call; it is `None` if the arrays are local."""
-    mesh = options.get("mesh")
-    if mesh is not None:
-        require_mesh(mesh)
-    return {**options, "mesh": mesh_around(options, operands) if mesh is None else mesh}
+    return {**options, "mesh": mesh_around(options.get("mesh"), options, operands)}
 
 
 @contextlib.contextmanager

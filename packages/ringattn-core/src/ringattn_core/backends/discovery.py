@@ -104,9 +104,7 @@ class Registration:
         return self._broken(f"its probe {probe}", wrong)
 
     def _broken(self, what: str, reason: BaseException | str) -> BackendLoadError:
-        error = BackendLoadError(self.name, None if self.in_process else self.distribution, what, reason)
-        error.__cause__ = reason if isinstance(reason, BaseException) else None
-        return error
+        return BackendLoadError(self.name, None if self.in_process else self.distribution, what, reason)
 
 
 def imported(path: str) -> Any:
@@ -224,7 +222,6 @@ def _registration(name: str, entries: list[Any]) -> Registration:
             raise
         except BaseException as cause:  # a module may even call `sys.exit`
             error = BackendLoadError(name, owner, f"cannot load its entry point {entries[0].value}", cause)
-            error.__cause__ = cause
     return Registration(name, None if error else backend, owner, version, error)
 
 

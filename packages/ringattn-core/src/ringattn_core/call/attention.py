@@ -6,14 +6,12 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from ..backends.selection import select
 from ..errors import InputError, MeshError
 from ..masks.info import MaskInfo
 from ..placement import arrays
-from ..placement.platforms import platform_of
-from .dispatch import answer
+from .dispatch import answer, chosen
 from .mesh_roles import mesh_of
-from .options import DEFAULTS, Options, configured, needs, refuse_unknown
+from .options import DEFAULTS, Options, configured, refuse_unknown
 from .sharding import sharded
 from .validation import validated
 
@@ -118,7 +116,7 @@ def ring_attention(
         return sharded(call, backend, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
         raise MeshError("in_specs and out_specs say how a mesh splits global arrays. Pass mesh= too")
-    return answer(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
+    return answer(chosen(backend, call), call)
 
 
 _NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]

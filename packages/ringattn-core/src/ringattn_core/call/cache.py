@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls whose keys and values are a cache that is sharded over a ring, for decoding and for prefill."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,16 @@ from .validation import checked_operands
 Lengths = Int[jax.Array, " B"]
 
 
-class CacheCall(NamedTuple):
-    """A `call` in canonical form, without positions. `first` is the position of each row's first query.
-
-    `first` may be negative. `mesh` is `None` where the arrays are local. `backend` is the backend asked for.
-    """
-
-    call: Call
-    first: Lengths
-    mesh: Any
-    backend: Any
-
-
-def checked(function: Any, operands: dict[str, Any], lengths: Any, options: dict[str, Any], sharded: bool) -> CacheCall:
-    """Checks the arguments of `function`. `operands` maps their names in errors to the query and the two caches.
+def checked(
+    function: Any, query: Any, key_cache: Any, value_cache: Any, lengths: Any, options: dict[str, Any], sharded: bool
+) -> tuple[Call, Lengths, Any, Any]:
+    """Checks the arguments of `function`, and makes the call in canonical form, without positions.
 
     Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
-    all of them.
+    all of them. Returns the call; the position of each row's first query, which may be negative; the mesh, which is
+    `None` where the arrays are local; and the backend asked for.
     """
+    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     mesh = options.pop("mesh")
     config, backend = configured(options)
     _refuse_unknown(function, options)
@@ -64,7 +56,7 @@ def checked(function: Any, operands: dict[str, Any], lengths: Any, options: dict
         others = {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
         refuse_different_devices(arrays | {"lengths": known} | others)
         _check_shard(call, arrays, known, room // k.shape[1], sharded)
-    return CacheCall(call, jnp.broadcast_to(known, q.shape[:1]) - tokens, mesh, backend)
+    return call, jnp.broadcast_to(known, q.shape[:1]) - tokens, mesh, backend
 
 
 def attend(registration: Registration, call: Call) -> Any:

@@ -8,17 +8,16 @@ import jax.numpy as jnp
 from typing_extensions import Unpack
 
 from ..backends.discovery import Registration
-from ..backends.selection import select
 from ..contract.call import Call
 from ..errors import MeshError
 from ..placement import arrays
 from ..placement.arrays import Roles
 from ..placement.mesh import of_context
-from ..placement.platforms import platform_of
 from ..ring.cache import not_differentiable
 from .cache import Lengths, attend, checked
+from .dispatch import chosen
 from .mesh_roles import named_roles, ranks_of, refuse_indivisible_axes
-from .options import ARRAYS, CacheOptions, needs
+from .options import ARRAYS, CacheOptions
 from .sharding import over_shards
 
 
@@ -60,12 +59,11 @@ def decode_attention(
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
     """
-    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     given: dict[str, Any] = options | {"softmax_aux": softmax_aux, "mesh": mesh, "backend": backend, "cfg": cfg}
-    call, first, mesh, backend = checked(decode_attention, operands, lengths, given, sharded=False)
+    call, first, mesh, backend = checked(decode_attention, query, key_cache, value_cache, lengths, given, sharded=False)
     positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
     call = not_differentiable(dataclasses.replace(call, q_positions=positions))
-    registration = select(backend, needs(call), platform_of(mesh, (call.query, call.key, call.value)))
+    registration = chosen(backend, call, mesh)
     return attend(registration, call) if mesh is None else _sharded(registration, call, of_context(mesh, call.query))
 
 

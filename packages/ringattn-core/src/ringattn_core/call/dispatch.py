@@ -42,6 +42,11 @@ def reverse_mode_only(ours: Callable[[], Exception] = _no_forward_rule) -> Itera
         raise ours() from error
 
 
+def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
+    """The backend that runs the call: the one asked for, or the best one on the devices of the mesh or the arrays."""
+    return select(backend, needs(call), platform_of(mesh, (call.query, call.key, call.value)))
+
+
 @reverse_mode_only()
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Its gradient raises if the backend has none."""
@@ -90,7 +95,7 @@ def per_shard(name: str) -> Callable[..., Any]:
 
     def ring_attention(*args: Any, **kwargs: Any) -> Any:
         call = validated(*args, **kwargs)
-        return answer(select(name, needs(call), platform_of(None, (call.query,))), call)
+        return answer(chosen(name, call), call)
 
     ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
     ring_attention.__signature__ = SIGNATURE  # pyright: ignore[reportFunctionMemberAccess]

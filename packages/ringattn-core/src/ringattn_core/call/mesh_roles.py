@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.core
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +20,6 @@ from ..errors import MeshError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.layout import refuse_indivisible
-from ..placement.mesh import surrounding
 from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
@@ -52,10 +52,7 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     The mesh of `jax.set_mesh` counts only if it has an axis that the options name. If they give no axis name at all,
     not even `()`, this warns. The result is `None` if arrays are local.
     """
-    if mesh is not None:
-        require_mesh(mesh)
-        return mesh
-    found = mesh_around(options, operands)
+    found = mesh_around(mesh, options, operands)
     if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
         unused = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
         if unused:
@@ -67,16 +64,22 @@ def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> A
     return found
 
 
-def mesh_around(options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
-    """The mesh of a call without `mesh=`, as `mesh_of` finds it, but without a warning."""
-    named = [name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)]
-    return surrounding(named, [x for x in operands if isinstance(x, jax.Array)])
+def mesh_around(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
+    """The mesh of a call, as `mesh_of` finds it, but without a warning.
 
-
-def require_mesh(mesh: Any) -> None:
-    """Raises unless `mesh` is a mesh."""
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
+    Axes that a surrounding `shard_map` made manual do not count: over them, arrays are local.
+    """
+    if mesh is not None:
+        if not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise MeshError(f"mesh is {type(mesh).__name__}. Pass a jax.sharding.Mesh, such as jax.make_mesh makes")
+        return mesh
+    for x in filter(lambda x: isinstance(x, jax.Array), operands):
+        typed = jax.typeof(x).sharding
+        if any(typed.spec):
+            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
+    named = {name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)}
+    context = jax.sharding.get_abstract_mesh()
+    return context if named & (set(context.axis_names) - axes.manual()) else None
 
 
 def check_mesh(call: Call, mesh: Any) -> None:

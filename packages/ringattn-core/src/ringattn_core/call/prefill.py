@@ -6,15 +6,13 @@ from typing import Any, Final, Literal
 
 from typing_extensions import Unpack
 
-from ..backends.selection import select
 from ..contract.call import Call
 from ..errors import InputError
 from ..placement import arrays
-from ..placement.platforms import platform_of
 from ..ring.cache import not_differentiable
 from .cache import Lengths, attend, checked
-from .dispatch import answer
-from .options import CacheOptions, needs
+from .dispatch import answer, chosen
+from .options import CacheOptions
 from .sharding import sharded
 
 SENT: Final = ("auto", "keys", "queries")
@@ -64,9 +62,8 @@ def prefill_attention(
     """
     if send not in SENT:
         raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
-    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     given: dict[str, Any] = options | {"softmax_aux": softmax_aux, "mesh": mesh, "backend": backend, "cfg": cfg}
-    call, first, mesh, backend = checked(prefill_attention, operands, lengths, given, sharded=True)
+    call, first, mesh, backend = checked(prefill_attention, query, key_cache, value_cache, lengths, given, sharded=True)
     call = dataclasses.replace(call, query_offset=first)
     of_keys, of_queries = bytes_to_send(call)
     sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
@@ -75,7 +72,7 @@ def prefill_attention(
         work, call = attend, not_differentiable(call)
     if mesh is not None:
         return sharded(call, backend, mesh, None, None, work)
-    return work(select(backend, needs(call), platform_of(None, (call.query, call.key, call.value))), call)
+    return work(chosen(backend, call), call)
 
 
 def bytes_to_send(call: Call) -> tuple[int, int]:

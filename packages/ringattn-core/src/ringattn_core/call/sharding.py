@@ -14,18 +14,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..backends.discovery import Registration
-from ..backends.selection import select
 from ..contract.call import Call
 from ..errors import RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
-from ..placement.platforms import platform_of
 from ..tuning import choice
 from .checks import halves_go_both_ways
-from .dispatch import answer, reverse_mode_only
+from .dispatch import answer, chosen, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
-from .options import ARRAYS, needs
+from .options import ARRAYS
 from .shard_map import refuse_unnamed_axes
 from .tracked import within_tracked
 
@@ -45,7 +43,7 @@ def sharded(call: Call, backend: Any, mesh: Any, in_specs: Any, out_specs: Any, 
     mesh = of_context(mesh, call.query)
     call, roles = prepared(call, mesh, in_specs, out_specs)
     try:
-        registration = select(backend, needs(call), platform_of(mesh, ()))
+        registration = chosen(backend, call, mesh)
     except RingAttnError as error:
         if given.q_segment_ids is None and call.q_segment_ids is not None and "SEGMENT_IDS" in str(error):
             lengths = " and ".join(str(x) for x in dict.fromkeys((length, given.key.shape[1])))

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from ..contract.varying import align, axes_of
-from ..placement import arrays, axes
+from ..placement import axes
 from ..ring.remat import LSE_NAME
 from .options import ARRAYS
 
@@ -32,7 +33,7 @@ def within_tracked(
     """
     over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
     shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(mesh.axis_names) - axes.manual())
-    floating = {name: spec for name, spec in in_specs.items() if arrays.differentiable(ARRAYS[name])}
+    floating = {name: spec for name, spec in in_specs.items() if ARRAYS[name].dtype is Float}
 
     def forward(placed: Arrays) -> Any:
         structure = []

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,30 +25,19 @@ SKIPPED, MASKED, WHOLE = 0, 1, 2
 """The states of a tile: not computed, computed with a mask, or computed without a mask."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """A hop: every rank computes with keys that have travelled `offset` in the direction of `sign`.
 
-    If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads. Inner
-    rings have `inner` ranks, all of them if the ring is flat.
+    If keys travel in two `ways` round the ring, two hops have the same `number`, each with half of the heads.
+    `keys_of` is the rank whose keys rank `r` computes with, such as `r - 2`. In a ring of two levels, the group of that
+    rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
     """
 
     number: int
     offset: int
     sign: int
     ways: int
-    inner: int
-    ranks: int
-
-    @property
-    def keys_of(self) -> str:
-        """The rank whose keys rank `r` computes with, such as `r - 2`.
-
-        In a ring of two levels, the group of that rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
-        """
-        groups, ranks = divmod(self.offset, self.inner)
-        name = rank(-self.sign * ranks)
-        return f"{rank(-self.sign * groups, 'g')}, {name}" if self.inner < self.ranks else name
+    keys_of: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +127,9 @@ def analyse(
     own_ring = chosen is not None and chosen.descriptor().kernel is None
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     plan, sizes = local.ring.plan, tile_size(local, tile)
+    work = Work.of_call(local.call, plan, np.zeros((plan.ranks, plan.ranks)))
     hops = [
-        Hop(number, offset, sign, len(signs), plan.inner, plan.ranks)
+        Hop(number, offset, sign, len(signs), _origin(plan, offset, sign))
         for number, offset in enumerate(plan.offsets)
         for signs in [plan.signs if offset else (1,)]
         for sign in signs
@@ -159,13 +149,19 @@ def analyse(
         tile=sizes,
         hops=tuple(hops),
         skipped=tuple(offset for offset in range(plan.ranks) if offset not in plan.offsets),
-        sent=_sent(plan, local),
+        sent=_sent(work),
         gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (plan.ranks - 1),
-        memory=held(local, Work.of_call(local.call, plan, np.zeros((plan.ranks, plan.ranks)))),
+        memory=held(local, work),
         compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
         shard=local,
         states=tile_states(call, local, sizes)[ranks[:, None], :, sources],
     )
+
+
+def _origin(plan: Plan, offset: int, sign: int) -> str:
+    """`Hop.keys_of` of a hop."""
+    groups, ranks = divmod(offset, plan.inner)
+    return f"{rank(-sign * groups, 'g')}, {rank(-sign * ranks)}" if plan.outer > 1 else rank(-sign * ranks)
 
 
 def _choice(
@@ -192,15 +188,15 @@ def _answer(chosen: Registration | None, registration: Registration, reason: str
     }
 
 
-def _sent(plan: Plan, shard: Shard) -> Rows:
+def _sent(work: Work) -> Rows:
     """The messages of each rank. Equal messages of a pass are one row."""
 
     def row(phase: str, send: Send, times: int) -> dict[str, Any]:
-        count = send.bytes(shard.elements, shard.call.key.dtype.itemsize)
+        count = send.bytes(work.keys, work.itemsize)
         to = rank(send.shift, "g" if send.outer else "r")
         return {"pass": phase, "times": times, "what": contents(send), "to": to, "bytes": Bytes(count)}
 
-    passes = {"forward": plan.forward, "backward": plan.backward}
+    passes = {"forward": work.plan.forward, "backward": work.plan.backward}
     return [row(phase, *found) for phase, sends in passes.items() for found in Counter(sends).items()]
 
 

@@ -34,7 +34,7 @@ _DECIDED: Final = ("B", "T", "S", "N", "K", "H")
 
 
 def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
-    """Adds the arguments that `AbstractCall.of` reads. `ring` is the default of `--ring`, which else is required."""
+    """Adds what `AbstractCall.of` reads, and `--backend`. `ring` is the default of `--ring`, which else is required."""
     given = parser.add_argument_group("arrays", "lengths are of the whole sequence; batch and heads of one device")
     given.add_argument(
         "--query", type=numbers("B,T,N,H", 4), required=True, metavar="B,T,N,H", help="batch, tokens, heads, head size"
@@ -64,6 +64,8 @@ def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
     options = parser.add_argument_group("options of ring_attention")
     for name, how in option_arguments():
         options.add_argument(f"--{name.replace('_', '-')}", *([SHORT[name]] if name in SHORT else []), dest=name, **how)
+    named = "the backend, or several to try in order; by default that of the call"
+    parser.add_argument("--backend", type=_backends, metavar="NAME[,NAME]", help=named)
 
 
 def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,7 +122,7 @@ def numbers(wanted: str, least: int, most: int | None = -1) -> Callable[[str], t
     return parse
 
 
-def backends(text: str) -> str | tuple[str, ...]:
+def _backends(text: str) -> str | tuple[str, ...]:
     """The name of a backend, or several separated by commas."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):

@@ -30,11 +30,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = textwrap.fill(_DESCRIPTION, 79), _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     call_arguments.add(parser)
-    chosen = parser.add_argument_group("backend")
-    chosen.add_argument(
-        "--backend", type=call_arguments.backends, metavar="NAME[,NAME]", help="a backend, or several to try in order"
-    )
-    chosen.add_argument(
+    parser.add_argument(
         "--platform", choices=("cpu", "cuda", "rocm", "tpu"), help="by default that of the devices here"
     )
     plans.add(parser)

@@ -30,10 +30,11 @@ class Seconds(float):
 
 
 class Bytes(int):
-    """A number of bytes; printed with a unit, and in JSON a number."""
+    """A number of bytes; printed in the largest unit in which it is at least 1, and in JSON a number."""
 
     def __str__(self) -> str:
-        return amount(int(self))
+        power = min(max(self.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
+        return f"{int(self)} B" if power == 0 else f"{self / 1024**power:.1f} {_UNITS[power]}"
 
 
 def show(*parts: Any) -> None:
@@ -91,9 +92,3 @@ def _plain(part: Any) -> str:
         return str(part)
     head, rows = _cells(part)
     return "\n".join("\t".join(row) for row in ([head] if head else []) + rows)
-
-
-def amount(count: int) -> str:
-    """A number of bytes as text, in the largest unit in which it is at least 1."""
-    power = min(max(count.bit_length() - 1, 0) // 10, len(_UNITS) - 1)
-    return f"{count} B" if power == 0 else f"{count / 1024**power:.1f} {_UNITS[power]}"

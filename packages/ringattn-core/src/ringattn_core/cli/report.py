@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from .analysis import CallAnalysis
-from .output import Rows, Title, amount, show
+from .output import Bytes, Rows, Title, show
 
 HIDDEN: Final = ("call", "hops", "states", "work", "shard")
 """The fields of an analysis that JSON leaves out, or has under other names."""
@@ -134,11 +134,11 @@ def totals(found: CallAnalysis) -> str:
     if not found.sent:
         return "Nothing is sent."
     forward, backward = (
-        amount(sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == phase))
+        Bytes(sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == phase))
         for phase in ("forward", "backward")
     )
     sent = f"Each rank sends {forward} in the forward pass and {backward} in the backward pass."
-    ids = f"Before the first hop each rank gathers {amount(found.gathered)} of ids and positions."
+    ids = f"Before the first hop each rank gathers {Bytes(found.gathered)} of ids and positions."
     return f"{sent} {ids}" if found.gathered else sent
 
 
@@ -147,6 +147,6 @@ def _of_memory(found: CallAnalysis) -> str:
     if found.compiled is None:
         return f"{counted} --compile asks XLA for its own figure."
     named = {"forward": found.compiled["forward"], "forward and backward": found.compiled["both"]}
-    said = [f"{amount(count)} {name}" for name, count in named.items() if count is not None]
+    said = [f"{Bytes(count)} {name}" for name, count in named.items() if count is not None]
     planned = f"Temporary memory as XLA plans it on {found.compiled['devices']}"
     return f"{counted} {planned}: {', '.join(said) or 'no figure'}."

@@ -43,11 +43,6 @@ class Shard:
         """The numbers of queries and keys of one rank, padding included."""
         return self.call.query.shape[1], self.call.key.shape[1]
 
-    @property
-    def elements(self) -> int:
-        """The number of elements of this rank's packed K,V."""
-        return self.call.key.size + self.call.value.size
-
 
 def trace(call: AbstractCall, work: Callable[[Call], Any]) -> Any:
     """The shapes of `work(local call)`, stacked over the ranks. Traces `work`, and computes nothing."""

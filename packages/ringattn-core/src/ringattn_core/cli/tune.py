@@ -9,13 +9,11 @@ from collections.abc import Sequence
 import jax
 
 from ..backends.discovery import Registration
-from ..backends.selection import select
-from ..call.options import needs
+from ..call.dispatch import chosen
 from ..config import BwdParams, FwdParams
 from ..contract.call import Call
 from ..errors import InputError
 from ..placement.axes import size
-from ..placement.platforms import platform_of
 from ..strategies.choose import settled
 from ..strategies.run import tuned_as
 from ..strategies.work import data_bytes
@@ -24,7 +22,7 @@ from ..tuning.problem import Problem, of_call
 from ..tuning.tuner import Timed, shown
 from . import call_arguments
 from .abstract_call import AbstractCall
-from .output import Rows, Title, amount, show
+from .output import Bytes, Rows, Title, show
 from .shards import trace
 
 
@@ -37,12 +35,6 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--segments", dest="documents", action="store_const", const=(), help="segment ids; their lengths do not matter"
     )
-    parser.add_argument(
-        "--backend",
-        type=call_arguments.backends,
-        metavar="NAME[,NAME]",
-        help="by default that of the call",
-    )
     parser.add_argument("--dry-run", action="store_true", help="store nothing")
     parser.set_defaults(run=run)
 
@@ -53,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked: dict[str, tuple[Registration, Problem]] = {}
 
     def on_one_rank(local: Call) -> None:
-        registration = select(arguments.backend, needs(local), platform_of(None, ()))
+        registration = chosen(arguments.backend, local)
         for strategy in settled(registration, local):  # "auto" may take another one for gradients
             run_as = tuned_as(dataclasses.replace(local, strategy=strategy))
             problem = of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))
@@ -69,12 +61,12 @@ def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
     """Tunes one problem, prints every candidate, and stores the fastest if `keep`."""
     outcome = choice.tune(problem, registration, keep=keep)
     show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
-    for part, timed, chosen in (
+    for part, timed, best in (
         ("forward", outcome.forward, outcome.config.fwd_params),
         ("backward", outcome.backward, outcome.config.bwd_params),
     ):
         title = part if timed else f"{part}: the backend offers no candidates"
-        show("", Title(title), *([candidates(timed, chosen)] if timed else []))
+        show("", Title(title), *([candidates(timed, best)] if timed else []))
     found = cache.read(problem) if keep else None
     print(f"\nstored in {found.path}" if found else "\nnot stored")
 
@@ -85,7 +77,7 @@ def _refuse_too_large(call: AbstractCall) -> None:
     memory = (stats or {}).get("bytes_limit", pages)
     needed = data_bytes(call.floating) // call.ring
     if needed > memory:
-        fact = f"the arrays of one rank take {amount(needed)}, and the device has {amount(memory)}"
+        fact = f"the arrays of one rank take {Bytes(needed)}, and the device has {Bytes(memory)}"
         raise InputError("--query", fact, "Pass smaller sizes, or a larger --ring")
 
 

@@ -80,11 +80,6 @@ def fits(array: Any, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
     return all(size == sizes.get(name.upper(), size) or (size == 1 and broadcasts(name)) for name, size in named)
 
 
-def differentiable(array: Any) -> bool:
-    """Whether an array has gradients: exactly if it holds floating-point numbers."""
-    return array.dtype is Float
-
-
 def broadcasts(letter: str) -> bool:
     """Whether an axis with this letter may have length 1 and broadcast."""
     return letter in ("b", "n", "t")

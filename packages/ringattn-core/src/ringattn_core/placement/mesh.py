@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh a call runs on, and how to build one whose rings connect neighbouring devices."""
+"""Builds a mesh whose rings connect neighbouring devices, and puts a mesh in the form that `shard_map` takes."""
 
 import math
 import numbers
@@ -55,20 +55,6 @@ def ring_mesh(
     others = [size for name, size in sizes.items() if name != axis_name]
     grid = np.array(found, dtype=object).reshape(*others, ranks)
     return Mesh(np.moveaxis(grid, -1, list(sizes).index(axis_name)), tuple(sizes))
-
-
-def surrounding(names: Sequence[str], arrays: Sequence[Any]) -> Mesh | AbstractMesh | None:
-    """The mesh of a call without `mesh=`: that whose explicit axes split an array, or that of `jax.set_mesh`.
-
-    The latter must have an axis with one of the names. Axes that a surrounding `shard_map` made manual do not count:
-    over them, arrays are local.
-    """
-    for x in arrays:
-        typed = jax.typeof(x).sharding
-        if any(typed.spec):
-            return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
-    context = jax.sharding.get_abstract_mesh()
-    return context if set(names) & (set(context.axis_names) - axes.manual()) else None
 
 
 def of_context(mesh: Any, x: Any) -> Any:

@@ -49,10 +49,6 @@ class Direction:
     call: Call
     location: Location
 
-    def signed(self, distance: Any) -> Any:
-        """`distance` with the sign of this direction."""
-        return distance if self.sign == 1 else -distance
-
 
 def split(signs: tuple[int, ...], call: Call, location: Location) -> tuple[Direction, ...]:
     """Splits the heads evenly between the directions; the first direction gets the first heads."""

@@ -184,16 +184,6 @@ class Plan:
         gradients = () if behind is None else (Send(behind, keys=False, gradients=True),)
         return keys + gradients
 
-    def most_sent(self, elements: int, itemsize: int, outer: bool = False) -> int:
-        """The most bytes that one rank sends during a hop of the backward pass, in both directions together.
-
-        Only sends along the inner ring count or, if `outer`, only those along the outer ring.
-        """
-        return max(
-            sum(send.bytes(elements, itemsize) for send in sends if send.outer == outer)
-            for _, sends in self.backward_hops
-        )
-
     def _ahead(self, keys: bool, gradients: bool) -> tuple[Send, ...]:
         """The sends of one step along the outer ring: of keys, of gradients, of both, or none."""
         sends = self.parcel(1 if keys else None, 1 if gradients else None)

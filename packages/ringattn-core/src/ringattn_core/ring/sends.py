@@ -21,7 +21,7 @@ Wires = tuple[parcels.Wire, ...]
 
 def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int, outer: bool = False) -> Wires:
     """Sends each array `shift` steps in its direction, along the inner or outer ring; returns the arrays received."""
-    return tuple(_permuted(ring, x, each.signed(shift), outer) for each, x in zip(directions, wires, strict=True))
+    return tuple(_permuted(ring, x, each.sign * shift, outer) for each, x in zip(directions, wires, strict=True))
 
 
 def _permuted(ring: Ring, x: jax.Array, shift: int, outer: bool) -> jax.Array:

@@ -266,7 +266,13 @@ def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
     The gradient of a bias is not counted, and neither are copies or reuse of memory by XLA.
     """
     plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
-    sent, ahead = (plan.most_sent(work.keys, work.itemsize, outer) for outer in (False, True))
+
+    def most_sent(outer: bool) -> int:
+        """The most bytes that leave during a hop of the backward pass, along the inner or the outer ring."""
+        leaving = ([send for send in sends if send.outer == outer] for _, sends in plan.backward_hops)
+        return max(sum(send.bytes(work.keys, work.itemsize) for send in sends) for sends in leaving)
+
+    sent, ahead = most_sent(outer=False), most_sent(outer=True)
     return {
         "forward": {
             **({"K,V in use, and K,V arriving": 2 * keys} if sent else {"K,V": keys}),

@@ -35,15 +35,19 @@ def by_heads(call: Call) -> Call:
     copies = math.lcm(call.key.shape[2], ranks) // call.key.shape[2]
     # Keys and values travel as one array.
     packed: Any = packing.pack(call.key, call.value)
-    place = packed.ndim - 3, packed.ndim - 2, call.layout, inner, ranks
-    packed = _exchanged_wide(packed, *place, packed.dtype, copies) if copies > 1 else _exchanged(packed, *place)
+    tokens, heads, layout = packed.ndim - 3, packed.ndim - 2, call.layout
+
+    def move(x: jax.Array) -> jax.Array:
+        return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, inner, ranks)
+
+    packed = _with_wide_gradient(move, packed, inner, packed.dtype) if copies > 1 else move(packed)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved: dict[str, Any] = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
-    heads = (*(call.head_axis_name or ()), inner)
+    by_rank = (*(call.head_axis_name or ()), inner)
     if call.bias is not None and moved["bias"].dtype != call.bias.dtype:
         moved["bias_dtype"] = call.bias.dtype.name
-    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": heads, "strategy": "ring"}
+    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": by_rank, "strategy": "ring"}
     return dataclasses.replace(call, **moved)
 
 
@@ -66,19 +70,24 @@ def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
 def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Array:
     """One array of the call, with this rank's share of the heads and all tokens of the group, if it has such axes."""
     heads, tokens = (_axis_of(call, name, x, letters) for letters in (HEADS, TOKENS))
+    layout = call.layout
+    if tokens is None and heads is not None:
+        share = x.shape[heads] // ranks
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)
+    if tokens is None:
+        return x
+
+    def move(x: jax.Array) -> jax.Array:
+        """With all tokens of the group: this rank's share of the heads, or what all heads share."""
+        if heads is not None:
+            return _exchanged(x, tokens, heads, layout, axis, ranks)
+        return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
+
     # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over others if core
     # made it float32 (`Call.with_wide_bias`). Such a bias is sent in the dtype that the caller gave.
     narrow = call.bias_dtype or x.dtype
-    if heads is not None and tokens is not None:
-        place = tokens, heads, call.layout, axis, ranks
-        return _exchanged(x, *place) if name != "bias" or narrow == x.dtype else _exchanged_wide(x, *place, narrow)
-    if tokens is not None:
-        place = tokens, call.layout, axis, ranks
-        return _gathered(x, *place) if name != "bias" else _gathered_wide(x, *place, narrow)
-    if heads is not None:
-        share = x.shape[heads] // ranks
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * share, share, heads)
-    return x
+    summed = name == "bias" and (heads is None or narrow != x.dtype)
+    return _with_wide_gradient(move, x, axis, narrow) if summed else move(x)
 
 
 def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
@@ -86,54 +95,23 @@ def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ra
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
 
 
-def _exchanged_wide(
-    x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int, narrow: Any, copies: int = 1
-) -> jax.Array:
-    """`_exchanged` of `copies` of every head: sent as `narrow`, returned in float32 (`_with_wide_gradient`)."""
-
-    def move(x: jax.Array) -> jax.Array:
-        return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, axis, ranks)
-
-    def back(gradient: jax.Array) -> jax.Array:
-        in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
-        parts = jax.lax.all_to_all(in_rank_order, axis, tokens, heads, tiled=True)
-        return parts.reshape(*parts.shape[:heads], -1, copies, *parts.shape[heads + 1 :]).sum(heads + 1)
-
-    return _with_wide_gradient(move, back, x, axis, narrow)
-
-
-def _gathered(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int) -> jax.Array:
-    """The tokens of all ranks of the group."""
-    return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
-
-
-def _gathered_wide(x: jax.Array, tokens: int, layout: str, axis: str, ranks: int, narrow: Any) -> jax.Array:
-    """`_gathered`, but sent as `narrow` and returned in float32 (`_with_wide_gradient`)."""
-
-    def back(gradient: jax.Array) -> jax.Array:
-        in_rank_order = to_neighbours(gradient, layout, ranks, tokens)
-        return jax.lax.psum_scatter(in_rank_order, axis, scatter_dimension=tokens, tiled=True)
-
-    return _with_wide_gradient(lambda x: _gathered(x, tokens, layout, axis, ranks), back, x, axis, narrow)
-
-
-def _with_wide_gradient(
-    move: Callable[[jax.Array], jax.Array],
-    back: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-    axis: str,
-    narrow: Any,
-) -> jax.Array:
-    """`move(x)`, sent in the dtype `narrow` and returned in float32; `back` is its transpose.
+def _with_wide_gradient(move: Callable[[jax.Array], jax.Array], x: jax.Array, axis: str, narrow: Any) -> jax.Array:
+    """`move(x)`, sent in the dtype `narrow` and returned in float32. `move` is linear, and holds no array.
 
     The gradient is a sum over ranks. It is sent in float32, and rounded once, after the sum.
     """
     if axis not in axes.manual():  # a `vmap` plays the ranks: nothing travels, and `back` could not use its axis name
         return move(x.astype(jnp.float32))
-    dtype = x.dtype  # a rule that read it from `x` would keep `x`
+    x = align(x, axes.tracked() & {axis})  # the gradient varies over `axis`, so `x` must too
+    dtype, wide = x.dtype, jax.typeof(x).update(dtype=jnp.dtype(jnp.float32))  # not in `back`, which would keep `x`
+
+    def back(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        (found,) = jax.linear_transpose(move, wide)(gradient)
+        return (found.astype(dtype),)
+
     moved = jax.custom_vjp(lambda x: move(x.astype(narrow)).astype(jnp.float32))
-    moved.defvjp(lambda x: (moved(x), None), lambda _, gradient: (back(gradient).astype(dtype),))
-    return moved(align(x, axes.tracked() & {axis}))  # the gradient varies over `axis`, so `x` must too
+    moved.defvjp(lambda x: (moved(x), None), back)
+    return moved(x)
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:

@@ -12,8 +12,8 @@ from ..config import RingAttentionConfig
 from ..contract.call import Call
 from ..errors import TuningError
 from ..placement.axes import size
-from .overlay import OPEN, overlaid, overlays
-from .policy import Policy, current
+from .overlay import OPEN, filled, overlays
+from .policy import current
 from .problem import Problem, of_call, tunable
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ def with_parameters(registration: Registration, call: Call) -> Call:
 
     Forward and backward parameters are chosen separately: a call may set one of them only.
     """
-    forward, backward = overlaid(registration.name, call.fwd_params, call.bwd_params)
+    forward, backward = call.fwd_params, call.bwd_params
+    for cfg in overlays(registration.name):
+        forward, backward = filled(forward, backward, cfg)
     if forward == OPEN.fwd_params or backward == OPEN.bwd_params:
         kernel = registration.implementation()
         if tunable(registration) or hasattr(kernel, "default_config"):
             problem = of_call(registration, call, size("axis_name", call.axis_name or ()))
-            found = configured(registration, problem)
-            forward = found.fwd_params if forward == OPEN.fwd_params else forward
-            backward = found.bwd_params if backward == OPEN.bwd_params else backward
+            forward, backward = filled(forward, backward, configured(registration, problem))
     if forward is call.fwd_params and backward is call.bwd_params:
         return call
     return dataclasses.replace(call, fwd_params=forward, bwd_params=backward)
@@ -67,11 +67,11 @@ def configured(registration: Registration, problem: Problem) -> RingAttentionCon
     """The tuned configuration from memory or disk; else tunes if the policy is "on"; else the backend's default."""
     global _changes
     policy = current()
-    if policy is Policy.OFF:
+    if policy == "off":
         return default(registration, problem)
     missed_before = _key(registration, problem) in _known
     found = _stored(registration, problem)
-    if found is None and policy is Policy.ON and tunable(registration):
+    if found is None and policy == "on" and tunable(registration):
         found = _tuned_now(registration, problem)
         _changes += missed_before  # with the policy "cached", programs were traced with the default
     return default(registration, problem) if found is None else found

@@ -35,9 +35,7 @@ def overlays(backend: str) -> tuple[RingAttentionConfig, ...]:
     return tuple(cfg for cfg in _context.get() if cfg.backend_name in (None, backend))
 
 
-def overlaid(backend: str, forward: FwdParams, backward: BwdParams) -> tuple[FwdParams, BwdParams]:
-    """The parameters of a call that `backend` runs; overlays fill in the parameters that the call leaves open."""
-    for cfg in overlays(backend):
-        forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
-        backward = cfg.bwd_params if backward == OPEN.bwd_params else backward
-    return forward, backward
+def filled(forward: FwdParams, backward: BwdParams, cfg: RingAttentionConfig) -> tuple[FwdParams, BwdParams]:
+    """`forward` and `backward`, or where one of them sets nothing, that of `cfg`."""
+    forward = cfg.fwd_params if forward == OPEN.fwd_params else forward
+    return forward, cfg.bwd_params if backward == OPEN.bwd_params else backward
