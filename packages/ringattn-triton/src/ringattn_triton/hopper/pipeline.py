@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
-from .handover import k_empty, q_empty, rest_empty, turn_empty, v_empty, wait_until_left
+from .handover import wait_until_left
 from .head_tiles import (
     apart,
     fetch,
@@ -112,7 +112,7 @@ def produce(
             place = announced % PLAN.q_places
             full = shared.q_full.index(place)
             if PLAN.q_places == 1 and announced > 0:
-                wait_until_left(q_empty(PLAN), PLAN)
+                wait_until_left("queries", 0, PLAN)
             if PLAN.stored:
                 tma.store_wait(0)
             mbarrier.expect(full, BYTES)
@@ -216,7 +216,7 @@ def _release(shared, place, out_tiles, PLAN: gl.constexpr):
     Turn `n` has place `n % 2`. The consumers are then done with its queries too, if queries have two places. The
     results lie where the queries were.
     """
-    wait_until_left(turn_empty(PLAN) + place, PLAN)
+    wait_until_left("turns", place, PLAN)
     if PLAN.stored:
         _write_results(shared, place, out_tiles, PLAN)
 
@@ -266,7 +266,7 @@ def _fetch_tile(
     full = shared.k_full.index(place)
     away = loaded_of_keys(P, batch, tile, origin, F, PLAN.kv_tile)
     if fetched >= PLAN.stages:
-        wait_until_left(k_empty(PLAN) + place, PLAN)
+        wait_until_left("keys", place, PLAN)
     if F.distances:
         place_of_positions(shared, fetched, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
@@ -288,13 +288,13 @@ def _fetch_values(shared, v_tiles, first, kv_head, number, F: gl.constexpr, PLAN
     place = number % PLAN.stages
     full = shared.v_full.index(place)
     if number >= PLAN.stages:
-        wait_until_left(v_empty(PLAN) + place, PLAN)
+        wait_until_left("values", place, PLAN)
     mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
     fetch_piece(v_tiles, kv_head, first, full, shared.v[0].index(place), 0)
     if apart(F.value_dim):
         full = shared.rest_full.index(0)
         if number >= 1:
-            wait_until_left(rest_empty(PLAN), PLAN)
+            wait_until_left("rest", 0, PLAN)
         mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 1) * 2)
         fetch_piece(v_tiles, kv_head, first, full, shared.v[1].index(0), 1)
 
