@@ -104,8 +104,6 @@ def summed(
         [jax.ShapeDtypeStruct(block.bias.shape, dtype)],
         grid=(batch * heads * sums.own_rows * of.columns,),
         aliases={} if before is None else {3: 0},
-        warps=4,
-        stages=1,
         name="ringattn_bias_sums",
         S=of,
         D=sums,
