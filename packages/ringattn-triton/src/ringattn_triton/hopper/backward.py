@@ -14,11 +14,14 @@ from ringattn_core.contract.protocol import Block, Gradients
 from .. import kernel_inputs, visited_tiles
 from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
+from ..launch.target import Target
 from ..portable import bias_gradient
 from .backward_plan import BackwardPlan, plan_of
 from .bias_tiles import fetchable
 from .schedules import PROGRAMS
 
+TARGET: Final = Target("cuda", 90)
+"""The only target of the kernels of this family."""
 _TOGETHER: Final = 512
 """The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
@@ -108,6 +111,7 @@ def backward(
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"] | None,
+    target: Target = TARGET,
 ) -> Gradients:
     """The gradients of a block that the kernel takes. They are deterministic unless `rule.fused_backward` is set.
 
@@ -163,8 +167,6 @@ def backward(
         [sums, counters, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
         grid=(batch * heads * q_tiles * pieces,),
-        warps=4,
-        stages=1,
         aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
         Q_LENGTH=length,
@@ -235,8 +237,6 @@ def _launch_kernel(
             jax.ShapeDtypeStruct((batch * heads * columns * plan.pieces(dim) * 4096,), jnp.float32),
         ],
         grid=(min(PROGRAMS, (plan.strip_rows or rows) * batch * block.kv_heads),),
-        warps=4,
-        stages=1,
         registers=_REGISTERS_AT_START,
         aliases={len(arrays) + i: outputs[i] for i, x in enumerate(before) if x is not None},
         name="ringattn_hopper_backward",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels for Hopper: which blocks it takes, and its forward pass. `backward` has the backward pass."""
+"""The family of kernels in Gluon for Hopper: which blocks it takes, and its forward pass. `backward` has the other."""
 
 import dataclasses
 import functools
@@ -9,9 +9,8 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import triton
-from jaxtyping import Array, Float, Float32
 from ringattn_core import FwdParams
-from ringattn_core.contract.protocol import Block, Gradients, Partial
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.visibility import span
 
 from .. import kernel_inputs, visited_tiles
@@ -20,7 +19,9 @@ from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable.family import results
-from . import backward, schedules
+from . import schedules
+from .backward import TARGET, why_not
+from .backward import backward as backward
 from .bias_tiles import fetchable
 
 _logger: Final = logging.getLogger("ringattn")
@@ -33,66 +34,53 @@ _BOUND: Final = 73.0
 kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
 
 
-class HopperFamily:
-    """Kernels in Gluon, for blocks where they are faster than the portable ones."""
+def why_not_forward(block: Block, target: Target) -> str | None:
+    reason = _why_not_here(block, target)
+    return reason or _why_not_forward(block, kernel_inputs.of_block(block, fast=True).constants)
 
-    def why_not_forward(self, block: Block, target: Target) -> str | None:
-        reason = _why_not_here(block, target)
-        return reason or _why_not_forward(block, kernel_inputs.of_block(block, fast=True).constants)
 
-    def why_not_backward(self, block: Block, target: Target) -> str | None:
-        reason = _why_not_here(block, target)
-        return reason or backward.why_not(block, kernel_inputs.of_block(block, fast=True).constants)
+def why_not_backward(block: Block, target: Target) -> str | None:
+    reason = _why_not_here(block, target)
+    return reason or why_not(block, kernel_inputs.of_block(block, fast=True).constants)
 
-    def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
-        from .forward_kernel import forward as forward_kernel
 
-        inputs = kernel_inputs.of_block(block, fast=True)
-        constants = inputs.constants
-        plan = _plan(block, constants, partial)
-        table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
-        before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
-        arrays = [
-            *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
-            table.bounds,
-            table.tiles,
-            *before,
-            table.counters,
-        ]
-        last = len(arrays) - 1
-        batch, _, heads, _ = block.q.shape
-        out, lse, shift, _ = launch(
-            forward_kernel,
-            arrays,
-            [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
-            grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
-            warps=4,
-            stages=1,
-            registers=plan.registers_at_start,
-            aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
-            name="ringattn_hopper_forward",
-            F=constants,
-            T=table.shape,
-            BATCH=batch,
-            PLAN=plan,
-        )
-        return Partial(out, lse, shift if constants.bias else None)
+def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
+    """Continues `partial` with the keys of a block that the kernel takes."""
+    from .forward_kernel import forward as forward_kernel
 
-    def backward(
-        self,
-        block: Block,
-        dout: Float[Array, "B T N Hv"],
-        lse: Float32[Array, "B N T"],
-        delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"] | None,
-        target: Target,
-    ) -> Gradients:
-        return backward.backward(block, dout, lse, delta, dq)
+    inputs = kernel_inputs.of_block(block, fast=True)
+    constants = inputs.constants
+    plan = _plan(block, constants, partial)
+    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
+    before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+    arrays = [
+        *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
+        table.bounds,
+        table.tiles,
+        *before,
+        table.counters,
+    ]
+    last = len(arrays) - 1
+    batch, _, heads, _ = block.q.shape
+    out, lse, shift, _ = launch(
+        forward_kernel,
+        arrays,
+        [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
+        grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
+        registers=plan.registers_at_start,
+        aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
+        name="ringattn_hopper_forward",
+        F=constants,
+        T=table.shape,
+        BATCH=batch,
+        PLAN=plan,
+    )
+    return Partial(out, lse, shift if constants.bias else None)
 
 
 def _why_not_here(block: Block, target: Target) -> str | None:
     """Why no kernel of this family takes the block on this device."""
-    if target != Target("cuda", 90):
+    if target != TARGET:
         return "the Hopper kernels are for compute capability 9.0"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not TRITON_FLOOR <= version < _TRITON_CEILING:
@@ -159,6 +147,3 @@ def _too_little(constants: BlockConstants) -> bool:
         return False
     seen = span(constants.causal, (constants.left, constants.right), constants.chunk)
     return seen < 2048 or constants.q_length < 2048 or constants.segments or constants.masks
-
-
-HOPPER: Final = HopperFamily()
