@@ -14,7 +14,7 @@ from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.visibility import span
 
 from .. import kernel_inputs, visited_tiles
-from ..availability import TRITON_FLOOR
+from ..availability import TRITON_FLOOR, triton_version
 from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
@@ -82,8 +82,7 @@ def _why_not_here(block: Block, target: Target) -> str | None:
     """Why no kernel of this family takes the block on this device."""
     if target != TARGET:
         return "the Hopper kernels are for compute capability 9.0"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not TRITON_FLOOR <= version < _TRITON_CEILING:
+    if not TRITON_FLOOR <= triton_version() < _TRITON_CEILING:
         return _logged_once(f"the Hopper kernels have not been tried with Triton {triton.__version__}")
     if block.q.dtype.itemsize != 2:
         return "the Hopper kernels are for half precision"
