@@ -19,10 +19,9 @@ from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable.family import results
-from . import schedules
+from . import bias_tiles, schedules
 from .backward import TARGET, why_not
 from .backward import backward as backward
-from .bias_tiles import fetchable
 
 _logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
@@ -105,7 +104,9 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
         return "the block is shorter than a tile"
-    if constants.bias and (reason := _why_no_bias(block, constants)):
+    if constants.bias and constants.head_dim != 128:
+        return "the forward kernel takes a bias only with heads of 128"
+    if constants.bias and (reason := bias_tiles.why_not(block, constants, "forward")):
         return reason
     return "each tile has too little to do" if _too_little(constants) else None
 
@@ -129,15 +130,6 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
         bounded=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
         stored=alike and plan.q_places == 2 and not constants.bias,
     )
-
-
-def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
-    """Why the forward kernel does not take the bias of a block."""
-    if constants.capped or constants.distances or constants.dropout:
-        return f"the forward kernel does not combine {constants.options}"
-    if constants.head_dim != 128:
-        return "the forward kernel takes a bias only with heads of 128"
-    return None if fetchable(block, constants) else "the bias cannot be fetched in tiles"
 
 
 def _too_little(constants: BlockConstants) -> bool:
