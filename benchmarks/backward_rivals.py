@@ -23,7 +23,7 @@ from ringattn_core.contract.rule import Rule
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
 from ringattn_triton.launch.target import target
-from ringattn_triton.portable.family import PORTABLE
+from ringattn_triton.portable import backward as two_passes
 from workloads import Shape, Workload
 
 KNOWN: Final = {name: case for name, case in ALL.items() if not case.sinks and "forward+backward" in case.parts}
@@ -60,7 +60,7 @@ def one(block: Block, dout: jax.Array, out: jax.Array, lse: jax.Array, fused: bo
 
 @jax.jit
 def two(block: Block, dout: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, ...]:
-    found = PORTABLE.backward(block, dout, lse, delta_of(dout, out), None, target())
+    found = two_passes.backward(block, dout, lse, delta_of(dout, out), None, target())
     return found.dq, found.dk, found.dv
 
 

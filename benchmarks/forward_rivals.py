@@ -2,7 +2,7 @@
 """The forward pass alone, on one Hopper: the Hopper kernel, the portable one and FlashAttention-3 in turn.
 
 `python forward_rivals.py` prints a table of milliseconds, for windows of several lengths, three head sizes, documents
-and short sequences. The thresholds in `HopperFamily.why_not_forward` come from it. `interleaved.py` explains
+and short sequences. The thresholds in `hopper.family.why_not_forward` come from it. `interleaved.py` explains
 `sustained` and `burst`. Needs FlashAttention-3 (`flash_attention_3.py`). All programs are compiled before the first is
 timed, one after the other: Triton's compiler fails in several threads.
 """
@@ -19,9 +19,9 @@ from interleaved import TIMINGS, both_timings
 from measuring import TOLERANCES, relative
 from ringattn_core.contract.protocol import Partial
 from ringattn_triton.block_kernel import Family
-from ringattn_triton.hopper.family import HOPPER
+from ringattn_triton.hopper import family as hopper
 from ringattn_triton.launch.target import target
-from ringattn_triton.portable.family import PORTABLE
+from ringattn_triton.portable import family as portable
 from workloads import Shape, Workload
 
 WINDOWS: Final = (128, 256, 512, 1024, 2048)
@@ -38,7 +38,7 @@ CASES: Final = {
     "16k, 32/8 heads of 64, documents of 512": Workload(SHAPES["16k, 32/8 heads of 64"], document=512),
     "b8 2k, 32/8 heads of 64": Workload(Shape(8, 2048, 32, 8, 64)),
 }
-FAMILIES: Final[dict[str, Family]] = {"Hopper": HOPPER, "portable": PORTABLE}
+FAMILIES: Final[dict[str, Family]] = {"Hopper": hopper, "portable": portable}
 
 
 def forward(family: Family, case: Workload, *arrays: jax.Array) -> Partial:

@@ -3,7 +3,7 @@
 
 from typing import Final
 
-import triton
+from ringattn_triton.availability import triton_version
 
 CUDA: Final = (80, 86, 89, 90, 100, 120)
 ROCM: Final = ("gfx942",)
@@ -110,7 +110,6 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
 def allowed(dtype: str, head_dim: int, kernel: str, target: int | str) -> tuple[int, str]:
     """The bound and its reason."""
     case = dtype, head_dim, kernel
-    later = tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6)
-    if later and target in SPILLS_AFTER_3_6.get(case, {}):
+    if triton_version() > (3, 6) and target in SPILLS_AFTER_3_6.get(case, {}):
         return SPILLS_AFTER_3_6[case][target]
     return SPILLS.get(case, {}).get(target, (0, "nothing may spill"))

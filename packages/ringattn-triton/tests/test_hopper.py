@@ -319,11 +319,11 @@ def test_what_it_does_not_take_goes_to_the_portable_kernel(reason: str, fields: 
 def test_the_reason_names_the_options_that_it_does_not_combine() -> None:
     usual: dict[str, Any] = {"q_length": 200, "kv_length": 200, "dim": 128, "dtype": HALF}
     block = make_block(1, **usual, bias=half_bias(1, 2, 200, 200), slopes=SLOPES[:, :2], dropout=0.1, seed=SEEDS[:1])
-    forward, backward = (f(block, TARGET) for f in (family.HOPPER.why_not_forward, family.HOPPER.why_not_backward))
+    forward, backward = (f(block, TARGET) for f in (family.why_not_forward, family.why_not_backward))
     assert forward == "the forward kernel does not combine a bias, ALiBi and dropout"
     assert backward == "the one-pass backward kernel does not combine a bias, ALiBi and dropout"
     capped = make_block(1, **usual, soft_cap=3.0, slopes=SLOPES[:, :2])
-    assert family.HOPPER.why_not_backward(capped, TARGET) == (
+    assert family.why_not_backward(capped, TARGET) == (
         "the one-pass backward kernel does not combine a soft cap and ALiBi"
     )
 
@@ -371,7 +371,7 @@ def test_it_takes_what_has_enough_to_do_in_each_tile(
     monkeypatch.undo()
     usual: dict[str, Any] = {"heads": 1, "kv_heads": 1, "q_length": 4096, "kv_length": 4096, "dtype": HALF}
     blocks = {dim: make_block(1, **(usual | fields), dim=dim) for dim in DIMS}
-    taken = {dim for dim, block in blocks.items() if family.HOPPER.why_not_forward(block, TARGET) is None}
+    taken = {dim for dim, block in blocks.items() if family.why_not_forward(block, TARGET) is None}
     assert taken == heads
 
 

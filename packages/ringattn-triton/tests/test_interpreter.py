@@ -11,6 +11,7 @@ import pytest
 import small_kernels
 import triton.language as tl
 from ringattn_triton.interpreter.programs import run
+from ringattn_triton.launch.kernel_call import KernelCall
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 INTEGERS = (np.int32, np.uint32, np.int64)
@@ -21,8 +22,9 @@ FLOAT32_SUM = 2**-20
 def interpret(kernel, operands, outputs, grid=(1,), aliases=None, **constants):
     """The outputs, given by shape and dtype, of one launch."""
     arrays = [np.zeros(shape, dtype) for shape, dtype in outputs]
-    operands = [np.asarray(x) for x in operands]
-    run(kernel, operands, arrays, grid=grid, aliases=aliases or {}, name=kernel.__name__, constants=constants)
+    aliased, constants = tuple((aliases or {}).items()), tuple(constants.items())
+    call = KernelCall(kernel, (), grid, 4, 1, aliased, kernel.__name__, constants, None, 1)
+    run(call, [np.asarray(x) for x in operands], arrays)
     return arrays
 
 

@@ -173,7 +173,7 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
     if block.bias is not None:
         arrays["bias"] = (block.bias, "BNTS")
     if block.slopes is not None:
-        arrays["slopes"] = (block.slopes[:, :, None, None], "BN..")
+        arrays["distance_weight"] = (block.slopes[:, :, None, None] * settings.unit, "BN..")
     if rule.dropout:
         keys = jax.lax.bitcast_convert_type(dropout.keys(block), jnp.int32)
         arrays["dropout_key"] = (keys[:, :, None, None], "BN..")

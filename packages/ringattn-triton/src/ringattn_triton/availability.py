@@ -32,7 +32,7 @@ def _why_no_triton() -> str | None:
         import triton
     except ImportError as error:
         return f"Triton is not installed or does not load ({error}). It runs on Linux: pip install 'triton>=3.6'"
-    if _numbers(triton.__version__) < TRITON_FLOOR:
+    if triton_version() < TRITON_FLOOR:
         return f"Triton {triton.__version__} is too old: 3.6 or later is needed. Run pip install 'triton>=3.6'"
     return None
 
@@ -50,5 +50,8 @@ def _why_not_on(device: Any) -> str | None:
     return f"device {device.id} is a {device.device_kind} ({named}); the kernels are for {_NEEDED}"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+def triton_version() -> tuple[int, ...]:
+    """The first two numbers of the version of Triton that is installed."""
+    import triton
+
+    return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])

@@ -8,14 +8,14 @@ import jax
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 
-from .hopper.family import HOPPER
+from .hopper import family as hopper
 from .launch.target import Target, target
-from .portable.family import PORTABLE
+from .portable import family as portable
 from .tuning_candidates import candidate_configs
 
 
 class Family(Protocol):
-    """Kernels for some GPUs. Another GPU's family is a folder with such an object, listed in `FAMILIES`.
+    """Kernels for some GPUs: a folder whose module `family` has these functions, listed in `FAMILIES`.
 
     `why_not_forward` and `why_not_backward` give the reason why the family does not take a block on a device, or `None`
     where it takes it. `forward` and `backward` are those of `ringattn_core.contract.protocol.BlockKernel`.
@@ -38,7 +38,7 @@ class Family(Protocol):
     ) -> Gradients: ...
 
 
-FAMILIES: Final[tuple[Family, ...]] = (HOPPER, PORTABLE)
+FAMILIES: Final[tuple[Family, ...]] = (hopper, portable)
 """The first family that takes a block computes it. The last one takes every block."""
 
 

@@ -144,32 +144,26 @@ class BlockConstants:
 
 
 class KernelInputs(NamedTuple):
-    """The operands of a kernel for one block: `arrays` has the order of `INPUTS`.
+    """The operands of a kernel for one block: the `arrays` of `INPUTS`, but for those that depend on tile sizes.
 
-    Arrays that depend on tile sizes are `None` (`in_tiles` makes them).
+    `in_tiles` makes these, and puts all in the order of `INPUTS`.
     """
 
-    arrays: tuple[jax.Array | None, ...]
+    arrays: dict[str, Any]
     constants: BlockConstants
-
-    def named(self, name: str) -> Any:
-        return self.arrays[INPUTS.index(name)]
-
-    def replaced(self, **arrays: jax.Array) -> "KernelInputs":
-        return self._replace(arrays=tuple(arrays.get(name, x) for name, x in zip(INPUTS, self.arrays, strict=True)))
 
     def with_transposed_bias(self) -> "KernelInputs":
         """The same with queries on the last axis of the bias, for a kernel whose scores have keys as rows.
 
         Unchanged where few heads and batch rows share the bias, or all queries do: the copy would cost what it saves.
         """
-        bias, constants = self.named("bias"), self.constants
+        bias, constants = self.arrays["bias"], self.constants
         if bias is None or not constants.bias_query:
             return self
-        if self.named("q").shape[0] * constants.heads < ENOUGH_HEADS * bias.shape[0] * bias.shape[1]:
+        if self.arrays["q"].shape[0] * constants.heads < ENOUGH_HEADS * bias.shape[0] * bias.shape[1]:
             return self
         changed = dataclasses.replace(constants, bias_query=1, bias_key=constants.q_length)
-        return self.replaced(bias=jnp.swapaxes(bias, 2, 3))._replace(constants=changed)
+        return KernelInputs(self.arrays | {"bias": jnp.swapaxes(bias, 2, 3)}, changed)
 
     def key_gradients(self, dtype: jnp.dtype) -> list[jax.ShapeDtypeStruct]:
         """The outputs `DK` and `DV` of a backward kernel. If keys and values are `stacked`, `DK` holds dk and then dv.
@@ -177,9 +171,9 @@ class KernelInputs(NamedTuple):
         A ring sends dk and dv on as one array. If a kernel has written them so, XLA need not copy them together.
         """
         if self.constants.stacked:
-            return [jax.ShapeDtypeStruct(self.named("k").shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
+            return [jax.ShapeDtypeStruct(self.arrays["k"].shape, dtype), jax.ShapeDtypeStruct((1,), dtype)]
         dims, constants = (self.constants.head_dim, self.constants.value_dim), self.constants
-        tokens = len(self.named("q")), constants.kv_length, constants.kv_heads
+        tokens = len(self.arrays["q"]), constants.kv_length, constants.kv_heads
         return [jax.ShapeDtypeStruct((*tokens, dim), dtype) for dim in dims]
 
     def in_tiles(self, q_tile: int, kv_tile: int, of_all_keys: bool = False) -> list[jax.Array | None]:
@@ -187,15 +181,13 @@ class KernelInputs(NamedTuple):
 
         `of_all_keys`: tiles of queries have a counter only if all tiles of keys have one.
         """
-        if not self.constants.dropout:
-            return list(self.arrays)
-        counters = {
-            "q_counters": _first_counters(self.named("q_index"), q_tile),
-            "kv_counters": _first_counters(self.named("kv_index"), kv_tile),
-        }
-        if of_all_keys:
-            counters["q_counters"] = jnp.where((counters["kv_counters"] >= 0).all(), counters["q_counters"], -1)
-        return list(self.replaced(**counters).arrays)
+        found = dict(self.arrays)
+        if self.constants.dropout:
+            of_queries = _first_counters(found["q_index"], q_tile)
+            of_keys = _first_counters(found["kv_index"], kv_tile)
+            found["q_counters"] = jnp.where((of_keys >= 0).all(), of_queries, -1) if of_all_keys else of_queries
+            found["kv_counters"] = of_keys
+        return [found.get(name) for name in INPUTS]
 
 
 def of_block(block: Block, fast: bool = False) -> KernelInputs:
@@ -213,7 +205,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     factor = rule.soft_cap if rule.soft_cap is not None else rule.scale
     plain = bias is None and slopes is None and factor > 0
     narrow = block.q.dtype != jnp.float32
-    arrays: dict[str, Any] = {
+    arrays = {
         "q": block.q,
         "k": k,
         "v": v,
@@ -289,7 +281,7 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         mask_head=_stride(mask_words, 1),
         mask_query=-(-kv_length // mask_bits.BITS),
     )
-    return KernelInputs(tuple(arrays.get(name) for name in INPUTS), constants)
+    return KernelInputs(arrays, constants)
 
 
 def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b tiles"]:

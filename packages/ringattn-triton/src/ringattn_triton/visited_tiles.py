@@ -111,7 +111,6 @@ def of_bitmap(
         ],
         grid=(line_programs + rank_programs,),
         warps=1,
-        stages=1,
         name="ringattn_table",
         GROUPS=groups,
         ROWS=rows,
@@ -141,7 +140,7 @@ def together(rows: int, heads: int, programs: int) -> int:
 
 def seen(inputs: KernelInputs, block: Block, q_tile: int, kv_tile: int) -> Tiles:
     """Which pairs of tiles are visible, and which in full. Reads packed masks instead of evaluating them again."""
-    words = inputs.named("mask_words")
+    words = inputs.arrays["mask_words"]
     words = words if kv_tile % BITS == 0 else None
     unmasked = dataclasses.replace(block, mask=None, rule=dataclasses.replace(block.rule, masks=()))
     bare = block if words is None else unmasked

@@ -119,8 +119,8 @@ def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
         s = bent * (rule.soft_cap * settings.unit)
     if settings.bias:
         s = s + _bias(part)
-    if "slopes" in part.inputs:
-        s = s - part.inputs["slopes"][...] * settings.unit * distance(part)
+    if "distance_weight" in part.inputs:
+        s = s - part.inputs["distance_weight"][...] * distance(part)
     return s, bent
 
 
@@ -140,7 +140,7 @@ def _bias(part: Part) -> jax.Array:
 
 
 def minus_gradient_per_head(part: Part, ds: jax.Array) -> jax.Array:
-    """What each score adds to the gradient of its head's slope, with the other sign."""
+    """What each score adds to the gradient of its head's weight of distances, with the other sign."""
     return ds * distance(part)
 
 

@@ -14,11 +14,14 @@ from ringattn_core.contract.protocol import Block, Gradients
 from .. import kernel_inputs, visited_tiles
 from ..kernel_inputs import LOG2_E, BlockConstants, KernelInputs
 from ..launch import launch
+from ..launch.target import Target
 from ..portable import bias_gradient
+from . import bias_tiles
 from .backward_plan import BackwardPlan, plan_of
-from .bias_tiles import fetchable
 from .schedules import PROGRAMS
 
+TARGET: Final = Target("cuda", 90)
+"""The only target of the kernels of this family."""
 _TOGETHER: Final = 512
 """The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
@@ -49,28 +52,19 @@ def why_not(block: Block, constants: BlockConstants) -> str | None:
         return "the one-pass backward kernel has no heads of these sizes"
     if block.rule.bwd_params != BwdParams():
         return "the caller fixes the schedule"
-    if constants.bias and (reason := _why_no_bias(block, constants)):
+    if constants.bias and constants.padded_head_dim != 128:
+        return "the one-pass backward kernel takes a bias only with heads of 72 to 128"
+    if constants.bias and (reason := bias_tiles.why_not(block, constants, "one-pass backward")):
         return reason
+    # In float16 `narrowed` multiplies ds by the scale, so its sum is not dbias.
+    if constants.bias and block.q.dtype == jnp.float16 and not block.bias_fixed:
+        return "the one-pass backward kernel has no gradient of a bias in float16"
     if constants.capped and constants.distances:
         return f"the one-pass backward kernel does not combine {constants.options}"
     if plan.wide and (constants.capped or constants.by_head):
         return "the one-pass backward kernel has no options for heads of more than 128"
     if not block.rule.fused_backward and not _enough_heads(block, constants, plan):
         return "the caller wants the same bits at every run, and turns of so few heads would wait for each other"
-    return None
-
-
-def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
-    """Why the one-pass kernel does not take the block's bias, or `None` where it does."""
-    if constants.padded_head_dim != 128:
-        return "the one-pass backward kernel takes a bias only with heads of 72 to 128"
-    if constants.capped or constants.distances or constants.dropout:
-        return f"the one-pass backward kernel does not combine {constants.options}"
-    if not fetchable(block, constants):
-        return "the bias cannot be fetched in tiles"
-    # In float16 `narrowed` multiplies ds by the scale, so its sum is not dbias.
-    if block.q.dtype == jnp.float16 and not block.bias_fixed:
-        return "the one-pass backward kernel has no gradient of a bias in float16"
     return None
 
 
@@ -108,6 +102,7 @@ def backward(
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     dq: Float32[Array, "B T N H"] | None,
+    target: Target = TARGET,
 ) -> Gradients:
     """The gradients of a block that the kernel takes. They are deterministic unless `rule.fused_backward` is set.
 
@@ -163,8 +158,6 @@ def backward(
         [sums, counters, dq],
         [jax.ShapeDtypeStruct(block.q.shape, block.q.dtype if block.final else jnp.float32)],
         grid=(batch * heads * q_tiles * pieces,),
-        warps=4,
-        stages=1,
         aliases={2: 0} if dq is not None and not block.final else {},
         name="ringattn_hopper_finish_dq",
         Q_LENGTH=length,
@@ -235,8 +228,6 @@ def _launch_kernel(
             jax.ShapeDtypeStruct((batch * heads * columns * plan.pieces(dim) * 4096,), jnp.float32),
         ],
         grid=(min(PROGRAMS, (plan.strip_rows or rows) * batch * block.kv_heads),),
-        warps=4,
-        stages=1,
         registers=_REGISTERS_AT_START,
         aliases={len(arrays) + i: outputs[i] for i, x in enumerate(before) if x is not None},
         name="ringattn_hopper_backward",

@@ -4,7 +4,6 @@
 # pyright: reportOptionalMemberAccess=false, reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 """The five products of the one-pass backward: what a consumer, a group of four warps, computes for its 64 keys."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -14,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..availability import triton_version
 from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
 from .backward_memory import (
@@ -36,7 +36,7 @@ from .head_tiles import opaque_zero, product_count, product_of_heads
 from .shared_numbers import read_number
 from .sums import layout_of
 
-_DESCRIPTORS_COME_EARLY = gl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) > (3, 6))
+_DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))
 """Whether this Triton computes the descriptors of all products of a step as soon as their addresses are known."""
 
 

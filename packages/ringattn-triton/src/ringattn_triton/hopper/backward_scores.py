@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Masks, soft cap, ALiBi and dropout of a tile of scores in the one-pass backward. The rows of a tile are keys."""
+"""Masks, soft cap, distances and dropout of a tile of scores in the one-pass backward. The rows of a tile are keys."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import philox
-from ..kernels.scores import LOG2_E, bent
+from ..kernels.scores import LOG2_E, bent, lost_by_distance
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
 from .backward_memory import at
 from .dropout import kept, of_draws, own_draws
@@ -89,8 +89,9 @@ def probabilities(
         if F.shifted:
             s = s - rows.index(2 * PLAN.stages + place).load(SCORES)
         p = gl.exp2(s * LOG2_E - lse)
-    elif F.slopes:
-        p = gl.exp2(bend * FOLD - lse - (head.slope * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
+    elif F.distances:
+        lost = lost_by_distance(head, F, False)
+        p = gl.exp2(bend * FOLD - lse - (lost * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
     else:
         p = gl.exp2(bend * FOLD - lse)
     if MASKED:  # rows past the end have lse +inf
@@ -137,8 +138,8 @@ def head_sums(F: gl.constexpr):
 
 @gluon.jit
 def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """Adds minus the gradient of the ALiBi slope, from one tile, as one partial sum for each row and thread."""
-    if F.slopes:
+    """Adds minus the gradient of the head's parameter, from one tile, as one partial sum for each row and thread."""
+    if F.per_head_gradient:
         return sums + sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
     else:
         return sums

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""Which biases the one-pass backward fetches in tiles by TMA, and where the tiles of a head lie for it."""
+"""Which biases the kernels for Hopper take, and where the one-pass backward finds the tiles of a head's bias."""
 
 from ringattn_core.contract.protocol import Block
 from triton.experimental import gluon
@@ -11,14 +11,16 @@ from ..kernel_inputs import BlockConstants
 from .head_tiles import tiles_of_piece
 
 
-def fetchable(block: Block, constants: BlockConstants) -> bool:
-    """Whether TMA can fetch tiles of the block's bias.
+def why_not(block: Block, constants: BlockConstants, kernel: str) -> str | None:
+    """Why a kernel does not take the bias of a block, whatever its head size, or `None` where it does.
 
-    The bias must have the dtype of q, one row for each query, and a multiple of eight keys.
+    For TMA the bias must have the dtype of q, one row for each query, and a multiple of eight keys.
     """
     assert block.bias is not None
+    if constants.capped or constants.distances or constants.dropout:
+        return f"the {kernel} kernel does not combine {constants.options}"
     aligned = constants.bias_query == constants.kv_length and constants.kv_length % 8 == 0
-    return aligned and block.bias.dtype == block.q.dtype
+    return None if aligned and block.bias.dtype == block.q.dtype else "the bias cannot be fetched in tiles"
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels for Hopper: which blocks it takes, and its forward pass. `backward` has the backward pass."""
+"""The family of kernels in Gluon for Hopper: which blocks it takes, and its forward pass. `backward` has the other."""
 
 import dataclasses
 import functools
@@ -9,19 +9,19 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import triton
-from jaxtyping import Array, Float, Float32
 from ringattn_core import FwdParams
-from ringattn_core.contract.protocol import Block, Gradients, Partial
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.visibility import span
 
 from .. import kernel_inputs, visited_tiles
-from ..availability import TRITON_FLOOR
+from ..availability import TRITON_FLOOR, triton_version
 from ..kernel_inputs import BlockConstants
 from ..launch import launch
 from ..launch.target import Target
 from ..portable.family import results
-from . import backward, schedules
-from .bias_tiles import fetchable
+from . import bias_tiles, schedules
+from .backward import TARGET, why_not
+from .backward import backward as backward
 
 _logger: Final = logging.getLogger("ringattn")
 _TRITON_CEILING: Final = (3, 10)
@@ -33,69 +33,55 @@ _BOUND: Final = 73.0
 kernel subtracts half of the cap, which leaves a factor of 2^90 in float32 for the number of keys and large values."""
 
 
-class HopperFamily:
-    """Kernels in Gluon, for blocks where they are faster than the portable ones."""
+def why_not_forward(block: Block, target: Target) -> str | None:
+    reason = _why_not_here(block, target)
+    return reason or _why_not_forward(block, kernel_inputs.of_block(block, fast=True).constants)
 
-    def why_not_forward(self, block: Block, target: Target) -> str | None:
-        reason = _why_not_here(block, target)
-        return reason or _why_not_forward(block, kernel_inputs.of_block(block, fast=True).constants)
 
-    def why_not_backward(self, block: Block, target: Target) -> str | None:
-        reason = _why_not_here(block, target)
-        return reason or backward.why_not(block, kernel_inputs.of_block(block, fast=True).constants)
+def why_not_backward(block: Block, target: Target) -> str | None:
+    reason = _why_not_here(block, target)
+    return reason or why_not(block, kernel_inputs.of_block(block, fast=True).constants)
 
-    def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
-        from .forward_kernel import forward as forward_kernel
 
-        inputs = kernel_inputs.of_block(block, fast=True)
-        constants = inputs.constants
-        plan = _plan(block, constants, partial)
-        table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
-        before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
-        arrays = [
-            *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
-            table.bounds,
-            table.tiles,
-            *before,
-            table.counters,
-        ]
-        last = len(arrays) - 1
-        batch, _, heads, _ = block.q.shape
-        out, lse, shift, _ = launch(
-            forward_kernel,
-            arrays,
-            [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
-            grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
-            warps=4,
-            stages=1,
-            registers=plan.registers_at_start,
-            aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
-            name="ringattn_hopper_forward",
-            F=constants,
-            T=table.shape,
-            BATCH=batch,
-            PLAN=plan,
-        )
-        return Partial(out, lse, shift if constants.bias else None)
+def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
+    """Continues `partial` with the keys of a block that the kernel takes."""
+    from .forward_kernel import forward as forward_kernel
 
-    def backward(
-        self,
-        block: Block,
-        dout: Float[Array, "B T N Hv"],
-        lse: Float32[Array, "B N T"],
-        delta: Float32[Array, "B N T"],
-        dq: Float32[Array, "B T N H"] | None,
-        target: Target,
-    ) -> Gradients:
-        return backward.backward(block, dout, lse, delta, dq)
+    inputs = kernel_inputs.of_block(block, fast=True)
+    constants = inputs.constants
+    plan = _plan(block, constants, partial)
+    table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
+    before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+    arrays = [
+        *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
+        table.bounds,
+        table.tiles,
+        *before,
+        table.counters,
+    ]
+    last = len(arrays) - 1
+    batch, _, heads, _ = block.q.shape
+    out, lse, shift, _ = launch(
+        forward_kernel,
+        arrays,
+        [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
+        grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
+        registers=plan.registers_at_start,
+        aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
+        name="ringattn_hopper_forward",
+        F=constants,
+        T=table.shape,
+        BATCH=batch,
+        PLAN=plan,
+    )
+    return Partial(out, lse, shift if constants.bias else None)
 
 
 def _why_not_here(block: Block, target: Target) -> str | None:
     """Why no kernel of this family takes the block on this device."""
-    if target != Target("cuda", 90):
+    if target != TARGET:
         return "the Hopper kernels are for compute capability 9.0"
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if not TRITON_FLOOR <= version < _TRITON_CEILING:
+    if not TRITON_FLOOR <= triton_version() < _TRITON_CEILING:
         return _logged_once(f"the Hopper kernels have not been tried with Triton {triton.__version__}")
     if block.q.dtype.itemsize != 2:
         return "the Hopper kernels are for half precision"
@@ -118,7 +104,9 @@ def _why_not_forward(block: Block, constants: BlockConstants) -> str | None:
         return "the caller fixes the schedule"
     if constants.q_length < schedule.q_tile or constants.kv_length < schedule.kv_tile:
         return "the block is shorter than a tile"
-    if constants.bias and (reason := _why_no_bias(block, constants)):
+    if constants.bias and constants.head_dim != 128:
+        return "the forward kernel takes a bias only with heads of 128"
+    if constants.bias and (reason := bias_tiles.why_not(block, constants, "forward")):
         return reason
     return "each tile has too little to do" if _too_little(constants) else None
 
@@ -144,21 +132,9 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
     )
 
 
-def _why_no_bias(block: Block, constants: BlockConstants) -> str | None:
-    """Why the forward kernel does not take the bias of a block."""
-    if constants.capped or constants.distances or constants.dropout:
-        return f"the forward kernel does not combine {constants.options}"
-    if constants.head_dim != 128:
-        return "the forward kernel takes a bias only with heads of 128"
-    return None if fetchable(block, constants) else "the bias cannot be fetched in tiles"
-
-
 def _too_little(constants: BlockConstants) -> bool:
     """Whether the beginning and end of a turn take most of its time: it has few tiles, or small products with masks."""
     if constants.head_dim > 64:
         return False
     seen = span(constants.causal, (constants.left, constants.right), constants.chunk)
     return seen < 2048 or constants.q_length < 2048 or constants.segments or constants.masks
-
-
-HOPPER: Final = HopperFamily()

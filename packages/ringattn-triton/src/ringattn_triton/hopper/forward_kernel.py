@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .handover import k_empty, leave, q_empty, rest_empty, v_empty
+from .handover import leave
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import Shared, begin, bias_layout, next_turn, of_turn, produce
@@ -151,14 +151,14 @@ def _consume(
         top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-        leave(k_empty(PLAN) + taken % PLAN.stages, PLAN)
+        leave("keys", taken % PLAN.stages, PLAN)
         s, base, top, shrink = scored(s, top, queries, keys, bias, from_origin, away, head, F, PLAN.masked, PLAN)
         p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
         acc = finished(acc)
         if done > 0:
-            leave(v_empty(PLAN) + before, PLAN)
+            leave("values", before, PLAN)
             if apart(F.value_dim):
-                leave(rest_empty(PLAN), PLAN)
+                leave("rest", 0, PLAN)
             written(acc, old_top, old_total, shared, done - 1, NUMBER, AFTER, F, PLAN, OF_ROWS)
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
@@ -184,7 +184,7 @@ def _consume(
                 from_origin, head, start, counter, P, batch, False, F, PLAN, SCORES,
             )  # fmt: skip
         if PLAN.q_places == 1:
-            leave(q_empty(PLAN), PLAN)
+            leave("queries", 0, PLAN)
         done += 1
         row = next_turn(shared, done)
     if done > 0:
@@ -248,7 +248,7 @@ def _continued(
         away = of_keys(shared, taken, F, PLAN, SCORES)
     drawn = _drawn(shared, taken, P, batch, start, counter, head, APART, F, PLAN)
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
-    leave(k_empty(PLAN) + taken % PLAN.stages, PLAN)
+    leave("keys", taken % PLAN.stages, PLAN)
     # A second wait does nothing more, but keeps the assembler from delaying `leave`.
     s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
     softmax_first(taken)
@@ -258,9 +258,9 @@ def _continued(
     p, total = weighed(s, base, shrink, total, drawn, F, PLAN, SCORES)
     if apart(F.value_dim):
         acc = rest_finished(acc)
-        leave(rest_empty(PLAN), PLAN)
+        leave("rest", 0, PLAN)
     acc = finished(acc)
-    leave(v_empty(PLAN) + last % PLAN.stages, PLAN)
+    leave("values", last % PLAN.stages, PLAN)
     return acc, packed(p, queries_here[0].dtype), total, top, shrink
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
-from .handover import k_empty, q_empty, rest_empty, turn_empty, v_empty, wait_until_left
+from .handover import wait_until_left
 from .head_tiles import (
     apart,
     fetch,
@@ -51,6 +51,33 @@ class Shared(NamedTuple):
     positions: Any
 
 
+class Tiles(NamedTuple):
+    """TMA descriptors of tiles of queries, keys, values, bias and results; those that are not used are that of q."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    out: Any
+
+
+class Turn(NamedTuple):
+    """The tile of queries, the batch row and the head of a turn, and the tiles that it visits."""
+
+    row: Any
+    batch: Any
+    head: Any
+    visited: Any
+
+
+class Fetched(NamedTuple):
+    """How many tiles of keys have been fetched, and where the values of the last one are: these are fetched later."""
+
+    count: Any
+    row: Any
+    head: Any
+
+
 @gluon.jit
 def begin(barriers, PLACES: gl.constexpr):
     """Initialises barriers at which the producer alone arrives."""
@@ -78,25 +105,18 @@ def produce(
 
     Consumers finish a turn, and write its results, in the first step of the next one.
     """
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    BYTES: gl.constexpr = PLAN.q_tile * padded_size(F.head_dim) * 2
-    turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
-    row, batch, head, visited = _visited(turn, all_turns, BOUNDS, TILES, F, T)
-    ahead = masked_tile(visited, 0, T)
-    q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles = _tiles(ARRAYS, P, F, BATCH, PLAN)
+    number = gl.atomic_add(TAKEN, 1, sem="relaxed")
+    turn = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
+    ahead = masked_tile(turn.visited, 0, T)
+    tiles = _tiles(ARRAYS, P, F, BATCH, PLAN)
     announced = 0
-    fetched = 0
-    late_row = 0
-    late_head = 0
+    fetched = Fetched(0, 0, 0)
     released = 0
-    while turn < all_turns:
+    while number < all_turns:
+        visited = turn.visited
         masked = visited.masked
         whole = visited.full_to - visited.full_from
-        bias_row = 0
-        if F.bias:
-            of_batch: gl.constexpr = F.bias_batch // F.bias_query
-            of_head: gl.constexpr = F.bias_head // F.bias_query
-            bias_row = batch * of_batch + head * of_head + row * PLAN.q_tile
+        bias_row = _row_of_bias(turn, F, PLAN)
         if PLAN.fresh:
             # A turn that sees nothing gets one tile that is masked away, so that its zeros are written. A partial
             # result that is continued is in its place already.
@@ -104,59 +124,38 @@ def produce(
             masked = gl.where(nothing, 1, masked)
             ahead = gl.where(nothing, 0, ahead)
         if masked + whole > 0:
-            first = row * PLAN.q_tile
-            if announced > 1 and released == 0:
-                _release(shared, announced % 2, out_tiles, PLAN)
+            _begin_turn(shared, tiles, turn, announced, released, masked, whole, F, PLAN)
             released = 0
-            _announce(shared, announced, first, batch, head, masked, whole)
-            place = announced % PLAN.q_places
-            full = shared.q_full.index(place)
-            if PLAN.q_places == 1 and announced > 0:
-                wait_until_left(q_empty(PLAN), PLAN)
-            if PLAN.stored:
-                tma.store_wait(0)
-            mbarrier.expect(full, BYTES)
-            first += batch * F.q_length
-            for number in gl.static_range(CONSUMERS):
-                mine_from = first + number * CONSUMER_ROWS
-                mine = place_of(shared.q, place * CONSUMERS + number)
-                fetch_heads(q_tiles, head, mine_from, full, mine)
             announced += 1
-        kv_head = head // F.group
-        origin = origin_of(P, batch, row * PLAN.q_tile, F)
+        kv_head = turn.head // F.group
+        origin = origin_of(P, turn.batch, turn.row * PLAN.q_tile, F)
         for step in range(0, masked):
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
-            late_row, late_head, fetched = _fetch_tile(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, late_row,
-                late_head, fetched, F, PLAN,
-            )  # fmt: skip
+            fetched = _fetch_tile(shared, tiles, P, turn.batch, kv_head, bias_row, origin, tile, fetched, F, PLAN)
         # The next turn is looked up while consumers have tiles to work on.
-        turn = gl.atomic_add(TAKEN, 1, sem="relaxed")
-        next_row, next_batch, next_head, following = _visited(turn, all_turns, BOUNDS, TILES, F, T)
+        number = gl.atomic_add(TAKEN, 1, sem="relaxed")
+        following = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
         ahead = full_tile(visited, visited.full_from, T)
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
-            late_row, late_head, fetched = _fetch_tile(
-                shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, late_row,
-                late_head, fetched, F, PLAN,
-            )  # fmt: skip
+            fetched = _fetch_tile(shared, tiles, P, turn.batch, kv_head, bias_row, origin, tile, fetched, F, PLAN)
             # Consumers finish the previous turn in the first step of this one, whose tiles have been fetched. So this
             # wait ends, and after the third tile it is short. Before the first tile it would never end.
             if PLAN.stored and step == visited.full_from + 2 and announced > 1:
-                _release(shared, announced % 2, out_tiles, PLAN)
+                _release(shared, announced % 2, tiles, PLAN)
                 released = 1
-        row, batch, head, visited = next_row, next_batch, next_head, following
-        ahead = masked_tile(visited, 0, T)
-    if fetched > 0:
-        _fetch_values(shared, v_tiles, late_row, late_head, fetched - 1, F, PLAN)
+        turn = following
+        ahead = masked_tile(turn.visited, 0, T)
+    if fetched.count > 0:
+        _fetch_values(shared, tiles, fetched, F, PLAN)
     if announced > 1 and released == 0:
-        _release(shared, announced % 2, out_tiles, PLAN)
+        _release(shared, announced % 2, tiles, PLAN)
     _announce(shared, announced, -1, 0, 0, 0, 0)
     if PLAN.stored:
         if announced > 0:
-            _release(shared, (announced + 1) % 2, out_tiles, PLAN)
+            _release(shared, (announced + 1) % 2, tiles, PLAN)
         tma.store_wait(0)
 
 
@@ -168,7 +167,7 @@ def bias_layout(TYPE, PLAN):
 
 @gluon.jit
 def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
-    """TMA descriptors of tiles of queries, keys, values, bias and results. Where there is no bias, it is that of q."""
+    """The `Tiles` of a launch."""
     Q, K, V, OUT = ARRAYS
     TYPE: gl.constexpr = Q.dtype.element_ty
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
@@ -194,31 +193,72 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
             OUT, [BATCH, F.heads, F.q_length, F.value_dim], [F.q_length * TOKEN, F.value_dim, TOKEN, 1],
             [1, 1, CONSUMER_ROWS, VALUE_DIM], OUTS,
         )  # fmt: skip
-    return q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles
+    return Tiles(q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
 
 
 @gluon.jit
-def _visited(turn, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
-    """The tile of queries, the batch row and the head of a turn, and the tiles that it visits.
+def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr):
+    """The `Turn` of a number; past the end, the final turn.
 
-    Turns begin with the final tiles of queries, which see most under a causal mask. If `turn` is past the end, the
-    result is that of the final turn.
+    Turns begin with the final tiles of queries, which see most under a causal mask.
     """
-    before, batch, head = owned(gl.minimum(turn, all_turns - 1), T, F.heads)
+    before, batch, head = owned(gl.minimum(number, all_turns - 1), T, F.heads)
     row = T.rows - 1 - before
-    return row, batch, head, visit(BOUNDS, TILES, batch, row, T)
+    return Turn(row, batch, head, visit(BOUNDS, TILES, batch, row, T))
 
 
 @gluon.jit
-def _release(shared, place, out_tiles, PLAN: gl.constexpr):
+def _row_of_bias(turn, F: gl.constexpr, PLAN: gl.constexpr):
+    """The first row of a turn in the bias, whose groups lie one below the other; 0 without a bias."""
+    if F.bias:
+        of_batch: gl.constexpr = F.bias_batch // F.bias_query
+        of_head: gl.constexpr = F.bias_head // F.bias_query
+        return turn.batch * of_batch + turn.head * of_head + turn.row * PLAN.q_tile
+    else:
+        return 0
+
+
+@gluon.jit
+def _begin_turn(shared, tiles, turn, number, released, masked, whole, F: gl.constexpr, PLAN: gl.constexpr):
+    """Announces a turn, the `number`th of this program, and fetches its queries.
+
+    It waits for the turn before the previous one, unless that has been `released`.
+    """
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    first = turn.row * PLAN.q_tile
+    if number > 1 and released == 0:
+        _release(shared, number % 2, tiles, PLAN)
+    _announce(shared, number, first, turn.batch, turn.head, masked, whole)
+    place = number % PLAN.q_places
+    full = shared.q_full.index(place)
+    if PLAN.q_places == 1 and number > 0:
+        wait_until_left("queries", 0, PLAN)
+    if PLAN.stored:
+        tma.store_wait(0)
+    mbarrier.expect(full, PLAN.q_tile * padded_size(F.head_dim) * 2)
+    first += turn.batch * F.q_length
+    for consumer in gl.static_range(CONSUMERS):
+        mine_from = first + consumer * CONSUMER_ROWS
+        fetch_heads(tiles.q, turn.head, mine_from, full, place_of(shared.q, place * CONSUMERS + consumer))
+
+
+@gluon.jit
+def _release(shared, place, tiles, PLAN: gl.constexpr):
     """Waits until all consumers have finished the turn in `place`. If results are `stored`, begins to store its own.
 
     Turn `n` has place `n % 2`. The consumers are then done with its queries too, if queries have two places. The
     results lie where the queries were.
     """
-    wait_until_left(turn_empty(PLAN) + place, PLAN)
+    wait_until_left("turns", place, PLAN)
     if PLAN.stored:
-        _write_results(shared, place, out_tiles, PLAN)
+        CONSUMERS: gl.constexpr = PLAN.consumers
+        row = read_number(shared.turns.index(place * 5), 1)
+        batch = read_number(shared.turns.index(place * 5 + 1), 1)
+        head = read_number(shared.turns.index(place * 5 + 2), 1)
+        for number in gl.static_range(CONSUMERS):
+            at = [batch, head, row + number * CONSUMER_ROWS, 0]
+            mine = shared.q[0].index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q[0].shape[2]))
+            store(tiles.out, at, mine)
 
 
 @gluon.jit
@@ -237,66 +277,53 @@ def _announce(shared, number, row, batch, head, masked, whole):
 
 
 @gluon.jit
-def _write_results(shared, place, out_tiles, PLAN: gl.constexpr):
-    """Begins to write the results of a turn, which lie where its queries were."""
-    CONSUMERS: gl.constexpr = PLAN.consumers
-    row = read_number(shared.turns.index(place * 5), 1)
-    batch = read_number(shared.turns.index(place * 5 + 1), 1)
-    head = read_number(shared.turns.index(place * 5 + 2), 1)
-    for number in gl.static_range(CONSUMERS):
-        at = [batch, head, row + number * CONSUMER_ROWS, 0]
-        mine = shared.q[0].index(place * CONSUMERS + number).reshape((1, 1, CONSUMER_ROWS, shared.q[0].shape[2]))
-        store(out_tiles, at, mine)
-
-
-@gluon.jit
 def _fetch_tile(
-    shared, k_tiles, v_tiles, bias_tiles, P, batch, kv_head, bias_row, origin, tile, late_row, late_head, fetched,
-    F: gl.constexpr, PLAN: gl.constexpr,
+    shared, tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Fetches the keys and the bias of a tile into the next place, and then the values of the previous tile.
 
     The values of a tile are needed one step after its keys, and their place becomes empty one step later. If they were
-    fetched before the next keys, those would come late, above all the first keys of a turn. `late_row` and `late_head`
-    say where the values of the previous tile are. Returns the same of this tile, and `fetched + 1`.
+    fetched before the next keys, those would come late, above all the first keys of a turn. Returns `Fetched` after
+    this tile.
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
-    place = fetched % PLAN.stages
+    place = fetched.count % PLAN.stages
     first = batch * F.kv_length + tile * PLAN.kv_tile
     full = shared.k_full.index(place)
     away = loaded_of_keys(P, batch, tile, origin, F, PLAN.kv_tile)
-    if fetched >= PLAN.stages:
-        wait_until_left(k_empty(PLAN) + place, PLAN)
+    if fetched.count >= PLAN.stages:
+        wait_until_left("keys", place, PLAN)
     if F.distances:
-        place_of_positions(shared, fetched, PLAN).store(away)
+        place_of_positions(shared, fetched.count, PLAN).store(away)
     write_number(shared.tiles.index(place), tile)
     OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
     mbarrier.expect(full, PLAN.kv_tile * padded_size(F.head_dim) * 2 + OF_BIAS)
-    fetch_heads(k_tiles, kv_head, first, full, place_of(shared.k, place))
+    fetch_heads(tiles.k, kv_head, first, full, place_of(shared.k, place))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
             mine = shared.bias.index(place * CONSUMERS + number)
-            fetch(bias_tiles, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
-    if fetched > 0:
-        _fetch_values(shared, v_tiles, late_row, late_head, fetched - 1, F, PLAN)
-    return first, kv_head, fetched + 1
+            fetch(tiles.bias, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
+    if fetched.count > 0:
+        _fetch_values(shared, tiles, fetched, F, PLAN)
+    return Fetched(fetched.count + 1, first, kv_head)
 
 
 @gluon.jit
-def _fetch_values(shared, v_tiles, first, kv_head, number, F: gl.constexpr, PLAN: gl.constexpr):
-    """Fetches the values of a tile, the `number`th of this program, which begin at row `first`."""
+def _fetch_values(shared, tiles, fetched, F: gl.constexpr, PLAN: gl.constexpr):
+    """Fetches the values of the last tile whose keys were `Fetched`."""
+    number = fetched.count - 1
     place = number % PLAN.stages
     full = shared.v_full.index(place)
     if number >= PLAN.stages:
-        wait_until_left(v_empty(PLAN) + place, PLAN)
+        wait_until_left("values", place, PLAN)
     mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 0) * 2)
-    fetch_piece(v_tiles, kv_head, first, full, shared.v[0].index(place), 0)
+    fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[0].index(place), 0)
     if apart(F.value_dim):
         full = shared.rest_full.index(0)
         if number >= 1:
-            wait_until_left(rest_empty(PLAN), PLAN)
+            wait_until_left("rest", 0, PLAN)
         mbarrier.expect(full, PLAN.kv_tile * stored_width(F.value_dim, 1) * 2)
-        fetch_piece(v_tiles, kv_head, first, full, shared.v[1].index(0), 1)
+        fetch_piece(tiles.v, fetched.head, fetched.row, full, shared.v[1].index(0), 1)
 
 
 @gluon.jit

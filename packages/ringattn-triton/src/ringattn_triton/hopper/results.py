@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..kernels.scores import LOG2_E, SHIFT_BELOW
 from ..kernels.scores import continued_rows as continued
-from .handover import leave, turn_empty
+from .handover import leave
 from .head_tiles import apart, dims_of
 from .pipeline import of_turn
 from .schedules import CONSUMER_ROWS
@@ -55,7 +55,7 @@ def written(
     batch = of_turn(shared, number, 1)
     head = of_turn(shared, number, 2)
     if not PLAN.stored:
-        leave(turn_empty(PLAN) + number % 2, PLAN)
+        leave("turns", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
     nothing = total == 0.0
@@ -77,7 +77,7 @@ def written(
             _write(out, start, batch, head, OUT, first_of(F.value_dim, piece), F)
     if PLAN.stored:
         fence_async_shared()
-        leave(turn_empty(PLAN) + number % 2, PLAN)
+        leave("turns", number % 2, PLAN)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.scores import LOG2_E, bent, in_log2
+from ..kernels.scores import LOG2_E, bent, in_log2, lost_by_distance
 from ..kernels.tokens import visible
 from .dropout import kept
 from .schedules import CONSUMER_ROWS
@@ -24,7 +24,7 @@ def scored(
     """
     RAGGED: gl.constexpr = MASKED and F.kv_length % PLAN.kv_tile != 0
     FOLD: gl.constexpr = fold_of(F)
-    ONE_SIDED: gl.constexpr = F.slopes and F.causal and not MASKED
+    ONE_SIDED: gl.constexpr = F.distances and F.causal and not MASKED
     if F.capped:
         s = bent(s, F)
     if not (F.plain or folded(F)):
@@ -32,14 +32,14 @@ def scored(
     if F.bias:
         s = s + bias.to(gl.float32)
     offset = top
-    if F.slopes:
-        slope = head.slope / F.unbend if folded(F) else head.slope
+    if F.distances:
+        lost = lost_by_distance(head, F, folded(F))
         if ONE_SIDED:
             # All keys come before the query, so what a row subtracts from all its scores is left to `base`.
-            s = s + slope * away
-            offset = from_origin * slope * FOLD
+            s = s + lost * away
+            offset = from_origin * lost * FOLD
         else:
-            s = s - slope * gl.abs(from_origin[:, None] - away)
+            s = s - lost * gl.abs(from_origin[:, None] - away)
     if MASKED:
         s = gl.where(visible(queries, keys, head, F, RAGGED, False), s, -float("inf"))
     if PLAN.bounded:
@@ -77,8 +77,8 @@ def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, 
 
 @gluon.constexpr_function
 def folded(F):
-    """Whether ALiBi's slopes are divided by `unbend` rather than scores multiplied by it."""
-    return F.slopes and not F.bias and F.unbend > 0
+    """Whether what scores lose by distance is divided by `unbend` rather than scores multiplied by it."""
+    return F.distances and not F.bias and F.unbend > 0
 
 
 @gluon.constexpr_function

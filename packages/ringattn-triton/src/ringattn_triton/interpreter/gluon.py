@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from . import language, mathematics
+from . import mathematics
 from .barriers import Barrier, Team, error
 from .language import current
 from .types import held, poison
@@ -313,18 +313,6 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> An
         current.products.popleft().finish()
     values = [dep.taken() if isinstance(dep, Product) else dep for dep in deps]
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def arange(start: Any, end: Any, layout: Any = None) -> Tensor:
-    return language.arange(start, end)
-
-
-def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tensor:
-    return language.full(shape, value, dtype)
-
-
-def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
-    return language.full(shape, 0, dtype)
 
 
 def convert_layout(value: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `triton.language` for memory, control flow and shapes, over NumPy arrays.
+"""The functions of `triton.language` for memory, control flow and shapes, over NumPy arrays. Gluon's take a `layout`.
 
 `mathematics` has the functions that compute; `programs` substitutes both for `triton.language`.
 """
@@ -56,17 +56,17 @@ def _mask(mask: Any) -> Any:
     return cast(tensor(mask), tl.int1).data
 
 
-def arange(start: int, end: int) -> Tensor:
+def arange(start: int, end: int, layout: Any = None) -> Tensor:
     return Tensor(np.arange(plain(start), plain(end), dtype=np.int32), tl.int32)
 
 
-def full(shape: Any, value: Any, dtype: Any) -> Tensor:
+def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Tensor:
     sizes = _sizes(shape)
     data = cast(value, dtype).data if isinstance(value, Tensor) else rounded(held(dtype)(constant(value)), dtype)
     return Tensor(np.full(sizes, data, held(dtype)) if sizes else data, dtype)
 
 
-def zeros(shape: Any, dtype: Any) -> Tensor:
+def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
     return full(shape, 0, dtype)
 
 

@@ -5,7 +5,7 @@ import builtins
 import inspect
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,30 +23,20 @@ from .values import Pointer, Tensor, constant
 class Launch:
     """One launch of a kernel over a grid."""
 
-    def __init__(self, name: str, grid: Sequence[int], warps: int) -> None:
-        self.name = name
-        self.warps = warps
-        self.grid = (*grid, *(1,) * (3 - len(grid)))
+    def __init__(self, call: Any) -> None:
+        self.name = call.name
+        self.warps = call.warps
+        self.grid = (*call.grid, *(1,) * (3 - len(call.grid)))
         self.where = (0, 0, 0)
         self.program = 0
 
 
-def run(
-    kernel: JITFunction,
-    operands: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray],
-    *,
-    grid: Sequence[int],
-    aliases: Mapping[int, int],
-    name: str,
-    constants: Mapping[str, Any],
-    warps: int = 4,
-) -> None:
-    """Runs every program of the grid, one after the other, and fills the outputs."""
-    launch = Launch(name, grid, warps)
-    names = list(inspect.signature(kernel.fn).parameters)
+def run(call: Any, operands: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+    """Runs every program of a `launch.kernel_call.KernelCall`, one after the other, and fills the outputs."""
+    launch, aliases = Launch(call), dict(call.aliases)
+    names = list(inspect.signature(call.kernel.fn).parameters)
     given = len(operands) + len(outputs)
-    function = interpreted(kernel)
+    function = interpreted(call.kernel)
     storages = [Storage.of_output(output) for output in outputs]
     for operand, output in aliases.items():
         storages[output] = Storage.of_alias(operands[operand])
@@ -64,7 +54,7 @@ def run(
         with np.errstate(all="ignore"):
             for program, where in enumerate(np.ndindex(*launch.grid[::-1])):
                 launch.program, launch.where = program, where[::-1]
-                gluon.run_program(function, list(arguments.values()), constants)
+                gluon.run_program(function, list(arguments.values()), dict(call.constants))
             for output, storage in zip(outputs, storages, strict=True):
                 output[...] = storage.flat.reshape(output.shape).astype(output.dtype)
     finally:

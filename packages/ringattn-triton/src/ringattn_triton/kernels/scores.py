@@ -81,15 +81,21 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
         s = s * F.unbend
     if F.bias:
         s = s + bias.to(tl.float32)
-    if F.slopes:
-        s = s - head.slope * distance(queries, keys)
+    if F.distances:
+        s = s - lost_by_distance(head, F, False) * distance(queries, keys)
     return s
+
+
+@triton.jit
+def lost_by_distance(head, F: tl.constexpr, OVER_UNBEND: tl.constexpr):
+    """What a score loses for each unit of distance, by ALiBi; `OVER_UNBEND`: in scores without the factor `unbend`."""
+    return head.slope / F.unbend if OVER_UNBEND else head.slope
 
 
 @triton.jit
 def with_per_head_gradient(sums, ds, queries, keys, F: tl.constexpr):
     """Adds what the queries of a tile contribute to the gradient of their head's slope, if it has one."""
-    if F.slopes:
+    if F.per_head_gradient:
         sums -= tl.sum(ds * distance(queries, keys), 1)
     return sums
 

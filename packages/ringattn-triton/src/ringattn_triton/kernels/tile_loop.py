@@ -84,6 +84,25 @@ def full_tile(visited, step, T: tl.constexpr):
 
 
 @triton.jit
+def over_visited(ADDED: tl.constexpr, sums, given, visited, F: tl.constexpr, T: tl.constexpr):
+    """The `sums` after all visited tiles, those that need no mask first.
+
+    `ADDED(sums, given, tile, F, MASKED)` returns the sums with what a tile contributes.
+    """
+    ahead = full_tile(visited, visited.full_from, T)
+    for step in tl.range(visited.full_from, visited.full_to):
+        tile = full_tile(visited, step, T) if T.run else ahead
+        ahead = full_tile(visited, step + 1, T)
+        sums = ADDED(sums, given, tile, F, False)
+    ahead = masked_tile(visited, 0, T)
+    for step in tl.range(0, visited.masked):
+        tile = masked_tile(visited, step, T) if not T.listed else ahead
+        ahead = masked_tile(visited, step + 1, T)
+        sums = ADDED(sums, given, tile, F, True)
+    return sums
+
+
+@triton.jit
 def offset_of(index, stride: tl.constexpr, WIDE: tl.constexpr):
     """`index * stride`, in int64 if `WIDE`."""
     if WIDE:

@@ -30,16 +30,7 @@ def launch(arrays: Sequence[jax.Array], call: KernelCall) -> list[jax.Array]:
     def fill(_: Any, outputs: Sequence[Any], *operands: Any) -> None:
         filled = [np.asarray(output) for output in outputs]
         try:
-            run(
-                call.kernel,
-                [np.asarray(operand) for operand in operands],
-                filled,
-                grid=call.grid,
-                aliases=dict(call.aliases),
-                name=call.name,
-                constants=dict(call.constants),
-                warps=call.warps,
-            )
+            run(call, [np.asarray(operand) for operand in operands], filled)
         except Exception:
             if call.among == 1:
                 raise

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..kernels.dropout import weights
 from ..kernels.scores import backward_rows, bent, biases, derivatives, narrowed, of_head, scaled, with_per_head_gradient
-from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
+from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries
 from .bias_sums_kernel import keep_tile
 
@@ -52,22 +52,8 @@ def backward_keys(
         q_pointers = Q + first * F.head_dim + (rows * (F.heads * F.head_dim) + dims)
         dout_pointers = DOUT + first * F.value_dim + (rows * (F.heads * F.value_dim) + value_dims)
         row_at = (wide_batch * F.heads + head_number) * F.q_length
-        ahead = full_tile(visited, visited.full_from, T)
-        for step in tl.range(visited.full_from, visited.full_to):
-            tile = full_tile(visited, step, T) if T.run else ahead
-            ahead = full_tile(visited, step + 1, T)
-            dk, dv = _added_to_keys(
-                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
-                F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
-            )  # fmt: skip
-        ahead = masked_tile(visited, 0, T)
-        for step in tl.range(0, visited.masked):
-            tile = masked_tile(visited, step, T) if not T.listed else ahead
-            ahead = masked_tile(visited, step + 1, T)
-            dk, dv = _added_to_keys(
-                dk, dv, k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, tile, keys, head, P, batch,
-                F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
-            )  # fmt: skip
+        given = (k, v, q_pointers, dout_pointers, LSE + row_at, DELTA + row_at, keys, head, P, batch)
+        dk, dv = over_visited(_added_to_keys, (dk, dv), given, visited, F, T)
 
     if F.stacked:
         DV = DK + F.v_start
@@ -87,12 +73,14 @@ def backward_keys(
 
 
 @triton.jit
-def _added_to_keys(
-    dk, dv, k, v, q_pointers, dout_pointers, LSE, DELTA, tile, keys, head, P, batch,
-    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """Adds what a tile of queries contributes to dk and dv. Rows past the end have lse +inf and add 0."""
+    dk, dv = sums
+    k, v, q_pointers, dout_pointers, LSE, DELTA, keys, head, P, batch = given
+    Q_TILE: tl.constexpr = q_pointers.shape[0]
+    KV_TILE: tl.constexpr = k.shape[0]
+    DIM: tl.constexpr = k.shape[1]
+    VALUE_DIM: tl.constexpr = v.shape[1]
     Q_RAGGED: tl.constexpr = MASKED and F.q_length % Q_TILE != 0
     start = tile * Q_TILE
     rows = start + tl.arange(0, Q_TILE)
@@ -174,23 +162,10 @@ def backward_queries(
         ds_at = DS + row_of_tiles.to(tl.int64) * (Q_TILE * KV_TILE)
     dq = tl.zeros([Q_TILE, DIM], tl.float32)
     dhead = tl.zeros([Q_TILE], tl.float32)
-    ahead = full_tile(visited, visited.full_from, T)
-    for step in tl.range(visited.full_from, visited.full_to):
-        tile = full_tile(visited, step, T) if T.run else ahead
-        ahead = full_tile(visited, step + 1, T)
-        dq, dhead = _added_to_queries(
-            dq, dhead, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
-            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, False,
-        )  # fmt: skip
-    ahead = masked_tile(visited, 0, T)
-    for step in tl.range(0, visited.masked):
-        tile = masked_tile(visited, step, T) if not T.listed else ahead
-        ahead = masked_tile(visited, step + 1, T)
-        dq, dhead = _added_to_queries(
-            dq, dhead, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
-            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, IN_STRIPS, True,
-        )  # fmt: skip
-
+    dq, dhead = over_visited(
+        _added_to_queries, (dq, dhead),
+        (IN_STRIPS, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, queries, head, P, batch), visited, F, T,
+    )  # fmt: skip
     dq = scaled(dq, q, F)
     if not FRESH:
         dq += vectors(DQ_BEFORE + q_at, rows, dims, F.q_length, F.head_dim, Q_RAGGED, DIM_RAGGED)
@@ -203,12 +178,15 @@ def backward_queries(
 
 
 @triton.jit
-def _added_to_queries(
-    dq, dhead, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, tile, queries, head, P, batch,
-    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    IN_STRIPS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _added_to_queries(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """Adds what a tile of keys contributes to dq and to the gradient of the per-head parameter."""
+    dq, dhead = sums
+    IN_STRIPS: tl.constexpr = given[0]
+    _, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, queries, head, P, batch = given
+    Q_TILE: tl.constexpr = q.shape[0]
+    KV_TILE: tl.constexpr = k_pointers.shape[0]
+    DIM: tl.constexpr = q.shape[1]
+    VALUE_DIM: tl.constexpr = dout.shape[1]
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = (start + tl.arange(0, KV_TILE))[:, None]

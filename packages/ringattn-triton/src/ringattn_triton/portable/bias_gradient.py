@@ -38,25 +38,6 @@ class Strips:
     columns: int
 
 
-@dataclasses.dataclass(frozen=True)
-class BiasSums:
-    """How many batch rows, heads and own tiles each program sums over, and how many have their own programs.
-
-    A program sums `batch_sums` batch rows, `head_sums` heads and `row_sums` own tiles. The bias has `heads` heads, and
-    `own_rows` own tiles in a strip; `summed_rows`: it has one row for all queries. The whole block has `rows` own
-    tiles; `grouped`: which tiles are visible depends on the batch row.
-    """
-
-    rows: int
-    grouped: bool
-    heads: int
-    own_rows: int
-    batch_sums: int
-    head_sums: int
-    row_sums: int
-    summed_rows: bool
-
-
 def strips(block: Block, rows: int, columns: int) -> Strips:
     """The size of the strips of a block with `rows` by `columns` tiles."""
     batch, _, heads, _ = block.q.shape
@@ -87,28 +68,24 @@ def summed(
     assert block.bias is not None
     batch, heads, length, _ = block.bias.shape
     summed_rows = length == 1
-    sums = BiasSums(
-        rows=seen.shape[1],
-        grouped=seen.shape[0] > 1,
-        heads=heads,
-        own_rows=1 if summed_rows else of.rows,
-        batch_sums=block.q.shape[0] // batch,
-        head_sums=of.heads // heads,
-        row_sums=of.rows if summed_rows else 1,
-        summed_rows=summed_rows,
-    )
+    own_rows, row_sums = (1, of.rows) if summed_rows else (of.rows, 1)
     dtype = block.bias.dtype if block.final and not summed_rows else jnp.float32
     (dbias,) = launch(
         bias_sums,
         [ds, seen, first, before],
         [jax.ShapeDtypeStruct(block.bias.shape, dtype)],
-        grid=(batch * heads * sums.own_rows * of.columns,),
+        grid=(batch * heads * own_rows * of.columns,),
         aliases={} if before is None else {3: 0},
-        warps=4,
-        stages=1,
         name="ringattn_bias_sums",
         S=of,
-        D=sums,
+        ROWS=seen.shape[1],
+        GROUPED=seen.shape[0] > 1,
+        HEADS=heads,
+        OWN_ROWS=own_rows,
+        BATCH_SUMS=block.q.shape[0] // batch,
+        HEAD_SUMS=of.heads // heads,
+        ROW_SUMS=row_sums,
+        SUMMED_ROWS=summed_rows,
         FRESH=before is None,
         Q_LENGTH=block.q_length,
         KV_LENGTH=block.kv_length,

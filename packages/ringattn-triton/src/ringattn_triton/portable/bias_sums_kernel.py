@@ -14,16 +14,20 @@ import triton.language as tl
 @triton.jit
 def bias_sums(
     DS, SEEN, FIRST, BEFORE, DBIAS,
-    S: tl.constexpr, D: tl.constexpr, FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr,
-    Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BY_KEYS: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, GROUPED: tl.constexpr, HEADS: tl.constexpr, OWN_ROWS: tl.constexpr,
+    BATCH_SUMS: tl.constexpr, HEAD_SUMS: tl.constexpr, ROW_SUMS: tl.constexpr, SUMMED_ROWS: tl.constexpr,
+    FRESH: tl.constexpr, Q_LENGTH: tl.constexpr, KV_LENGTH: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Sums the gradients of scores of one strip into `DBIAS [b, n, t, S]`, from `BEFORE`, the sums over earlier strips.
 
-    Each tile of `DBIAS` in the strip has a program; if the bias has one row, each tile of keys has one. If `FRESH`,
-    there is no `BEFORE`.
+    Each tile of `DBIAS` in the strip has a program; if the bias has one row for all queries (`SUMMED_ROWS`), each tile
+    of keys has one. It sums `BATCH_SUMS` batch rows, `HEAD_SUMS` heads and `ROW_SUMS` own tiles. The bias has `HEADS`
+    heads, and `OWN_ROWS` own tiles in a strip. The whole block has `ROWS` own tiles; `GROUPED`: which tiles are visible
+    depends on the batch row. If `FRESH`, there is no `BEFORE`.
 
     `DS` has the gradients of a strip's scores, and `FIRST` the number of the strip's first tile. `S` is
-    `bias_gradient.Strips` and `D` is `bias_gradient.BiasSums`. `SEEN [g, rows, columns]` says which tiles are visible;
+    `bias_gradient.Strips`. `SEEN [g, rows, columns]` says which tiles are visible;
     `DS` is undefined in the others. Rows are own tiles, columns tiles of the other side. `backward_queries` owns
     queries, and writes `DS` with `keep_tile`. `BY_KEYS`: `hopper.backward_kernel` owns keys, and a tile of `DS` is
     `[KV_TILE, Q_TILE]`.
@@ -31,23 +35,23 @@ def bias_sums(
     program = tl.program_id(0)
     column = program % S.columns
     rest = program // S.columns
-    own = rest % D.own_rows
-    of_bias = rest // D.own_rows
-    bias_head = of_bias % D.heads
-    bias_batch = of_bias // D.heads
+    own = rest % OWN_ROWS
+    of_bias = rest // OWN_ROWS
+    bias_head = of_bias % HEADS
+    bias_batch = of_bias // HEADS
     first = tl.load(FIRST)
     in_tile = tl.arange(0, Q_TILE * KV_TILE)
     total = tl.zeros([Q_TILE * KV_TILE], tl.float32)
-    for turn in range(D.batch_sums * D.row_sums):
-        row = own + turn % D.row_sums
-        batch = bias_batch + turn // D.row_sums
+    for turn in range(BATCH_SUMS * ROW_SUMS):
+        row = own + turn % ROW_SUMS
+        batch = bias_batch + turn // ROW_SUMS
         group = batch
-        if not D.grouped:
+        if not GROUPED:
             group = batch * 0
         # The last strip may have fewer tiles than the others.
-        seen = SEEN + ((group * D.rows + first + row) * S.columns + column)
-        if tl.load(seen, mask=first + row < D.rows, other=0) != 0:
-            for member in range(D.head_sums):
+        seen = SEEN + ((group * ROWS + first + row) * S.columns + column)
+        if tl.load(seen, mask=first + row < ROWS, other=0) != 0:
+            for member in range(HEAD_SUMS):
                 tile = ((batch * S.heads + bias_head + member) * S.rows + row) * S.columns + column
                 total += tl.load(DS + tile.to(tl.int64) * (Q_TILE * KV_TILE) + in_tile).to(tl.float32)
 
@@ -59,7 +63,7 @@ def bias_sums(
         q_tile, kv_tile = first + own, column
     columns = kv_tile * KV_TILE + tl.arange(0, KV_TILE)
     inside = columns < KV_LENGTH
-    if D.summed_rows:
+    if SUMMED_ROWS:
         at = of_bias.to(tl.int64) * KV_LENGTH + columns
         found = tl.sum(total, 0)
         if not FRESH:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels that run on any GPU, and its forward pass."""
-
-from typing import Final
+"""The family of kernels that run on any GPU and take every block, and its forward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +10,40 @@ from .. import kernel_inputs, visited_tiles
 from ..launch import launch
 from ..launch.target import Target
 from . import schedules
-from .backward import backward
+from .backward import backward as backward
 from .forward_kernel import forward as forward_kernel
 
 
-class PortableFamily:
-    """Takes every block, and raises on heads of more than 256."""
+def why_not_forward(block: Block, target: Target) -> None:
+    return None
 
-    backward = staticmethod(backward)
 
-    def why_not_forward(self, block: Block, target: Target) -> None:
-        return None
+def why_not_backward(block: Block, target: Target) -> None:
+    return None
 
-    def why_not_backward(self, block: Block, target: Target) -> None:
-        return None
 
-    def forward(self, block: Block, partial: Partial | None, target: Target) -> Partial:
-        inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
-        constants = inputs.constants
-        refuse_large_heads(block, schedules.LARGEST_DIM, "triton")
-        schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
-        table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
-        before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
-        arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
-        out, lse, shift = launch(
-            forward_kernel,
-            arrays,
-            results(block),
-            grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
-            aliases={len(arrays) - 3 + i: i for i, x in enumerate(before) if x is not None},
-            name="ringattn_forward",
-            T=table.shape,
-            FRESH=partial is None,
-            SHIFTED=before[2] is not None,
-            **schedules.launch_options(constants, schedule),
-        )
-        return Partial(out, lse, shift if constants.bias else None)
+def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
+    """Continues `partial` with the keys of a block. Raises on heads of more than 256."""
+    inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
+    constants = inputs.constants
+    refuse_large_heads(block, schedules.LARGEST_DIM, "triton")
+    schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
+    table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
+    before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+    arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
+    out, lse, shift = launch(
+        forward_kernel,
+        arrays,
+        results(block),
+        grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
+        aliases={len(arrays) - 3 + i: i for i, x in enumerate(before) if x is not None},
+        name="ringattn_forward",
+        T=table.shape,
+        FRESH=partial is None,
+        SHIFTED=before[2] is not None,
+        **schedules.launch_options(constants, schedule),
+    )
+    return Partial(out, lse, shift if constants.bias else None)
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
@@ -58,6 +54,3 @@ def results(block: Block) -> list[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         jax.ShapeDtypeStruct((batch, heads, length) if block.bias is not None else (1,), jnp.float32),
     ]
-
-
-PORTABLE: Final = PortableFamily()

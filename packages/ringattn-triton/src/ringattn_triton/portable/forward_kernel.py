@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ..kernels.dropout import weights
 from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, of_head, scored
-from ..kernels.tile_loop import full_tile, in_registers, masked_tile, offset_of, owned, vectors, visit
+from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries, visible
 
 
@@ -71,23 +71,8 @@ def forward(
         if SHIFTED:
             acc = acc * total[:, None]
 
-    ahead = full_tile(visited, visited.full_from, T)
-    for step in tl.range(visited.full_from, visited.full_to):
-        tile = full_tile(visited, step, T) if T.run else ahead
-        ahead = full_tile(visited, step + 1, T)
-        acc, total, top = _continued(
-            acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
-            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, False,
-        )  # fmt: skip
-    ahead = masked_tile(visited, 0, T)
-    for step in tl.range(0, visited.masked):
-        tile = masked_tile(visited, step, T) if not T.listed else ahead
-        ahead = masked_tile(visited, step + 1, T)
-        acc, total, top = _continued(
-            acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
-            F, Q_TILE, KV_TILE, DIM, VALUE_DIM, True,
-        )  # fmt: skip
-
+    given = (q, k_pointers, v_pointers, queries, head, P, batch)
+    acc, top, total = over_visited(_continued, (acc, top, total), given, visited, F, T)
     lse, shift, share = final_rows(top, total, F)
     if F.dropout:
         share = share * F.keep_weight
@@ -102,16 +87,18 @@ def forward(
 
 
 @triton.jit
-def _continued(
-    acc, total, top, q, k_pointers, v_pointers, tile, queries, head, P, batch,
-    F: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+def _continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """One step of the online softmax: `acc` and `total` are sums relative to the weight of the row maximum `top`.
 
     Dropout sets weights to zero here, and the sum is multiplied by `F.keep_weight` at the end. Weights times that
     factor would be rounded to half precision: a query that sees one key would get a less exact copy of its value.
     """
+    acc, top, total = sums
+    q, k_pointers, v_pointers, queries, head, P, batch = given
+    Q_TILE: tl.constexpr = q.shape[0]
+    DIM: tl.constexpr = q.shape[1]
+    KV_TILE: tl.constexpr = v_pointers.shape[0]
+    VALUE_DIM: tl.constexpr = v_pointers.shape[1]
     KV_RAGGED: tl.constexpr = MASKED and F.kv_length % KV_TILE != 0
     start = tile * KV_TILE
     columns = start + tl.arange(0, KV_TILE)
@@ -143,4 +130,4 @@ def _continued(
         F.value_dim != VALUE_DIM,
     )  # fmt: skip
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=F.precision)
-    return acc, total, now
+    return acc, now, total

@@ -38,10 +38,9 @@ _DOCUMENTS: Final = Schedule(32, 64, 4, 3, in_registers=True)
 def forward(constants: BlockConstants, itemsize: int, params: FwdParams, target: Target) -> Schedule:
     """The schedule of the forward kernel: the default of the device, with the sizes that the caller fixes."""
     default = _forward_by_family(constants, itemsize, constants.largest_dim, target)
-    schedule = _fixed(_shortened(default, constants), params, "fwd_params")
+    schedule = _chosen(default, constants, itemsize, params, target)
     in_registers = schedule.kv_tile <= 64 and _operand_fits_registers(constants, itemsize, target)
-    schedule = dataclasses.replace(schedule, in_registers=in_registers)
-    return _fitting(schedule, default, constants, itemsize, target, "fwd_params")
+    return dataclasses.replace(schedule, in_registers=in_registers)
 
 
 def _forward_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
@@ -81,7 +80,7 @@ def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, t
     fixed = (params.q_blocksize, params.kv_blocksize, params.num_warps)
     if small and fixed == (None, None, None):
         default = _DOCUMENTS
-    schedule = _backward(default, constants, itemsize, params, target)
+    schedule = _chosen(default, constants, itemsize, params, target)
     tiles = (schedule.q_tile, schedule.kv_tile, schedule.warps)
     in_registers = small and tiles == (_DOCUMENTS.q_tile, _DOCUMENTS.kv_tile, _DOCUMENTS.warps)
     return dataclasses.replace(schedule, in_registers=in_registers)
@@ -109,7 +108,7 @@ def backward_queries(constants: BlockConstants, itemsize: int, params: BwdParams
     own = {name.removeprefix("dq_"): value for name, value in params.extra if name.startswith("dq_")}
     params = dataclasses.replace(params, extra=(), **own)
     default = _backward_queries_by_family(constants, itemsize, constants.largest_dim, target)
-    schedule = _backward(default, constants, itemsize, params, target)
+    schedule = _chosen(default, constants, itemsize, params, target)
     short = schedule.q_tile <= 64 or constants.dropout
     in_registers = short and constants.largest_dim > 64 and _operand_fits_registers(constants, itemsize, target)
     return dataclasses.replace(schedule, in_registers=in_registers)
@@ -135,11 +134,27 @@ def _backward_queries_by_family(constants: BlockConstants, itemsize: int, dim: i
     return Schedule(64 if dim <= 128 else 32, 32, 4, 1 if target.kind == "rocm" else 2)
 
 
-def _backward(
-    default: Schedule, constants: BlockConstants, itemsize: int, params: BwdParams, target: Target
+def _chosen(
+    default: Schedule, constants: BlockConstants, itemsize: int, params: FwdParams | BwdParams, target: Target
 ) -> Schedule:
-    schedule = _fixed(_shortened(default, constants), params, "bwd_params")
-    return _fitting(schedule, default, constants, itemsize, target, "bwd_params")
+    """The default, cut to the block, with the sizes that the caller fixes.
+
+    Raises if the tiles of its pipeline exceed shared memory. (The compiler may need more.)
+    """
+    owner = "fwd_params" if isinstance(params, FwdParams) else "bwd_params"
+    schedule = _fixed(_shortened(default, constants), params, owner)
+    vectors = itemsize * (padded_dim(constants.head_dim) + padded_dim(constants.value_dim))
+    streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
+    # AMD's compiler keeps the last stage in registers.
+    needed = vectors * streams * (schedule.stages - (target.kind == "rocm"))
+    limit = target.shared_memory
+    if limit is not None and needed > limit:
+        raise InputError(
+            owner,
+            f"{schedule} needs {needed} bytes of shared memory and the device has {limit}",
+            f"Ask for smaller blocks or fewer stages; the default is {default}",
+        )
+    return schedule
 
 
 def _wide_products(target: Target) -> bool:
@@ -186,24 +201,6 @@ def _fixed(schedule: Schedule, params: FwdParams | BwdParams, owner: str) -> Sch
             )
         changes[field] = value
     return dataclasses.replace(schedule, **changes)
-
-
-def _fitting(
-    schedule: Schedule, default: Schedule, constants: BlockConstants, itemsize: int, target: Target, owner: str
-) -> Schedule:
-    """Returns `schedule`; raises if the tiles of its pipeline exceed shared memory. (The compiler may need more.)"""
-    vectors = itemsize * (padded_dim(constants.head_dim) + padded_dim(constants.value_dim))
-    streams = schedule.kv_tile if owner == "fwd_params" else min(schedule.q_tile, schedule.kv_tile)
-    # AMD's compiler keeps the last stage in registers.
-    needed = vectors * streams * (schedule.stages - (target.kind == "rocm"))
-    limit = target.shared_memory
-    if limit is not None and needed > limit:
-        raise InputError(
-            owner,
-            f"{schedule} needs {needed} bytes of shared memory and the device has {limit}",
-            f"Ask for smaller blocks or fewer stages; the default is {default}",
-        )
-    return schedule
 
 
 def launch_options(constants: BlockConstants, schedule: Schedule) -> dict[str, Any]:
