@@ -57,7 +57,7 @@ INTERPRETED = ("triton", "tpu")
 SUITE = "ringattn_conformance.suite"
 MODULES = tuple(sorted(f"{SUITE}.{path.stem}" for path in ROOT.glob("conformance/src/*/suite/test_*.py")))
 # The modules about a kernel's own arithmetic run in the full tier, the others in the core tier.
-OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "dropout", "masks", "numerics"))
+OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "numerics"))
 TIERS = {"full": OF_KERNELS, "core": tuple(module for module in MODULES if module not in OF_KERNELS)}
 # Minutes of each part of `nox -s conformance` on two idle cores.
 MINUTES = {"build": 1, "xla": 4, "triton": 4, "tpu": 5}

@@ -135,6 +135,18 @@ def distances_in_float16(when: Condition = always) -> Dense:
     return of_distance(lambda block, right: right.astype(np.float16).astype(float) if when(block) else right)
 
 
+def maximum_of_the_tile(right: Any, block: Block, s: np.ndarray) -> np.ndarray:
+    """The lse of a kernel that subtracts one maximum from all rows: weights of rows far below it are zero."""
+    top = finite(s.max(-1))
+    return np.where(top.max(-1, keepdims=True) - top > 100, -np.inf, right(block, s))
+
+
+def distances_of_16_bits(when: Condition = always) -> Dense:
+    return of_distance(
+        lambda block, right: np.abs(signed(block).astype(np.int16)).astype(float) if when(block) else right
+    )
+
+
 SCORES: Final = {
     "scale-ignored": Break(
         "`softmax_scale` is ignored.", changed(scale=lambda block: block.q.shape[-1] ** -0.5)
@@ -216,6 +228,11 @@ SCORES: Final = {
         distances_in_float16(),
         rarer=(("float16", distances_in_float16(float16)),),
     ),
+    "distances-of-16-bits": Break(
+        "ALiBi counts distances in 16 bits.",
+        distances_of_16_bits(),
+        rarer=(("float32", distances_of_16_bits(dtype("float32"))), ("bfloat16", distances_of_16_bits(bfloat16))),
+    ),
     "slopes-without-their-sign": Break("A negative slope is taken for a positive one.",
                                        changed(has("slopes"), slopes=lambda block: np.abs(block.slopes))),
     "slopes-of-key-heads": Break(
@@ -231,6 +248,9 @@ SCORES: Final = {
     ),
     "scores-overflow-float16": Break(
         "Products of float16 are summed in float16, before the scale.", kernel_of_scores(overflowing)
+    ),
+    "maximum-of-the-tile": Break(
+        "The number that is subtracted from the scores is the same for all rows.", wrong_in("lse", maximum_of_the_tile)
     ),
     "no-maximum": Break("No maximum is subtracted from the scores.", wrong_in("lse", without_maximum)),
 }  # fmt: skip

@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final
 
 import broken_kernels as broken
@@ -13,6 +14,7 @@ import pytest
 from reference_kernels import Dense, Gathering
 from ringattn_conformance import tiers
 from ringattn_conformance.lattice import points
+from ringattn_conformance.mixtures import Mixture, mixtures
 from ringattn_core import Backend, Feature, Support
 from ringattn_core.backends.discovery import registered
 
@@ -36,43 +38,49 @@ def _point(name: str) -> str:
     return f"test_ring::test_outputs_and_gradients_are_those_of_the_oracle[{{}}-{point}]"
 
 
+def _mixture(chosen: Callable[[Mixture], Any]) -> str:
+    """The test of the first mixture of the core tier that is chosen."""
+    return f"test_mixtures::test_many_options_at_once[{{}}-{next(filter(chosen, mixtures(frozenset(Feature))))}]"
+
+
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"
-_SEEN: Final = "test_masks::test_the_keys_that_a_query_sees[{}-%s]"
 _RMS: Final = "test_numerics::test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device[{}]"
 _NAN: Final = "test_numerics::test_a_non_finite_value_reaches_every_row_that_sees_it[{}-%s]"
 _HUGE: Final = "test_numerics::test_rows_of_hugely_negative_scores_are_those_of_float32[{}-%s]"
 _PADDING: Final = "test_numerics::test_what_padding_holds_harms_nobody[{}-%s]"
-_BITS: Final = "test_dropout::test_the_bits_are_those_of_the_specification[{}-%s]"
-_HALF_BITS: Final = "test_dropout::test_they_are_the_same_in_half_precision[{}-4-striped]"
 _OFFSET: Final = "test_inference::test_an_offset_places_queries_in_a_longer_sequence[{}-plain]"
 _PREFILL: Final = "test_inference::test_prefill_that_sends_the_queries[{}-plain]"
 _DECODE: Final = "test_inference::test_decoding_from_a_cache[{}-%s]"
 _MESH: Final = "test_transforms::test_a_mesh_that_splits_batch_and_heads_too[{}-ring2-contiguous-data2-heads2]"
 _VMAP: Final = "test_transforms::test_one_more_axis_by_vmap[{}-vmap-of-grad]"
+_SCAN: Final = "test_transforms::test_a_scan_over_layers_is_the_layers_one_by_one[{}]"
 _PLAIN: Final = _point("causal")
+_ON_ONE_RANK: Final = _mixture(lambda one: one.placement.ring == 1)
+_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.placement.ring > 1)
+_HALF_DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.case.dtype != "float32")
 
 SABOTEURS: Final[dict[str, Sabotage]] = {
-    "causal-lost-under-grad": Sabotage(broken.CausalLostUnderGrad(), (_PLAIN,), _SEEN % "causal"),
-    "stale-keys": Sabotage(broken.StaleKeys(), (_point("gqa"),), _BITS % "ring1-contiguous"),
+    "causal-lost-under-grad": Sabotage(broken.CausalLostUnderGrad(), (_PLAIN,), _DECODE % "3-plain"),
+    "stale-keys": Sabotage(broken.StaleKeys(), (_point("gqa"),), _ON_ONE_RANK),
     "lse-in-log2": Sabotage(broken.LogTwo(), (_point("segments-padding"),), _PLAIN),
-    "lse-in-bfloat16": Sabotage(broken.NarrowLse(), (_PLAIN,), _SEEN % "causal"),
+    "lse-in-bfloat16": Sabotage(broken.NarrowLse(), (_PLAIN,), _SCAN),
     "out-rounded-at-every-hop": Sabotage(broken.NarrowOut(), (_RMS,), _PLAIN),
-    "dk-dv-swapped": Sabotage(broken.Swapped(), (_PLAIN,), _SEEN % "causal"),
+    "dk-dv-swapped": Sabotage(broken.Swapped(), (_PLAIN,), _DECODE % "3-plain"),
     "sinks-at-every-hop": Sabotage(broken.SinksEveryHop(), (_point("sinks"),), _PLAIN),
     "gradients-summed-in-half": Sabotage(broken.GradientsSummedInHalf(), (_RMS,), _PLAIN),
-    "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"), _SEEN % "segments"), _PLAIN),
+    "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"),), _PLAIN),
     "mean-over-the-group": Sabotage(broken.MeanOfGroup(), (_point("gqa"),), _PLAIN),
     "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-rank"),), _PLAIN),
     "padding-not-cleaned": Sabotage(broken.PaddingNotCleaned(), (_PADDING % "garbage",), _PLAIN),
     "padding-sees-padding": Sabotage(broken.PaddingSeen(), (_PADDING % "garbage",), _PLAIN),
     "lse-counted-from-zero": Sabotage(broken.LseCountedFromZero(), (_HUGE % "rows-ring8",), _PLAIN),
     "shift-ignored-under-grad": Sabotage(broken.ShiftIgnoredUnderGrad(), (_HUGE % "rows-ring1",), _PLAIN),
-    "window-off-by-one": Sabotage(broken.WindowOffByOne(), (_SEEN % "window", _point("window")), _PLAIN),
-    "positions-restart": Sabotage(broken.PositionsRestart(), (_SEEN % "causal",), _point("gqa")),
-    "dropout-by-local-index": Sabotage(broken.LocalDropout(), (_BITS % "ring2-zigzag",), _BITS % "ring1-contiguous"),
-    "other-dropout-in-half": Sabotage(broken.OtherDropoutInHalf(), (_HALF_BITS,), _BITS % "ring1-contiguous"),
+    "window-off-by-one": Sabotage(broken.WindowOffByOne(), (_point("window"),), _PLAIN),
+    "positions-restart": Sabotage(broken.PositionsRestart(), (_PLAIN,), _point("gqa")),
+    "dropout-by-local-index": Sabotage(broken.LocalDropout(), (_DROPOUT,), _PLAIN),
+    "other-dropout-in-half": Sabotage(broken.OtherDropoutInHalf(), (_HALF_DROPOUT,), _PLAIN),
     "bias-gradient-dropped": Sabotage(broken.BiasGradientDropped(), (_point("bias"),), _PLAIN),
-    "last-hop-missing": Sabotage(broken.LastHopMissing(), (_point("gqa"),), _BITS % "ring1-contiguous"),
+    "last-hop-missing": Sabotage(broken.LastHopMissing(), (_point("gqa"),), _ON_ONE_RANK),
     "nan-hidden": Sabotage(broken.NanHidden(), (_NAN % "k-nan",), _PLAIN),
     "soft-cap-ignored": Sabotage(broken.SoftCapIgnored(), (_point("soft-cap"),), _PLAIN),
     "positions-of-the-first-row": Sabotage(broken.PositionsOfTheFirstRow(), (_OFFSET,), _PLAIN),
@@ -84,7 +92,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "masked-by-a-low-number": Sabotage(broken.MaskedByALowNumber(), (_HUGE % "rows-ring2",), _PLAIN),
     "builder-by-local-head": Sabotage(broken.BuilderByLocalHead(), (_MESH,), _PLAIN),
     "seed-of-the-first-row": Sabotage(broken.SeedOfTheFirstRow(), (_VMAP,), _PLAIN),
-    "products-in-bfloat16": Sabotage(broken.HalfPrecisionProducts(), (_PLAIN,), _SEEN % "causal"),
+    "products-in-bfloat16": Sabotage(broken.HalfPrecisionProducts(), (_PLAIN,), _SCAN),
 }
 REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gathering()}
 

@@ -77,7 +77,7 @@ def test_few_faults_are_left_to_the_full_tier():
 
 def beyond_half(kernel: Dense, among: Iterable[tuple[Case, Placement]], patch: pytest.MonkeyPatch) -> list[str]:
     """The calls in which a result of this kernel is off by more than half of its tolerance."""
-    patch.setattr(tolerance_factor, "_factor", 0.5)
+    patch.setattr(tolerance_factor, "factor", 0.5)
     return [f"{case} on {placement}" for case, placement in among if catches((case, placement), kernel)]
 
 

@@ -32,10 +32,13 @@ def test_a_run_that_leaves_something_out_is_not_certified(tmp_path: Path):
 
 
 def test_what_is_wrong_with_the_expectations_is_found_and_fails(tmp_path: Path):
-    expecting(tmp_path, 'expected-failures = {"test_protocol::test_the_descriptor_is_well_formed" = "it is not"}')
+    expecting(
+        tmp_path,
+        'expected-failures = {"test_protocol::test_what_is_registered_is_well_formed" = "it is not"}',
+    )
     done = _run(tmp_path, "--tolerance-factor", "2", "--largest-ring", "4", "--", "-k", "well_formed")
     assert done.code == cli.FAILED, done.text
-    assert done.backend["unexpected_passes"] == ["test_protocol::test_the_descriptor_is_well_formed"]
+    assert done.backend["unexpected_passes"] == ["test_protocol::test_what_is_registered_is_well_formed"]
     assert done.report["options"] == {"tier": "core", "largest_ring": 4, "tolerance_factor": 2}
 
 

@@ -92,6 +92,24 @@ def test_no_ring_is_larger_than_asked_and_every_name_is_used_once():
     assert {one.placement.ring for one in found} == {1, 2, 3, 4, 8}
 
 
+OPTIONS = ("causal", "window", "chunk", "segments", "positions", "builder", "dense_mask", "soft_cap", "sinks", "bias",
+           "slopes", "dropout", "lse", "fused_backward")  # fmt: skip
+
+
+def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on_one_rank():
+    """Kernels may have code of their own for each. On one rank the calls of the second cover are meant."""
+    every = mixtures(ALL, covers=2)
+    seen: set[tuple[str, str, Any]] = set()
+    for one in every:
+        case = one.case
+        grouping = "no groups" if case.kv_heads == case.heads else f"groups of {case.kv_heads} key heads"
+        places = [case.head_dim, grouping, *["one rank"] * (one.cover > 0 and one.placement.ring == 1)]
+        seen |= {(name, case.dtype, place) for name in OPTIONS if getattr(case, name) for place in places}
+    places = {place for _, _, place in seen}
+    assert len(places) == len(FACTORS["head size"]) + len(FACTORS["heads"]) + 1
+    assert seen == set(itertools.product(OPTIONS, (level["dtype"] for level in FACTORS["dtype"]), places))
+
+
 def matters(mixture: Mixture, option: str) -> bool:
     """Whether a kernel that ignores the option is beyond the tolerance."""
     ring, case = mixture.placement.ring, mixture.case

@@ -58,7 +58,7 @@ def test_the_rounding_of_float32_passes_where_scores_are_large_before_a_small_so
 
 
 def test_the_factor_of_the_run_multiplies_every_tolerance(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tolerance_factor, "_factor", 3.0)
+    monkeypatch.setattr(tolerance_factor, "factor", 3.0)
     assert tolerances.allowed("out", "float32", np.array([1.0]), 1.0) == pytest.approx(6e-5)
     assert tolerances.allowed("dq", "bfloat16", np.array([2.0]), 1.0) == pytest.approx(0.15)
 
@@ -101,16 +101,13 @@ def test_a_failure_names_the_case_and_every_fault():
         tolerances.check({"out": np.zeros(1)}, answer, case, inputs)
 
 
-def test_half_partials_double_the_tolerances_of_half_precision_only():
+def test_half_partials_double_the_tolerances_of_half_precision_only(monkeypatch: pytest.MonkeyPatch):
     def both():
         return [tolerances.allowed("out", dtype, np.array([1.0]), 1.0) for dtype in ("float32", "bfloat16")]
 
     exact, rounded = both()
-    tolerance_factor.of_backend(True)
-    try:
-        assert both() == [exact, 2 * rounded]
-    finally:
-        tolerance_factor.of_backend(False)
+    monkeypatch.setattr(tolerance_factor, "half_partials", True)
+    assert both() == [exact, 2 * rounded]
 
 
 @pytest.mark.parametrize(("bias", "faults"), [("BNT", 0), ("NT", 1), ("T", 1)])

@@ -168,8 +168,8 @@ def restarting_rows(batch: int, rows: int, columns: int) -> Pair:
 
 
 def spread(batch: int, rows: int, columns: int) -> Pair:
-    """Positions 101 apart, whose distances half precision cannot hold."""
-    return 101 * np.arange(rows, dtype=np.int32), 101 * np.arange(columns, dtype=np.int32)
+    """Positions 1501 apart: half precision cannot hold their distances, and half of these exceed 16 bits."""
+    return 1501 * np.arange(rows, dtype=np.int32), 1501 * np.arange(columns, dtype=np.int32)
 
 
 def distant(batch: int, rows: int, columns: int) -> Pair:

@@ -29,6 +29,9 @@ LARGEST_VALUE: Final = 2.75
 """Values are clipped to this, before `value_gain`. So without a gain no output reaches 4, also where dropout divides by
 0.7. From 4 on the rounding of the exact result to float16 alone is 0.98 of the tolerance; below, it is at most half."""
 
+DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
+"""The seeds that cases with dropout use by turns."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -37,7 +40,8 @@ class Case:
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is
     `shared`, `head` or `each` (`[N, 2]`).
-    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output. About
+    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, `slopes` the
+    slopes of ALiBi, which are otherwise about a quarter. About
     `nonzero` components of each query are not zero, and larger, so that scores are as large as with all components.
     `core` puts the case in the core tier.
     """
@@ -68,7 +72,7 @@ class Case:
     bias: str | None = None
     bias_dtype: str | None = None
     bias_forbids: bool = False
-    slopes: bool = False
+    slopes: float = 0.0
     sinks: str | None = None
     no_sink: bool = False
     dropout: float = 0.0
@@ -109,7 +113,7 @@ class Case:
             Feature.SOFT_CAP: self.soft_cap is not None,
             Feature.SINKS: self.sinks is not None,
             Feature.BIAS: self.bias is not None,
-            Feature.ALIBI: self.slopes,
+            Feature.ALIBI: self.slopes > 0,
             Feature.DROPOUT: self.dropout > 0,
             Feature.RETURN_LSE: self.lse,
             Feature.FUSED_BACKWARD: self.fused_backward,
@@ -130,7 +134,8 @@ class Case:
 
     def inputs(self, ring: int) -> "Inputs":
         """The arrays of the call, in natural order and rounded to the dtype; drawn by a seed from the name."""
-        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        drawn = zlib.crc32(self.name.encode())
+        rng, seed = np.random.default_rng(drawn), DROPOUT_SEEDS[drawn % len(DROPOUT_SEEDS)]
         rows, columns = self.lengths(ring)
         dtype = DTYPES[self.dtype]
 
@@ -158,7 +163,7 @@ class Case:
             dense = rng.random((*self._broadcast(self.dense_mask, rows), columns)) < 0.6
         problem = Problem(
             q, k, v, self.causal, self.window, self.chunk, q_ids, kv_ids, q_positions, kv_positions,
-            soft_cap=self.soft_cap, scale=self.scale, bias=bias, dropout=self.dropout, seed=0x9E3779B1,
+            soft_cap=self.soft_cap, scale=self.scale, bias=bias, dropout=self.dropout, seed=seed,
             slopes=self._slopes(rng),
             sinks=self._sinks(rng),
         )  # fmt: skip
@@ -178,7 +183,7 @@ class Case:
         """A slope for each head. The last is negative, and so small that far keys do not outweigh all others."""
         if not self.slopes:
             return None
-        slopes = np.abs(rng.standard_normal(self.heads)).astype(np.float32) / 4
+        slopes = np.abs(rng.standard_normal(self.heads)).astype(np.float32) / 4 * np.float32(self.slopes)
         slopes[-1] /= -8
         return slopes
 
@@ -287,9 +292,9 @@ ALONE: Final = (
     Case("bias-forbids", lse=True, bias="BNT", bias_forbids=True),
     Case("bias-keys-forbid", bias="B", bias_forbids=True, causal=True),
     Case("bias-cross", bias="NT", **_CROSS),
-    Case("alibi", slopes=True),
-    Case("alibi-causal", slopes=True, causal=True, dtype="float16", positions=case_inputs.distant, **_GROUPED),
-    Case("alibi-long-distances", slopes=True, positions=case_inputs.spread, core=True),
+    Case("alibi", slopes=2.0**-8, positions=case_inputs.spread, dtype="bfloat16"),
+    Case("alibi-causal", slopes=1, causal=True, dtype="float16", positions=case_inputs.distant, **_GROUPED),
+    Case("alibi-long-distances", slopes=2.0**-8, positions=case_inputs.spread, core=True),
     Case("dropout", dropout=0.3),
     Case("dropout-lse", lse=True, dropout=0.6, causal=True),
     Case("dropout-gqa", dropout=0.25, causal=True, **_GROUPED),
@@ -306,7 +311,7 @@ COMBINED: Final = (
     Case("odd-lengths-cross", q_length=3, kv_length=1, per_rank=True, causal=True),
     Case("length-one", q_length=1, kv_length=1, per_rank=True, causal=True, dtype="bfloat16"),
     Case("length-one-everything", dtype="float16", q_length=1, kv_length=1, per_rank=True, causal=True, bias="NT",
-         sinks="head", dropout=0.3, slopes=True, soft_cap=3.0),
+         sinks="head", dropout=0.3, slopes=1, soft_cap=3.0),
     Case("one-query", q_length=1, kv_length=9, per_rank=True, window=(3, 4), **_GROUPED),
     Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1),
     Case("large-scores", lse=True, gain=20.0, causal=True),
@@ -320,7 +325,7 @@ COMBINED: Final = (
     Case("logits-1e4-window", gain=1e4, window=(5, 5), sinks="head"),
     Case("everything", lse=True, causal=True, window=(29, None), segments=case_inputs.packed,
          positions=case_inputs.restarting, builder=case_inputs.OF_HEADS, dense_mask="BNT", soft_cap=3.0, scale=0.5,
-         bias="BNT", bias_forbids=True, slopes=True, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
+         bias="BNT", bias_forbids=True, slopes=1, sinks="each", dropout=0.2, heads=4, kv_heads=2, value_dim=6),
 )  # fmt: skip
 
 _IN_HALF: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
@@ -359,23 +364,23 @@ LONG: Final = (
     Case("long-half-bias", dtype="float16", q_length=512, kv_length=512, head_dim=128, value_dim=128,
          positions=case_inputs.far_rows, causal=True, bias="NT", bias_forbids=True),
     Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=case_inputs.crossed,
-         sinks="each", dropout=0.2, slopes=True, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
+         sinks="each", dropout=0.2, slopes=1, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
          bias="B", bias_forbids=True, value_dim=6, **_GROUPED),
 )  # fmt: skip
 
 CASES: Final[tuple[Case, ...]] = (*ALONE, *COMBINED, *HALF, *LONG)
 ELSEWHERE: Final = (
-    Case("transformed", lse=True, causal=True, sinks="head", bias="NT", slopes=True, **_GROUPED),
-    Case("busy", causal=True, sinks="head", bias="T", slopes=True, dropout=0.2, builder=case_inputs.OF_THREE,
+    Case("transformed", lse=True, causal=True, sinks="head", bias="NT", slopes=1, **_GROUPED),
+    Case("busy", causal=True, sinks="head", bias="T", slopes=1, dropout=0.2, builder=case_inputs.OF_THREE,
          segments=case_inputs.packed, **_GROUPED),
-    Case("shared", causal=True, sinks="shared", bias="", slopes=True, dropout=0.2, **_GROUPED),
-    Case("split-heads", heads=8, kv_heads=4, bias="NT", slopes=True, sinks="each", dropout=0.2,
+    Case("shared", causal=True, sinks="shared", bias="", slopes=1, dropout=0.2, **_GROUPED),
+    Case("split-heads", heads=8, kv_heads=4, bias="NT", slopes=1, sinks="each", dropout=0.2,
          builder=case_inputs.OF_THREE),
     Case("uneven-causal", q_length=13, kv_length=13, causal=True, sinks="head", bias="NT"),
     Case("uneven-cross", q_length=7, kv_length=18, window=(4, 2), bias="", lse=True, **_GROUPED),
     Case("uneven-segments", q_length=14, kv_length=14, segments=case_inputs.packed, dense_mask="BT", dropout=0.2),
-    Case("uneven-shorter-than-ring", q_length=3, kv_length=2, slopes=True),
-    Case("garbage", lse=True, segments=case_inputs.padding_among_tokens, sinks="head", bias="NT", slopes=True,
+    Case("uneven-shorter-than-ring", q_length=3, kv_length=2, slopes=1),
+    Case("garbage", lse=True, segments=case_inputs.padding_among_tokens, sinks="head", bias="NT", slopes=1,
          soft_cap=5.0),
     Case("garbage-bfloat16", lse=True, segments=case_inputs.padding_among_tokens, dtype="bfloat16", bias="NT"),
 )  # fmt: skip

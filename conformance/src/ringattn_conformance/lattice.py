@@ -3,10 +3,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
-from typing import Any, Final
-
-import pytest
+from typing import Final
 
 from . import tiers
 from .cases import CASES, Case
@@ -47,11 +44,6 @@ def points(largest: int = RINGS[-1]) -> list[tuple[Point, str | None]]:
             point = Point(case, Placement(*place, check_vma=turn % 2 == 0))
             found.append((point, own if place in possible else None))
     return found
-
-
-def parameters(cases: Iterable[Case]) -> list[Any]:
-    """The cases as parameters of pytest, with their tiers."""
-    return [pytest.param(case, id=case.name, marks=[tiers.core] if case.core else []) for case in cases]
 
 
 def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:

@@ -4,8 +4,9 @@
 A factor is an option or a property of a call, and its levels are the values that are tried. A mixture has one level of
 every factor. A cover is a set of mixtures in which any two levels that the contract allows together, and any three
 masks, occur together at least once; the first cover leaves out pairs that compile slowly. Later covers draw other
-mixtures, so that more triples of options occur, and have every option in every dtype on a ring of one, for which a
-kernel may have code of its own.
+mixtures, so that more triples of options occur. They have every option in every dtype on a ring of one, and with the
+first cover every option in every dtype with each head size and each grouping of heads: kernels may have code of their
+own for each.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ FACTORS: Final[dict[str, tuple[Level, ...]]] = {
     "scores": (OFF, {"scale": -1.3}, {"gain": 4096.0, "scale": 2.0**-10}, {"gain": 40.0}),
     "sinks": (OFF, {"sinks": "head"}, {"sinks": "each"}),
     "bias": (OFF, {"bias": "NT", "bias_dtype": "float32"}, {"bias": "BT", "bias_forbids": True}, {"bias": "B"}),
-    "slopes": (OFF, {"slopes": True}),
+    "slopes": (OFF, {"slopes": 1}),
     "dropout": (OFF, {"dropout": 0.2}),
     "lse": (OFF, {"lse": True}),
     "fused backward": (OFF, {"fused_backward": True}),
@@ -97,6 +98,8 @@ LATER_LENGTHS: Final = 4
 LENGTHS_ON_ONE_RANK: Final = 5
 """The same on a ring of one, so that queries and keys fill a tile of 256 and begin another."""
 RING_OF_ONE: Final = FACTORS["ring"].index({"ring": 1})
+OPTIONS: Final = (*MASKS, "soft cap", "scores", "sinks", "bias", "slopes", "dropout", "lse", "fused backward")
+"""The factors that are tried in every dtype with each head size and each grouping of heads."""
 CHEAPEST_FIRST: Final = ("ring", "two ways")
 """Factors whose first level compiles fastest: it is chosen if other levels would meet no more targets."""
 MOST_MASKS: Final = 4
@@ -126,6 +129,7 @@ class Mixture:
 def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int = 1) -> tuple[Mixture, ...]:
     """The mixtures for a backend with these features. They use nothing else, and no ring of more than `largest`."""
     found: list[Mixture] = []
+    chosen: list[Choice] = []
     turns: Counter[tuple[int, str, int]] = Counter()
     for cover in range(covers):
         rings = largest if cover else min(largest, FIRST_RINGS)
@@ -136,13 +140,18 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
         missing = sorted(_targets(allowed) | (_on_one_rank(allowed) if cover else set()), key=sorted)
         if cover == 0:
             missing = [target for target in missing if _compiles_fast(dict(target))]
-        while missing:
-            known = frozenset(missing)
-            choices = [_filled(allowed, missing, known, draw) for _ in range(TRIES)]
-            best = max(choices, key=lambda choice: len(_met(choice, known)))
-            met = _met(best, known)
-            missing = [target for target in missing if target not in met]
-            found.append(_mixture(best, len(found), cover, turns))
+        for more in (False, True) if cover else (False,):
+            if more:
+                apart = _apart(allowed)
+                missing = sorted(apart.difference(*(_met(choice, apart) for choice in chosen)), key=sorted)
+            while missing:
+                known = frozenset(missing)
+                choices = [_filled(allowed, missing, known, draw, more) for _ in range(TRIES)]
+                best = max(choices, key=lambda choice: len(_met(choice, known)))
+                met = _met(best, known)
+                missing = [target for target in missing if target not in met]
+                chosen.append(best)
+                found.append(_mixture(best, len(found), cover, turns))
     return tuple(found)
 
 
@@ -223,6 +232,15 @@ def _on_one_rank(allowed: Mapping[str, list[int]]) -> set[Target]:
     }
 
 
+def _apart(allowed: Mapping[str, list[int]]) -> frozenset[Target]:
+    """The triples of a head size or a grouping, a dtype, and an option that is on."""
+    everywhere = _without_choice(allowed)
+    places = [(factor, one) for factor in ("head size", "heads") for one in allowed[factor]]
+    on = [(factor, 1) for factor in OPTIONS if len(allowed[factor]) > 1]
+    every = itertools.product(places, (("dtype", one) for one in allowed["dtype"]), on)
+    return frozenset(frozenset(one) for one in every if _possible(everywhere | dict(one)))
+
+
 def _without_choice(allowed: Mapping[str, list[int]]) -> Choice:
     """The levels that every mixture has, because they are the only ones of their factors."""
     return {factor: levels[0] for factor, levels in allowed.items() if len(levels) == 1}
@@ -251,27 +269,47 @@ def _possible(choice: Choice) -> bool:
 
 
 def _filled(
-    allowed: Mapping[str, list[int]], ordered: list[Target], missing: frozenset[Target], draw: random.Random
+    allowed: Mapping[str, list[int]],
+    ordered: list[Target],
+    missing: frozenset[Target],
+    draw: random.Random,
+    triples: bool,
 ) -> Choice:
-    """A choice that begins with a missing target, and takes for each factor in turn the level that meets most."""
+    """A choice that begins with a missing target, and takes for each factor in turn the level that meets most.
+
+    That is most pairs, or most `triples` that the choice may still meet.
+    """
+
+    def gain(factor: str, one: int) -> int:
+        if triples:
+            return sum((factor, one) in target and _agree(choice, dict(target)) for target in missing)
+        return sum(frozenset({(factor, one), other}) in missing for other in choice.items())
+
     choice = _without_choice(allowed) | dict(draw.choice(ordered))
     factors = [factor for factor in allowed if factor not in choice]
     draw.shuffle(factors)
     for factor in factors:
         possible = [one for one in allowed[factor] if _possible(choice | {factor: one})]
-        gains = {one: sum(frozenset({(factor, one), other}) in missing for other in choice.items()) for one in possible}
+        gains = {one: gain(factor, one) for one in possible}
         equal = [one for one in possible if gains[one] == max(gains.values())]
         choice[factor] = equal[0] if factor in CHEAPEST_FIRST else draw.choice(equal)
     return choice
 
 
+def _agree(choice: Choice, target: Choice) -> bool:
+    return all(choice.get(factor, one) == one for factor, one in target.items())
+
+
 def _met(choice: Choice, missing: frozenset[Target]) -> frozenset[Target]:
     """The missing targets that the choice has: pairs of levels, triples of masks, and those of a ring of one."""
     masks = [(factor, choice[factor]) for factor in MASKS if choice.get(factor)]
-    sets = itertools.chain(itertools.combinations(choice.items(), 2), itertools.combinations(masks, 3))
+    # Both hide the right side of a window, so a window beside them is not met.
+    hidden = "window" if choice.get("causal") or choice.get("chunk") else None
+    dtype = ("dtype", choice["dtype"])
+    on = [(factor, 1) for factor in OPTIONS if choice.get(factor) and factor != hidden]
+    apart = (((factor, choice[factor]), dtype, option) for factor in ("head size", "heads") for option in on)
+    sets = itertools.chain(itertools.combinations(choice.items(), 2), itertools.combinations(masks, 3), apart)
     if choice["ring"] == RING_OF_ONE:
-        place = (("ring", RING_OF_ONE), ("dtype", choice["dtype"]))
-        # Both hide the right side of a window, so a window beside them is not met.
-        hidden = "window" if choice.get("causal") or choice.get("chunk") else None
-        sets = itertools.chain(sets, ((*place, option) for option in choice.items() if option[0] != hidden))
+        place = ("ring", RING_OF_ONE)
+        sets = itertools.chain(sets, ((place, dtype, option) for option in choice.items() if option[0] != hidden))
     return frozenset(map(frozenset, sets)) & missing

@@ -9,9 +9,9 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import UnsupportedFeatureError
 
-from . import notes, tolerances
+from . import notes, oracle, tolerances
 from .cases import Case
-from .ranks import Placement, answer_of, place, run
+from .ranks import Local, Placed, answer_of, run
 
 
 def supports(backend: str, *features: Feature) -> bool:
@@ -48,10 +48,26 @@ def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
     assert any(feature.name in refusal.value.feature for feature in missing), str(refusal.value)
 
 
-def agrees(case: Case, placement: Placement, backend: str, gradients: bool) -> None:
-    """Asserts that the outputs of a call and, if asked for, its gradients are the oracle's, or that it is refused."""
-    placed = place(case, placement, backend)
-    with owed(backend, case.needs | placement.needs | ({Feature.GRADIENTS} if gradients else set())) as right:
-        got = run(placed, gradients)
+def agrees(
+    placed: Placed,
+    gradients: bool | None = None,
+    *needs: Feature,
+    local: Local | None = None,
+    problem: oracle.Problem | None = None,
+) -> None:
+    """Asserts that the outputs and the gradients of a call are the oracle's for the problem, or that it is refused.
+
+    Without `gradients` they are compared if the backend declares them; without `problem` it is that of the case.
+    `needs` are features beside those of the case and of the placement.
+    """
+    case, placement, inputs = placed.case, placed.placement, placed.inputs
+    gradients = supports(placed.backend, Feature.GRADIENTS) if gradients is None else gradients
+    asked = {*needs, Feature.GRADIENTS} if gradients else {*needs}
+    with owed(placed.backend, case.needs | placement.needs | asked) as right:
+        got = run(placed, gradients, local)
         if right:
-            tolerances.check(got, answer_of(case, placement.ring), case, placed.inputs, f"on {placed.placement}")
+            if problem is None:
+                answer = answer_of(case, placement.ring)
+            else:
+                answer = oracle.attend(problem, inputs.dout, inputs.dlse)
+            tolerances.check(got, answer, case, inputs, f"on {placement}")

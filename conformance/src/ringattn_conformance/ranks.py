@@ -80,11 +80,6 @@ class Placement:
         return self if enough else dataclasses.replace(self, emulated=True, data=1, heads=1)
 
 
-def on_devices(*placements: Placement) -> list[Placement]:
-    """The placements for which this machine has enough devices."""
-    return [placement for placement in placements if placement.devices <= len(jax.devices())]
-
-
 @dataclasses.dataclass(frozen=True)
 class Placed:
     """A case on a placement: arrays in layout order, how they shard, and the call of one rank."""

@@ -30,8 +30,8 @@ def allowed(quantity: str, dtype: str, want: np.ndarray, largest: float, uncappe
     error is far below the tolerance, because products are summed in float32.
     """
     score = max(largest, uncapped) if dtype == "float32" else largest
-    growth = tolerance_factor.used() * max(1.0, score / SAFE_SCORE)
-    if tolerance_factor.half_partials() and dtype != "float32":
+    growth = tolerance_factor.factor * max(1.0, score / SAFE_SCORE)
+    if tolerance_factor.half_partials and dtype != "float32":
         growth *= HALF_PARTIALS
     if not quantity.startswith("d"):
         return FORWARD[dtype] * growth

@@ -27,13 +27,12 @@ def optimisation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def tolerances_of_the_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+def tolerances_of_the_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets the tolerances for a test's backend: larger ones if it has partial results in half precision."""
     parameters = getattr(request.node, "callspec", None)
     name = parameters and parameters.params.get("ringattn_backend")
-    tolerance_factor.of_backend(bool(name) and discovery.get(name).descriptor().half_partials)
-    yield
-    tolerance_factor.of_backend(False)
+    half = bool(name) and discovery.get(name).descriptor().half_partials
+    monkeypatch.setattr(tolerance_factor, "half_partials", half)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from ringattn_core.placement.padding import cleaned
 from ringattn_conformance import notes, oracle, tiers, tolerance_factor, tolerances
 from ringattn_conformance.blocks import blocks_of
 from ringattn_conformance.cases import ALONE, COMBINED, HALF, LONG, Case
-from ringattn_conformance.lattice import parameters
 from ringattn_conformance.outcomes import supports
 from ringattn_conformance.ranks import inputs_of
 
@@ -57,7 +56,8 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dls
     return partial, dq, found
 
 
-@pytest.mark.parametrize("case", parameters(CHOSEN))
+@tiers.mark(tiers.CORE, *(case.name for case in CHOSEN if case.core))
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
     kernel = _kernel(ringattn_backend)
     if kernel is None or not supports(ringattn_backend, *case.needs, *NEEDS):
@@ -77,7 +77,7 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
         got[name] = np.sum(parts, 0)[0] if axis is None else np.concatenate(parts, axis)
     faults = [f"{n}: got dtype {x.dtype}, want float32" for n, x in got.items() if x.dtype != np.float32]
     faults += tolerances.against_oracle(got, answer, tolerances.dtype_of(case), case.value_gain)
-    if not tolerance_factor.half_partials():
+    if not tolerance_factor.half_partials:
         faults += tolerances.rounded_to_half(got, answer)
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
 

@@ -7,11 +7,11 @@ import jax
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import tiers, tolerances
+from ringattn_conformance import tiers
 from ringattn_conformance.cases import ELSEWHERE, Case
 from ringattn_conformance.lattice import LAYOUTS
-from ringattn_conformance.outcomes import owed
-from ringattn_conformance.ranks import Local, Placed, Placement, answer_of, inputs_of, run
+from ringattn_conformance.outcomes import agrees
+from ringattn_conformance.ranks import Local, Placed, Placement, inputs_of
 
 UNEVEN = tuple(case for case in ELSEWHERE if case.name.startswith("uneven"))
 
@@ -26,11 +26,7 @@ class ByMesh(Placed):
 def _agrees(case: Case, backend: str, layout: str, *more: Feature) -> None:
     """The call on global arrays in the order of the layout, and every gradient, against the oracle."""
     ring = max(ring for ring in (1, 2, 4) if ring <= len(jax.devices()))
-    placed = ByMesh(case, Placement(ring, layout), backend, inputs_of(case, ring))
-    with owed(backend, case.needs | placed.placement.needs | {Feature.GRADIENTS, *more}) as right:
-        got = run(placed)
-        if right:
-            tolerances.check(got, answer_of(case, ring), case, placed.inputs, f"by mesh, {layout}")
+    agrees(ByMesh(case, Placement(ring, layout), backend, inputs_of(case, ring)), None, *more)
 
 
 @tiers.core

@@ -12,7 +12,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_conformance import oracle, tiers, tolerance_factor, tolerances
 from ringattn_conformance.case_inputs import packed
 from ringattn_conformance.cases import DTYPES, NAMED, Case, Inputs
-from ringattn_conformance.outcomes import declared, owed, supports
+from ringattn_conformance.outcomes import agrees, declared, owed, supports
 from ringattn_conformance.ranks import Placed, Placement, answer_of, place, run
 
 NEEDS = frozenset({Feature.GRADIENTS})
@@ -64,7 +64,7 @@ def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_ba
             rounded = {name: x.astype(DTYPES[ROUNDED.dtype]) for name, x in _exact(answer).items()}
             least, one, eight = (_rms(got, answer) for got in (rounded, results[1], results[8]))
             # Two roundings of equal size, independent of each other.
-            twice = 2**0.5 if tolerance_factor.half_partials() else 1.0
+            twice = 2**0.5 if tolerance_factor.half_partials else 1.0
             faults = [
                 *_beyond(one, least, RMS_OF_ROUNDING * twice, "on one device", "of the exact result in bfloat16"),
                 *_beyond(eight, one, RMS_GROWTH * twice, "on 8 devices", "on one"),
@@ -244,25 +244,8 @@ def _rounded_answer(inputs: Inputs) -> oracle.Answer:
 def test_products_of_float32_are_exact_whatever_the_default_precision(ringattn_backend: str):
     case = Case("exact", head_dim=32, value_dim=32)
     placed = place(case, Placement(2, emulated=True), ringattn_backend)
-    with jax.default_matmul_precision("bfloat16"), owed(ringattn_backend, case.needs | NEEDS) as right:
-        got = run(placed)
-        if right:
-            tolerances.check(got, answer_of(case, 2), case, placed.inputs, "with a default precision of bfloat16")
-
-
-def test_one_row_of_huge_scores_does_not_disturb_the_others(ringattn_backend: str):
-    case = Case("one-huge-row", causal=True)
-    placed = place(case, Placement(2), ringattn_backend)
-    q = np.array(placed.inputs.problem.q)
-    q[:, 30] *= 1e4
-    placed = placed.changed(q=q)
-    with owed(ringattn_backend, case.needs) as right:
-        got = run(placed, gradients=False)["out"]
-        if right:
-            want, others = oracle.attend(placed.inputs.problem).out, np.arange(48) != 30
-            tolerance = tolerances.allowed("out", "float32", want, 0.0)
-            faults = tolerances.difference("out", got[:, others], want[:, others], tolerance)
-            tolerances.fail_if(faults, "rows beside one of huge scores")
+    with jax.default_matmul_precision("bfloat16"):
+        agrees(placed)
 
 
 def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
@@ -271,8 +254,4 @@ def test_with_numbers_of_64_bits_enabled_nothing_changes(ringattn_backend: str):
         "wide", q_length=400, kv_length=400, head_dim=8, value_dim=8, heads=4, kv_heads=1, bias="T", causal=True
     )
     with jax.enable_x64(True):
-        placed = place(case, Placement(2), ringattn_backend)
-        with owed(ringattn_backend, case.needs | NEEDS) as right:
-            got = run(placed)
-            if right:
-                tolerances.check(got, answer_of(case, 2), case, placed.inputs, "with 64 bits enabled")
+        agrees(place(case, Placement(2), ringattn_backend))

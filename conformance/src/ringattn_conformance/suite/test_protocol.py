@@ -37,12 +37,8 @@ def test_importing_the_descriptor_imports_no_kernel_and_touches_no_device(ringat
     assert done.returncode == 0, done.stderr
 
 
-def test_the_descriptor_is_well_formed(ringattn_backend: str):
-    """Core has checked every field of it, or would raise."""
-    backend = discovery.get(ringattn_backend).descriptor()
-    assert any(backend.supports(dtype) for dtype in DTYPES), "it supports no dtype at all"
-
-
-def test_the_implementation_is_what_the_descriptor_says(ringattn_backend: str):
-    """Core raises for a class, a kernel without its methods, or a ring function of another signature."""
-    discovery.get(ringattn_backend).implementation()
+def test_what_is_registered_is_well_formed(ringattn_backend: str):
+    """Core raises for a wrong field, a class, a kernel without its methods, or a ring function of another signature."""
+    found = discovery.get(ringattn_backend)
+    assert any(found.descriptor().supports(dtype) for dtype in DTYPES), "it supports no dtype at all"
+    found.implementation()

@@ -3,38 +3,33 @@
 
 import pytest
 from ringattn_core.backends import discovery
-from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
-from ringattn_conformance.cases import NAMED, Case
+from ringattn_conformance.cases import NAMED
 from ringattn_conformance.lattice import Point
-from ringattn_conformance.outcomes import agrees, supports
-from ringattn_conformance.ranks import Placement
-
-
-def _agrees(case: Case, placement: Placement, backend: str) -> None:
-    agrees(case, placement, backend, supports(backend, Feature.GRADIENTS))
+from ringattn_conformance.outcomes import agrees
+from ringattn_conformance.ranks import Placement, place
 
 
 def test_outputs_and_gradients_are_those_of_the_oracle(ringattn_backend: str, ringattn_point: Point):
-    _agrees(ringattn_point.case, ringattn_point.placement, ringattn_backend)
+    agrees(place(ringattn_point.case, ringattn_point.placement, ringattn_backend))
 
 
 @tiers.mark(tiers.CORE, "causal-bfloat16")
 @pytest.mark.parametrize("name", ["everything", "causal-bfloat16"])
 def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
     placement = Placement(4, "zigzag", emulated=True)
-    _agrees(NAMED[name], placement, ringattn_backend)
+    agrees(place(NAMED[name], placement, ringattn_backend))
 
 
 @pytest.mark.parametrize("name", ["gqa", "sinks-each"])
 def test_half_of_the_keys_may_go_round_the_other_way(ringattn_backend: str, name: str, ringattn_largest_ring: int):
     """On the largest ring; mixtures of smaller rings go both ways with every option."""
-    _agrees(NAMED[name], Placement(ringattn_largest_ring, two_way=True), ringattn_backend)
+    agrees(place(NAMED[name], Placement(ringattn_largest_ring, two_way=True), ringattn_backend))
 
 
 def test_keys_go_both_ways_where_the_mesh_splits_the_heads_too(ringattn_backend: str):
-    _agrees(NAMED["split-heads"], Placement(4, "striped", heads=2, two_way=True), ringattn_backend)
+    agrees(place(NAMED["split-heads"], Placement(4, "striped", heads=2, two_way=True), ringattn_backend))
 
 
 @tiers.core
@@ -42,4 +37,4 @@ def test_keys_go_both_ways_where_the_mesh_splits_the_heads_too(ringattn_backend:
 def test_keys_may_be_gathered_at_once_and_heads_exchanged_for_tokens(ringattn_backend: str, name: str, strategy: str):
     """Core asks a backend's own ring function for no other strategy."""
     if discovery.get(ringattn_backend).descriptor().kernel is not None:
-        _agrees(NAMED[name], Placement(2, "zigzag", strategy=strategy), ringattn_backend)
+        agrees(place(NAMED[name], Placement(2, "zigzag", strategy=strategy), ringattn_backend))
