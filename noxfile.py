@@ -139,6 +139,7 @@ def exhaustive(session: nox.Session) -> None:
     """What CI leaves out: the other versions of JAX, and the suite's full tier. About an hour, by an estimate."""
     for _, jax, _ in SUPPORTED[1:]:
         session.notify(f"tests_elsewhere(jax-{jax})")
+    session.notify("build")
     for backend in BACKENDS:
         session.notify(f"conformance({backend})", ["--ringattn-tier", "full", "--ringattn-largest-ring", "8"])
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two functions of fused attention make a kernel whose rings agree with the xla backend in every layout."""
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from ringattn_core import Backend, Feature, Support, decode_attention, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
+from ringattn_core.contract import ordering
 from ringattn_core.errors import KernelError, UnsupportedFeatureError
 from ringattn_core.ring import hops
 
+from_flash_module = importlib.import_module("ringattn_core.contract.from_flash")
 CALLS: list[tuple[Any, ...]] = []
 """The calls of the two functions in the programs traced so far: queries, keys, causal."""
 
@@ -167,6 +170,31 @@ def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch
 def test_a_branch_would_be_found():
     jaxpr = jax.make_jaxpr(jax.jit(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)))(1.0).jaxpr
     assert len(branches(jaxpr)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "copies"), [(1, "zigzag", 0), (4, "zigzag", 1), (4, "striped", 4), (4, "contiguous", 4)]
+)
+def test_where_no_keys_are_cut_out_a_copy_lets_their_send_start_first(
+    ranks: int, layout: str, copies: int, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+    monkeypatch.setattr(from_flash_module, "later_than_its_send", lambda x: found.append(x) or x)
+    mesh = jax.make_mesh((ranks,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"causal": True, "layout": layout, "mesh": mesh, "axis_name": "sp", "backend": "flash"}
+    jax.make_jaxpr(lambda *operands: ring_attention(*operands, **options))(*arrays(24 * ranks))
+    assert len(found) == copies
+
+
+def test_only_gpus_copy():
+    x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
+    traced = jax.jit(ordering.later_than_its_send).trace(x)
+    programs = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    assert {name: "stablehlo.or" in text for name, text in programs.items()} == {
+        "cpu": False,
+        "cuda": True,
+        "tpu": False,
+    }
 
 
 def test_equal_functions_make_equal_kernels():

@@ -103,6 +103,8 @@ SPILLS_AFTER_3_6: Final[dict[tuple[str, int, str], dict[int | str, tuple[int, st
     ("bfloat16", 72, "ringattn_hopper_backward with a bias and masks"): {90: (168, _WHILE_MASKING)},
     ("float16", 128, "ringattn_hopper_backward with a bias and masks"): {90: (184, _WHILE_MASKING)},
     ("bfloat16", 64, "ringattn_hopper_forward with slopes"): {90: (320, _FEW_A_STEP)},
+    ("bfloat16", 192, "ringattn_hopper_backward"): {90: (16, _FETCHING)},
+    ("bfloat16", 192, "ringattn_hopper_backward with masks"): {90: (32, _FETCHING)},
 }
 """The budgets of Triton 3.9 where it spills more than `SPILLS` allows."""
 

@@ -140,7 +140,8 @@ def _over_explicit(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
     if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, NamedSharding(mesh, spec))
     kept = [tuple(name for name in axes.names(entry) if name in explicit) or None for entry in spec]
-    return jax.sharding.reshard(x, NamedSharding(mesh, P(*kept)))
+    around = jax.sharding.get_abstract_mesh()  # JAX 0.10.0 cannot enter a mesh again while it traces
+    return jax.sharding.reshard(x, NamedSharding(around if around == mesh.abstract_mesh else mesh, P(*kept)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
