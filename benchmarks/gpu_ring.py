@@ -48,7 +48,7 @@ class Candidate:
         return tuple(jax.device_put(x, self.place) for x in numbers)
 
 
-def gathered(mesh: Mesh, backend: str, layout: str) -> Attention:
+def gathered(mesh: Mesh, backend: str, layout: str = "zigzag") -> Attention:
     """All-gathers keys and values, then runs one kernel."""
     ranks, spec = mesh.size, PartitionSpec(None, "sp")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: basic, reportAttributeAccessIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportOperatorIssue=false
 """Sums the gradient of a tile of the bias over all heads, batch rows and queries that share it.
 
 Each program owns its sums, so the order of additions is fixed. `keep_tile` stores a tile of `ds` in groups of eight
