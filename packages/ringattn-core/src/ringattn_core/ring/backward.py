@@ -313,7 +313,7 @@ class _Pass:
 def _parcel(send: Callable[..., Wires], leaving: Wires, behind: KeyGradients, shift: int) -> tuple[Wires, KeyGradients]:
     """Sends keys and the gradients behind them as one array."""
     parcel = tuple(parcels.join(x, late) for x, late in zip(leaving, behind, strict=True))
-    following, arrived = zip(*map(parcels.split, send(parcel, shift), leaving, behind), strict=True)
+    following, arrived = zip(*map(parcels.split, send(parcel, shift)), strict=True)
     return following, arrived
 
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, UInt16, UInt32
+from jaxtyping import Array, Float, Float32, UInt16
 
 from ..contract.packing import Packed
 
-Wire = Float[Array, "..."] | UInt16[Array, "..."] | UInt32[Array, "..."]
-Parcel = UInt32[Array, " n"]
+Wire = Float[Array, "..."] | UInt16[Array, "..."]
 
 
 def joint(kernel: Any) -> bool:
@@ -28,25 +27,20 @@ def from_wire(wire: Wire, dtype: Any) -> Packed:
     return wire if wire.dtype == dtype else jax.lax.bitcast_convert_type(wire, dtype)
 
 
-def join(wire: Wire, gradients: Float32[Array, "..."]) -> Parcel:
-    """A parcel: K,V and, behind them, their float32 gradients. It is one row of 32-bit integers, without gaps."""
-    return jnp.concatenate([_integers(wire), _integers(gradients)])
+def join(wire: Wire, gradients: Float32[Array, "..."]) -> Wire:
+    """A parcel: K,V and their float32 gradients as one array, one behind the other; `split` is the inverse.
+
+    If K,V travel as 16-bit integers, the gradients travel as two arrays of them: the high halves and the low halves of
+    their bits. No two axes become one, so what XLA has split over other mesh axes stays split.
+    """
+    if wire.dtype == jnp.float32:
+        return jnp.stack([wire, gradients])
+    bits = jax.lax.bitcast_convert_type(gradients, jnp.uint32)
+    return jnp.stack([wire, (bits >> jnp.uint32(16)).astype(jnp.uint16), bits.astype(jnp.uint16)])
 
 
-def split(parcel: Parcel, wire: Any, gradients: Any) -> tuple[Wire, Float32[Array, "..."]]:
-    """The inverse of `join`, bit for bit, for arrays of the shapes and dtypes of `wire` and `gradients`."""
-    count = len(parcel) - gradients.size
-    return _like(wire, parcel[:count]), _like(gradients, parcel[count:])
-
-
-def _integers(x: Wire) -> Parcel:
-    """The bits of `x` in a row of 32-bit integers; of two 16-bit numbers in each, the last may be missing."""
-    row = x.reshape(-1)
-    if x.dtype == jnp.uint16:
-        row = jnp.pad(row, (0, len(row) % 2)).reshape(-1, 2)
-    return jax.lax.bitcast_convert_type(row, jnp.uint32)
-
-
-def _like(x: Any, integers: Parcel) -> Any:
-    """The inverse of `_integers` for an array of the shape and dtype of `x`."""
-    return jax.lax.bitcast_convert_type(integers, x.dtype).reshape(-1)[: x.size].reshape(x.shape)
+def split(parcel: Wire) -> tuple[Wire, Float32[Array, "..."]]:
+    if parcel.dtype == jnp.float32:
+        return parcel[0], parcel[1]
+    high, low = parcel[1].astype(jnp.uint32), parcel[2].astype(jnp.uint32)
+    return parcel[0], jax.lax.bitcast_convert_type((high << jnp.uint32(16)) | low, jnp.float32)

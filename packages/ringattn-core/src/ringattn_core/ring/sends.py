@@ -26,7 +26,7 @@ def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: i
 
 def _permuted(ring: Ring, x: jax.Array, shift: int, outer: bool) -> jax.Array:
     send = functools.partial(axes.permuted, axis=ring.axis, pairs=ring.plan.pairs(shift, outer))
-    if x.dtype in (jnp.float32, jnp.uint16, jnp.uint32):
+    if x.dtype in (jnp.float32, jnp.uint16):
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
