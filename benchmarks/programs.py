@@ -19,7 +19,7 @@ def ours(**options: Any) -> Attention:
 def with_gradients(attend: Attention) -> Callable[..., tuple[Any, ...]]:
     """A function of the inputs and the cotangent of the output, which returns the output and each input's gradient.
 
-    As in training, the cotangent is there only after the output: otherwise XLA could begin the first send of the
+    As in training, the cotangent waits for the output: otherwise XLA could begin the first send of the
     backward pass before the forward pass.
     """
 

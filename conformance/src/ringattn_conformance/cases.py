@@ -30,7 +30,7 @@ LARGEST_VALUE: Final = 2.75
 0.7. From 4 on the rounding of the exact result to float16 alone is 0.98 of the tolerance; below, it is at most half."""
 
 DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
-"""The seeds that cases with dropout use by turns."""
+"""Seeds for dropout. Each case takes one of them, by a hash of its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Case:
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is
     `shared`, `head` or `each` (`[N, 2]`).
-    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, `slopes` the
-    slopes of ALiBi, which are otherwise about a quarter. About
+    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, `slopes` ALiBi's
+    slopes of about a quarter (0: no ALiBi). About
     `nonzero` components of each query are not zero, and larger, so that scores are as large as with all components.
     `core` puts the case in the core tier.
     """
@@ -292,7 +292,8 @@ ALONE: Final = (
     Case("bias-forbids", lse=True, bias="BNT", bias_forbids=True),
     Case("bias-keys-forbid", bias="B", bias_forbids=True, causal=True),
     Case("bias-cross", bias="NT", **_CROSS),
-    Case("alibi", slopes=2.0**-8, positions=case_inputs.spread, dtype="bfloat16"),
+    Case("alibi", slopes=1),
+    Case("alibi-bfloat16", slopes=2.0**-8, positions=case_inputs.spread, dtype="bfloat16"),
     Case("alibi-causal", slopes=1, causal=True, dtype="float16", positions=case_inputs.distant, **_GROUPED),
     Case("alibi-long-distances", slopes=2.0**-8, positions=case_inputs.spread, core=True),
     Case("dropout", dropout=0.3),

@@ -186,13 +186,14 @@ def test_where_no_keys_are_cut_out_a_copy_lets_their_send_start_first(
     assert len(found) == copies
 
 
-def test_only_gpus_copy():
+def test_only_nvidia_gpus_copy():
     x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     traced = jax.jit(ordering.later_than_its_send).trace(x)
-    programs = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")}
+    programs = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "rocm", "tpu")}
     assert {name: "stablehlo.or" in text for name, text in programs.items()} == {
         "cpu": False,
         "cuda": True,
+        "rocm": False,
         "tpu": False,
     }
 

@@ -64,7 +64,7 @@ def add(parser: argparse.ArgumentParser, ring: int | None = None) -> None:
     options = parser.add_argument_group("options of ring_attention")
     for name, how in option_arguments():
         options.add_argument(f"--{name.replace('_', '-')}", *([SHORT[name]] if name in SHORT else []), dest=name, **how)
-    named = "the backend, or several to try in order; by default that of the call"
+    named = "the backend, or several to try in order; by default the one that ring_attention would take"
     parser.add_argument("--backend", type=_backends, metavar="NAME[,NAME]", help=named)
 
 

@@ -94,8 +94,8 @@ class _FlashKernel:
 
     def _of_piece(self, block: Block, piece: Piece) -> Partial:
         q, k, v = _operands(block, piece)
-        packed = not isinstance(block.kv, tuple)  # then they are being sent on; to cut out some of them takes time too
-        if packed and k.shape[1] == block.kv_length:
+        # Packed keys are those of a ring, which sends them on unless this is the last hop. To slice them takes time too.
+        if not isinstance(block.kv, tuple) and k.shape[1] == block.kv_length:
             k = later_than_its_send(k)
         out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
         out = out if block.final else out.astype(jnp.float32)

@@ -22,7 +22,8 @@ def tie(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x | 0`, where the zero depends on `token` as far as a compiler can see.
 
-    XLA on CPU drops barriers before it schedules. Whatever reads the result fuses with this, so it costs no copy.
+    XLA on CPU drops barriers before it schedules. What XLA compiles and reads the result fuses with this, so it costs
+    no copy there; another kernel that reads it needs a copy.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
@@ -38,10 +39,9 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 
 
 def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:
-    """`x`, on NVIDIA GPUs copied, so that a kernel which reads the copy starts after a send of `x`.
+    """`x`, on NVIDIA GPUs copied: a kernel that reads the copy starts one copy later, and a send of `x` meanwhile.
 
-    Otherwise both could start as soon as `x` is there. A kernel that takes all multiprocessors first would keep the
-    send waiting until it ends, so that it hides nothing.
+    Without this the kernel may take all multiprocessors first, and the send waits until it ends (benchmarks/NOTES.md).
     """
     return jax.lax.platform_dependent(x, cuda=lambda x: _by_bits(x, x), default=lambda x: x)
 

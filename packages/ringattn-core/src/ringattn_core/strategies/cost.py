@@ -268,7 +268,7 @@ def engine_arrays(work: Work) -> dict[str, dict[str, int]]:
     plan, keys, gradients = work.plan, work.itemsize * work.keys, 4 * work.keys
 
     def most_sent(outer: bool) -> int:
-        """The most bytes that leave during a hop of the backward pass, along the inner or the outer ring."""
+        """The most bytes that a rank sends during a hop of the backward pass, along the inner or the outer ring."""
         leaving = ([send for send in sends if send.outer == outer] for _, sends in plan.backward_hops)
         return max(sum(send.bytes(work.keys, work.itemsize) for send in sends) for sends in leaving)
 

@@ -140,7 +140,7 @@ def _bias(part: Part) -> jax.Array:
 
 
 def minus_gradient_per_head(part: Part, ds: jax.Array) -> jax.Array:
-    """What each score adds to the gradient of its head's weight of distances, with the other sign."""
+    """What each score adds to the gradient of its head's parameter in `KernelInputs`, negated."""
     return ds * distance(part)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The family of kernels in Gluon for Hopper: which blocks it takes, and its forward pass. `backward` has the other."""
+"""The family of kernels in Gluon for Hopper: which blocks it takes, and its forward pass.
+
+Its backward pass is in `backward`.
+"""
 
 import dataclasses
 import functools

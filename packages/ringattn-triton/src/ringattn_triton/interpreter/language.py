@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of `triton.language` for memory, control flow and shapes, over NumPy arrays. Gluon's take a `layout`.
+"""The functions of `triton.language` for memory, control flow and shapes, over NumPy arrays.
+
+The same functions serve Gluon, whose calls pass a `layout`, which is ignored.
 
 `mathematics` has the functions that compute; `programs` substitutes both for `triton.language`.
 """
