@@ -193,9 +193,8 @@ def test_a_broken_backend_is_one_sentence_and_every_other_call_goes_on(name: str
     assert said.startswith("backend 'bad' of made-bad ") and sentence in said and "\n" not in said
     assert (discovery.registrations()["bad"].error is not None) == (name in DESCRIPTORS)
     found = doctor.diagnose()
-    assert not found["healthy"] and found["working"] == ["good"] and found["default"] == "good"
-    assert said in found["faults"]
-    assert next(backend for backend in found["backends"] if backend["name"] == "bad")["reason"] == said
+    assert not found.healthy and found.working == ("good",) and found.default == "good" and said in found.faults
+    assert next(backend for backend in found.backends if backend.name == "bad").reason == said
     assert main(["list", "--json"]) == 0 and len(json.loads(capsys.readouterr().out)) == 2
     assert main(["info", "bad"]) == 1 and " ".join(sentence.split()[:3]) in " ".join(capsys.readouterr().out.split())
 

@@ -105,8 +105,8 @@ def test_a_backend_that_does_not_work_is_a_fault_with_its_remedy(name: str, alon
     status, out = said(capsys)
     assert status == int(alone or broken)
     assert ("works, and is the default" in out) == (not alone), "the other backend works"
-    assert next(x["broken"] for x in doctor.diagnose()["backends"] if x["name"] == "bad") == broken
-    fault = next(fault for fault in doctor.diagnose()["faults"] if fact in fault)
+    assert next(backend.broken for backend in doctor.diagnose().backends if backend.name == "bad") == broken
+    fault = next(fault for fault in doctor.diagnose().faults if fact in fault)
     assert remedy in fault and "\n" not in fault
     line = " ".join(out[out.index("backends\n") : out.index("faults\n")].split())
     assert fact.removeprefix("backend 'bad' cannot run here: ") in line, "the table has the same reason"
@@ -118,7 +118,7 @@ def test_a_broken_backend_for_another_platform_is_a_fault_and_its_kernel_is_not_
     assert said(capsys)[0] == 0 and "far_block" not in sys.modules
     add(install, "bad", platforms=("tpu",), probe="bad_block:crash")
     assert said(capsys)[0] == 1
-    (fault,) = doctor.diagnose()["faults"]
+    (fault,) = doctor.diagnose().faults
     assert "its probe bad_block:crash failed" in fault
 
 
@@ -144,7 +144,7 @@ def test_a_variable_that_nobody_reads_is_a_fault(install, capsys, monkeypatch) -
     add(install, "good")
     monkeypatch.setenv("RINGATTN_BACKND", "good")
     status, _ = said(capsys)
-    (fault,) = doctor.diagnose()["faults"]
+    (fault,) = doctor.diagnose().faults
     assert status == 0 and "RINGATTN_BACKND is not known (did you mean 'RINGATTN_BACKEND'?)" in fault
     assert fault.endswith("Correct its name, or unset it")
 
@@ -153,7 +153,7 @@ def test_a_backend_that_the_environment_names_and_nobody_has_is_a_fault(install,
     add(install, "good")
     monkeypatch.setenv("RINGATTN_BACKEND", "goof")
     status, _ = said(capsys)
-    (fault,) = doctor.diagnose()["faults"]
+    (fault,) = doctor.diagnose().faults
     assert status == 0 and "did you mean 'good'" in fault and "The backend was named by RINGATTN_BACKEND." in fault
 
 
@@ -165,7 +165,7 @@ def test_without_a_device_nothing_works_and_it_says_so(install, capsys, monkeypa
     monkeypatch.setattr(jax, "devices", no_devices)
     status, out = said(capsys)
     assert status == 1 and "has no device to run on" in out
-    (fault,) = doctor.diagnose()["faults"]
+    (fault,) = doctor.diagnose().faults
     assert fault == (
         "JAX finds no device: Unable to initialize backend 'cuda': no driver. "
         "Unset JAX_PLATFORMS, or install the JAX of your device"
@@ -175,9 +175,9 @@ def test_without_a_device_nothing_works_and_it_says_so(install, capsys, monkeypa
 def test_a_plugin_of_jax_whose_device_is_not_found_is_a_fault(install, monkeypatch) -> None:
     add(install, "good")
     monkeypatch.setattr(doctor, "_plugins", lambda: ["jax-cuda13-plugin"])
-    assert doctor.diagnose()["faults"] == [], "JAX_PLATFORMS says that cpu is meant"
+    assert doctor.diagnose().faults == (), "JAX_PLATFORMS says that cpu is meant"
     monkeypatch.delenv("JAX_PLATFORMS")
-    (fault,) = doctor.diagnose()["faults"]
+    (fault,) = doctor.diagnose().faults
     assert fault.startswith(
         "jax-cuda13-plugin is installed, but JAX runs on cpu. Check that the driver sees the device"
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which backends and devices work in this process, and how to repair each fault."""
 
+import dataclasses
 import os
 import platform
 from typing import Any, Final
@@ -18,43 +19,90 @@ _LIBRARIES: Final = ("ringattn-core", "jax", "jaxlib", "numpy", "jaxtyping", "li
 _VARIABLES: Final = ("XLA_FLAGS", "JAX_PLATFORMS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def backends() -> list[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class BackendStatus:
+    """A registration as plain data.
+
+    `reason` says why the backend cannot run in this process, or is `None`. A `broken` backend
+    runs on no machine until somebody repairs it.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    platforms: tuple[str, ...]
+    priority: int | None
+    api: int | None
+    door: str | None
+    implementation: str | None
+    probe: str | None
+    reason: str | None
+    broken: bool
+    features: dict[str, str]
+
+    @property
+    def supported(self) -> int:
+        return sum(word == "supported" for word in self.features.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "available": self.reason is None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The state of this process.
+
+    It is `healthy` if some backend works on the platform of its devices and no installed one is broken. `working` are
+    the backends that work there; `default` runs calls that name none. Each fault says what is wrong and what to do.
+    """
+
+    versions: dict[str, str]
+    environment: dict[str, str]
+    platform: str | None
+    devices: tuple[str, ...]
+    backends: tuple[BackendStatus, ...]
+    working: tuple[str, ...]
+    default: str | None
+    faults: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return bool(self.working) and not any(backend.broken for backend in self.backends)
+
+    def to_dict(self) -> dict[str, Any]:
+        found = dataclasses.asdict(self) | {"healthy": self.healthy}
+        return found | {"backends": [backend.to_dict() for backend in self.backends]}
+
+
+def backends() -> tuple[BackendStatus, ...]:
     """The status of every registered backend, found without loading kernels."""
-    return [backend_of(registration) for registration in discovery.registrations().values()]
+    return tuple(backend_of(registration) for registration in discovery.registrations().values())
 
 
-def backend_of(registration: Registration, load: bool = False) -> dict[str, Any]:
-    """The status of one backend, as plain data. With `load`, its kernel is imported too.
-
-    The `reason` says why the backend cannot run in this process, or is `None`. A backend that is `broken` runs on no
-    machine until somebody repairs it.
-    """
+def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
+    """The status of one backend. With `load`, its kernel is imported too, and a failure becomes the `reason`."""
     descriptor, broken = registration.backend, registration.why_broken(load)
-    reason = registration.why_unavailable() if broken is None else str(broken)
-    return {
-        "name": registration.name,
-        "distribution": registration.distribution,
-        "version": registration.version,
-        "platforms": descriptor.platforms if descriptor else (),
-        "priority": descriptor.priority if descriptor else None,
-        "api": descriptor.api if descriptor else None,
-        "door": None if descriptor is None else "kernel" if descriptor.kernel else "ring",
-        "implementation": (descriptor.kernel or descriptor.ring) if descriptor else None,
-        "probe": descriptor.probe if descriptor else None,
-        "reason": reason,
-        "broken": broken is not None,
-        "features": {feature.name: descriptor.answer(feature) for feature in Feature} if descriptor else {},
-        "available": reason is None,
-    }
+    features: dict[str, str] = {}
+    if descriptor is not None:
+        features = {feature.name: descriptor.answer(feature) for feature in Feature}
+    return BackendStatus(
+        name=registration.name,
+        distribution=registration.distribution,
+        version=registration.version,
+        platforms=descriptor.platforms if descriptor else (),
+        priority=descriptor.priority if descriptor else None,
+        api=descriptor.api if descriptor else None,
+        door=None if descriptor is None else "kernel" if descriptor.kernel else "ring",
+        implementation=(descriptor.kernel or descriptor.ring) if descriptor else None,
+        probe=descriptor.probe if descriptor else None,
+        reason=registration.why_unavailable() if broken is None else str(broken),
+        broken=broken is not None,
+        features=features,
+    )
 
 
-def diagnose() -> dict[str, Any]:
-    """Checks everything: initialises JAX, probes every backend, and loads the kernels of backends for this platform.
-
-    The result is plain data. It is `healthy` if some backend works on the platform of its devices and no installed one
-    is broken. `working` are the backends that work there; `default` runs calls that name none. Each of the `faults`
-    says what is wrong and what to do.
-    """
+def diagnose() -> Diagnosis:
+    """Checks everything: initialises JAX, probes every backend, and loads the kernels of backends for this platform."""
     faults, devices, where = _devices()
     faults += [f"{sentence}. Correct its name, or unset it" for sentence in selection.unknown_variables()]
     found, working, default = [], [], None
@@ -67,24 +115,23 @@ def diagnose() -> dict[str, Any]:
                 working.append(selection.select(name, frozenset(), where).name)
             except RingAttnError as error:
                 faults.append(error.one_line())
-        elif status["broken"]:
-            faults.append(status["reason"])
+        elif status.broken and status.reason:
+            faults.append(status.reason)
     if where is not None:
         try:
             default = selection.select(None, frozenset(), where).name
         except RingAttnError as error:
             faults.append(error.one_line())
-    return {
-        "versions": _versions(),
-        "environment": _environment(),
-        "platform": where,
-        "devices": devices,
-        "backends": found,
-        "working": working,
-        "default": default,
-        "faults": faults,
-        "healthy": bool(working) and not any(status["broken"] for status in found),
-    }
+    return Diagnosis(
+        versions=_versions(),
+        environment=_environment(),
+        platform=where,
+        devices=devices,
+        backends=tuple(found),
+        working=tuple(working),
+        default=default,
+        faults=tuple(faults),
+    )
 
 
 def _devices() -> tuple[list[str], tuple[str, ...], str | None]:

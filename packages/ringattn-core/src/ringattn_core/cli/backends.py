@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..backends import discovery
 from ..backends.doctor import backend_of, backends, diagnose
-from ..contract.features import Feature, Support
+from ..contract.features import Feature
 from ..errors import BackendNotFoundError
 from .output import Title, show
 
@@ -38,22 +38,22 @@ def run_list(arguments: argparse.Namespace) -> int:
     """
     found = backends()
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps([backend.to_dict() for backend in found], indent=2))
         return 0
     if not found:
         raise BackendNotFoundError(None, ())
     rows = [
         {
-            "name": backend["name"],
-            "distribution": f"{backend['distribution']} {backend['version']}",
-            "platforms": backend["platforms"],
-            "priority": backend["priority"],
-            "features": f"{list(backend['features'].values()).count(Support.FULL.value)} of {len(Feature)}",
-            "here": "available" if backend["available"] else "broken" if backend["broken"] else "no",
+            "name": backend.name,
+            "distribution": f"{backend.distribution} {backend.version}",
+            "platforms": backend.platforms,
+            "priority": backend.priority,
+            "features": f"{backend.supported} of {len(Feature)}",
+            "here": "available" if backend.reason is None else "broken" if backend.broken else "no",
         }
         for backend in found
     ]
-    reasons = {f"{backend['name']}:": backend["reason"] for backend in found if not backend["available"]}
+    reasons = {f"{backend.name}:": backend.reason for backend in found if backend.reason is not None}
     show(rows, *(["", reasons] if reasons else []))
     return 0
 
@@ -67,13 +67,14 @@ def run_info(arguments: argparse.Namespace) -> int:
         raise BackendNotFoundError(arguments.name, tuple(registered))
     backend = backend_of(registered[arguments.name], load=True)
     if arguments.json:
-        print(json.dumps(backend, indent=2))
-        return int(not backend["available"])
-    features = backend.pop("features")
-    show(backend)
-    if features:
-        show("", [{"feature": x, "support": word, "what it is": Feature[x].value} for x, word in features.items()])
-    return int(not backend["available"])
+        print(json.dumps(backend.to_dict(), indent=2))
+        return int(backend.reason is not None)
+    shown = backend.to_dict()
+    show({name: fact for name, fact in shown.items() if name != "features"})
+    if backend.features:
+        support = backend.features.items()
+        show("", [{"feature": name, "support": word, "what it is": Feature[name].value} for name, word in support])
+    return int(backend.reason is not None)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -82,22 +83,20 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """
     found = diagnose()
     if arguments.json:
-        print(json.dumps(found, indent=2))
-        return int(not found["healthy"])
-    platform, faults = found["platform"], found["faults"]
-    idle = "has no device to run on" if platform is None else f"is not for {platform}"
+        print(json.dumps(found.to_dict(), indent=2))
+        return int(not found.healthy)
+    idle = "has no device to run on" if found.platform is None else f"is not for {found.platform}"
     states = {}
-    for backend in found["backends"]:
-        name = backend["name"]
-        works = "works, and is the default" if name == found["default"] else "works"
-        states[name] = works if name in found["working"] else backend["reason"] or idle
+    for backend in found.backends:
+        works = "works, and is the default" if backend.name == found.default else "works"
+        states[backend.name] = works if backend.name in found.working else backend.reason or idle
     sections = {
-        "versions": found["versions"],
-        "devices": {platform or "none": ", ".join(found["devices"])},
-        "environment": found["environment"] or {"nothing set": ""},
+        "versions": found.versions,
+        "devices": {found.platform or "none": ", ".join(found.devices)},
+        "environment": found.environment or {"nothing set": ""},
         "backends": states or {"none": ""},
     }
     for title, facts in sections.items():
         show(Title(title), {f"  {name}": fact for name, fact in facts.items()})
-    show(Title("faults" if faults else "no faults"), *(f"- {fault}" for fault in faults))
-    return int(not found["healthy"])
+    show(Title("faults" if found.faults else "no faults"), *(f"- {fault}" for fault in found.faults))
+    return int(not found.healthy)
