@@ -168,7 +168,7 @@ def restarting_rows(batch: int, rows: int, columns: int) -> Pair:
 
 
 def spread(batch: int, rows: int, columns: int) -> Pair:
-    """Positions 1501 apart: half precision cannot hold their distances, many of which exceed a signed 16-bit integer."""
+    """Positions 1501 apart: half precision cannot hold their distances, and many exceed a signed 16-bit integer."""
     return 1501 * np.arange(rows, dtype=np.int32), 1501 * np.arange(columns, dtype=np.int32)
 
 

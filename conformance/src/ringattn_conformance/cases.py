@@ -40,8 +40,8 @@ class Case:
     Lengths are global, or per rank where `per_rank`. `bias` and `dense_mask` name the axes that are full
     ("BNTS"); the others are 1, columns excepted. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is
     `shared`, `head` or `each` (`[N, 2]`).
-    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, `slopes` ALiBi's
-    slopes of about a quarter (0: no ALiBi). About
+    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes`
+    ALiBi's slopes of about a quarter (0: no ALiBi). About
     `nonzero` components of each query are not zero, and larger, so that scores are as large as with all components.
     `core` puts the case in the core tier.
     """

@@ -140,13 +140,14 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
         missing = sorted(_targets(allowed) | (_on_one_rank(allowed) if cover else set()), key=sorted)
         if cover == 0:
             missing = [target for target in missing if _compiles_fast(dict(target))]
-        for more in (False, True) if cover else (False,):
-            if more:
-                apart = _apart(allowed)
-                missing = sorted(apart.difference(*(_met(choice, apart) for choice in chosen)), key=sorted)
+        # The later covers have two parts: pairs first, then the triples that no mixture has met so far.
+        for triples in (False, True) if cover else (False,):
+            if triples:
+                wanted = _options_by_size(allowed)
+                missing = sorted(wanted.difference(*(_met(choice, wanted) for choice in chosen)), key=sorted)
             while missing:
                 known = frozenset(missing)
-                choices = [_filled(allowed, missing, known, draw, more) for _ in range(TRIES)]
+                choices = [_filled(allowed, missing, known, draw, triples) for _ in range(TRIES)]
                 best = max(choices, key=lambda choice: len(_met(choice, known)))
                 met = _met(best, known)
                 missing = [target for target in missing if target not in met]
@@ -232,7 +233,7 @@ def _on_one_rank(allowed: Mapping[str, list[int]]) -> set[Target]:
     }
 
 
-def _apart(allowed: Mapping[str, list[int]]) -> frozenset[Target]:
+def _options_by_size(allowed: Mapping[str, list[int]]) -> frozenset[Target]:
     """The triples of a head size or a grouping, a dtype, and an option that is on."""
     everywhere = _without_choice(allowed)
     places = [(factor, one) for factor in ("head size", "heads") for one in allowed[factor]]
@@ -277,7 +278,7 @@ def _filled(
 ) -> Choice:
     """A choice that begins with a missing target, and takes for each factor in turn the level that meets most.
 
-    That is most pairs, or most `triples` that the choice may still meet.
+    That is most pairs or, if `triples`, most of the triples that the choice may still meet.
     """
 
     def gain(factor: str, one: int) -> int:
@@ -301,14 +302,14 @@ def _agree(choice: Choice, target: Choice) -> bool:
 
 
 def _met(choice: Choice, missing: frozenset[Target]) -> frozenset[Target]:
-    """The missing targets that the choice has: pairs of levels, triples of masks, and those of a ring of one."""
+    """The missing targets that the choice has: pairs, triples of masks, options by size, and triples on one rank."""
     masks = [(factor, choice[factor]) for factor in MASKS if choice.get(factor)]
     # Both hide the right side of a window, so a window beside them is not met.
     hidden = "window" if choice.get("causal") or choice.get("chunk") else None
     dtype = ("dtype", choice["dtype"])
     on = [(factor, 1) for factor in OPTIONS if choice.get(factor) and factor != hidden]
-    apart = (((factor, choice[factor]), dtype, option) for factor in ("head size", "heads") for option in on)
-    sets = itertools.chain(itertools.combinations(choice.items(), 2), itertools.combinations(masks, 3), apart)
+    by_size = (((factor, choice[factor]), dtype, option) for factor in ("head size", "heads") for option in on)
+    sets = itertools.chain(itertools.combinations(choice.items(), 2), itertools.combinations(masks, 3), by_size)
     if choice["ring"] == RING_OF_ONE:
         place = ("ring", RING_OF_ONE)
         sets = itertools.chain(sets, ((place, dtype, option) for option in choice.items() if option[0] != hidden))

@@ -51,7 +51,8 @@ def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
 def agrees(
     placed: Placed,
     gradients: bool | None = None,
-    *needs: Feature,
+    *,
+    needs: Iterable[Feature] = (),
     local: Local | None = None,
     problem: oracle.Problem | None = None,
 ) -> None:

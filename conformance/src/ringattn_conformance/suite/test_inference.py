@@ -63,7 +63,7 @@ def _agrees(placed: Placed, local: Any, gradients: bool | None = None) -> None:
     """The call of one rank, `local(arrays)`, gives what the oracle gives for the last tokens of each row."""
     tokens = placed.case.q_length
     problem = dataclasses.replace(placed.inputs.problem, q_positions=LENGTHS[:, None] - tokens + np.arange(tokens))
-    agrees(placed, gradients, Feature.POSITIONS, local=lambda operands, fixed: local(operands), problem=problem)
+    agrees(placed, gradients, needs=[Feature.POSITIONS], local=lambda operands, fixed: local(operands), problem=problem)
 
 
 def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> tuple[jax.Array, ...]:

@@ -26,7 +26,7 @@ class ByMesh(Placed):
 def _agrees(case: Case, backend: str, layout: str, *more: Feature) -> None:
     """The call on global arrays in the order of the layout, and every gradient, against the oracle."""
     ring = max(ring for ring in (1, 2, 4) if ring <= len(jax.devices()))
-    agrees(ByMesh(case, Placement(ring, layout), backend, inputs_of(case, ring)), None, *more)
+    agrees(ByMesh(case, Placement(ring, layout), backend, inputs_of(case, ring)), needs=more)
 
 
 @tiers.core

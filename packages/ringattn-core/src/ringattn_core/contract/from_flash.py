@@ -94,7 +94,7 @@ class _FlashKernel:
 
     def _of_piece(self, block: Block, piece: Piece) -> Partial:
         q, k, v = _operands(block, piece)
-        # Packed keys are those of a ring, which sends them on unless this is the last hop. To slice them takes time too.
+        # Packed keys are those of a ring, which sends them on unless this is the last hop. A slice is a copy already.
         if not isinstance(block.kv, tuple) and k.shape[1] == block.kv_length:
             k = later_than_its_send(k)
         out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
