@@ -324,10 +324,11 @@ def test_the_module_and_the_script_are_one_program() -> None:
     assert getattr(importlib.import_module(module), attribute) is main
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    run = subprocess.Popen(
-        [sys.executable, "-m", "ringattn_core", *CALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_error(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "ringattn_core", *CALL]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert run.stdout and run.stderr
     run.stdout.close()
     complaint = run.stderr.read()

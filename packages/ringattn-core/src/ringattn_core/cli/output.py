@@ -46,12 +46,13 @@ def show(*parts: Any) -> None:
         return
     width = None if sys.stdout.isatty() else PAGE
     console = Console(width=width, markup=False, highlight=False, emoji=False)
-    # `print` raises BrokenPipeError for a closed pipe, which `main` handles; rich would exit with 1.
+    # `print` raises BrokenPipeError for a closed pipe, which `main` handles. rich would exit with 1, also where it
+    # flushes what was printed before.
     with console.capture() as captured:
         for part in parts:
             shown = _rich(*_cells(part)) if isinstance(part, (list, dict)) else part
             console.print(shown, style="bold" if isinstance(part, Title) else None)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
 def _cells(table: Rows | dict[str, Any]) -> tuple[list[str], list[list[str]]]:
