@@ -144,7 +144,10 @@ def test_gradients_agree_with_finite_differences(case: Case):
     for name, gradient in answer.gradients.items():
         x = np.asarray(getattr(problem, fields[name]), np.float64)
         direction = rng.standard_normal(x.shape)
-        step = 1e-6 / max(1.0, case.gain)
+        # A step of a slope changes a score by the step times the distance.
+        distances = problem.q_positions if name == "dslopes" and problem.q_positions is not None else 1.0
+        farthest = np.abs(distances).max()
+        step = 1e-6 / max(1.0, case.gain, farthest)
         ahead, behind = (
             loss(dataclasses.replace(problem, **{fields[name]: x + sign * step * direction})) for sign in (1, -1)
         )

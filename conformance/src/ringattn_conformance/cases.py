@@ -293,7 +293,6 @@ ALONE: Final = (
     Case("bias-keys-forbid", bias="B", bias_forbids=True, causal=True),
     Case("bias-cross", bias="NT", **_CROSS),
     Case("alibi", slopes=1),
-    Case("alibi-bfloat16", slopes=2.0**-8, positions=case_inputs.spread, dtype="bfloat16"),
     Case("alibi-causal", slopes=1, causal=True, dtype="float16", positions=case_inputs.distant, **_GROUPED),
     Case("alibi-long-distances", slopes=2.0**-8, positions=case_inputs.spread, core=True),
     Case("dropout", dropout=0.3),
@@ -367,6 +366,7 @@ LONG: Final = (
     Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=case_inputs.crossed,
          sinks="each", dropout=0.2, slopes=1, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
          bias="B", bias_forbids=True, value_dim=6, **_GROUPED),
+    Case("long-distances-bfloat16", slopes=2.0**-8, positions=case_inputs.spread, dtype="bfloat16"),
 )  # fmt: skip
 
 CASES: Final[tuple[Case, ...]] = (*ALONE, *COMBINED, *HALF, *LONG)
