@@ -136,7 +136,7 @@ def tests_elsewhere(session: nox.Session, jax: str, compilers: tuple[str, ...]) 
 
 @nox.session(default=False)
 def exhaustive(session: nox.Session) -> None:
-    """What CI leaves out: the other versions of JAX, and the suite's full tier. Two hours, by an estimate."""
+    """What CI leaves out: the other versions of JAX, and the suite's full tier. About an hour, by an estimate."""
     for _, jax, _ in SUPPORTED[1:]:
         session.notify(f"tests_elsewhere(jax-{jax})")
     session.notify("build")
