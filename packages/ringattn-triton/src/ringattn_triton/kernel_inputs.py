@@ -144,9 +144,10 @@ class BlockConstants:
 
 
 class KernelInputs(NamedTuple):
-    """The operands of a kernel for one block: the `arrays` of `INPUTS`, but for those that depend on tile sizes.
+    """The operands of a kernel for one block: `arrays` by their names in `INPUTS`, and `constants`.
 
-    `in_tiles` makes these, and puts all in the order of `INPUTS`.
+    `arrays` lacks those that depend on the sizes of tiles. `in_tiles` adds them, and returns all in the order of
+    `INPUTS`.
     """
 
     arrays: dict[str, Any]

@@ -52,7 +52,10 @@ class Shared(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """TMA descriptors of tiles of queries, keys, values, bias and results; those that are not used are that of q."""
+    """TMA descriptors of tiles of queries, keys, values, bias and results.
+
+    Where a kernel has no bias, or stores its results in another way, the field holds the descriptor of the queries.
+    """
 
     q: Any
     k: Any

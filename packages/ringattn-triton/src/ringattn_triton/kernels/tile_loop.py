@@ -85,9 +85,9 @@ def full_tile(visited, step, T: tl.constexpr):
 
 @triton.jit
 def over_visited(ADDED: tl.constexpr, sums, given, visited, F: tl.constexpr, T: tl.constexpr):
-    """The `sums` after all visited tiles, those that need no mask first.
+    """Calls `ADDED` for every visited tile, and returns the last `sums`. Tiles that need no mask come first.
 
-    `ADDED(sums, given, tile, F, MASKED)` returns the sums with what a tile contributes.
+    `ADDED(sums, given, tile, F, MASKED)` adds what one tile contributes to the sums, and returns them.
     """
     ahead = full_tile(visited, visited.full_from, T)
     for step in tl.range(visited.full_from, visited.full_to):
