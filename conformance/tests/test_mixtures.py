@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ringattn_conformance import oracle
+from ringattn_conformance import case_inputs, oracle
 from ringattn_conformance.mixtures import FACTORS, MASKS, Mixture, mixtures
 from ringattn_conformance.ranks import answer_of, inputs_of
 from ringattn_conformance.tolerances import allowed
@@ -130,3 +130,9 @@ def test_an_option_that_is_ignored_beside_another_or_in_one_dtype_shows():
              for level in FACTORS[factor]]  # fmt: skip
     wanted = {(option, other) for option in WITHOUT for other in (*WITHOUT, *sizes) if other != option}
     assert wanted - seen - IMPLIED == set()
+
+
+def test_every_token_of_scattered_positions_has_its_own():
+    """With one position for many keys, the gradient of ALiBi slopes could be zero, and rounding alone would show."""
+    for length in range(1, 500):
+        assert len(np.unique(case_inputs.scattered(1, length, length)[0])) == length

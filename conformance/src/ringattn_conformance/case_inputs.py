@@ -129,8 +129,12 @@ def later_rows(batch: int, rows: int, columns: int) -> Pair:
 
 def scattered(batch: int, rows: int, columns: int) -> Pair:
     """Positions in an order that jumps to and fro, so that no tile of tokens lies between its first and its last."""
-    q, kv = ((FAR + (23 * np.arange(length) + 5) % length).astype(np.int32) for length in (rows, columns))
-    return q, kv
+
+    def of_length(length: int) -> np.ndarray:
+        step = 23 if length % 23 else 29  # a step that divides the length would give many tokens one position
+        return (FAR + (step * np.arange(length) + 5) % length).astype(np.int32)
+
+    return of_length(rows), of_length(columns)
 
 
 def backward_rows(batch: int, rows: int, columns: int) -> Pair:
