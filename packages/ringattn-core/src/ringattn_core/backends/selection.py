@@ -79,7 +79,10 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
 
 
 def candidates(required: frozenset[Feature], platform: str) -> list[tuple[Registration, str | None]]:
-    """Every registered backend, and why it cannot run this call, or `None`: broken ones first, then the best."""
+    """Every registered backend with the reason why it cannot run this call, or `None` if it can.
+
+    Those that failed to load come first, then the others by preference.
+    """
     return [(registration, _why_not(registration, required, platform)) for registration in _ranked()]
 
 

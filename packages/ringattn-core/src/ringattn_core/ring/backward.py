@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, kernel: BlockKernel, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
-        """The arrays, from the residuals and the cotangents of the results; cotangents of padding are set to zero."""
+        """The rows, from the residuals and the cotangents of the results. Cotangents of padding count as zeros."""
         ids = kept.call.q_segment_ids
         dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
         # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the kernel parameters of a call: its own, an overlay's, a tuned configuration's, or the default."""
+"""Chooses the kernel parameters of a call: those that it gives, else an overlay's, else tuned ones, else defaults."""
 
 import dataclasses
 import logging
