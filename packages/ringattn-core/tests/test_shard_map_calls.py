@@ -49,6 +49,8 @@ NAMED = dict(axis_name="sp", batch_axis_name="dp", head_axis_name="tp")
 WHOLE = P("dp", None, "tp")
 REPLICATED = {
     "query": dict(specs=(WHOLE, TOKENS, TOKENS)),
+    "key": dict(specs=(TOKENS, WHOLE, TOKENS)),
+    "value": dict(specs=(TOKENS, TOKENS, WHOLE)),
     "q_positions": dict(q_positions=lambda: jnp.arange(T // 2), kv_positions=lambda: jnp.arange(T // 2)),
 }
 

@@ -173,6 +173,8 @@ def test_given_specs_decide_what_carries_batch_and_heads():
     result = ring_attention(q, k, v, causal=True, mesh=mesh, axis_name="sp", in_specs=(spec,) * 3, out_specs=spec)
     close(result, ring_attention(q, k, v, causal=True))
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+    specs = {"in_specs": [spec] * 3, "out_specs": (spec, P("tp", None, "sp"))}
+    close(ring_attention(q, k, v, causal=True, mesh=mesh, axis_name="sp", return_lse=True, **specs)[0], result)
 
 
 def test_a_ring_goes_over_the_product_of_several_axes():
@@ -286,13 +288,24 @@ REFUSED = {
     "an axis of specs that is none": (
         dict(axis_name="sp", in_specs=(P("rows", "sp"),) * 3), MeshError, r"in_specs\[0\]='rows' is not an axis"
     ),
-    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs 3 must equal that of the query"),
+    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs=3 must equal that of the query"),
     "one axis for batch and heads": (
         dict(axis_name="sp", batch_axis_name="data", head_axis_name="data"), InputError,
         r"batch_axis_name \('data',\) and head_axis_name \('data',\) share a mesh axis",
     ),
     "a number as axis": (dict(axis_name="sp", head_axis_name=3), MeshError, "head_axis_name=3 does not name mesh axes"),
-    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs .* must equal that of the query"),
+    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs=.* must equal that of the query"),
+    "two outputs": (
+        dict(axis_name="sp", in_specs=(P("data", "sp"),) * 3, out_specs=(P("data", "sp"), 3)), MeshError,
+        r"out_specs=\(.*, 3\) must equal that of the query, P.*\. Leave",
+    ),
+    "another lse": (
+        dict(axis_name="sp", return_lse=True, out_specs=(P("data", "sp"), P("sp"))), MeshError,
+        "out_specs=.* and may go on with that of the lse, P",
+    ),
+    "an axis twice in a spec": (
+        dict(axis_name="sp", in_specs=(P("data", "sp", "data"),) * 3), MeshError, "in_specs=.* name a mesh axis twice"
+    ),
 }  # fmt: skip
 
 

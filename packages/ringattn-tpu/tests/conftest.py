@@ -18,6 +18,7 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 sys.path.insert(0, str(Path(__file__).parent))
 
 

@@ -16,4 +16,5 @@ if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 sys.path.insert(0, str(Path(__file__).parent))

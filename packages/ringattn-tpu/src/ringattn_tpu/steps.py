@@ -75,7 +75,7 @@ def steps(
     `every_own` gives each own tile at least an idle step; `one_list` makes one list for all batch rows.
     """
     some, full = tiles(block, q_tile, kv_tile)
-    paired = (_in_runs(block.q_index, q_tile)[:, None] & _in_runs(block.kv_index, kv_tile))[None]
+    paired = _in_runs(block.q_index, q_tile)[None, :, None] & _in_runs(block.kv_index, kv_tile)[None, None]
     if one_list:
         some, full = some.any(0, keepdims=True), full.all(0, keepdims=True)
     if by_keys:
@@ -101,5 +101,5 @@ def steps(
 def _in_runs(index: Int32[Array, "b T"], tile: int) -> Bool[Array, " tiles"]:
     """Whether the indices of each tile, in every batch row, are runs of 16 that begin at multiples of 16."""
     runs = index.reshape(index.shape[0], -1, tile // 16, 16)
-    regular = (runs == runs[..., :1] + jnp.arange(16, dtype=jnp.int32)) & (runs[..., :1] % 16 == 0)
+    regular = (runs == runs[..., :1] + jax.lax.broadcasted_iota(jnp.int32, runs.shape, 3)) & (runs[..., :1] % 16 == 0)
     return regular.all((0, 2, 3))

@@ -293,7 +293,8 @@ def _first_counters(index: Int32[Array, "b S"], tile: int) -> Int32[Array, "b ti
     """
     more = -index.shape[1] % tile
     # The padding of the last tile continues its indices.
-    filled = jnp.concatenate([index, index[:, -1:] + 1 + jnp.arange(more, dtype=index.dtype)], 1) if more else index
+    following = index[:, -1:] + jnp.arange(1, more + 1, dtype=index.dtype)[None]
+    filled = jnp.concatenate([index, following], 1) if more else index
     of_tile = filled.reshape(index.shape[0], -1, tile)
     first = of_tile[:, :, 0]
     consecutive = of_tile[:, :, -1] - first == tile - 1

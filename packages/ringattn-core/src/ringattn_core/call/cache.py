@@ -17,7 +17,7 @@ from ..ring import cache
 from ..tuning.choice import with_parameters
 from .mesh_roles import check_mesh, mesh_of, ranks_of
 from .options import DEFAULTS, OPTIONS, CacheOptions, Options, configured, refuse_unknown
-from .shard_map import refuse_replicated, refuse_sharded, refuse_unnamed_axes
+from .shard_map import refuse_sharded, refuse_unnamed_axes
 from .validation import checked_operands
 
 Lengths = Int[jax.Array, " B"]
@@ -86,17 +86,12 @@ def _refuse_unknown(function: Any, options: dict[str, Any]) -> None:
 
 
 def _check_shard(call: Call, operands: dict[str, jax.Array], lengths: jax.Array, ranks: int, sharded: bool) -> None:
-    """Raises if an array in a `shard_map` is split where it must be whole, or whole where it must be split."""
+    """Raises if an array in a `shard_map` is split where it must be whole, or not split evenly."""
     _refuse_uneven_cache(call, 1)
-    query, *caches = operands
-    split, whole = caches, {"lengths": lengths}
+    query = next(iter(operands))
     if sharded:
         refuse_indivisible(query, call.query.shape[1] * ranks, call.layout, ranks)
-        split = [query, *caches]
-    else:
-        whole |= {query: call.query}
-    refuse_replicated(call, {name: operands[name] for name in split})
-    refuse_sharded(call, whole)
+    refuse_sharded(call.axis_name or (), {"lengths": lengths} | ({} if sharded else {query: call.query}))
 
 
 def _refuse_uneven_cache(call: Call, ranks: int) -> None:

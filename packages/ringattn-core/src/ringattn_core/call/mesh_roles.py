@@ -39,10 +39,8 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
     if call.layout != "contiguous":  # `sharding.prepared` pads contiguous sequences
         for argument, x in (("query", call.query), ("key", call.key)):
             refuse_indivisible(argument, x.shape[1], call.layout, ranks_of(mesh, roles.sequence))
-    wanted = roles.spec(arrays.Output)
-    first = next(iter(out_specs), "()") if isinstance(out_specs, tuple) and not isinstance(out_specs, P) else out_specs
-    if first is not None and (not isinstance(first, P) or _entries("out_specs", first) != _entries("", wanted)):
-        raise MeshError(f"out_specs {first} must equal that of the query, {wanted}. Pass that, or leave out_specs out")
+    if out_specs is not None:
+        _check_out_specs(call, roles, out_specs)
     return roles
 
 
@@ -180,11 +178,29 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
             f"in_specs={in_specs} must split query, key and value alike, axis 1 over axis_name={sequence}, and leave "
             f"axis 3 whole. Pass equal specs, or leave in_specs out"
         )
+    if len({*batch, *tokens, *heads}) < len(batch) + len(tokens) + len(heads):
+        raise MeshError(f"in_specs={in_specs} name a mesh axis twice. Each mesh axis splits one axis of the arrays")
     for argument, found in (("batch_axis_name", batch), ("head_axis_name", heads)):
         named = getattr(call, argument)
         if named is not None and named != found:
             raise MeshError(f"{argument}={named} disagrees with in_specs[0]={given[0]}. Pass only one")
     return Roles(batch, tokens, heads)
+
+
+def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
+    """Raises unless `out_specs` is the spec of the output, alone or in a tuple, where that of the lse may follow."""
+    given = tuple(out_specs) if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, P) else (out_specs,)
+    wanted = [roles.spec(result) for result in (arrays.Output, arrays.LogSumExp)][: 1 + call.return_lse]
+    fit = all(
+        isinstance(spec, P) and _entries("out_specs", spec) == _entries("", own)
+        for spec, own in zip(given, wanted, strict=False)
+    )
+    if not given or len(given) > len(wanted) or not fit:
+        raise MeshError(
+            f"out_specs={out_specs} must equal that of the query, {wanted[0]}"
+            f"{f', and may go on with that of the lse, {wanted[1]}' if call.return_lse else ''}. Leave out_specs out, "
+            f"or pass that"
+        )
 
 
 def refuse_indivisible_axes(call: Call, mesh: Any, roles: Roles) -> None:

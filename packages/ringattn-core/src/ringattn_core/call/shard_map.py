@@ -13,44 +13,41 @@ from ..contract.varying import axes_of
 from ..errors import InputError, MeshError
 from ..placement import axes
 
-_OF_TOKENS = ("query", "key", "value", "q_positions", "kv_positions")
 AXIS_NAMES = ("axis_name", "batch_axis_name", "head_axis_name")
 
 
-def refuse_replicated(call: Call, given: Mapping[str, Any] | None = None) -> None:
-    """Raises if tokens are replicated over the ring: each rank would take them for its own shard.
-
-    Checks the arrays `given` by the names of their arguments; by default all arrays of tokens in the call.
+def refuse_replicated(ring: tuple[str, ...], given: Mapping[str, Any]) -> None:
+    """Raises if an array of tokens is replicated over the `ring`: each rank would take it for its own shard.
 
     JAX tracks this under `check_vma=True` only. Segment ids are not checked: a constant id on all ranks is usual.
     """
-    tracked = _tracked(call)
-    for argument, x in (given or {name: getattr(call, name) for name in _OF_TOKENS}).items():
+    tracked = _tracked(ring)
+    for argument, x in given.items():
         missing = () if x is None else tuple(sorted(tracked - axes.varying(x)))
         if missing:
             raise InputError(
                 argument,
-                f"is replicated over {missing}, over which axis_name={call.axis_name} spreads the sequence",
+                f"is replicated over {missing}, over which axis_name={ring} spreads the sequence",
                 "Shard its length over the ring in in_specs, or compute it from jax.lax.axis_index",
             )
 
 
-def refuse_sharded(call: Call, given: Mapping[str, Any]) -> None:
+def refuse_sharded(ring: tuple[str, ...], given: Mapping[str, Any]) -> None:
     """Raises if an array that must be equal on all ranks of the ring differs between them, as far as JAX tracks it."""
     for argument, x in given.items():
-        over = tuple(sorted(_tracked(call) & axes.varying(x)))
+        over = tuple(sorted(_tracked(ring) & axes.varying(x)))
         if over:
             raise InputError(
                 argument,
-                f"differs between the ranks of {over}, but all ranks of axis_name={call.axis_name} need the same",
+                f"differs between the ranks of {over}, but all ranks of axis_name={ring} need the same",
                 "Do not shard it over the ring in in_specs",
             )
 
 
-def _tracked(call: Call) -> frozenset[str]:
+def _tracked(ring: tuple[str, ...]) -> frozenset[str]:
     """The axes of the ring over which JAX tracks whether an array varies. Axes of size 1 do not count."""
-    ring = {name for name in call.axis_name or () if axes.size("axis_name", (name,)) > 1}
-    return axes.tracked() & ring if ring else frozenset()
+    large = {name for name in ring if axes.size("axis_name", (name,)) > 1}
+    return axes.tracked() & large if large else frozenset()
 
 
 def refuse_unnamed_axes(call: Call, around: bool = False) -> None:

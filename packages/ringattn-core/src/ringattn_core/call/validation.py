@@ -53,7 +53,7 @@ def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call
     call = Call(query=q, key=k, value=v, **found)
     if inside:
         refuse_different_devices(call.arrays)
-        refuse_replicated(call)
+        refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
         refuse_unnamed_axes(call)
         roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))
         return dataclasses.replace(call.with_wide_bias(roles), axis_name=call.axis_name or None)
@@ -82,6 +82,9 @@ def checked_operands(
         own = {name: own_key_heads(found[query], found[name], heads) for name in others}
         whole_keys = next((found[name].shape[2] for name in others if own[name] is not found[name]), None)
         found |= own
+    if ranks is None:
+        sharded = list(found.items())[1 if whole_queries else 0 :]
+        refuse_replicated(ring, dict(sharded))
     _refuse_misfits(found)
     if ranks is None:
         ranks, _, head_ranks = (
