@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..kernels.scores import LOG2_E, SHIFT_BELOW
+from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
 from .handover import leave
 from .head_tiles import apart, dims_of
@@ -58,18 +58,12 @@ def written(
         leave("turns", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-    nothing = total == 0.0
-    divisor = gl.where(nothing, 1.0, total)
-    inverse = gl.where(nothing, 0.0, F.keep_weight / divisor)
+    lse, shift, factor = final_rows(top, total, F)
     if F.bias:
-        shift = gl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
         gl.store(SHIFT + lse_at, shift, mask=rows < F.q_length)
-        lse = (top - shift) + gl.log2(divisor) / LOG2_E
-    else:
-        lse = (top + gl.log2(divisor)) / LOG2_E
-    gl.store(LSE + lse_at, gl.where(nothing, -float("inf"), lse), mask=rows < F.q_length)
+    gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
     for piece in gl.static_range(len(acc)):
-        out = (acc[piece] * of_dims(inverse, acc[piece].shape[1])).to(OUT.dtype.element_ty)
+        out = (acc[piece] * of_dims(factor, acc[piece].shape[1])).to(OUT.dtype.element_ty)
         if PLAN.stored:
             mine = shared.q[0].index(number % 2 * PLAN.consumers + NUMBER)
             dims_of((mine,), first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
