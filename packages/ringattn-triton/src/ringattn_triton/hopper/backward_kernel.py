@@ -18,7 +18,7 @@ from .backward_products import compute_gradients, results_by_tma
 from .backward_transfers import Tiles, add_dq, fetch_tiles
 from .backward_turns import Turns
 from .bias_tiles import tiles_of_bias
-from .head_tiles import tiles_of_heads
+from .head_tiles import tiles_of_heads, tiles_of_results
 from .wide_products import compute_dk, compute_dv
 
 
@@ -108,8 +108,8 @@ def _take_turns(
         delta=tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN),
         away=away,
         dq=dq,
-        dk=_tiles_of_results(DK, F.head_dim, F.padded_head_dim, BATCH, F) if RESULTS_BY_TMA else dq,
-        dv=_tiles_of_results(DV, F.value_dim, F.padded_value_dim, BATCH, F) if RESULTS_BY_TMA else dq,
+        dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if RESULTS_BY_TMA else dq,
+        dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if RESULTS_BY_TMA else dq,
         bias=bias,
         ds=ds,
     )
@@ -139,13 +139,3 @@ def _take_turns(
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
         )
-
-
-@gluon.jit
-def _tiles_of_results(base, DIM: gl.constexpr, PADDED: gl.constexpr, BATCH: gl.constexpr, F: gl.constexpr):
-    """A TMA descriptor of dk or dv, whose tiles have 64 keys of one head."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, PADDED], base.dtype.element_ty)
-    return tma.make_tensor_descriptor(
-        base, [BATCH, F.kv_heads, F.kv_length, DIM], [F.kv_length * F.kv_heads * DIM, DIM, F.kv_heads * DIM, 1],
-        [1, 1, 64, PADDED], LAYOUT,
-    )  # fmt: skip

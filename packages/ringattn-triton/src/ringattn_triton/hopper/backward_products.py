@@ -33,6 +33,7 @@ from .backward_scores import bias_of, derivatives, head_sums, probabilities, til
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import opaque_zero, product_count, product_of_heads
+from .results import places
 from .shared_numbers import read_number
 from .sums import layout_of
 
@@ -135,13 +136,8 @@ def write_gradient(
     PADDED: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = layout_of(PADDED)
     written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    dims = FIRST_DIM + gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]
-    token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-    inside = (rows < F.kv_length)[:, None]
-    if DIM < FIRST_DIM + PADDED:
-        inside = inside & (dims < DIM)
-    gl.store(GRADIENT + (token + kv_head * DIM + dims), written, mask=inside)
+    at, inside = places(first, batch, kv_head, F.kv_length, F.kv_heads, DIM, FIRST_DIM, PADDED, SUMS)
+    gl.store(GRADIENT + at, written, mask=inside)
 
 
 @gluon.jit

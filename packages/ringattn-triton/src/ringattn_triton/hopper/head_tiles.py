@@ -126,6 +126,17 @@ def tiles_of_piece(
 
 
 @gluon.jit
+def tiles_of_results(base, BATCH: gl.constexpr, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """A descriptor of results `[B, LENGTH, HEADS, DIM]`, whose tiles have 64 tokens of one head of one piece."""
+    WIDTH: gl.constexpr = stored_width(DIM, 0)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, WIDTH], base.dtype.element_ty)
+    TOKEN: gl.constexpr = HEADS * DIM
+    return tma.make_tensor_descriptor(
+        base, [BATCH, HEADS, LENGTH, DIM], [LENGTH * TOKEN, DIM, TOKEN, 1], [1, 1, 64, WIDTH], LAYOUT
+    )  # fmt: skip
+
+
+@gluon.jit
 def fetch_heads(tiles, head, row, full, place):
     """Begins to fetch all pieces of a tile, which begins at a row, into a place of `places_of_heads`."""
     for number in gl.static_range(len(tiles)):

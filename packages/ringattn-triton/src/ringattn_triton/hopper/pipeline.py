@@ -21,6 +21,7 @@ from .head_tiles import (
     store,
     stored_width,
     tiles_of_heads,
+    tiles_of_results,
 )
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
@@ -189,13 +190,7 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
         )
     out_tiles = q_tiles
     if PLAN.stored:
-        VALUE_DIM: gl.constexpr = F.padded_value_dim
-        OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
-        TOKEN: gl.constexpr = F.heads * F.value_dim
-        out_tiles = tma.make_tensor_descriptor(
-            OUT, [BATCH, F.heads, F.q_length, F.value_dim], [F.q_length * TOKEN, F.value_dim, TOKEN, 1],
-            [1, 1, CONSUMER_ROWS, VALUE_DIM], OUTS,
-        )  # fmt: skip
+        out_tiles = tiles_of_results(OUT, BATCH, F.q_length, F.heads, F.value_dim)
     return Tiles(q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
 
 
