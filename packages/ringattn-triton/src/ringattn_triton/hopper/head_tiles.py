@@ -154,15 +154,11 @@ def product_of_heads(left, right, nought, DIM: gl.constexpr):
     """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
-        product = _product_of_piece(
-            piece_of(left, number, DIM), piece_of(right, number, DIM), product, piece(DIM, number)[0] > 0
-        )
+        product = warpgroup_mma(
+            piece_of(left, number, DIM), piece_of(right, number, DIM).permute((1, 0)), product,
+            use_acc=piece(DIM, number)[0] > 0, is_async=True,
+        )  # fmt: skip
     return product
-
-
-@gluon.jit
-def _product_of_piece(left, right, product, MORE: gl.constexpr):
-    return warpgroup_mma(left, right.permute((1, 0)), product, use_acc=MORE, is_async=True)
 
 
 @gluon.jit

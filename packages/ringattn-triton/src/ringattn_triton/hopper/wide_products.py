@@ -142,8 +142,8 @@ def _step_of_dv(
     dv = finished(with_product(dv, p.to(TYPE), heads_at(shared.dout, dout_place + opaque_zero()), F.value_dim))
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     hardware_barrier("sync", DS_FULL, 256)
-    dq = _piece_of_dq(shared, 0, F)
-    other = _piece_of_dq(shared, 1, F)
+    dq = _piece_of_dq(shared, 0)
+    other = _piece_of_dq(shared, 1)
     dq = warpgroup_mma_wait(1, deps=[dq])
     hardware_barrier("sync", DQ_EMPTY, 160)
     shared.dq.index(0).store(in_register_order(dq))
@@ -177,10 +177,10 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
     mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
-    dq = _piece_of_dq(shared, FIRST, F)
+    dq = _piece_of_dq(shared, FIRST)
     other = dq
     if PIECES // 2 > 1:
-        other = _piece_of_dq(shared, FIRST + 1, F)
+        other = _piece_of_dq(shared, FIRST + 1)
     dk = with_product(dk, ds, heads_at(shared.q, place), F.head_dim)
     if PIECES // 2 > 1:
         dq, other = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq, other])
@@ -202,7 +202,7 @@ def _ds_place(shared):
 
 
 @gluon.jit
-def _piece_of_dq(shared, NUMBER: gl.constexpr, F: gl.constexpr):
+def _piece_of_dq(shared, NUMBER: gl.constexpr):
     """Begins 64 dimensions of dq."""
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([64, 64], gl.float32, PIECE)
