@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .backward_memory import plain_layout, shared_memory
+from .backward_memory import allocated, plain_layout
 from .backward_products import compute_gradients, results_by_tma
 from .backward_transfers import Tiles, add_dq, fetch_tiles
 from .backward_turns import Turns
@@ -88,15 +88,15 @@ def backward(
         ds=ds,
     )
     turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads, FIRST_TILE)
-    memory = shared_memory(TYPE, F, PLAN)
+    shared = allocated(TYPE, F, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
             [
-                (compute_dv, (memory, P, DV, turns, F, T, PLAN)),
-                (compute_dk, (memory, DK, turns, F, T, PLAN)),
-                (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
-                (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
-                (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (compute_dv, (shared, P, DV, turns, F, T, PLAN)),
+                (compute_dk, (shared, DK, turns, F, T, PLAN)),
+                (fetch_tiles, (shared, tiles, turns, F, T, PLAN)),
+                (add_dq, (0, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
@@ -104,11 +104,11 @@ def backward(
     else:
         gl.warp_specialize(
             [
-                (compute_gradients, (0, memory, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
-                (compute_gradients, (1, memory, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
-                (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
-                (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
-                (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (compute_gradients, (0, shared, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
+                (compute_gradients, (1, shared, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
+                (fetch_tiles, (shared, tiles, turns, F, T, PLAN)),
+                (add_dq, (0, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
