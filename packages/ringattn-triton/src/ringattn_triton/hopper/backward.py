@@ -137,14 +137,14 @@ def backward(
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
         *_rows(block, constants, lse, delta, plan), table.ranks,
     ]  # fmt: skip
+    before: list[jax.Array | None] = [counters, zeros, None, None]
     dbias = dheads = None
     if bias is None:
-        dk, dv, dheads, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, [counters, zeros], None)
+        dk, dv, dheads, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, None)
     else:
         strips = _strips(block, table.shape)
         seen = jnp.swapaxes(visited_tiles.seen(inputs, block, plan.q_tile, plan.kv_tile).some, 1, 2).astype(jnp.int8)
         plan = dataclasses.replace(plan, strip_rows=strips.rows)
-        before: list[jax.Array | None] = [counters, zeros, None, None]
         for start in range(0, table.shape.rows, strips.rows):
             first = bias_gradient.first_tile(start, dbias)
             dk, dv, ds, counters, sums = _launch_kernel(block, inputs, table, plan, arrays, before, first)
@@ -201,8 +201,7 @@ def _launch_kernel(
     Returns dk, dv, then the per-head parts (for a strip: its ds), the counters and the sums of dq. The arrays in
     `before` (counters, sums and, in strips, dk and dv) are updated in place.
     """
-    from .backward_kernel import backward as of_all_keys
-    from .backward_kernel import backward_in_strips
+    from .backward_kernel import backward as kernel
 
     constants = inputs.constants
     batch, _, heads, dim = block.q.shape
@@ -216,11 +215,10 @@ def _launch_kernel(
         option = jax.ShapeDtypeStruct(parts, jnp.float32)
     counters, *_ = before
     assert counters is not None
-    operands = [*arrays, *before, first] if plan.strip_rows else [*arrays, *before]
     outputs = 3, 4, 0, 1  # the output that each array of `before` becomes
     return launch(
-        backward_in_strips if plan.strip_rows else of_all_keys,
-        operands,
+        kernel,
+        [*arrays, *before, first],
         [
             *inputs.key_gradients(block.q.dtype if block.final else jnp.dtype(jnp.float32)),
             option,

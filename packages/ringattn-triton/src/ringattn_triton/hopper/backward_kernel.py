@@ -13,63 +13,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .backward_memory import plain_layout, shared_memory
+from .backward_memory import allocated, plain_layout
 from .backward_products import compute_gradients, results_by_tma
 from .backward_transfers import Tiles, add_dq, fetch_tiles
 from .backward_turns import Turns
 from .bias_tiles import tiles_of_bias
-from .head_tiles import tiles_of_heads
+from .head_tiles import tiles_of_heads, tiles_of_results
 from .wide_products import compute_dk, compute_dv
 
 
 @gluon.jit
 def backward(
     Q, K, V, P,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE,
-    DK, DV, DHEADS, COUNTERS, DQ,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE, FIRST_TILE,
+    DK, DV, DHEADS_OR_DS, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns, the tiles of keys of all key heads, from a counter.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
     end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile, for scores
-    that depend on distances. `RANKS` says in which order turns add to a tile of dq. `DHEADS` has a number for each
-    head, part of its steps, key tile and consumer. `DQ` is float32 in the order of `dq_order`, without the scale.
-    `COUNTERS` and `COUNTERS_BEFORE` are one array. So are `DQ` and `DQ_BEFORE`, which holds zeros, if turns add to dq
-    in any order. In order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
-    With a bias, `AWAY [B * N, Q_TILES * q_tile]` is the shift of each row.
+    that depend on distances. With a bias, `AWAY [B * N, Q_TILES * q_tile]` is the shift of each row. `RANKS` says in
+    which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without the scale. `COUNTERS` and
+    `COUNTERS_BEFORE` are one array. So are `DQ` and `DQ_BEFORE`, which holds zeros, if turns add to dq in any order. In
+    order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
+
+    `DHEADS_OR_DS` has a number for each head, part of its steps, key tile and consumer: its part of the per-head
+    gradient. If the launch takes a strip of `PLAN.strip_rows` key tiles (the last one may have fewer), it is ds for the
+    gradient of the bias instead, `[B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]`, with keys as rows. `FIRST_TILE`
+    has the number of the strip's first key tile. The other results continue those of the earlier strips: `DK_BEFORE`
+    and `DV_BEFORE` are one array with `DK` and with `DV`.
     """
-    _take_turns(
-        Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DHEADS, COUNTERS, DQ, 0,
-        F, T, BATCH, PLAN,
-    )  # fmt: skip
-
-
-@gluon.jit
-def backward_in_strips(
-    Q, K, V, P,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE, FIRST_TILE,
-    DK, DV, DS, COUNTERS, DQ,
-    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """As `backward`, but a launch takes the turns of one strip of key tiles, and keeps ds for the gradient of the bias.
-
-    `FIRST_TILE` has the number of the strip's first key tile. A strip has `PLAN.strip_rows` tiles; the last one may
-    have fewer. `DS [B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]` has the gradients of the scores that turns
-    compute, with keys as rows. The other results continue those of the earlier strips.
-    """
-    _take_turns(
-        Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DS, COUNTERS, DQ, FIRST_TILE,
-        F, T, BATCH, PLAN,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _take_turns(
-    Q, K, V, P, BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, DK, DV, DHEADS_OR_DS, COUNTERS, DQ, FIRST_TILE,
-    F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
-):  # fmt: skip
-    """The turns of a launch. `DHEADS_OR_DS` is `DHEADS` or `DS`."""
     TYPE: gl.constexpr = Q.dtype.element_ty
     Q_TILE: gl.constexpr = PLAN.q_tile
     KV_TILE: gl.constexpr = PLAN.kv_tile
@@ -108,21 +82,21 @@ def _take_turns(
         delta=tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN),
         away=away,
         dq=dq,
-        dk=_tiles_of_results(DK, F.head_dim, F.padded_head_dim, BATCH, F) if RESULTS_BY_TMA else dq,
-        dv=_tiles_of_results(DV, F.value_dim, F.padded_value_dim, BATCH, F) if RESULTS_BY_TMA else dq,
+        dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if RESULTS_BY_TMA else dq,
+        dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if RESULTS_BY_TMA else dq,
         bias=bias,
         ds=ds,
     )
     turns = Turns(BOUNDS, TILES, RANKS, COUNTERS, T.rows * BATCH * F.kv_heads, FIRST_TILE)
-    memory = shared_memory(TYPE, F, PLAN)
+    shared = allocated(TYPE, F, PLAN)
     if PLAN.wide:
         gl.warp_specialize(
             [
-                (compute_dv, (memory, P, DV, turns, F, T, PLAN)),
-                (compute_dk, (memory, DK, turns, F, T, PLAN)),
-                (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
-                (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
-                (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (compute_dv, (shared, P, DV, turns, F, T, PLAN)),
+                (compute_dk, (shared, DK, turns, F, T, PLAN)),
+                (fetch_tiles, (shared, tiles, turns, F, T, PLAN)),
+                (add_dq, (0, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
@@ -130,22 +104,12 @@ def _take_turns(
     else:
         gl.warp_specialize(
             [
-                (compute_gradients, (0, memory, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
-                (compute_gradients, (1, memory, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
-                (fetch_tiles, (memory, tiles, turns, F, T, PLAN)),
-                (add_dq, (0, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
-                (add_dq, (1, memory, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (compute_gradients, (0, shared, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
+                (compute_gradients, (1, shared, P, DK, DV, DHEADS_OR_DS, turns, F, T, PLAN)),
+                (fetch_tiles, (shared, tiles, turns, F, T, PLAN)),
+                (add_dq, (0, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
+                (add_dq, (1, shared, tiles, turns, RESULTS_BY_TMA, F, T, PLAN)),
             ],
             [4, 1, 1, 1],
             [PLAN.registers, 24, 24, 24],
         )
-
-
-@gluon.jit
-def _tiles_of_results(base, DIM: gl.constexpr, PADDED: gl.constexpr, BATCH: gl.constexpr, F: gl.constexpr):
-    """A TMA descriptor of dk or dv, whose tiles have 64 keys of one head."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, PADDED], base.dtype.element_ty)
-    return tma.make_tensor_descriptor(
-        base, [BATCH, F.kv_heads, F.kv_length, DIM], [F.kv_length * F.kv_heads * DIM, DIM, F.kv_heads * DIM, 1],
-        [1, 1, 64, PADDED], LAYOUT,
-    )  # fmt: skip

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
 from .hardware_barriers import FIRST_FREE
-from .head_tiles import place_of, places_of_heads
+from .head_tiles import places_of_heads
 from .shared_numbers import read_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
@@ -33,15 +33,42 @@ no more than two groups have several warps."""
 DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
 
+TURN: gl.constexpr = gl.constexpr(0)
+"""Of each turn its number. This place and those below are the first of two in `Shared.numbers`."""
+BEFORE: gl.constexpr = gl.constexpr(2)
+"""How many steps of a turn need a mask, then (`WHOLE`) need none, and then (`AFTER`) need one again."""
+WHOLE: gl.constexpr = gl.constexpr(4)
+AFTER: gl.constexpr = gl.constexpr(6)
+TILE: gl.constexpr = gl.constexpr(8)
+"""The number of the query tile in each place of queries."""
+
+TURN_FULL: gl.constexpr = gl.constexpr(0)
+"""The numbers of a turn can be read. This place and those below are in `Shared.barriers`."""
+TURN_EMPTY: gl.constexpr = gl.constexpr(2)
+KV_EMPTY: gl.constexpr = gl.constexpr(4)
+"""In `wide_products`: both consumers are done with keys and values."""
+DOUT_FULL: gl.constexpr = gl.constexpr(5)
+"""The first of the barriers of the places of dout."""
+
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
 
 
-class Memory(NamedTuple):
-    """The allocations in shared memory, whose places `shared_places` names.
+class Shared(NamedTuple):
+    """The shared memory through which the warps of a program exchange data.
 
-    `dout` may share the allocation of `q`, and `v` that of `k`. All four are tuples of pieces of heads (`head_tiles`).
-    Without a bias, `bias` is 0.
+    `numbers` and `barriers` have the places above, `q_full` a barrier for each place of queries. Barriers are in shared
+    memory where TMA arrives, or where they tell of turns. The others are hardware barriers (above). `x_full` says that
+    a place of `x` holds new data, `x_empty` that its readers are done with it.
+
+    `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
+    `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`
+    with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
+    `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
+    shifts of the rows; place `i` of `bias` has the bias, if there is one. `ds` is the gradient of the scores, with keys
+    as rows; in `wide_products` its place holds the softmax weights before it. Each place of `dq` has a piece of a tile,
+    64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
+    places `2 i + c`.
     """
 
     barriers: Any
@@ -57,64 +84,9 @@ class Memory(NamedTuple):
     bias: Any
 
 
-class Shared(NamedTuple):
-    """The shared memory through which the warps of a program exchange data.
-
-    `x_full` says that a place of `x` holds new data, `x_empty` that its readers are done with it. Only barriers in
-    shared memory are fields: those at which TMA arrives, and those of turns. The others are hardware barriers (above).
-
-    Each turn has its number (`turn`), its keys and values (`k`, `v`), and three numbers of steps, in this order:
-    `before` need a mask, `whole` need none, and `after` need one again. A fetch of `q` into place `i` also fills place
-    `i` of `rows` with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
-    `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
-    shifts of the rows; place `i` of `bias` has the bias. `tile` is the number of a query tile. `ds` is the gradient of
-    the scores, with keys as rows; in `wide_products` its place holds the softmax weights before it. Each place of `dq`
-    has a piece of a tile, 64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`).
-    Consumer `c` uses the places `2 i + c`.
-    """
-
-    turn: Any
-    before: Any
-    whole: Any
-    after: Any
-    turn_full: Any
-    turn_empty: Any
-    k: Any
-    v: Any
-    kv_empty: Any
-    q: Any
-    rows: Any
-    tile: Any
-    q_full: Any
-    dout: Any
-    dout_full: Any
-    ds: Any
-    dq: Any
-    bias: Any
-
-
-class Places(NamedTuple):
-    """Places of an allocation from number `first` on."""
-
-    all: Any
-    first: Any
-
-
 @gluon.jit
-def at(places, number):
-    """One of the `Places`."""
-    return places.all.index(places.first + number)
-
-
-@gluon.jit
-def heads_at(places, number):
-    """One of the `Places` of heads: a tuple of its pieces."""
-    return place_of(places.all, places.first + number)
-
-
-@gluon.jit
-def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """Allocates the shared memory of a program and initialises its barriers."""
+def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
+    """Allocates the `Shared` memory of a program and initialises its barriers."""
     DS_ROWS: gl.constexpr = PLAN.kv_tile * (2 if PLAN.wide else 1)  # float32 weights take twice the room of ds
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
@@ -133,7 +105,7 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.wide:
         dout = places_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
         v = places_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
-    memory = Memory(
+    shared = Shared(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),
@@ -146,13 +118,12 @@ def shared_memory(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
         dq=gl.allocate_shared_memory(gl.float32, [PLAN.dq_places, 16, 256], PLAIN),
         bias=bias,
     )
-    shared = shared_places(memory, PLAN)
-    _begin(shared.turn_full, 2, 1)
-    _begin(shared.turn_empty, 2, 4)
-    _begin(shared.kv_empty, 1, 2)
-    _begin(shared.q_full, PLAN.stages, 1)
-    _begin(shared.dout_full, PLAN.dout_stages, 1)
-    return memory
+    _begin(shared.barriers, TURN_FULL, 2, 1)
+    _begin(shared.barriers, TURN_EMPTY, 2, 4)
+    _begin(shared.barriers, KV_EMPTY, 1, 2)
+    _begin(shared.q_full, 0, PLAN.stages, 1)
+    _begin(shared.barriers, DOUT_FULL, PLAN.dout_stages, 1)
+    return shared
 
 
 @gluon.constexpr_function
@@ -162,37 +133,10 @@ def plain_layout():
 
 
 @gluon.jit
-def shared_places(memory, PLAN: gl.constexpr):
-    """The places in the allocations, by name."""
-    barriers = memory.barriers
-    numbers = memory.numbers
-    return Shared(
-        turn=Places(numbers, 0),
-        before=Places(numbers, 2),
-        whole=Places(numbers, 4),
-        after=Places(numbers, 6),
-        turn_full=Places(barriers, 0),
-        turn_empty=Places(barriers, 2),
-        k=Places(memory.k, 0),
-        v=Places(memory.v, 0 if PLAN.wide else 1),
-        kv_empty=Places(barriers, 4),
-        q=Places(memory.q, 0),
-        rows=memory.rows,
-        tile=Places(numbers, 8),
-        q_full=Places(memory.q_full, 0),
-        dout=Places(memory.dout, 0 if PLAN.wide else PLAN.stages),
-        dout_full=Places(barriers, 5),
-        ds=memory.ds,
-        dq=memory.dq,
-        bias=Places(memory.bias, 0),
-    )
-
-
-@gluon.jit
-def _begin(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def _begin(barriers, FIRST: gl.constexpr, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Initialises `COUNT` barriers, each of which completes a phase after `ARRIVALS` arrivals."""
     for number in gl.static_range(COUNT):
-        mbarrier.init(at(barriers, number), count=ARRIVALS)
+        mbarrier.init(barriers.index(FIRST + number), count=ARRIVALS)
 
 
 @gluon.jit
@@ -222,13 +166,13 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 
     They are read once more here, so that no registers hold them through the loops.
     """
-    owner = owned(read_number(at(shared.turn, taken % 2), 4), T, KV_HEADS)
-    mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+    owner = owned(read_number(shared.numbers.index(TURN + taken % 2), 4), T, KV_HEADS)
+    mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
     return owner
 
 
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
     """The number of the next turn, after `taken` turns; at least the number of all turns if none is left."""
-    mbarrier.wait(at(shared.turn_full, taken % 2), (taken // 2) & 1)
-    return read_number(at(shared.turn, taken % 2), WARPS)
+    mbarrier.wait(shared.barriers.index(TURN_FULL + taken % 2), (taken // 2) & 1)
+    return read_number(shared.numbers.index(TURN + taken % 2), WARPS)

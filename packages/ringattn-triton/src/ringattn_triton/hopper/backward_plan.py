@@ -34,8 +34,18 @@ class BackwardPlan:
 
     @property
     def barriers(self) -> int:
-        """The size of the array of barriers in `backward_memory.shared_places`: Triton wants a power of two."""
+        """The size of the array of barriers in `backward_memory.Shared`: Triton wants a power of two."""
         return power_of_two(5 + self.dout_stages)
+
+    @property
+    def dout_first(self) -> int:
+        """The first place of dout in its allocation, which is that of the queries unless the plan is `wide`."""
+        return 0 if self.wide else self.stages
+
+    @property
+    def v_first(self) -> int:
+        """The place of values in their allocation, which is that of the keys unless the plan is `wide`."""
+        return 0 if self.wide else 1
 
     def pieces(self, dim: int) -> int:
         """In how many pieces of 64 queries by 64 dimensions a tile of dq is added to memory."""

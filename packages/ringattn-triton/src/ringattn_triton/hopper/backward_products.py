@@ -17,22 +17,26 @@ from ..availability import triton_version
 from ..kernels.scores import narrowed, of_head, scaled
 from ..kernels.tile_loop import owned
 from .backward_memory import (
+    AFTER,
+    BEFORE,
     DOUT_EMPTY,
+    DOUT_FULL,
     DQ_EMPTY,
     DQ_FULL,
     DS_FULL,
     Q_EMPTY,
-    at,
+    TILE,
+    TURN_EMPTY,
+    WHOLE,
     finished_turn,
-    heads_at,
     next_turn,
     result_place,
-    shared_places,
 )
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
 from .head_tiles import opaque_zero, product_count, product_of_heads
+from .results import places
 from .shared_numbers import read_number
 from .sums import layout_of
 
@@ -49,26 +53,20 @@ def again(place, places, number):
     is known only here. Triton 3.6 computes each descriptor where it is used.
     """
     if _DESCRIPTORS_COME_EARLY:
-        return _one_at(places, number + opaque_zero())
+        return places[0].index(number + opaque_zero())
     else:
         return place
 
 
-@gluon.jit
-def _one_at(places, number):
-    """One of the `Places` of heads that are one piece."""
-    return heads_at(places, number)[0]
-
-
 @gluon.constexpr_function
 def results_by_tma(GRADIENT, PLAN):
-    """Whether consumers leave dk and dv in shared memory, from where TMA writes them."""
+    """Whether consumers leave dk and dv in shared shared, from where TMA writes them."""
     return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
 
 
 @gluon.jit
 def compute_gradients(
-    NUMBER: gl.constexpr, memory, P, DK, DV, DHEADS, turns,
+    NUMBER: gl.constexpr, shared, P, DK, DV, DHEADS, turns,
     F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """Computes and writes dk and dv of the 64 keys that consumer `NUMBER` owns in each turn of its program.
@@ -84,14 +82,13 @@ def compute_gradients(
     HEADS: gl.constexpr = 1 if INSIDE else F.group
     TIMES: gl.constexpr = F.group if INSIDE else 1
     RESULTS_BY_TMA: gl.constexpr = results_by_tma(DK, PLAN)
-    shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = TIMES * read_number(at(shared.before, taken % 2), 4)
-        whole = TIMES * read_number(at(shared.whole, taken % 2), 4)
-        after = TIMES * read_number(at(shared.after, taken % 2), 4)
+        before = TIMES * read_number(shared.numbers.index(BEFORE + taken % 2), 4)
+        whole = TIMES * read_number(shared.numbers.index(WHOLE + taken % 2), 4)
+        after = TIMES * read_number(shared.numbers.index(AFTER + taken % 2), 4)
         dk = gl.zeros([64, DIM], gl.float32, SUMS)
         dv = gl.zeros([64, DIM], gl.float32, SUMS)
         for part in range(0, PARTS * HEADS):
@@ -115,7 +112,7 @@ def compute_gradients(
                 here = ((batch * F.heads + kv_head * F.group) * PARTS + part) * (2 * T.rows) + 2 * row + NUMBER
                 gl.store(DHEADS + here, gl.sum(gl.sum(dhead, 1), 0))
         if RESULTS_BY_TMA:
-            mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+            mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
             _hand_over_result(dv * F.keep_weight if F.dropout else dv, shared, done, NUMBER, DV)
             _hand_over_result(scaled(dk, shared.ds, F), shared, done + 1, NUMBER, DK)
         else:
@@ -135,13 +132,8 @@ def write_gradient(
     PADDED: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = layout_of(PADDED)
     written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
-    rows = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
-    dims = FIRST_DIM + gl.arange(0, PADDED, gl.SliceLayout(0, SUMS))[None, :]
-    token = (batch.to(gl.int64) * F.kv_length + rows)[:, None] * (F.kv_heads * DIM)
-    inside = (rows < F.kv_length)[:, None]
-    if DIM < FIRST_DIM + PADDED:
-        inside = inside & (dims < DIM)
-    gl.store(GRADIENT + (token + kv_head * DIM + dims), written, mask=inside)
+    at, inside = places(first, batch, kv_head, F.kv_length, F.kv_heads, DIM, FIRST_DIM, PADDED, SUMS)
+    gl.store(GRADIENT + at, written, mask=inside)
 
 
 @gluon.jit
@@ -162,7 +154,7 @@ def _step_of(
     """One query tile against the keys, with keys as rows.
 
     Scores `s = k q^T`; `p = exp(s - lse)`; `dp = v dout^T - delta`; `ds = p dp`; `dv += p dout`; `dk += ds q`;
-    and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
+    and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared shared. dq goes before
     dk: while the tensor cores compute dk, the threads store dq.
     """
     DIM: gl.constexpr = F.padded_head_dim
@@ -175,27 +167,29 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    k = _one_at(shared.k, opaque_zero())
-    v = _one_at(shared.v, opaque_zero())
-    q = _one_at(shared.q, place)
-    dout = _one_at(shared.dout, place)
-    mbarrier.wait(at(shared.q_full, place), phase)
+    # Heads are one piece here.
+    k = shared.k[0].index(opaque_zero())
+    v = shared.v[0].index(PLAN.v_first + opaque_zero())
+    q = shared.q[0].index(place)
+    dout_place = PLAN.dout_first + place
+    dout = shared.dout[0].index(dout_place)
+    mbarrier.wait(shared.q_full.index(place), phase)
     s = product_of_heads((k.slice(NUMBER * 64, 64, dim=0),), (q,), zero, F.head_dim)
-    mbarrier.wait(at(shared.dout_full, place), phase)
-    v = again(v, shared.v, 0)
+    mbarrier.wait(shared.barriers.index(DOUT_FULL + place), phase)
+    v = again(v, shared.v, PLAN.v_first)
     v = v.slice(NUMBER * 64, 64, dim=0)
-    dp = product_of_heads((v,), (again(dout, shared.dout, place),), zero, F.value_dim)
+    dp = product_of_heads((v,), (again(dout, shared.dout, dout_place),), zero, F.value_dim)
     tile = 0
     if MASKED or F.distances or F.dropout:
         row, batch, _ = owned(turn, T, F.kv_heads)
         tile = tile_of(
-            P, batch, read_number(at(shared.tile, place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
+            P, batch, read_number(shared.numbers.index(TILE + place), 4), row, head, NUMBER, F, PLAN, MASKED, SCORES
         )  # fmt: skip
     bias = bias_of(shared, place, NUMBER, F, SCORES)
     s = warpgroup_mma_wait(product_count(F.value_dim), deps=[s])
     p, steep = probabilities(s, shared.rows, place, tile, bias, head, F, PLAN, MASKED, SCORES)
     left = gl.convert_layout(weights(p, F).to(TYPE), LEFT)
-    dv = warpgroup_mma(left, again(dout, shared.dout, place), dv, is_async=True)
+    dv = warpgroup_mma(left, again(dout, shared.dout, dout_place), dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     exact = derivatives(steep, dp, shared.rows.index(PLAN.stages + place).load(SCORES), F)
     dhead = with_head_sums(dhead, exact, shared.rows, place, tile, F, PLAN, SCORES)
@@ -220,7 +214,7 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
-    """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it.
+    """Writes half a tile of dq to shared shared, in the order of `dq_order.finish_dq`, for the warp that adds it.
 
     That warp also makes the fence before TMA reads. A fence here would wait until everything is stored: some 270 of the
     3,600 cycles of a step.
@@ -232,7 +226,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
-    """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
+    """Writes dk or dv of 64 keys to shared shared, for the warp that would add dq of this step."""
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))

@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from ..kernels.dropout import philox
 from ..kernels.scores import LOG2_E, bent, lost_by_distance
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
-from .backward_memory import at
 from .dropout import kept, of_draws, own_draws
 from .softmax import quad_layout, sums_of_parts
 
@@ -68,7 +67,7 @@ def tile_of(
 def bias_of(shared, place, NUMBER: gl.constexpr, F: gl.constexpr, SCORES: gl.constexpr):
     """The bias of a query tile and of the 64 keys of consumer `NUMBER`, whose rows are keys; 0 without a bias."""
     if F.bias:
-        return at(shared.bias, place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(SCORES)
+        return shared.bias.index(place).slice(NUMBER * 64, 64, dim=1).permute((1, 0)).load(SCORES)
     else:
         return 0
 

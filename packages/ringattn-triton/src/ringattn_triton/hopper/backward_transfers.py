@@ -14,20 +14,26 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..kernels.tile_loop import owned
 from .backward_memory import (
+    AFTER,
+    BEFORE,
     DOUT_EMPTY,
+    DOUT_FULL,
     DQ_EMPTY,
     DQ_FULL,
+    KV_EMPTY,
     Q_EMPTY,
-    at,
-    heads_at,
+    TILE,
+    TURN,
+    TURN_EMPTY,
+    TURN_FULL,
+    WHOLE,
     next_turn,
     result_place,
-    shared_places,
 )
 from .backward_turns import after_step, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
 from .hardware_barriers import hardware_barrier
-from .head_tiles import fetch, fetch_heads, padded_size, store
+from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
 from .shared_numbers import write_number
 
 
@@ -72,7 +78,7 @@ class Tiles(NamedTuple):
 
 
 @gluon.jit
-def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """Takes turns; fetches their keys and values, and the query tiles that they visit, as places become empty.
 
     The next turn is taken only when all fetches of this one have begun, so that it does not wait long for this program.
@@ -82,7 +88,6 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
     DIM: gl.constexpr = padded_size(F.head_dim)
     VALUE_DIM: gl.constexpr = padded_size(F.value_dim)
     NUMBERS: gl.constexpr = PLAN.q_tile * 4
-    shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     emptied = 0  # the number of steps whose place of dout this warp knows to be empty
@@ -104,14 +109,14 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             place = done % PLAN.stages
             first = batch * F.q_length + tile * PLAN.q_tile
             numbers_at = [batch * F.heads + head, tile * PLAN.q_tile]
-            q_full = at(shared.q_full, place)
+            q_full = shared.q_full.index(place)
             if done >= PLAN.stages:
                 hardware_barrier("sync", Q_EMPTY + place, 288)
-            write_number(at(shared.tile, place), tile)
+            write_number(shared.numbers.index(TILE + place), tile)
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
             OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances or F.shifted else 1) + OF_BIAS
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
-            fetch_heads(tiles.q, head, first, q_full, heads_at(shared.q, place))
+            fetch_heads(tiles.q, head, first, q_full, place_of(shared.q, place))
             fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
             if F.distances:
                 group = batch if F.q_positions_batch else 0
@@ -120,25 +125,25 @@ def fetch_tiles(memory, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 fetch(tiles.away, numbers_at, q_full, shared.rows.index(2 * PLAN.stages + place))
             if F.bias:
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
-                fetch(tiles.bias, bias_at, q_full, at(shared.bias, place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
+                fetch(tiles.bias, bias_at, q_full, shared.bias.index(place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
             place = done % PLAN.dout_stages
-            dout_full = at(shared.dout_full, place)
+            dout_full = shared.barriers.index(DOUT_FULL + place)
             if emptied + PLAN.dout_stages <= done:
                 hardware_barrier("sync", DOUT_EMPTY + place, 288)
                 emptied += 1
             _expect(dout_full, PLAN.q_tile * VALUE_DIM * 2 + NUMBERS, PLAN.kv_tile * VALUE_DIM * 2, begins)
-            fetch_heads(tiles.dout, head, first, dout_full, heads_at(shared.dout, place))
+            fetch_heads(tiles.dout, head, first, dout_full, place_of(shared.dout, PLAN.dout_first + place))
             fetch(tiles.delta, numbers_at, dout_full, shared.rows.index(PLAN.stages + place))
             if begins:
                 if PLAN.wide:
-                    mbarrier.wait(at(shared.kv_empty, 0), (taken & 1) ^ 1)
+                    mbarrier.wait(shared.barriers.index(KV_EMPTY), (taken & 1) ^ 1)
                 else:  # a consumer that is done with the last dout is done with keys and values too
                     if emptied < done:
                         hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
                         emptied += 1
                 first = batch * F.kv_length + row * PLAN.kv_tile
-                fetch_heads(tiles.k, kv_head, first, q_full, heads_at(shared.k, 0))
-                fetch_heads(tiles.v, kv_head, first, dout_full, heads_at(shared.v, 0))
+                fetch_heads(tiles.k, kv_head, first, q_full, place_of(shared.k, 0))
+                fetch_heads(tiles.v, kv_head, first, dout_full, place_of(shared.v, PLAN.v_first))
             done += 1
         taken += 1
         turn = take_turn(turns, T, PLAN)
@@ -158,17 +163,17 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 def _announce(shared, taken, turn, before, whole, after):
     """Tells the other warps the next turn and its numbers of steps, once they need the turn before last no more."""
     place = taken % 2
-    mbarrier.wait(at(shared.turn_empty, place), ((taken // 2) & 1) ^ 1)
-    write_number(at(shared.turn, place), turn)
-    write_number(at(shared.before, place), before)
-    write_number(at(shared.whole, place), whole)
-    write_number(at(shared.after, place), after)
-    mbarrier.arrive(at(shared.turn_full, place), count=1)
+    mbarrier.wait(shared.barriers.index(TURN_EMPTY + place), ((taken // 2) & 1) ^ 1)
+    write_number(shared.numbers.index(TURN + place), turn)
+    write_number(shared.numbers.index(BEFORE + place), before)
+    write_number(shared.numbers.index(WHOLE + place), whole)
+    write_number(shared.numbers.index(AFTER + place), after)
+    mbarrier.arrive(shared.barriers.index(TURN_FULL + place), count=1)
 
 
 @gluon.jit
 def add_dq(
-    NUMBER: gl.constexpr, memory, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
+    NUMBER: gl.constexpr, shared, tiles, turns, RESULTS_BY_TMA: gl.constexpr, F: gl.constexpr, T: gl.constexpr,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """Adds the pieces of each dq tile to memory as the consumers compute them.
@@ -183,8 +188,7 @@ def add_dq(
     waits for none. This holds however many programs run at the same time.
     """
     Q_TILES: gl.constexpr = T.columns
-    TYPE: gl.constexpr = memory.q[0].dtype
-    shared = shared_places(memory, PLAN)
+    TYPE: gl.constexpr = shared.q[0].dtype
     if NUMBER == 0:  # at first all places are empty
         hardware_barrier("arrive", DQ_EMPTY, 160)
         hardware_barrier("arrive", DQ_EMPTY + 1, 160)
@@ -193,7 +197,7 @@ def add_dq(
     turn = next_turn(shared, taken, 1)
     while turn < turns.count:
         row, batch, kv_head = owned(turn, T, F.kv_heads)
-        mbarrier.arrive(at(shared.turn_empty, taken % 2), count=1)
+        mbarrier.arrive(shared.barriers.index(TURN_EMPTY + taken % 2), count=1)
         steps = steps_of(row, batch, turns, T, PLAN)
         count = steps.before + steps.whole + steps.after
         group = batch if T.grouped else 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
-"""Which biases the kernels for Hopper take, and where the one-pass backward finds the tiles of a head's bias."""
+"""Which biases the kernels for Hopper take, and where they find the tiles of a head's bias."""
 
 from ringattn_core.contract.protocol import Block
 from triton.experimental import gluon
@@ -34,7 +34,7 @@ def tiles_of_bias(bias, BATCH: gl.constexpr, F: gl.constexpr, Q_TILE: gl.constex
 
 @gluon.jit
 def group_of(batch, head, F: gl.constexpr):
-    """Which group of the bias a head of a batch row has."""
+    """Which group of the bias a head of a batch row has; 0 without a bias."""
     group = batch * 0
     if F.bias_batch:
         group = batch * (F.heads if F.bias_head else 1)

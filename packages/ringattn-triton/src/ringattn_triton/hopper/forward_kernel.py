@@ -19,7 +19,7 @@ from .dropout import counter_of_queries, draws
 from .handover import leave
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .order import pass_order, softmax_first, wait_for_order
-from .pipeline import Shared, begin, bias_layout, next_turn, of_turn, produce
+from .pipeline import Shared, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
@@ -42,7 +42,7 @@ def forward(
     queries = places_of_heads(TYPE, Q_PLACES, Q_PLACES, CONSUMER_ROWS, F.head_dim)
     bias = queries
     if F.bias:
-        BIASES: gl.constexpr = bias_layout(TYPE, PLAN)
+        BIASES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, PLAN.kv_tile], TYPE)
         bias = gl.allocate_shared_memory(TYPE, [PLAN.stages * PLAN.consumers, CONSUMER_ROWS, PLAN.kv_tile], BIASES)
     positions = queries
     if F.distances:

@@ -126,6 +126,17 @@ def tiles_of_piece(
 
 
 @gluon.jit
+def tiles_of_results(base, BATCH: gl.constexpr, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """A descriptor of results `[B, LENGTH, HEADS, DIM]`, whose tiles have 64 tokens of one head of one piece."""
+    WIDTH: gl.constexpr = stored_width(DIM, 0)
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, WIDTH], base.dtype.element_ty)
+    TOKEN: gl.constexpr = HEADS * DIM
+    return tma.make_tensor_descriptor(
+        base, [BATCH, HEADS, LENGTH, DIM], [LENGTH * TOKEN, DIM, TOKEN, 1], [1, 1, 64, WIDTH], LAYOUT
+    )  # fmt: skip
+
+
+@gluon.jit
 def fetch_heads(tiles, head, row, full, place):
     """Begins to fetch all pieces of a tile, which begins at a row, into a place of `places_of_heads`."""
     for number in gl.static_range(len(tiles)):
@@ -143,15 +154,11 @@ def product_of_heads(left, right, nought, DIM: gl.constexpr):
     """Begins `left right^T` over `DIM` dimensions of heads in shared memory, as one product for each piece."""
     product = nought
     for number in gl.static_range(product_count(DIM)):
-        product = _product_of_piece(
-            piece_of(left, number, DIM), piece_of(right, number, DIM), product, piece(DIM, number)[0] > 0
-        )
+        product = warpgroup_mma(
+            piece_of(left, number, DIM), piece_of(right, number, DIM).permute((1, 0)), product,
+            use_acc=piece(DIM, number)[0] > 0, is_async=True,
+        )  # fmt: skip
     return product
-
-
-@gluon.jit
-def _product_of_piece(left, right, product, MORE: gl.constexpr):
-    return warpgroup_mma(left, right.permute((1, 0)), product, use_acc=MORE, is_async=True)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
+from .bias_tiles import group_of, tiles_of_bias
 from .handover import wait_until_left
 from .head_tiles import (
     apart,
@@ -21,6 +22,7 @@ from .head_tiles import (
     store,
     stored_width,
     tiles_of_heads,
+    tiles_of_results,
 )
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
@@ -119,7 +121,6 @@ def produce(
         visited = turn.visited
         masked = visited.masked
         whole = visited.full_to - visited.full_from
-        bias_row = _row_of_bias(turn, F, PLAN)
         if PLAN.fresh:
             # A turn that sees nothing gets one tile that is masked away, so that its zeros are written. A partial
             # result that is continued is in its place already.
@@ -131,11 +132,12 @@ def produce(
             released = 0
             announced += 1
         kv_head = turn.head // F.group
+        bias_group = group_of(turn.batch, turn.head, F)
         origin = origin_of(P, turn.batch, turn.row * PLAN.q_tile, F)
         for step in range(0, masked):
             tile = ahead
             ahead = masked_tile(visited, step + 1, T)
-            fetched = _fetch_tile(shared, tiles, P, turn.batch, kv_head, bias_row, origin, tile, fetched, F, PLAN)
+            fetched = _fetch_tile(shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F, PLAN)
         # The next turn is looked up while consumers have tiles to work on.
         number = gl.atomic_add(TAKEN, 1, sem="relaxed")
         following = _turn_of(number, all_turns, BOUNDS, TILES, F, T)
@@ -143,7 +145,7 @@ def produce(
         for step in range(visited.full_from, visited.full_to):
             tile = ahead
             ahead = full_tile(visited, step + 1, T)
-            fetched = _fetch_tile(shared, tiles, P, turn.batch, kv_head, bias_row, origin, tile, fetched, F, PLAN)
+            fetched = _fetch_tile(shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F, PLAN)
             # Consumers finish the previous turn in the first step of this one, whose tiles have been fetched. So this
             # wait ends, and after the third tile it is short. Before the first tile it would never end.
             if PLAN.stored and step == visited.full_from + 2 and announced > 1:
@@ -162,17 +164,10 @@ def produce(
         tma.store_wait(0)
 
 
-@gluon.constexpr_function
-def bias_layout(TYPE, PLAN):
-    """How a tile of the bias lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS.value, PLAN.kv_tile], TYPE)
-
-
 @gluon.jit
 def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
     """The `Tiles` of a launch."""
     Q, K, V, OUT = ARRAYS
-    TYPE: gl.constexpr = Q.dtype.element_ty
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     q_tiles = tiles_of_heads(
         Q, F.heads, BATCH * F.q_length, F.head_dim, F.head_dim, F.heads * F.head_dim, CONSUMER_ROWS
@@ -182,20 +177,10 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
     v_tiles = tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, PLAN.kv_tile)
     bias_tiles = q_tiles
     if F.bias:
-        # A bias that all batch rows or heads share has one copy.
-        BIAS_ROWS: gl.constexpr = (BATCH if F.bias_batch else 1) * (F.heads if F.bias_head else 1) * F.q_length
-        bias_tiles = tma.make_tensor_descriptor(
-            P.bias, [BIAS_ROWS, F.kv_length], [F.kv_length, 1], [CONSUMER_ROWS, PLAN.kv_tile], bias_layout(TYPE, PLAN)
-        )
+        bias_tiles = tiles_of_bias(P.bias, BATCH, F, CONSUMER_ROWS, PLAN.kv_tile)
     out_tiles = q_tiles
     if PLAN.stored:
-        VALUE_DIM: gl.constexpr = F.padded_value_dim
-        OUTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, CONSUMER_ROWS, VALUE_DIM], TYPE)
-        TOKEN: gl.constexpr = F.heads * F.value_dim
-        out_tiles = tma.make_tensor_descriptor(
-            OUT, [BATCH, F.heads, F.q_length, F.value_dim], [F.q_length * TOKEN, F.value_dim, TOKEN, 1],
-            [1, 1, CONSUMER_ROWS, VALUE_DIM], OUTS,
-        )  # fmt: skip
+        out_tiles = tiles_of_results(OUT, BATCH, F.q_length, F.heads, F.value_dim)
     return Tiles(q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
 
 
@@ -208,17 +193,6 @@ def _turn_of(number, all_turns, BOUNDS, TILES, F: gl.constexpr, T: gl.constexpr)
     before, batch, head = owned(gl.minimum(number, all_turns - 1), T, F.heads)
     row = T.rows - 1 - before
     return Turn(row, batch, head, visit(BOUNDS, TILES, batch, row, T))
-
-
-@gluon.jit
-def _row_of_bias(turn, F: gl.constexpr, PLAN: gl.constexpr):
-    """The first row of a turn in the bias, whose groups lie one below the other; 0 without a bias."""
-    if F.bias:
-        of_batch: gl.constexpr = F.bias_batch // F.bias_query
-        of_head: gl.constexpr = F.bias_head // F.bias_query
-        return turn.batch * of_batch + turn.head * of_head + turn.row * PLAN.q_tile
-    else:
-        return 0
 
 
 @gluon.jit
@@ -281,7 +255,7 @@ def _announce(shared, number, row, batch, head, masked, whole):
 
 @gluon.jit
 def _fetch_tile(
-    shared, tiles, P, batch, kv_head, bias_row, origin, tile, fetched, F: gl.constexpr, PLAN: gl.constexpr
+    shared, tiles, P, turn, kv_head, bias_group, origin, tile, fetched, F: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """Fetches the keys and the bias of a tile into the next place, and then the values of the previous tile.
 
@@ -291,9 +265,9 @@ def _fetch_tile(
     """
     CONSUMERS: gl.constexpr = PLAN.consumers
     place = fetched.count % PLAN.stages
-    first = batch * F.kv_length + tile * PLAN.kv_tile
+    first = turn.batch * F.kv_length + tile * PLAN.kv_tile
     full = shared.k_full.index(place)
-    away = loaded_of_keys(P, batch, tile, origin, F, PLAN.kv_tile)
+    away = loaded_of_keys(P, turn.batch, tile, origin, F, PLAN.kv_tile)
     if fetched.count >= PLAN.stages:
         wait_until_left("keys", place, PLAN)
     if F.distances:
@@ -304,8 +278,9 @@ def _fetch_tile(
     fetch_heads(tiles.k, kv_head, first, full, place_of(shared.k, place))
     if F.bias:
         for number in gl.static_range(CONSUMERS):
-            mine = shared.bias.index(place * CONSUMERS + number)
-            fetch(tiles.bias, [bias_row + number * CONSUMER_ROWS, tile * PLAN.kv_tile], full, mine)
+            mine = shared.bias.index(place * CONSUMERS + number).reshape((1, CONSUMER_ROWS, PLAN.kv_tile))
+            row = turn.row * PLAN.q_tile + number * CONSUMER_ROWS
+            fetch(tiles.bias, [bias_group, row, tile * PLAN.kv_tile], full, mine)
     if fetched.count > 0:
         _fetch_values(shared, tiles, fetched, F, PLAN)
     return Fetched(fetched.count + 1, first, kv_head)

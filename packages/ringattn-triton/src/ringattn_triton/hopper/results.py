@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..kernels.scores import LOG2_E, SHIFT_BELOW
+from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
 from .handover import leave
 from .head_tiles import apart, dims_of
@@ -58,18 +58,12 @@ def written(
         leave("turns", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-    nothing = total == 0.0
-    divisor = gl.where(nothing, 1.0, total)
-    inverse = gl.where(nothing, 0.0, F.keep_weight / divisor)
+    lse, shift, factor = final_rows(top, total, F)
     if F.bias:
-        shift = gl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
         gl.store(SHIFT + lse_at, shift, mask=rows < F.q_length)
-        lse = (top - shift) + gl.log2(divisor) / LOG2_E
-    else:
-        lse = (top + gl.log2(divisor)) / LOG2_E
-    gl.store(LSE + lse_at, gl.where(nothing, -float("inf"), lse), mask=rows < F.q_length)
+    gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
     for piece in gl.static_range(len(acc)):
-        out = (acc[piece] * of_dims(inverse, acc[piece].shape[1])).to(OUT.dtype.element_ty)
+        out = (acc[piece] * of_dims(factor, acc[piece].shape[1])).to(OUT.dtype.element_ty)
         if PLAN.stored:
             mine = shared.q[0].index(number % 2 * PLAN.consumers + NUMBER)
             dims_of((mine,), first_of(F.value_dim, piece), acc[piece].shape[1]).store(out)
@@ -89,7 +83,7 @@ def _write(out, start, batch, head, OUT, FIRST: gl.constexpr, F: gl.constexpr):
     SMALL: gl.constexpr = OUT.dtype.element_ty.primitive_bitwidth == 16
     EXCHANGED: gl.constexpr = SMALL and WIDTH > 64 and not F.bias and not apart(F.value_dim)
     WRITTEN: gl.constexpr = in_sixteens(WIDTH) if EXCHANGED else layout_of(WIDTH)
-    out_at, within = outputs(start, batch, head, FIRST, WIDTH, F, WRITTEN)
+    out_at, within = places(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, WRITTEN)
     gl.store(OUT + out_at, gl.convert_layout(out, WRITTEN), mask=within)
 
 
@@ -119,17 +113,23 @@ def loaded(OUT, start, batch, head, F: gl.constexpr):
 
 @gluon.jit
 def _load(OUT, start, batch, head, FIRST: gl.constexpr, WIDTH: gl.constexpr, F: gl.constexpr):
-    out_at, within = outputs(start, batch, head, FIRST, WIDTH, F, layout_of(WIDTH))
+    out_at, within = places(start, batch, head, F.q_length, F.heads, F.value_dim, FIRST, WIDTH, layout_of(WIDTH))
     return gl.load(OUT + out_at, mask=within, other=0.0)
 
 
 @gluon.jit
-def outputs(start, batch, head, FIRST: gl.constexpr, WIDTH: gl.constexpr, F: gl.constexpr, SUMS: gl.constexpr):
-    """The offsets of a piece of the outputs of 64 queries, and which of them are inside the block."""
-    rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, SUMS))
-    dims = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
-    at = (batch.to(gl.int64) * F.q_length + rows)[:, None] * (F.heads * F.value_dim)
-    within = (rows < F.q_length)[:, None]
-    if F.value_dim < FIRST + WIDTH:
-        within = within & (dims < F.value_dim)[None, :]
-    return at + head * F.value_dim + dims[None, :], within
+def places(
+    start, batch, head, LENGTH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, FIRST: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The offsets in `[B, LENGTH, HEADS, DIM]` of `WIDTH` dimensions, from the `FIRST` on, of a head's 64 tokens.
+
+    Also returns which of them are inside the array.
+    """
+    rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
+    dims = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    at = (batch.to(gl.int64) * LENGTH + rows)[:, None] * (HEADS * DIM)
+    within = (rows < LENGTH)[:, None]
+    if DIM < FIRST + WIDTH:
+        within = within & (dims < DIM)[None, :]
+    return at + head * DIM + dims[None, :], within

@@ -48,13 +48,8 @@ def no_sums(DIM: gl.constexpr):
     """Accumulators of zeros."""
     sums = ()
     for number in gl.static_range(pieces(DIM)):
-        sums += (_zeros(width_of(DIM, number)),)
+        sums += (gl.zeros([CONSUMER_ROWS, width_of(DIM, number)], gl.float32, layout_of(width_of(DIM, number))),)
     return sums
-
-
-@gluon.jit
-def _zeros(WIDTH: gl.constexpr):
-    return gl.zeros([CONSUMER_ROWS, WIDTH], gl.float32, layout_of(WIDTH))
 
 
 @gluon.jit
@@ -110,11 +105,11 @@ def rest_finished(sums):
 
 
 @gluon.jit
-def finished(sums, LATER: gl.constexpr = 0):
-    """Waits for all products, but for so many that began `LATER`."""
+def finished(sums):
+    """Waits for all products."""
     found = ()
     for number in gl.static_range(len(sums)):
-        found += (warpgroup_mma_wait(LATER, deps=[sums[number]]),)
+        found += (warpgroup_mma_wait(0, deps=[sums[number]]),)
     return found
 
 

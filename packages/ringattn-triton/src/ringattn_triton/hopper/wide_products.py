@@ -24,45 +24,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.scores import narrowed, scaled
 from ..kernels.tile_loop import owned
 from .backward_memory import (
+    AFTER,
+    BEFORE,
     DOUT_EMPTY,
+    DOUT_FULL,
     DQ_EMPTY,
     DQ_FULL,
     DS_FULL,
+    KV_EMPTY,
     Q_EMPTY,
+    TILE,
     WEIGHTS_EMPTY,
     WEIGHTS_FULL,
-    at,
+    WHOLE,
     finished_turn,
-    heads_at,
     next_turn,
-    shared_places,
     weights_place,
 )
 from .backward_products import in_register_order, write_gradient
 from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
 from .hardware_barriers import arrive_at, hardware_barrier
-from .head_tiles import dims_of, opaque_zero, product_of_heads
+from .head_tiles import dims_of, opaque_zero, place_of, product_of_heads
 from .shared_numbers import read_number
 from .sums import finished, first_of, no_sums, pieces, with_product
 
 
 @gluon.jit
-def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dv of the 64 keys of each turn, summed over all heads of the group, and the first half of dq."""
     INSIDE: gl.constexpr = heads_inside(F, PLAN)
     HEADS: gl.constexpr = 1 if INSIDE else F.group
     TIMES: gl.constexpr = F.group if INSIDE else 1
-    shared = shared_places(memory, PLAN)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        whole = TIMES * read_number(at(shared.whole, taken % 2), 4)
+        whole = TIMES * read_number(shared.numbers.index(WHOLE + taken % 2), 4)
         dv = no_sums(F.value_dim)
         if PLAN.masked:
-            before = TIMES * read_number(at(shared.before, taken % 2), 4)
-            after = TIMES * read_number(at(shared.after, taken % 2), 4)
+            before = TIMES * read_number(shared.numbers.index(BEFORE + taken % 2), 4)
+            after = TIMES * read_number(shared.numbers.index(AFTER + taken % 2), 4)
             # Both parts of a turn run through one copy of the code: what is masked, then what is seen whole.
             for part in range(0, 2 * HEADS):
                 end = done + gl.where(part % 2 == 0, before, after)
@@ -76,7 +78,7 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
             done += HEADS * whole
             for step in range(first, done):
                 dv = _step_of_dv(dv, shared, step, P, turn, F, T, PLAN, False)
-        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
+        mbarrier.arrive(shared.barriers.index(KV_EMPTY), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         for piece in gl.static_range(pieces(F.value_dim)):
             write_gradient(
@@ -87,23 +89,22 @@ def compute_dv(memory, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 
 
 @gluon.jit
-def compute_dk(memory, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
+def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
     """dk of the 64 keys of each turn, summed over all heads of the group, and the other half of dq."""
-    shared = shared_places(memory, PLAN)
     hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
     taken = 0
     done = 0
     turn = next_turn(shared, taken, 4)
     while turn < turns.count:
-        before = read_number(at(shared.before, taken % 2), 4)
-        whole = read_number(at(shared.whole, taken % 2), 4)
-        after = read_number(at(shared.after, taken % 2), 4)
+        before = read_number(shared.numbers.index(BEFORE + taken % 2), 4)
+        whole = read_number(shared.numbers.index(WHOLE + taken % 2), 4)
+        after = read_number(shared.numbers.index(AFTER + taken % 2), 4)
         dk = no_sums(F.head_dim)
         first = done
         done += F.group * (before + whole + after)
         for step in range(first, done):
             dk = _step_of_dk(dk, shared, step, F, PLAN)
-        mbarrier.arrive(at(shared.kv_empty, 0), count=1)
+        mbarrier.arrive(shared.barriers.index(KV_EMPTY), count=1)
         row, batch, kv_head = finished_turn(shared, taken, T, F.kv_heads)
         for piece in gl.static_range(pieces(F.head_dim)):
             found = scaled(dk[piece], shared.ds, F)
@@ -124,13 +125,13 @@ def _step_of_dv(
     TYPE: gl.constexpr = shared.ds.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     place = step % PLAN.stages
-    mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
+    mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    s = product_of_heads(heads_at(shared.k, opaque_zero()), heads_at(shared.q, place), zero, F.head_dim)
+    s = product_of_heads(place_of(shared.k, opaque_zero()), place_of(shared.q, place), zero, F.head_dim)
     tile = 0
     if MASKED:
         row, batch, _ = owned(turn, T, F.kv_heads)
-        tile = tile_of(P, batch, read_number(at(shared.tile, place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
+        tile = tile_of(P, batch, read_number(shared.numbers.index(TILE + place), 4), row, 0, 0, F, PLAN, MASKED, SCORES)
     s = warpgroup_mma_wait(0, deps=[s])
     p, _ = probabilities(s, shared.rows, place, tile, 0, 0, F, PLAN, MASKED, SCORES)
     hardware_barrier("arrive", Q_EMPTY + place, 288)
@@ -138,12 +139,12 @@ def _step_of_dv(
     weights_place(shared).store(in_register_order(p))
     hardware_barrier("arrive", WEIGHTS_FULL, 256)
     dout_place = step % PLAN.dout_stages
-    mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
-    dv = finished(with_product(dv, p.to(TYPE), heads_at(shared.dout, dout_place + opaque_zero()), F.value_dim))
+    mbarrier.wait(shared.barriers.index(DOUT_FULL + dout_place), (step // PLAN.dout_stages) & 1)
+    dv = finished(with_product(dv, p.to(TYPE), place_of(shared.dout, dout_place + opaque_zero()), F.value_dim))
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     hardware_barrier("sync", DS_FULL, 256)
-    dq = _piece_of_dq(shared, 0, F)
-    other = _piece_of_dq(shared, 1, F)
+    dq = _piece_of_dq(shared, 0)
+    other = _piece_of_dq(shared, 1)
     dq = warpgroup_mma_wait(1, deps=[dq])
     hardware_barrier("sync", DQ_EMPTY, 160)
     shared.dq.index(0).store(in_register_order(dq))
@@ -162,10 +163,10 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
     FIRST: gl.constexpr = PIECES - PIECES // 2
     dout_place = step % PLAN.dout_stages
-    mbarrier.wait(at(shared.dout_full, dout_place), (step // PLAN.dout_stages) & 1)
+    mbarrier.wait(shared.barriers.index(DOUT_FULL + dout_place), (step // PLAN.dout_stages) & 1)
     zero = gl.zeros([64, Q_TILE], gl.float32, SCORES)
-    dout = heads_at(shared.dout, dout_place + opaque_zero())
-    dp = product_of_heads(heads_at(shared.v, opaque_zero()), dout, zero, F.value_dim)
+    dout = place_of(shared.dout, dout_place + opaque_zero())
+    dp = product_of_heads(place_of(shared.v, opaque_zero()), dout, zero, F.value_dim)
     minus_delta = shared.rows.index(PLAN.stages + dout_place).load(SCORES)
     hardware_barrier("sync", WEIGHTS_FULL, 256)
     p = gl.convert_layout(_from_register_order(weights_place(shared).load(register_order())), SCORES)
@@ -176,12 +177,12 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     fence_async_shared()
     hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
-    mbarrier.wait(at(shared.q_full, place), (step // PLAN.stages) & 1)
-    dq = _piece_of_dq(shared, FIRST, F)
+    mbarrier.wait(shared.q_full.index(place), (step // PLAN.stages) & 1)
+    dq = _piece_of_dq(shared, FIRST)
     other = dq
     if PIECES // 2 > 1:
-        other = _piece_of_dq(shared, FIRST + 1, F)
-    dk = with_product(dk, ds, heads_at(shared.q, place), F.head_dim)
+        other = _piece_of_dq(shared, FIRST + 1)
+    dk = with_product(dk, ds, place_of(shared.q, place), F.head_dim)
     if PIECES // 2 > 1:
         dq, other = warpgroup_mma_wait(pieces(F.head_dim), deps=[dq, other])
     else:
@@ -202,19 +203,19 @@ def _ds_place(shared):
 
 
 @gluon.jit
-def _piece_of_dq(shared, NUMBER: gl.constexpr, F: gl.constexpr):
+def _piece_of_dq(shared, NUMBER: gl.constexpr):
     """Begins 64 dimensions of dq."""
     PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([64, 64], gl.float32, PIECE)
     ds = _ds_place(shared).permute((1, 0))
     return warpgroup_mma(
-        ds, dims_of(heads_at(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
+        ds, dims_of(place_of(shared.k, opaque_zero()), NUMBER * 64, 64), zero, use_acc=False, is_async=True
     )
 
 
 @gluon.jit
 def _hand_over(dq, shared, step):
-    """Puts a piece of dq into place 1, for the warp that adds it to memory."""
+    """Puts a piece of dq into place 1, for the warp that adds it to shared."""
     hardware_barrier("sync", DQ_EMPTY + 1, 160)
     shared.dq.index(1).store(in_register_order(dq))
     fence_async_shared()

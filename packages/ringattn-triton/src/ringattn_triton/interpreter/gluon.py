@@ -202,7 +202,7 @@ def allocate_shared_memory(element_ty: Any, shape: Sequence[Any], layout: Any) -
     return shared
 
 
-def fence_async_shared(cluster: bool = False) -> None:
+def fence_async_shared() -> None:
     current.unfenced.clear()
 
 
@@ -315,7 +315,7 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] = ()) -> An
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def convert_layout(value: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
+def convert_layout(value: Tensor, layout: Any) -> Tensor:
     return cast(value, value.dtype)
 
 

@@ -46,9 +46,9 @@ def store(pointer: Any, value: Any, mask: Any = None) -> None:
     pointer.buffer.store(pointer.data, data, _mask(mask))
 
 
-def atomic_add(pointer: Any, val: Any, mask: Any = None, sem: Any = None, scope: Any = None) -> Tensor:
+def atomic_add(pointer: Any, val: Any, sem: Any = None) -> Tensor:
     dtype = pointer.buffer.dtype
-    return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, _mask(mask)), dtype)
+    return Tensor(pointer.buffer.add(pointer.data, cast(tensor(val), dtype).data, True), dtype)
 
 
 def _mask(mask: Any) -> Any:
@@ -72,10 +72,6 @@ def zeros(shape: Any, dtype: Any, layout: Any = None) -> Tensor:
     return full(shape, 0, dtype)
 
 
-def zeros_like(input: Tensor) -> Tensor:
-    return full(input.shape, 0, input.dtype)
-
-
 def reshape(input: Tensor, *shape: Any) -> Tensor:
     return input._like(np.reshape(input.data, _sizes(shape)))
 
@@ -84,8 +80,8 @@ def permute(input: Tensor, *dims: Any) -> Tensor:
     return input._like(np.transpose(input.data, _sizes(dims)))
 
 
-def trans(input: Tensor, *dims: Any) -> Tensor:
-    return permute(input, *(dims or (*range_(input.data.ndim - 2), -1, -2)))
+def trans(input: Tensor) -> Tensor:
+    return permute(input, 1, 0)
 
 
 def join(a: Any, b: Any) -> Tensor:

@@ -85,7 +85,7 @@ class Buffer:
         """An atomic addition. Any program may add to any element; programs run one after another, in a fixed order."""
         if not self.writable:
             raise self._error(f"adds to {self}, which is not an output. List the output in `outputs`")
-        offsets, data, mask = np.broadcast_arrays(offsets, data, True if mask is None else mask)
+        offsets, data, mask = np.broadcast_arrays(offsets, data, mask)
         with _ADDING:
             before = self.load(offsets, mask, 0)
             np.add.at(self.storage.flat, offsets[mask], data[mask])

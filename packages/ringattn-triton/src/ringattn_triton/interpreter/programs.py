@@ -17,7 +17,7 @@ from . import gluon, language, mathematics
 from .language import current
 from .memory import Buffer, Storage
 from .types import OF_ARRAY
-from .values import Pointer, Tensor, constant
+from .values import Pointer, constant
 
 
 class Launch:
@@ -75,7 +75,6 @@ class _Language:
             vars(self).update({k: v for k, v in own.items() if getattr(v, "__module__", None) == module.__name__})
         self.range = language.range_
         self.cdiv = lambda x, div: (x + (div - 1)) // div
-        self.tensor = Tensor
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(tl, name)

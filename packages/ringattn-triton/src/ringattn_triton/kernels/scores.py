@@ -151,16 +151,20 @@ def continued_rows(lse, shift, SHIFTED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def final_rows(top, total, F: tl.constexpr):
-    """`Partial.lse`, `Partial.shift`, and the inverse of the sum of weights: 0 for a row that sees nothing."""
+    """`Partial.lse`, `Partial.shift` (0 without a bias), and the factor of the sums of weighted values.
+
+    The factor is 0 for a row that sees nothing.
+    """
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
-    shift = tl.zeros_like(total)
+    factor = tl.where(nothing, 0.0, F.keep_weight / divisor)
+    shift = 0.0
     if F.bias:
-        shift = tl.where((top < SHIFT_BELOW) & (nothing == 0), top, 0.0)
+        shift = tl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
         lse = (top - shift) + tl.log2(divisor) / LOG2_E
     else:
         lse = (top + tl.log2(divisor)) / LOG2_E
-    return tl.where(nothing, -float("inf"), lse), shift, tl.where(nothing, 0.0, 1.0 / divisor)
+    return tl.where(nothing, -float("inf"), lse), shift, factor
 
 
 @triton.jit

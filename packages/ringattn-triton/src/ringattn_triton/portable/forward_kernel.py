@@ -73,10 +73,8 @@ def forward(
 
     given = (q, k_pointers, v_pointers, queries, head, P, batch)
     acc, top, total = over_visited(_continued, (acc, top, total), given, visited, F, T)
-    lse, shift, share = final_rows(top, total, F)
-    if F.dropout:
-        share = share * F.keep_weight
-    out = (acc * share[:, None]).to(OUT.dtype.element_ty)
+    lse, shift, factor = final_rows(top, total, F)
+    out = (acc * factor[:, None]).to(OUT.dtype.element_ty)
     if Q_RAGGED or VALUE_RAGGED:
         tl.store(OUT + out_at, out, mask=(rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :])
     else:
