@@ -2,7 +2,6 @@
 """The tests of the suite, under names that are the same in every installation, and which of them a run leaves out."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -95,24 +94,3 @@ class Collection:
     def _tests(self, backend: str, nodes: Iterable[str]) -> list[str]:
         named = (self.wanted[node] for node in nodes)
         return sorted(test for about, test in named if about in (None, backend))
-
-    def save(self, path: Path) -> None:
-        """Writes the collection to a file, in one step, for the process that reports."""
-        content = {
-            "modules": sorted(self.modules),
-            "known": sorted(self.known),
-            "wanted": self.wanted,
-            "selected": sorted(self.selected),
-        }
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(content))
-        partial.replace(path)
-
-
-def saved(folder: Path) -> Collection:
-    """The collection that the workers wrote to `folder`; they all collect the same."""
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        wanted = {node: (backend, test) for node, (backend, test) in content["wanted"].items()}
-        return Collection(set(content["modules"]), set(content["known"]), wanted, set(content["selected"]))
-    return Collection()
