@@ -30,9 +30,8 @@ def calls(tier: str) -> list[tuple[Case, Placement]]:
 
     The full tier is listed without the core tier.
     """
-    covers = mixtures(frozenset(Feature), covers=1 if tier == tiers.CORE else 2)
-    mixed = [(one.case, one.placement) for one in covers if (one.cover == 0) is (tier == tiers.CORE)]
-    named = [(point.case, point.placement) for point, own in points() if own == tier]
+    covers = mixtures(frozenset(Feature))
+    mixed, named = ([(one.case, one.placement) for one in every if one.tier == tier] for every in (covers, points()))
     return [*sorted(mixed, key=size), *sorted(named, key=size)]
 
 

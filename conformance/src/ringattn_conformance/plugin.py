@@ -5,7 +5,7 @@ Nothing here imports JAX before the suite is asked for.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -14,12 +14,9 @@ from . import devices, environment, expectations, run_options, tiers, tolerance_
 from .collection import PARAMETER
 from .recorder import Recorder
 
-MIXTURE: Final = "ringattn_mixture"
-FORWARD_MIXTURE: Final = "ringattn_forward_mixture"
-COVERS: Final = 2
-"""How many covers of mixtures the full tier has; the core tier has one."""
-FORWARD_STEP: Final = 6
-"""One of this many mixtures also runs without gradients, which is another program."""
+POINTS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_forward_mixture": 6}
+"""The parameters that are calls of a backend: named ones, and mixtures. One of so many is tried: where a test runs
+mixtures without gradients, which is another program, not all."""
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 
@@ -76,42 +73,33 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = metafunc.fixturenames
-    mixtures = [name for name in names if name in (MIXTURE, FORWARD_MIXTURE)]
-    if mixtures:
-        metafunc.parametrize(
-            (PARAMETER, *mixtures), _mixtures(metafunc.config, FORWARD_STEP if FORWARD_MIXTURE in names else 1)
-        )
-    elif PARAMETER in names:
+    for name in POINTS.keys() & {*metafunc.fixturenames}:
+        found = [
+            pytest.param(backend, point, id=f"{backend}-{point}", marks=tiers.mark(point.tier))
+            for backend in backends(metafunc.config)
+            for point in _points(name, backend, metafunc.config.option.ringattn_largest_ring)[:: POINTS[name]]
+        ]
+        return metafunc.parametrize((PARAMETER, name), found)
+    if PARAMETER in metafunc.fixturenames:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
-    if "ringattn_point" in names:
-        from .lattice import points
 
-        found = points(metafunc.config.option.ringattn_largest_ring)
-        parameters = [pytest.param(point, id=str(point), marks=tiers.mark(tier)) for point, tier in found]
-        metafunc.parametrize("ringattn_point", parameters)
+
+def _points(name: str, backend: str, largest: int) -> Sequence[Any]:
+    from ringattn_core.backends import discovery
+    from ringattn_core.contract.features import Feature
+
+    from .lattice import points
+    from .mixtures import mixtures
+
+    if name == "ringattn_point":
+        return points(largest)
+    return mixtures(frozenset(filter(discovery.get(backend).descriptor().supports, Feature)), largest)
 
 
 @pytest.fixture
 def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
     """The largest ring on which cases run, by the option of the command line."""
     return request.config.option.ringattn_largest_ring
-
-
-def _mixtures(config: pytest.Config, step: int) -> list[Any]:
-    """Every backend with every `step`-th of its mixtures; those of the first cover are in the core tier."""
-    from ringattn_core.backends import discovery
-    from ringattn_core.contract.features import Feature
-
-    from .mixtures import mixtures
-
-    found = []
-    for name in backends(config):
-        features = frozenset(filter(discovery.get(name).descriptor().supports, Feature))
-        for mixture in mixtures(features, config.option.ringattn_largest_ring, COVERS)[::step]:
-            tier = tiers.mark(tiers.FULL if mixture.cover else tiers.CORE)
-            found.append(pytest.param(name, mixture, id=f"{name}-{mixture}", marks=tier))
-    return found
 
 
 def backends(config: pytest.Config) -> list[str]:
