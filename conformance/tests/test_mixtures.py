@@ -10,7 +10,6 @@ import pytest
 from ringattn_conformance import case_inputs, oracle, tiers
 from ringattn_conformance.lattice import Point
 from ringattn_conformance.mixtures import FACTORS, MASKS, mixtures
-from ringattn_conformance.ranks import answer_of, inputs_of
 from ringattn_conformance.tolerances import allowed
 from ringattn_core.contract.features import Feature
 
@@ -115,8 +114,8 @@ def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on
 
 def matters(mixture: Point, option: str) -> bool:
     """Whether a kernel that ignores the option is beyond the tolerance."""
-    ring, case = mixture.placement.ring, mixture.case
-    problem, want = inputs_of(case, ring).problem, answer_of(case, ring)
+    case = mixture.case
+    problem, want = case.inputs.problem, case.answer
     out = oracle.attend(dataclasses.replace(problem, **WITHOUT[option])).out
     tolerance = allowed("out", case.dtype, want.out, want.largest, want.uncapped)
     return float(np.abs(out - want.out).max()) > 5 * tolerance

@@ -38,17 +38,18 @@ def points(largest: int = RINGS[-1]) -> list[Point]:
     has all points.
     """
     found = []
-    for number, case in enumerate(CASES):
-        possible, chosen = places(case, largest), one_place(case, number, largest)
-        for turn, place in enumerate(places(case), start=number):
+    for case in CASES:
+        possible, chosen = places(case, largest), one_place(case, largest)
+        for turn, place in enumerate(places(case), start=case.number):
             own = (tiers.CORE if case.core else tiers.FULL) if place == chosen else tiers.EXHAUSTIVE
             found.append(Point(case, Placement(*place, check_vma=turn % 2 == 0), own if place in possible else None))
     return found
 
 
-def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:
-    """A ring of several ranks and a layout, which differ from one number to the next."""
-    every = places(case, largest)
+def one_place(case: Case, largest: int = RINGS[-1]) -> tuple[int, str]:
+    """A ring of several ranks and a layout, which differ from one name to another and not with other cases."""
+    every, number = places(case, largest), case.number
     rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
+    rings = [case.ring] if case.ring in rings else rings
     possible = [place for place in every if place[0] == rings[number % len(rings)]]
-    return possible[number // len(rings) % len(possible)]
+    return possible[(number >> 8) % len(possible)]

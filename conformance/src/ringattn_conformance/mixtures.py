@@ -69,7 +69,7 @@ VARIANTS: Final[dict[str, dict[int, tuple[Level, ...]]]] = {
     "window": {1: ({"window": (17, 0)},), 2: ({"window": (0, 25)},)},
     "segments": {1: ({"segments": case_inputs.interleaved},)},
     "positions": {1: ({"positions": case_inputs.scattered},), 2: ({"positions": case_inputs.backward_rows},)},
-    "builder": {1: ({"builder": case_inputs.OF_THREE},), 2: ({"builder": case_inputs.INDEXED},)},
+    "builder": {2: ({"builder": case_inputs.INDEXED},)},
     "dense mask": {1: ({"dense_mask": "BNT"},), 2: ({"dense_mask": "T"},)},
     "scores": {1: ({"scale": 1.7},)},
     "bias": {

@@ -105,27 +105,24 @@ def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
 def backends(config: pytest.Config) -> list[str]:
     """The backends named on the command line, or every installed one that is available on this machine."""
     from ringattn_core.backends import discovery
-    from ringattn_core.errors import RingAttnError
+    from ringattn_core.errors import RingAttnError, from_clone
 
-    named = config.getoption("ringattn_backends")
-    if named:
-        for name in named:
-            try:
-                reason = discovery.get(name).why_unavailable()
-            except RingAttnError as error:
-                raise pytest.UsageError(f"{run_options.BACKEND} {name}: {error}") from error
-            if reason is not None:
-                raise pytest.UsageError(f"{run_options.BACKEND} {name}: {reason}")
-        return list(dict.fromkeys(named))
-    reasons = {name: found.why_unavailable() for name, found in discovery.registrations().items()}
-    available = [name for name, reason in reasons.items() if reason is None]
+    def reason(name: str) -> str | None:
+        try:
+            return discovery.get(name).why_unavailable()
+        except RingAttnError as error:
+            return str(error)
+
+    named = list(dict.fromkeys(config.getoption("ringattn_backends") or ()))
+    reasons = {name: reason(name) for name in named or discovery.registrations()}
+    for name in named:
+        if reasons[name] is not None:
+            raise pytest.UsageError(f"{run_options.BACKEND} {name}: {reasons[name]}")
+    available = [name for name, why in reasons.items() if why is None]
     if not available:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none is installed"
-        from ringattn_core.errors import from_clone
-
-        raise pytest.UsageError(
-            f"no ring-attention backend can run here ({why}). To add one: {from_clone('ringattn-xla')}"
-        )
+        why = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "none is installed"
+        remedy = f"To add one: {from_clone('ringattn-xla')}"
+        raise pytest.UsageError(f"no ring-attention backend can run here ({why}). {remedy}")
     return available
 
 

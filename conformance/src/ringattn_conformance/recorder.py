@@ -36,7 +36,7 @@ class Recorder:
         if isinstance(collector, pytest.Module) and report.passed:
             tier = self.config.option.ringattn_tier
             if in_suite(collector.path):
-                self.collection.add(collector, report.result, tier)
+                self.collection.add(report.result, tier)
             report.result = [node for node in report.result if _within(tier, node)]
         return report
 
