@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from ringattn_conformance import oracle
 from ringattn_conformance.cases import DTYPES, Case, Inputs
-from ringattn_conformance.ranks import Placement, inputs_of
+from ringattn_conformance.ranks import Placement
 
 Arrays = dict[str, np.ndarray]
 Pair = tuple[Any, Any]
@@ -204,9 +204,9 @@ BY_KEY: Final = {"k": 1, "v": 1, "kv_positions": 1, "kv_ids": 1, "bias": 3, "mas
 @functools.lru_cache(maxsize=256)
 def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
     """A call as one block of all queries and keys in natural order, with zeros in the padding, and its inputs."""
-    inputs = inputs_of(case, placement.ring)
+    inputs = case.inputs
     problem = inputs.problem
-    (q_positions, kv_positions), (q_ids, kv_ids) = oracle.positions(problem), oracle.segments(problem)
+    (q_positions, kv_positions), (q_ids, kv_ids) = oracle.positions(problem), (problem.q_segments, problem.kv_segments)
 
     def cleaned(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
         x = x.astype(np.float64)

@@ -13,8 +13,8 @@ import broken_kernels as broken
 import pytest
 from reference_kernels import Dense, Gathering
 from ringattn_conformance import tiers
-from ringattn_conformance.lattice import points
-from ringattn_conformance.mixtures import Mixture, mixtures
+from ringattn_conformance.lattice import Point, points
+from ringattn_conformance.mixtures import mixtures
 from ringattn_core import Backend, Feature, Support
 from ringattn_core.backends.discovery import registered
 
@@ -34,13 +34,15 @@ class Sabotage:
 
 def _point(name: str) -> str:
     """The test of a named case, in its place of the full tier."""
-    (point,) = (str(one) for one, tier in points() if one.case.name == name and tiers.contains(tiers.FULL, tier))
+    (point,) = (str(one) for one in points() if one.case.name == name and tiers.contains(tiers.FULL, one.tier))
     return f"test_ring::test_outputs_and_gradients_are_those_of_the_oracle[{{}}-{point}]"
 
 
-def _mixture(chosen: Callable[[Mixture], Any]) -> str:
+def _mixture(chosen: Callable[[Point], Any]) -> str:
     """The test of the first mixture of the core tier that is chosen."""
-    return f"test_mixtures::test_many_options_at_once[{{}}-{next(filter(chosen, mixtures(frozenset(Feature))))}]"
+    return (
+        f"test_mixtures::test_many_options_at_once[{{}}-{next(filter(chosen, mixtures(frozenset(Feature), covers=1)))}]"
+    )
 
 
 _BLOCK: Final = "test_block::test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients[{}-%s]"

@@ -16,7 +16,7 @@ from ringattn_conformance import tiers, tolerance_factor, tolerances
 from ringattn_conformance.cases import Case
 from ringattn_conformance.lattice import points
 from ringattn_conformance.mixtures import HEAD_DIMS, mixtures
-from ringattn_conformance.ranks import Placement, answer_of, inputs_of
+from ringattn_conformance.ranks import Placement
 from ringattn_core import Feature
 
 BREAKS: dict[str, Break] = WINDOWS | POSITIONS | IDS | GIVEN | SCORES | DROPOUT | RESULTS | SIZES | TILES
@@ -30,9 +30,8 @@ def calls(tier: str) -> list[tuple[Case, Placement]]:
 
     The full tier is listed without the core tier.
     """
-    covers = mixtures(frozenset(Feature), covers=1 if tier == tiers.CORE else 2)
-    mixed = [(one.case, one.placement) for one in covers if (one.cover == 0) is (tier == tiers.CORE)]
-    named = [(point.case, point.placement) for point, own in points() if own == tier]
+    covers = mixtures(frozenset(Feature))
+    mixed, named = ([(one.case, one.placement) for one in every if one.tier == tier] for every in (covers, points()))
     return [*sorted(mixed, key=size), *sorted(named, key=size)]
 
 
@@ -46,7 +45,7 @@ def catches(call: tuple[Case, Placement], kernel: Dense) -> bool:
     with np.errstate(all="ignore"):
         got = run(case, placement, kernel)
     try:
-        tolerances.check(got, answer_of(case, placement.ring), case, inputs_of(case, placement.ring))
+        tolerances.check(got, case.answer, case, case.inputs)
     except AssertionError:
         return True
     return False

@@ -129,7 +129,7 @@ _SLOW_TO_DIFFER = ("logits-1e4", "long")
     "case", [c for c in CASES if c.dtype == "float32" and not c.name.startswith(_SLOW_TO_DIFFER)], ids=lambda c: c.name
 )
 def test_gradients_agree_with_finite_differences(case: Case):
-    inputs = case.inputs(ring=4)
+    inputs = case.inputs
     problem, dout, dlse = inputs.problem, inputs.dout, inputs.dlse
     answer = attend(problem, dout, dlse)
     rng = np.random.default_rng(1)

@@ -44,7 +44,7 @@ def test_the_rounding_of_float32_passes_where_scores_are_large_before_a_small_so
         "capped-2", batch=1, heads=4, gain=80.0, soft_cap=2.0, chunk=3, q_length=144, kv_length=144, head_dim=256,
         value_dim=64,
     )  # fmt: skip
-    problem = case.inputs(1).problem
+    problem = case.inputs.problem
     exact = attend(problem)
     assert exact.largest <= 2 < 250 < exact.uncapped
     product, calls = np.einsum, iter([_summed_one_by_one])
@@ -88,7 +88,7 @@ def test_nan_and_infinities_must_be_equal_place_for_place(got, want, equal):
 
 def test_a_failure_names_the_case_and_every_fault():
     case = Case("named", causal=True)
-    inputs = case.inputs(1)
+    inputs = case.inputs
     answer = attend(inputs.problem, inputs.dout, inputs.dlse)
     right = {"out": answer.out.astype(np.float32), "dk": answer.gradients["dk"].astype(np.float32)}
     tolerances.check(right, answer, case, inputs)
@@ -112,7 +112,7 @@ def test_half_partials_double_the_tolerances_of_half_precision_only(monkeypatch:
 
 @pytest.mark.parametrize(("bias", "faults"), [("BNT", 0), ("NT", 1), ("T", 1)])
 def test_only_the_gradient_of_a_bias_that_is_not_broadcast_may_be_rounded_to_half_precision(bias: str, faults: int):
-    inputs = Case("bias", bias=bias).inputs(1)
+    inputs = Case("bias", bias=bias).inputs
     answer = attend(inputs.problem, inputs.dout)
     rounded = answer.gradients["dbias"].astype(np.float16).astype(np.float32)
     found = tolerances.rounded_to_half({"dbias": rounded}, answer)

@@ -10,9 +10,9 @@ from ringattn_core import masks
 
 from .oracle import Problem, positions
 
-Pair = tuple[np.ndarray | None, np.ndarray | None]
+Pair = tuple[np.ndarray, np.ndarray]
 Ids = Callable[[int, int, int], Pair]
-"""A function of batch, query and key length that gives both ids, `[B, T]` and `[B, S]`; one may be `None`."""
+"""A function of batch, query and key length that gives both ids, `[B, T]` and `[B, S]`."""
 Positions = Callable[[int, int, int], Pair]
 """The same for positions, `[T]` or `[B, T]`."""
 
@@ -31,17 +31,6 @@ def packed(batch: int, rows: int, columns: int) -> Pair:
     return ids, ids[:, :columns]
 
 
-def packed_alike(batch: int, rows: int, columns: int) -> Pair:
-    ids = np.repeat(_documents(1, rows, (0.4, 0.3)), batch, 0)
-    return ids, ids[:, :columns]
-
-
-def repeated(batch: int, rows: int, columns: int) -> Pair:
-    """Two ids in four runs of tokens, A B A B: a query sees both runs of its own id."""
-    ids = _documents(batch, rows, (0.2, 0.3, 0.25)) % 2
-    return ids, ids[:, :columns]
-
-
 def padding(batch: int, rows: int, columns: int) -> Pair:
     """Padding at the end, with two negative ids, and one token of padding in the middle."""
     ids = _documents(batch, rows, (0.3, 0.3))
@@ -51,25 +40,11 @@ def padding(batch: int, rows: int, columns: int) -> Pair:
     return ids, ids.copy()
 
 
-def padding_ranks(batch: int, rows: int, columns: int) -> Pair:
-    """The first half is padding: whole ranks in the contiguous layout."""
-    ids = np.zeros((batch, rows), np.int32)
-    ids[:, : rows // 2] = -1
-    return ids, ids.copy()
-
-
 def unseen_ranks(batch: int, rows: int, columns: int) -> Pair:
     """The queries of the first half have an id that no key has."""
     q_ids = np.full((batch, rows), 3, np.int32)
     q_ids[:, : rows // 2] = 8
     return q_ids, np.full((batch, columns), 3, np.int32)
-
-
-def padding_among_tokens(batch: int, rows: int, columns: int) -> Pair:
-    """Padding is whole tiles at the end, and every third token before."""
-    token = np.arange(rows)
-    ids = np.where((token % 3 == 1) | (token >= 3 * rows // 4), -1, 0)[None].repeat(batch, 0).astype(np.int32)
-    return ids, ids
 
 
 def large_ids(batch: int, rows: int, columns: int) -> Pair:
@@ -140,16 +115,7 @@ def scattered(batch: int, rows: int, columns: int) -> Pair:
 def backward_rows(batch: int, rows: int, columns: int) -> Pair:
     """Positions that count down, from another number in each batch row; below zero in the last row."""
     q, kv = far_rows(batch, rows, columns)
-    assert q is not None and kv is not None
     return q[:, ::-1], kv[:, ::-1]
-
-
-def queries_alone(batch: int, rows: int, columns: int) -> Pair:
-    return packed(batch, rows, columns)[0], None
-
-
-def keys_alone(batch: int, rows: int, columns: int) -> Pair:
-    return None, padding(batch, rows, columns)[0]
 
 
 def crossed(batch: int, rows: int, columns: int) -> Pair:
@@ -157,13 +123,6 @@ def crossed(batch: int, rows: int, columns: int) -> Pair:
 
 
 def restarting(batch: int, rows: int, columns: int) -> Pair:
-    """Positions start again at each document of `packed_alike`; `[T]`."""
-    both = restarting_rows(1, rows, columns)
-    assert both[0] is not None
-    return both[0][0], both[0][0][:columns]
-
-
-def restarting_rows(batch: int, rows: int, columns: int) -> Pair:
     """Positions start again at each document of `packed`; `[B, T]`."""
     ids = _documents(batch, rows, (0.4, 0.3))
     starts = np.stack([np.searchsorted(row, row, side="left") for row in ids])
@@ -176,31 +135,12 @@ def spread(batch: int, rows: int, columns: int) -> Pair:
     return 1501 * np.arange(rows, dtype=np.int32), 1501 * np.arange(columns, dtype=np.int32)
 
 
-def distant(batch: int, rows: int, columns: int) -> Pair:
-    """All queries come some 3000 positions after the keys: half precision cannot tell their distances apart."""
-    return np.arange(rows, dtype=np.int32) + 3000, np.arange(columns, dtype=np.int32)
-
-
-def negative(batch: int, rows: int, columns: int) -> Pair:
-    return np.arange(rows, dtype=np.int32) - 30, np.arange(columns, dtype=np.int32) - 30
-
-
-def shuffled(batch: int, rows: int, columns: int) -> Pair:
-    """Positions in random order, with repeats."""
-    rng = np.random.default_rng(3)
-    return rng.integers(-5, rows, rows).astype(np.int32), rng.permutation(columns).astype(np.int32)
-
-
 def extreme(batch: int, rows: int, columns: int) -> Pair:
     """Positions near -2^30 and 2^30, the ends of what is allowed."""
     q, kv = np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32)
     far = np.int32(2**30 - 1)
     q = np.where(q < rows // 2, q - far, far - rows + 1 + q)
     return q, np.where(kv < columns // 2, kv - far, far - columns + 1 + kv)
-
-
-def late_keys(batch: int, rows: int, columns: int) -> Pair:
-    return np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32) + rows // 3
 
 
 def later_keys(batch: int, rows: int, columns: int) -> Pair:
@@ -229,19 +169,11 @@ class Builder:
 
 
 def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return masks.Causal() if head_idx % 2 == 0 else masks.Local(15, 3)
-
-
-def _of_three(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
     return (masks.Causal(), masks.Local(15, 3), masks.Local(2, 40))[head_idx % 3]
 
 
-def _seen_by_three(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
+def _seen_by_heads(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
     return (j <= i, (j >= i - 15) & (j <= i + 3), (j >= i - 2) & (j <= i + 40))[head % 3]
-
-
-def _of_groups(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return masks.Local(3 + 4 * (head_idx // num_reps), num_heads)
 
 
 def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
@@ -253,31 +185,12 @@ def _seen_by_algebra(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, gro
     return (((j < 7) | (j <= i)) & ~near) | ((i // 5 == j // 5) & (j <= i))
 
 
-def _ids(length: int) -> np.ndarray:
-    ids = np.arange(length) // 11
-    ids[-3:] = -1
-    return ids
-
-
-def _document(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
-    return masks.Document(_ids(q_len), _ids(kv_len))
-
-
-def _seen_by_document(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
-    q_ids, kv_ids = _ids(q_index.size)[q_index], _ids(kv_index.size)[kv_index]
-    return (q_ids == kv_ids) & (q_ids >= 0)
-
-
 def _scattered(i: Any, j: Any) -> Any:
     return (i * 7 + j * 3) % 5 < 3
 
 
 def _predicate(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
     return masks.Predicate(_scattered)
-
-
-def _numpy(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> np.ndarray:
-    return _scattered(np.arange(q_len)[:, None] + head_idx, np.arange(kv_len)[None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,15 +208,7 @@ def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: i
     return Indexed((q_len, kv_len))
 
 
-OF_HEADS: Final = Builder(
-    _of_heads, lambda i, j, qi, ki, head, group: (j <= i) if head % 2 == 0 else (j >= i - 15) & (j <= i + 3)
-)
-OF_THREE: Final = Builder(_of_three, _seen_by_three)
-OF_GROUPS: Final = Builder(
-    _of_groups, lambda i, j, qi, ki, head, group: (j >= i - 3 - 4 * (head // group)) & (j <= i + 4)
-)
+OF_HEADS: Final = Builder(_of_heads, _seen_by_heads)
 ALGEBRA: Final = Builder(_algebra, _seen_by_algebra)
-DOCUMENT: Final = Builder(_document, _seen_by_document)
 PREDICATE: Final = Builder(_predicate, lambda i, j, qi, ki, head, group: _scattered(i, j))
-NUMPY: Final = Builder(_numpy, lambda i, j, qi, ki, head, group: _scattered(qi + head, ki))
 INDEXED: Final = Builder(_indexed, lambda i, j, qi, ki, head, group: _scattered(qi, ki))

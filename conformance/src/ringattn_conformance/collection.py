@@ -2,7 +2,6 @@
 """The tests of the suite, under names that are the same in every installation, and which of them a run leaves out."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -59,14 +58,12 @@ class Collection:
     `selected` the node ids that will run.
     """
 
-    modules: set[str] = dataclasses.field(default_factory=set)
     known: set[str] = dataclasses.field(default_factory=set)
     wanted: dict[str, tuple[str | None, str]] = dataclasses.field(default_factory=dict)
     selected: set[str] = dataclasses.field(default_factory=set)
 
-    def add(self, module: pytest.Module, tests: Iterable[Any], tier: str) -> None:
-        """Adds a module of the suite with all of its tests, also where the command line names only some."""
-        self.modules.add(module.path.stem)
+    def add(self, tests: Iterable[Any], tier: str) -> None:
+        """Adds all tests of a module of the suite, also where the command line names only some."""
         for item in tests:
             name = name_of(item) if isinstance(item, pytest.Item) else None
             if name is not None:
@@ -77,7 +74,7 @@ class Collection:
     @property
     def uncollected(self) -> list[str]:
         """The modules of the suite that the command line leaves out."""
-        return sorted(set(modules()) - self.modules)
+        return sorted(set(modules()) - {test.partition("::")[0] for test in self.known})
 
     def left_out(self, backend: str) -> list[str]:
         """The tests of the tier that were deselected, by `-k`, `-m`, a plugin or a node id on the command line."""
@@ -89,30 +86,9 @@ class Collection:
 
     def unknown(self, expected: Iterable[str]) -> list[str]:
         """The tests that are expected to fail and do not exist in the modules that were collected."""
-        elsewhere = set(modules()) - self.modules
+        elsewhere = self.uncollected
         return sorted(test for test in expected if test not in self.known and test.partition("::")[0] not in elsewhere)
 
     def _tests(self, backend: str, nodes: Iterable[str]) -> list[str]:
         named = (self.wanted[node] for node in nodes)
         return sorted(test for about, test in named if about in (None, backend))
-
-    def save(self, path: Path) -> None:
-        """Writes the collection to a file, in one step, for the process that reports."""
-        content = {
-            "modules": sorted(self.modules),
-            "known": sorted(self.known),
-            "wanted": self.wanted,
-            "selected": sorted(self.selected),
-        }
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(content))
-        partial.replace(path)
-
-
-def saved(folder: Path) -> Collection:
-    """The collection that the workers wrote to `folder`; they all collect the same."""
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        wanted = {node: (backend, test) for node, (backend, test) in content["wanted"].items()}
-        return Collection(set(content["modules"]), set(content["known"]), wanted, set(content["selected"]))
-    return Collection()

@@ -5,19 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from . import notes, summary
+from .certificate import SPOILING
 from .schema import BackendReport, Report
 
 APPRECIABLE: Final = 1.5
 """Errors whose ratio is below this count as equal: two machines may differ by as much."""
-ABNORMAL: Final = (
-    ("failed", "fails"),
-    ("unexpected_passes", "passes unexpectedly"),
-    ("expected_failures", "fails as expected"),
-    ("unknown_expectations", "is expected to fail and unknown"),
-    ("skipped", "skipped"),
-    ("deselected", "deselected"),
-    ("not_run", "did not run"),
-)
+ABNORMAL: Final = SPOILING | {"expected_failures": summary.OUTCOMES["expected_failure"]}
 FINE: Final = "fine"
 ABSENT: Final = "-"
 HEADINGS: Final = ("what", "before", "after")
@@ -86,9 +79,9 @@ def _of_backend(backend: BackendReport) -> dict[str, str]:
     }
     for name, feature in backend["features"].items():
         found[name] = feature["support"].lower()
-    for key, what in ABNORMAL:
-        tests: Iterable[str] = backend[key]
-        found |= {f"test {test}": what for test in tests}
+    lists: Any = backend
+    for key, what in ABNORMAL.items():
+        found |= {f"test {test}": what for test in lists[key]}
     return found
 
 

@@ -15,10 +15,11 @@ LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A case with a ring size and a layout."""
+    """A case with a ring size and a layout, and the smallest tier that holds it: none if `None`."""
 
     case: Case
     placement: Placement
+    tier: str | None
 
     def __str__(self) -> str:
         return f"{self.case}-ring{self.placement.ring}-{self.placement.layout}"
@@ -30,25 +31,25 @@ def places(case: Case, largest: int = RINGS[-1]) -> list[tuple[int, str]]:
     return [(ring, layout) for ring, layout in every if case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])]
 
 
-def points(largest: int = RINGS[-1]) -> list[tuple[Point, str | None]]:
-    """Every point with the smallest tier that holds it, or `None` for rings of more than `largest` ranks.
+def points(largest: int = RINGS[-1]) -> list[Point]:
+    """Every named case on every ring and in every layout; rings of more than `largest` ranks are in no tier.
 
     The full tier has each case in one place, the core tier has the cases that are marked so, and the exhaustive tier
     has all points.
     """
     found = []
-    for number, case in enumerate(CASES):
-        possible, chosen = places(case, largest), one_place(case, number, largest)
-        for turn, place in enumerate(places(case), start=number):
+    for case in CASES:
+        possible, chosen = places(case, largest), one_place(case, largest)
+        for turn, place in enumerate(places(case), start=case.number):
             own = (tiers.CORE if case.core else tiers.FULL) if place == chosen else tiers.EXHAUSTIVE
-            point = Point(case, Placement(*place, check_vma=turn % 2 == 0))
-            found.append((point, own if place in possible else None))
+            found.append(Point(case, Placement(*place, check_vma=turn % 2 == 0), own if place in possible else None))
     return found
 
 
-def one_place(case: Case, number: int, largest: int = RINGS[-1]) -> tuple[int, str]:
-    """A ring of several ranks and a layout, which differ from one number to the next."""
-    every = places(case, largest)
+def one_place(case: Case, largest: int = RINGS[-1]) -> tuple[int, str]:
+    """A ring of several ranks and a layout, which differ from one name to another and not with other cases."""
+    every, number = places(case, largest), case.number
     rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
+    rings = [case.ring] if case.ring in rings else rings
     possible = [place for place in every if place[0] == rings[number % len(rings)]]
-    return possible[number // len(rings) % len(possible)]
+    return possible[(number >> 8) % len(possible)]

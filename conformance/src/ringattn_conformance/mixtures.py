@@ -14,15 +14,16 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ringattn_core.contract.features import Feature
 
 from . import case_inputs
 from .cases import DTYPES, Case
+from .lattice import Point
 from .ranks import Placement
-from .tiers import RINGS
+from .tiers import CORE, FULL, RINGS
 
 Level = Mapping[str, Any]
 """Fields of `Case` and of `Placement`. The empty level leaves an option out."""
@@ -68,7 +69,7 @@ VARIANTS: Final[dict[str, dict[int, tuple[Level, ...]]]] = {
     "window": {1: ({"window": (17, 0)},), 2: ({"window": (0, 25)},)},
     "segments": {1: ({"segments": case_inputs.interleaved},)},
     "positions": {1: ({"positions": case_inputs.scattered},), 2: ({"positions": case_inputs.backward_rows},)},
-    "builder": {1: ({"builder": case_inputs.OF_THREE},), 2: ({"builder": case_inputs.INDEXED},)},
+    "builder": {2: ({"builder": case_inputs.INDEXED},)},
     "dense mask": {1: ({"dense_mask": "BNT"},), 2: ({"dense_mask": "T"},)},
     "scores": {1: ({"scale": 1.7},)},
     "bias": {
@@ -113,22 +114,13 @@ Choice = dict[str, int]
 Target = frozenset[tuple[str, int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """A case with a ring size and a layout. `cover` is the number of its cover."""
-
-    case: Case
-    placement: Placement
-    cover: int
-
-    def __str__(self) -> str:
-        return f"{self.case.name}-{self.placement}"
-
-
 @functools.cache
-def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int = 1) -> tuple[Mixture, ...]:
-    """The mixtures for a backend with these features. They use nothing else, and no ring of more than `largest`."""
-    found: list[Mixture] = []
+def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int = len(SEEDS)) -> tuple[Point, ...]:
+    """The mixtures for a backend with these features. They use nothing else, and no ring of more than `largest`.
+
+    Those of the first cover are in the core tier, those of later covers in the full tier.
+    """
+    found: list[Point] = []
     chosen: list[Choice] = []
     turns: Counter[tuple[int, str, int]] = Counter()
     for cover in range(covers):
@@ -137,13 +129,13 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
         if not all(allowed.values()):
             break
         draw = random.Random(SEEDS[cover])
-        missing = sorted(_targets(allowed) | (_on_one_rank(allowed) if cover else set()), key=sorted)
+        missing = sorted(_targets(allowed) | (_triples(allowed, ["ring"], [*FACTORS]) if cover else set()), key=sorted)
         if cover == 0:
             missing = [target for target in missing if _compiles_fast(dict(target))]
         # The later covers have two parts: pairs first, then the triples that no mixture has met so far.
         for triples in (False, True) if cover else (False,):
             if triples:
-                wanted = _options_by_size(allowed)
+                wanted = _triples(allowed, ["head size", "heads"], OPTIONS)
                 missing = sorted(wanted.difference(*(_met(choice, wanted) for choice in chosen)), key=sorted)
             while missing:
                 known = frozenset(missing)
@@ -193,7 +185,7 @@ def _call(choice: Choice, turns: Mapping[str, int] | None = None) -> tuple[Case,
     return Case(**fields), Placement(**of_placement)
 
 
-def _mixture(choice: Choice, number: int, cover: int, turns: Counter[tuple[int, str, int]]) -> Mixture:
+def _mixture(choice: Choice, number: int, cover: int, turns: Counter[tuple[int, str, int]]) -> Point:
     """The mixture of these levels. `turns` counts by dtype, factor and level the mixtures so far, and this one too."""
     keys = {factor: (choice["dtype"], factor, one) for factor, one in choice.items()}
     case, placement = _call(choice, {factor: turns[key] for factor, key in keys.items()})
@@ -203,7 +195,7 @@ def _mixture(choice: Choice, number: int, cover: int, turns: Counter[tuple[int, 
     less = 0 if placement.layout == "zigzag" else placement.ring
     lengths = {name: times * getattr(case, name) - less for name in ("q_length", "kv_length")}
     case = dataclasses.replace(case, **lengths)
-    return Mixture(case, dataclasses.replace(placement, check_vma=number % 2 == 0), cover)
+    return Point(case, dataclasses.replace(placement, check_vma=number % 2 == 0), FULL if cover else CORE)
 
 
 def _targets(allowed: Mapping[str, list[int]]) -> set[Target]:
@@ -219,27 +211,13 @@ def _targets(allowed: Mapping[str, list[int]]) -> set[Target]:
     }
 
 
-def _on_one_rank(allowed: Mapping[str, list[int]]) -> set[Target]:
-    """The triples of a ring of one, a dtype, and an option that is on."""
-    on = [(factor, levels[1]) for factor, levels in allowed.items() if len(levels) > 1]
+def _triples(allowed: Mapping[str, list[int]], factors: Sequence[str], options: Sequence[str]) -> set[Target]:
+    """The triples of a level of these factors (of the ring: one rank), a dtype, and an option that is on."""
+    places = [(factor, one) for factor in factors for one in allowed[factor] if factor != "ring" or one == RING_OF_ONE]
+    on = [(factor, allowed[factor][1]) for factor in options if len(allowed[factor]) > 1]
+    every = itertools.product(places, [("dtype", one) for one in allowed["dtype"]], on)
     everywhere = _without_choice(allowed)
-    every = (
-        frozenset((("ring", RING_OF_ONE), ("dtype", dtype), option)) for dtype in allowed["dtype"] for option in on
-    )
-    return {
-        one
-        for one in every
-        if RING_OF_ONE in allowed["ring"] and len(dict(one)) == 3 and _possible(everywhere | dict(one))
-    }
-
-
-def _options_by_size(allowed: Mapping[str, list[int]]) -> frozenset[Target]:
-    """The triples of a head size or a grouping, a dtype, and an option that is on."""
-    everywhere = _without_choice(allowed)
-    places = [(factor, one) for factor in ("head size", "heads") for one in allowed[factor]]
-    on = [(factor, 1) for factor in OPTIONS if len(allowed[factor]) > 1]
-    every = itertools.product(places, (("dtype", one) for one in allowed["dtype"]), on)
-    return frozenset(frozenset(one) for one in every if _possible(everywhere | dict(one)))
+    return {frozenset(one) for one in every if len(dict(one)) == 3 and _possible(everywhere | dict(one))}
 
 
 def _without_choice(allowed: Mapping[str, list[int]]) -> Choice:

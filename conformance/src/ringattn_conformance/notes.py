@@ -2,40 +2,31 @@
 """What a test records beside its outcome: the features that it needs, the rings it ran on, and its errors."""
 
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-Worst = dict[str, dict[str, dict[str, float]]]
-"""By dtype and result: the error that is the largest part of its tolerance, and that tolerance."""
-
-
-class _Notes(NamedTuple):
-    needed: set[str]
-    refused: set[str]
-    rings: set[tuple[int, str]]
-    worst: Worst
-
-
-_NOTES: Final = _Notes(set(), set(), set(), {})
+_NOTES: Final[dict[str, Any]] = {"needed": set(), "refused": set(), "rings": set(), "worst": {}}
+"""What the current test has recorded. `worst` has, by dtype and result, the error that is the largest part of its
+tolerance, and that tolerance."""
 
 
 def needs(features: Iterable[Any]) -> None:
     """Records that the test needs these features."""
-    _NOTES.needed.update(feature.name for feature in features)
+    _NOTES["needed"].update(feature.name for feature in features)
 
 
 def refuses(features: Iterable[Any]) -> None:
     """Records that the backend must refuse, because it lacks these features."""
-    _NOTES.refused.update(feature.name for feature in features)
+    _NOTES["refused"].update(feature.name for feature in features)
 
 
 def ring(ranks: int, emulated: bool) -> None:
     """Records a ring that ran: on as many devices, or emulated on one."""
-    _NOTES.rings.add((ranks, "emulated" if emulated else "real"))
+    _NOTES["rings"].add((ranks, "emulated" if emulated else "real"))
 
 
 def error(dtype: str, result: str, size: float, tolerance: float) -> None:
     """Records the error of a result that is within its tolerance."""
-    known = _NOTES.worst.setdefault(dtype, {})
+    known = _NOTES["worst"].setdefault(dtype, {})
     found = {"error": size, "tolerance": tolerance}
     if result not in known or share(found) > share(known[result]):
         known[result] = found
@@ -49,11 +40,11 @@ def share(found: Any) -> float:
 def take() -> dict[str, Any]:
     """Returns what the current test has recorded so far, as plain data, and clears it for the next test."""
     found = {
-        "needed": sorted(_NOTES.needed),
-        "refused": sorted(_NOTES.refused),
-        "rings": [list(one) for one in sorted(_NOTES.rings)],
-        "worst": dict(_NOTES.worst),
+        "needed": sorted(_NOTES["needed"]),
+        "refused": sorted(_NOTES["refused"]),
+        "rings": [list(one) for one in sorted(_NOTES["rings"])],
+        "worst": dict(_NOTES["worst"]),
     }
-    for kind in _NOTES:
+    for kind in _NOTES.values():
         kind.clear()
     return found

@@ -102,12 +102,6 @@ def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return np.atleast_2d(q), np.atleast_2d(kv)
 
 
-def segments(problem: Problem) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The segment ids of queries and of keys; where only one is given it serves both."""
-    q, kv = problem.q_segments, problem.kv_segments
-    return (kv if q is None else q), (q if kv is None else kv)
-
-
 def visible(problem: Problem) -> np.ndarray:
     """Which query sees which key, `[B, N, T, S]`: all masks at once, and no bias of -inf."""
     batch, rows, heads = problem.q.shape[:3]
@@ -124,7 +118,7 @@ def visible(problem: Problem) -> np.ndarray:
             seen &= j <= i + right
     if problem.chunk is not None:
         seen &= (i // problem.chunk == j // problem.chunk) & (j <= i)
-    q_ids, kv_ids = segments(problem)
+    q_ids, kv_ids = problem.q_segments, problem.kv_segments
     if q_ids is not None and kv_ids is not None:
         of_query, of_key = q_ids[:, None, :, None], kv_ids[:, None, None, :]
         seen &= (of_query == of_key) & (of_query >= 0) & (of_key >= 0)
@@ -183,12 +177,12 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         highest = np.maximum(highest, sinks.max(-1, initial=-np.inf)[None, :, None])
         largest = max(largest, float(np.max(np.abs(sinks), where=np.isfinite(sinks), initial=0.0)))
     highest = np.where(np.isneginf(highest), 0.0, highest)
-    total = np.exp(s - highest[..., None]).sum(-1)
-    if sinks is not None:
-        total = total + np.exp(sinks[None, :, None, :] - highest[..., None]).sum(-1)
+    p = np.exp(s - highest[..., None])
+    weight = None if sinks is None else np.exp(sinks[None, :, None, :] - highest[..., None])
+    total = p.sum(-1) if weight is None else p.sum(-1) + weight.sum(-1)
     lse = highest + np.log(total, where=total > 0, out=np.full_like(total, -np.inf))
-    finite_lse = np.where(np.isneginf(lse), 0.0, lse)
-    p = np.where(seen, np.exp(s - finite_lse[..., None]), 0.0)
+    total = np.where(total > 0, total, 1.0)[..., None]
+    p = p / total
     keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = np.einsum("bnts,bsnh->btnh", p * keep, v_heads)
     if dout is None:
@@ -196,8 +190,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
 
     dout = np.asarray(dout, np.float64)
     dlse = np.zeros(lse.shape) if dlse is None else np.asarray(dlse, np.float64)
-    q_ids = segments(problem)[0]
-    if q_ids is not None:  # cotangents of padding count as zeros
+    if (q_ids := problem.q_segments) is not None:  # cotangents of padding count as zeros
         dout, dlse = (q_ids >= 0)[:, :, None, None] * dout, (q_ids >= 0)[:, None] * dlse
     delta = np.einsum("btnh,btnh->bnt", dout, out) - dlse
     dp = np.einsum("btnh,bsnh->bnts", dout, v_heads)
@@ -216,8 +209,8 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     if problem.slopes is not None:
         gradients["dslopes"] = -np.sum(ds * distances(problem), (0, 2, 3))
         slack["dslopes"] = float(np.abs(np.sum(p * rounding[..., None] * distances(problem), (0, 2, 3))).max())
-    if problem.sinks is not None and sinks is not None:
-        weight = np.exp(sinks[None, :, None, :] - finite_lse[..., None]) * ~np.isneginf(lse)[..., None]
+    if problem.sinks is not None and weight is not None:
+        weight = weight / total
         of_heads = -np.sum(weight * delta[..., None], (0, 2))
         slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads

@@ -5,7 +5,7 @@ Nothing here imports JAX before the suite is asked for.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -14,12 +14,9 @@ from . import devices, environment, expectations, run_options, tiers, tolerance_
 from .collection import PARAMETER
 from .recorder import Recorder
 
-MIXTURE: Final = "ringattn_mixture"
-FORWARD_MIXTURE: Final = "ringattn_forward_mixture"
-COVERS: Final = 2
-"""How many covers of mixtures the full tier has; the core tier has one."""
-FORWARD_STEP: Final = 6
-"""One of this many mixtures also runs without gradients, which is another program."""
+POINTS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_forward_mixture": 6}
+"""The parameters that are calls of a backend: named ones, and mixtures. One of so many is tried: where a test runs
+mixtures without gradients, which is another program, not all."""
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 
@@ -76,20 +73,27 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    names = metafunc.fixturenames
-    mixtures = [name for name in names if name in (MIXTURE, FORWARD_MIXTURE)]
-    if mixtures:
-        metafunc.parametrize(
-            (PARAMETER, *mixtures), _mixtures(metafunc.config, FORWARD_STEP if FORWARD_MIXTURE in names else 1)
-        )
-    elif PARAMETER in names:
+    for name in POINTS.keys() & {*metafunc.fixturenames}:
+        found = [
+            pytest.param(backend, point, id=f"{backend}-{point}", marks=tiers.mark(point.tier))
+            for backend in backends(metafunc.config)
+            for point in _points(name, backend, metafunc.config.option.ringattn_largest_ring)[:: POINTS[name]]
+        ]
+        return metafunc.parametrize((PARAMETER, name), found)
+    if PARAMETER in metafunc.fixturenames:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
-    if "ringattn_point" in names:
-        from .lattice import points
 
-        found = points(metafunc.config.option.ringattn_largest_ring)
-        parameters = [pytest.param(point, id=str(point), marks=tiers.mark(tier)) for point, tier in found]
-        metafunc.parametrize("ringattn_point", parameters)
+
+def _points(name: str, backend: str, largest: int) -> Sequence[Any]:
+    from ringattn_core.backends import discovery
+    from ringattn_core.contract.features import Feature
+
+    from .lattice import points
+    from .mixtures import mixtures
+
+    if name == "ringattn_point":
+        return points(largest)
+    return mixtures(frozenset(filter(discovery.get(backend).descriptor().supports, Feature)), largest)
 
 
 @pytest.fixture
@@ -98,46 +102,27 @@ def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
     return request.config.option.ringattn_largest_ring
 
 
-def _mixtures(config: pytest.Config, step: int) -> list[Any]:
-    """Every backend with every `step`-th of its mixtures; those of the first cover are in the core tier."""
-    from ringattn_core.backends import discovery
-    from ringattn_core.contract.features import Feature
-
-    from .mixtures import mixtures
-
-    found = []
-    for name in backends(config):
-        features = frozenset(filter(discovery.get(name).descriptor().supports, Feature))
-        for mixture in mixtures(features, config.option.ringattn_largest_ring, COVERS)[::step]:
-            tier = tiers.mark(tiers.FULL if mixture.cover else tiers.CORE)
-            found.append(pytest.param(name, mixture, id=f"{name}-{mixture}", marks=tier))
-    return found
-
-
 def backends(config: pytest.Config) -> list[str]:
     """The backends named on the command line, or every installed one that is available on this machine."""
     from ringattn_core.backends import discovery
-    from ringattn_core.errors import RingAttnError
+    from ringattn_core.errors import RingAttnError, from_clone
 
-    named = config.getoption("ringattn_backends")
-    if named:
-        for name in named:
-            try:
-                reason = discovery.get(name).why_unavailable()
-            except RingAttnError as error:
-                raise pytest.UsageError(f"{run_options.BACKEND} {name}: {error}") from error
-            if reason is not None:
-                raise pytest.UsageError(f"{run_options.BACKEND} {name}: {reason}")
-        return list(dict.fromkeys(named))
-    reasons = {name: found.why_unavailable() for name, found in discovery.registrations().items()}
-    available = [name for name, reason in reasons.items() if reason is None]
+    def reason(name: str) -> str | None:
+        try:
+            return discovery.get(name).why_unavailable()
+        except RingAttnError as error:
+            return str(error)
+
+    named = list(dict.fromkeys(config.getoption("ringattn_backends") or ()))
+    reasons = {name: reason(name) for name in named or discovery.registrations()}
+    for name in named:
+        if reasons[name] is not None:
+            raise pytest.UsageError(f"{run_options.BACKEND} {name}: {reasons[name]}")
+    available = [name for name, why in reasons.items() if why is None]
     if not available:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none is installed"
-        from ringattn_core.errors import from_clone
-
-        raise pytest.UsageError(
-            f"no ring-attention backend can run here ({why}). To add one: {from_clone('ringattn-xla')}"
-        )
+        why = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "none is installed"
+        remedy = f"To add one: {from_clone('ringattn-xla')}"
+        raise pytest.UsageError(f"no ring-attention backend can run here ({why}). {remedy}")
     return available
 
 

@@ -162,27 +162,18 @@ class Placed:
         return operands, fixed, tuple(self.spec(name, x.shape) for name, x in results)
 
     def _emulated(self, local: Local, operands: Arrays, fixed: Arrays) -> tuple[jax.Array, ...]:
-        ring = self.placement.ring
-
         def split(name: str, x: jax.Array) -> jax.Array:
             axis = self.axis_of_tokens(name, x.shape)
-            if axis is None:
-                return x
-            return jnp.moveaxis(x.reshape(*x.shape[:axis], ring, x.shape[axis] // ring, *x.shape[axis + 1 :]), axis, 0)
+            return x if axis is None else x.reshape(*x.shape[:axis], self.placement.ring, -1, *x.shape[axis + 1 :])
 
         trees = (operands, fixed)
         shards = [{name: split(name, x) for name, x in tree.items()} for tree in trees]
-        axes = [{n: None if self.axis_of_tokens(n, x.shape) is None else 0 for n, x in tree.items()} for tree in trees]
-        found = jax.vmap(local, tuple(axes), axis_name=RING)(*shards)
-        whole = []
-        for name, x in zip(self.outputs, found, strict=True):
-            axis = self.axis_of_tokens(name, x.shape[1:])
-            if axis is None:
-                whole.append(x[0])
-                continue
-            x = jnp.moveaxis(x, 0, axis)
-            whole.append(x.reshape(*x.shape[:axis], ring * x.shape[axis + 1], *x.shape[axis + 2 :]))
-        return tuple(whole)
+        in_axes = [{name: self.axis_of_tokens(name, x.shape) for name, x in tree.items()} for tree in trees]
+        results = list(zip(self.outputs, self.cotangents, strict=True))
+        out_axes = [self.axis_of_tokens(name, x.shape) for name, x in results]
+        found = jax.vmap(local, tuple(in_axes), tuple(axis or 0 for axis in out_axes), axis_name=RING)(*shards)
+        whole = zip(found, results, out_axes, strict=True)
+        return tuple(x[0] if axis is None else x.reshape(like.shape) for x, (_, like), axis in whole)
 
     def changed(self, **arrays: Any) -> "Placed":
         """The same with other arrays, or another seed, in the problem."""
@@ -196,19 +187,7 @@ class Placed:
 
 
 def place(case: Case, placement: Placement, backend: str) -> Placed:
-    return Placed(case, placement.here(), backend, inputs_of(case, placement.ring))
-
-
-@functools.lru_cache(maxsize=512)
-def inputs_of(case: Case, ring: int) -> Inputs:
-    return case.inputs(ring)
-
-
-@functools.lru_cache(maxsize=512)
-def answer_of(case: Case, ring: int) -> oracle.Answer:
-    """The oracle's answer. It depends on the ring only for cases whose length is given for each rank."""
-    inputs = inputs_of(case, ring)
-    return oracle.attend(inputs.problem, inputs.dout, inputs.dlse)
+    return Placed(case, placement.here(), backend, case.inputs)
 
 
 def with_gradients(everywhere: Local) -> Callable[[Arrays, Arrays, tuple[jax.Array, ...]], tuple[Any, Arrays]]:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recorder of a run of pytest: it selects the tier, collects outcomes and writes the report."""
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, cast
 
 import pytest
 
 from . import notes, run_options, summary, tiers
-from .collection import Collection, Name, in_suite, name_of, saved
+from .collection import Collection, Name, in_suite, name_of
 from .expectations import Expectations
 from .report import Run, document
 from .schema import Options, Outcome, Report, write
@@ -17,8 +15,8 @@ from .schema import Options, Outcome, Report, write
 NAME: Final = "ringattn_name"
 NOTES: Final = "ringattn_notes"
 """The properties of a test report that carry the test's name and notes to the process that reports."""
-SHARED: Final = "ringattn_collections"
-"""The entry of a worker's input that names the folder for its collection."""
+COLLECTION: Final = "ringattn_collection"
+"""The entry of a worker's output with its collection."""
 PHASES: Final = ("setup", "call", "teardown")
 
 
@@ -28,7 +26,7 @@ class Recorder:
     def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
         self.config, self.expected, self.backends = config, expected, backends
         self.run, self.collection = Run(), Collection()
-        self.folder: Path | None = None
+        self.workers: list[Any] = []
         self.report: Report | None = None
 
     @pytest.hookimpl(wrapper=True, trylast=True)
@@ -38,7 +36,7 @@ class Recorder:
         if isinstance(collector, pytest.Module) and report.passed:
             tier = self.config.option.ringattn_tier
             if in_suite(collector.path):
-                self.collection.add(collector, report.result, tier)
+                self.collection.add(report.result, tier)
             report.result = [node for node in report.result if _within(tier, node)]
         return report
 
@@ -54,18 +52,13 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.collection.selected = {item.nodeid for item in session.items}
-        worker = getattr(self.config, "workerinput", {})
-        if SHARED in worker:
-            self.collection.save(Path(worker[SHARED], f"{worker['workerid']}.json"))
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput[COLLECTION] = vars(self.collection)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Gives a worker of pytest-xdist the folder where it writes its collection."""
-        if self.folder is None:
-            folder = tempfile.TemporaryDirectory()
-            self.config.add_cleanup(folder.cleanup)
-            self.folder = Path(folder.name)
-        node.workerinput[SHARED] = str(self.folder)
+        """Keeps the workers of pytest-xdist: they collect, and all collect the same."""
+        self.workers.append(node)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
@@ -97,11 +90,13 @@ class Recorder:
         elif report.failed and report.when not in PHASES:
             self.run.crashes.append(report.nodeid)
 
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Writes the report, in the main process only: under pytest-xdist all outcomes arrive there."""
         if hasattr(self.config, "workerinput") or self.config.option.collectonly:
             return
-        collection = saved(self.folder) if self.folder else self.collection
+        collections = [getattr(worker, "workeroutput", {}).get(COLLECTION) for worker in self.workers]
+        collection = next((Collection(**found) for found in collections if found), self.collection)
         expected = {name: self.expected.of(name) for name in self.backends()}
         options: Options = {
             "tier": self.config.option.ringattn_tier,

@@ -122,28 +122,30 @@ def _rings(tests: list[Ran]) -> dict[str, dict[str, int]]:
 
 def _feature(feature: str, support: Any, tests: list[Ran], passes: Any) -> FeatureReport:
     needing = [ran for ran in tests if feature in ran.notes.get("needed", ())]
-    errors = [
-        cast(Nearest, {"dtype": dtype, "result": result, "test": ran.name.test, **found})
-        for ran in needing
-        for dtype, results in ran.notes["worst"].items()
-        for result, found in results.items()
-    ]
     return {
         "support": support.name if support else UNDECLARED,
         "outcomes": _counted(needing),
         "refusals": sum(feature in ran.notes.get("refused", ()) for ran in tests),
-        "worst": max(errors, key=notes.share, default=None),
+        "worst": next(reversed(_errors(needing)), None),
         "tried": coverage.tried(feature, passes),
     }
+
+
+def _errors(tests: list[Ran]) -> list[Nearest]:
+    """The errors of all results, those that are the largest part of their tolerance last."""
+    found = [
+        cast(Nearest, {"dtype": dtype, "result": result, "test": ran.name.test, **error})
+        for ran in tests
+        for dtype, results in ran.notes.get("worst", {}).items()
+        for result, error in results.items()
+    ]
+    return sorted(found, key=notes.share)
 
 
 def _worst(tests: list[Ran]) -> dict[str, dict[str, Error]]:
     """For each dtype and result, of all errors, the one that is the largest part of its tolerance."""
     worst: dict[str, dict[str, Error]] = {}
-    for ran in tests:
-        for dtype, results in ran.notes.get("worst", {}).items():
-            known = worst.setdefault(dtype, {})
-            for result, found in results.items():
-                if result not in known or notes.share(found) > notes.share(known[result]):
-                    known[result] = {"error": found["error"], "tolerance": found["tolerance"], "test": ran.name.test}
+    for one in _errors(tests):
+        found: Error = {"error": one["error"], "tolerance": one["tolerance"], "test": one["test"]}
+        worst.setdefault(one["dtype"], {})[one["result"]] = found
     return worst

@@ -2,13 +2,14 @@
 """The text at the end of a run: a table of features, the tests left out, and the verdict on the certificate."""
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from . import notes
+from .certificate import CRASHED, SPOILING
 from .schema import BackendReport, FeatureReport, Report
 
 LISTED: Final = 20
@@ -37,19 +38,13 @@ def lines(backend: BackendReport, report: Report) -> list[str]:
     found = [*table((HEADINGS, *rows)), "", "rings: " + (_rings(backend["rings"]) or "none")]
     if report["options"]["tolerance_factor"] != 1:
         found.append(f"EVERY TOLERANCE TIMES {report['options']['tolerance_factor']:g}")
-    for key, what in (
-        ("failed", "failed"),
-        ("unexpected_passes", "expected to fail and passed"),
-        ("unknown_expectations", "expected to fail and unknown"),
-        ("deselected", "deselected"),
-        ("skipped", "skipped"),
-        ("not_run", "selected and not run"),
-    ):
-        found += listed(what, backend[key])
+    lists: Any = backend
+    for key, what in SPOILING.items():
+        found += listed(what, lists[key])
     found += listed("declared, not tried", backend.get("untried", ()))
     found += listed("pairs that no test compared", backend.get("uncovered", ()))
     found += listed("expected to fail", (f"{test}: {why}" for test, why in backend["expected_failures"].items()))
-    found += listed("crashed the process", report["crashes"])
+    found += listed(CRASHED, report["crashes"])
     found.append(", ".join(f"{n} {OUTCOMES[outcome]}" for outcome, n in backend["outcomes"].items()) or "nothing ran")
     return [*found, verdict(backend)]
 

@@ -11,7 +11,7 @@ EXHAUSTIVE: Final = "exhaustive"
 RINGS: Final = (1, 2, 3, 4, 8)
 TIERS: Final = {
     CORE: "every feature and every kind of promise at least once, in minutes on a laptop",
-    FULL: "every case, on two rings each, the most used options on every ring and in every layout",
+    FULL: "every named case on one ring, and more mixtures of options, on rings of up to 8",
     EXHAUSTIVE: "every case on every ring and in every layout, by optimised programs: hours on a laptop",
 }
 """From the smallest to the largest. A test without a mark is in the full tier."""

@@ -211,6 +211,14 @@ def test_one_side_given_alone_needs_as_many_queries_as_keys(argument: str):
         ring_attention(q, k, v, **{argument: np.zeros((B, length), int)})
 
 
+@pytest.mark.parametrize("argument", ["q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions"])
+def test_one_side_given_alone_serves_both(argument: str):
+    given = np.arange(B * T, dtype=np.int32).reshape(B, T)
+    call = validated(*arrays(), **{argument: given})
+    for side in ("q_", "kv_"):
+        np.testing.assert_array_equal(getattr(call, side + argument.partition("_")[2]), given)
+
+
 def test_seeds_of_32_bits_are_kept_as_they_are():
     seeds = {3: 3, -1: 2**32 - 1, 2**32 - 1: 2**32 - 1}
     for given, bits in seeds.items():

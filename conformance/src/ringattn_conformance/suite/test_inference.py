@@ -91,12 +91,6 @@ def test_prefill_that_sends_the_queries(ringattn_backend: str, name: str, ringat
         _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="queries"), gradients=False)
 
 
-@pytest.mark.parametrize("name", ["plain", "everything", "bfloat16-sinks"])
-def test_prefill_that_sends_the_keys_and_its_gradients(ringattn_backend: str, name: str, ringattn_largest_ring: int):
-    placed = _placed(name, ringattn_backend, ringattn_largest_ring)
-    _agrees(placed, lambda arrays: _from_cache(prefill_attention, placed, arrays, send="keys"))
-
-
 @tiers.mark(tiers.CORE, "3-plain", "3-everything")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tokens", [1, 3])
