@@ -131,7 +131,10 @@ def of_bitmap(
 
 
 def together(rows: int, heads: int, programs: int) -> int:
-    """How many heads run side by side: the least power of two that makes `programs`, as far as it divides `heads`."""
+    """How many heads run side by side: the least power of two that gives `programs` programs and divides `heads`.
+
+    If no such power divides `heads`, the largest one that does. Each head has `rows` programs.
+    """
     enough = 1
     while enough * rows < programs and heads % (2 * enough) == 0:
         enough *= 2

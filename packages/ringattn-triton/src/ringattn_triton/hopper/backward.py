@@ -80,7 +80,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
 
 def _enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
-    """Whether there are so many heads that turns of one head seldom wait for each other."""
+    """Whether enough heads run side by side that turns of one head, which add to its dq in order, seldom wait."""
     least = -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // _steps_of_all(constants, plan))
     return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .backward_memory import allocated, plain_layout
 from .backward_products import compute_gradients, results_by_tma
-from .backward_transfers import Tiles, add_dq, fetch_tiles
+from .backward_transfers import BackwardTiles, add_dq, fetch_tiles
 from .backward_turns import Turns
 from .bias_tiles import tiles_of_bias
 from .head_tiles import tiles_of_heads, tiles_of_results
@@ -73,7 +73,7 @@ def backward(
         DS_ROWS: gl.constexpr = BATCH * F.heads * PLAN.strip_rows * Q_TILES * KV_TILE
         DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KV_TILE, Q_TILE], TYPE)
         ds = tma.make_tensor_descriptor(DHEADS_OR_DS, [DS_ROWS, Q_TILE], [Q_TILE, 1], [KV_TILE, Q_TILE], DS_LAYOUT)
-    tiles = Tiles(
+    tiles = BackwardTiles(
         k=tiles_of_heads(K, F.kv_heads, KV_ROWS, F.head_dim, F.k_head, F.k_token, KV_TILE),
         v=tiles_of_heads(values, F.kv_heads, KV_ROWS, F.value_dim, F.v_head, F.v_token, KV_TILE),
         q=tiles_of_heads(Q, F.heads, Q_ROWS, F.head_dim, F.head_dim, F.heads * F.head_dim, Q_TILE),

@@ -34,7 +34,7 @@ DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
 
 TURN: gl.constexpr = gl.constexpr(0)
-"""Of each turn its number. This place and those below are the first of two in `Shared.numbers`."""
+"""Of each turn its number. This place and those below are the first of two in `BackwardMemory.numbers`."""
 BEFORE: gl.constexpr = gl.constexpr(2)
 """How many steps of a turn need a mask, then (`WHOLE`) need none, and then (`AFTER`) need one again."""
 WHOLE: gl.constexpr = gl.constexpr(4)
@@ -43,7 +43,7 @@ TILE: gl.constexpr = gl.constexpr(8)
 """The number of the query tile in each place of queries."""
 
 TURN_FULL: gl.constexpr = gl.constexpr(0)
-"""The numbers of a turn can be read. This place and those below are in `Shared.barriers`."""
+"""The numbers of a turn can be read. This place and those below are in `BackwardMemory.barriers`."""
 TURN_EMPTY: gl.constexpr = gl.constexpr(2)
 KV_EMPTY: gl.constexpr = gl.constexpr(4)
 """In `wide_products`: both consumers are done with keys and values."""
@@ -54,7 +54,7 @@ _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
 
 
-class Shared(NamedTuple):
+class BackwardMemory(NamedTuple):
     """The shared memory through which the warps of a program exchange data.
 
     `numbers` and `barriers` have the places above, `q_full` a barrier for each place of queries. Barriers are in shared
@@ -86,7 +86,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
-    """Allocates the `Shared` memory of a program and initialises its barriers."""
+    """Allocates the `BackwardMemory` of a program and initialises its barriers."""
     DS_ROWS: gl.constexpr = PLAN.kv_tile * (2 if PLAN.wide else 1)  # float32 weights take twice the room of ds
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
@@ -105,7 +105,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     if PLAN.wide:
         dout = places_of_heads(TYPE, PLAN.dout_stages, PLAN.dout_stages, PLAN.q_tile, F.value_dim)
         v = places_of_heads(TYPE, 1, 1, PLAN.kv_tile, F.value_dim)
-    shared = Shared(
+    shared = BackwardMemory(
         barriers=gl.allocate_shared_memory(gl.int64, [PLAN.barriers, 1], mbarrier.MBarrierLayout()),
         q_full=gl.allocate_shared_memory(gl.int64, [PLAN.stages, 1], mbarrier.MBarrierLayout()),
         numbers=gl.allocate_shared_memory(gl.int32, [16, 1], NUMBER),

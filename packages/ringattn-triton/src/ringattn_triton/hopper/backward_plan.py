@@ -34,7 +34,7 @@ class BackwardPlan:
 
     @property
     def barriers(self) -> int:
-        """The size of the array of barriers in `backward_memory.Shared`: Triton wants a power of two."""
+        """The size of the array of barriers in `BackwardMemory`: Triton wants a power of two."""
         return power_of_two(5 + self.dout_stages)
 
     @property

@@ -56,7 +56,7 @@ def wait_for_additions(_semantic=None):
     _semantic.builder.create_inline_asm(assembly, "=r,~{memory}", [], [result], False, 1)
 
 
-class Tiles(NamedTuple):
+class BackwardTiles(NamedTuple):
     """Descriptors of the tiles in device memory that a program fetches and writes.
 
     `dq` is a piece of a tile, in the order of shared memory. `away` is used for distances and for shifts only, and `dk`

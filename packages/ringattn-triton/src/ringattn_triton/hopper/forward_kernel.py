@@ -19,7 +19,7 @@ from .dropout import counter_of_queries, draws
 from .handover import leave
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
 from .order import pass_order, softmax_first, wait_for_order
-from .pipeline import Shared, begin, next_turn, of_turn, produce
+from .pipeline import ForwardMemory, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
@@ -47,7 +47,7 @@ def forward(
     positions = queries
     if F.distances:
         positions = gl.allocate_shared_memory(gl.float32, [2 * PLAN.stages, PLAN.kv_tile], NUMBER)
-    shared = Shared(
+    shared = ForwardMemory(
         queries,
         gl.allocate_shared_memory(gl.int64, [PLAN.q_places, 1], BARRIER),
         places_of_heads(TYPE, PLAN.stages, PLAN.stages, PLAN.kv_tile, F.head_dim),

@@ -29,7 +29,7 @@ from .schedules import CONSUMER_ROWS
 from .shared_numbers import read_number, write_number
 
 
-class Shared(NamedTuple):
+class ForwardMemory(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
     The producer or its fetches arrive at the `full` barrier of a place; hardware barriers say that a place is empty
@@ -53,7 +53,7 @@ class Shared(NamedTuple):
     positions: Any
 
 
-class Tiles(NamedTuple):
+class ForwardTiles(NamedTuple):
     """TMA descriptors of tiles of queries, keys, values, bias and results.
 
     Where a kernel has no bias, or stores its results in another way, the field holds the descriptor of the queries.
@@ -166,7 +166,7 @@ def produce(
 
 @gluon.jit
 def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
-    """The `Tiles` of a launch."""
+    """The `ForwardTiles` of a launch."""
     Q, K, V, OUT = ARRAYS
     KV_ROWS: gl.constexpr = BATCH * F.kv_length
     q_tiles = tiles_of_heads(
@@ -181,7 +181,7 @@ def _tiles(ARRAYS, P, F: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr):
     out_tiles = q_tiles
     if PLAN.stored:
         out_tiles = tiles_of_results(OUT, BATCH, F.q_length, F.heads, F.value_dim)
-    return Tiles(q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
+    return ForwardTiles(q_tiles, k_tiles, v_tiles, bias_tiles, out_tiles)
 
 
 @gluon.jit
