@@ -135,7 +135,7 @@ def mixtures(features: frozenset[Feature], largest: int = RINGS[-1], covers: int
         # The later covers have two parts: pairs first, then the triples that no mixture has met so far.
         for triples in (False, True) if cover else (False,):
             if triples:
-                wanted = _triples(allowed, ["head size", "heads"], OPTIONS)
+                wanted = frozenset(_triples(allowed, ["head size", "heads"], OPTIONS))
                 missing = sorted(wanted.difference(*(_met(choice, wanted) for choice in chosen)), key=sorted)
             while missing:
                 known = frozenset(missing)

@@ -52,8 +52,9 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.collection.selected = {item.nodeid for item in session.items}
-        if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput[COLLECTION] = vars(self.collection)
+        output: Any = getattr(self.config, "workeroutput", None)  # only the workers of pytest-xdist have it
+        if output is not None:
+            output[COLLECTION] = vars(self.collection)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
