@@ -153,18 +153,17 @@ Build = Callable[[int, int, int, int, int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """A `mask_builder`, and the same mask for the oracle: `seen(i, j, q_index, kv_index, head, group) -> bool`."""
+    """A `mask_builder`, and the same mask for the oracle: `seen(i, j, q_index, kv_index, head) -> bool`."""
 
     build: Build
-    seen: Callable[[Any, Any, Any, Any, int, int], Any]
+    seen: Callable[[Any, Any, Any, Any, int], Any]
 
     def dense(self, problem: Problem) -> np.ndarray:
         """The mask as an array `[B|1, N, T, S]`."""
         q, kv = positions(problem)
         q_index, kv_index = np.arange(q.shape[1]), np.arange(kv.shape[1])
-        heads, group = problem.q.shape[2], problem.q.shape[2] // problem.k.shape[2]
         i, j = q[:, :, None], kv[:, None, :]
-        each = [self.seen(i, j, q_index[:, None], kv_index[None], head, group) for head in range(heads)]
+        each = [self.seen(i, j, q_index[:, None], kv_index[None], head) for head in range(problem.q.shape[2])]
         return np.stack([np.broadcast_to(one, (q.shape[0], q.shape[1], kv.shape[1])) for one in each], 1)
 
 
@@ -172,7 +171,7 @@ def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: 
     return (masks.Causal(), masks.Local(15, 3), masks.Local(2, 40))[head_idx % 3]
 
 
-def _seen_by_heads(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
+def _seen_by_heads(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
     return (j <= i, (j >= i - 15) & (j <= i + 3), (j >= i - 2) & (j <= i + 40))[head % 3]
 
 
@@ -180,7 +179,7 @@ def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: i
     return ((masks.Prefix(7) | masks.Causal()) & ~masks.Local(2, 2)) | masks.Chunked(5)
 
 
-def _seen_by_algebra(i: Any, j: Any, q_index: Any, kv_index: Any, head: int, group: int) -> Any:
+def _seen_by_algebra(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
     near = (j >= i - 2) & (j <= i + 2)
     return (((j < 7) | (j <= i)) & ~near) | ((i // 5 == j // 5) & (j <= i))
 
@@ -210,5 +209,5 @@ def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: i
 
 OF_HEADS: Final = Builder(_of_heads, _seen_by_heads)
 ALGEBRA: Final = Builder(_algebra, _seen_by_algebra)
-PREDICATE: Final = Builder(_predicate, lambda i, j, qi, ki, head, group: _scattered(i, j))
-INDEXED: Final = Builder(_indexed, lambda i, j, qi, ki, head, group: _scattered(qi, ki))
+PREDICATE: Final = Builder(_predicate, lambda i, j, qi, ki, head: _scattered(i, j))
+INDEXED: Final = Builder(_indexed, lambda i, j, qi, ki, head: _scattered(qi, ki))

@@ -38,13 +38,12 @@ DROPOUT_SEEDS: Final = (0x9E3779B1, 0, 2**31, 2**32 - 1)
 class Case:
     """The options of a call. Its numbers are the same for every ring size, layout and backend.
 
-    Lengths are global. `bias` and `dense_mask` name the axes that are full
-    ("BNTS"); the others are 1, columns excepted. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is
-    `shared`, `head` or `each` (`[N, 2]`).
-    `gain` multiplies the queries, `value_gain` the values, `cotangent_gain` the cotangent of the output, and `slopes`
-    ALiBi's slopes of about a quarter (0: no ALiBi). About
+    Lengths are global. `bias` and `dense_mask` name the axes that are full ("BNTS"); the others are 1, columns
+    excepted. The bias has the dtype of the queries, or `bias_dtype`. `sinks` is `shared`, `head`, `each` (`[N, 2]`) or
+    `closed`: as `each`, and the first head's are -inf. `gain` multiplies the queries, `value_gain` the values,
+    `cotangent_gain` the cotangent of the output, and `slopes` ALiBi's slopes of about a quarter (0: no ALiBi). About
     `nonzero` components of each query are not zero, and larger, so that scores are as large as with all components.
-    `core` puts the case in the core tier, and `ring` is its ring in these tiers where one is needed for its purpose.
+    `core` puts the case in the core tier. `ring` is its ring there and in the full tier, if it needs a certain one.
     """
 
     name: str
@@ -195,8 +194,11 @@ class Case:
     def _sinks(self, rng: np.random.Generator) -> np.ndarray | None:
         if self.sinks is None:
             return None
-        shape = {"shared": (self.heads + 1,), "head": (self.heads,), "each": (self.heads, 2)}[self.sinks]
-        return rng.standard_normal(shape).astype(np.float32)
+        shape = {"shared": (self.heads + 1,), "head": (self.heads,)}.get(self.sinks, (self.heads, 2))
+        sinks = rng.standard_normal(shape).astype(np.float32)
+        if self.sinks == "closed":
+            sinks[0] = -np.inf
+        return sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +228,7 @@ ALONE: Final = (
     Case("causal", causal=True, core=True),
     Case("window", window=7, core=True),
     Case("window-self", window=(0, 0)),
+    Case("window-huge", window=2**31 - 1),
     Case("chunk", chunk=16),
     Case("chunk-larger-than-shard", chunk=29),
     Case("segments", segments=case_inputs.packed, core=True),
@@ -247,7 +250,7 @@ ALONE: Final = (
     # Without a mask, nothing but the kernel itself keeps out what lies beyond the last key in its tile.
     Case("sinks", sinks="head", core=True, dtype="bfloat16"),
     Case("sinks-each", lse=True, sinks="each", **_GROUPED),
-    Case("sinks-empty-rows", lse=True, sinks="head", segments=case_inputs.unseen_ranks),
+    Case("sinks-closed-empty-rows", lse=True, sinks="closed", segments=case_inputs.unseen_ranks),
     Case("bias", bias="BNT", core=True),
     Case("bias-rows", bias="T", causal=True),
     Case("bias-heads", bias="N"),
@@ -267,7 +270,7 @@ COMBINED: Final = (
     Case("length-one", q_length=8, kv_length=8, causal=True, dtype="bfloat16", ring=8),
     Case("length-one-everything", dtype="float16", q_length=8, kv_length=8, ring=8, causal=True, bias="NT",
          sinks="head", dropout=0.3, slopes=1, soft_cap=3.0),
-    Case("one-query", q_length=4, kv_length=36, window=(3, 4), **_GROUPED),
+    Case("one-query", q_length=4, kv_length=36, window=(3, 4), ring=4, **_GROUPED),
     Case("batch-one", batch=1, heads=1, kv_heads=1, causal=True, head_dim=1, value_dim=1),
     # The gradients of the scores exceed float16 unless they are multiplied by the scale first.
     Case("float16-derivatives", dtype="float16", head_dim=192, value_dim=192, window=(1, 0), scale=2.0**-10,
@@ -307,7 +310,7 @@ LONG: Final = (
          window=(70, None), positions=case_inputs.far_rows, bias="NT"),
     Case("long-half-bias", dtype="float16", q_length=512, kv_length=512, head_dim=128, value_dim=128,
          positions=case_inputs.far_rows, causal=True, bias="NT", bias_forbids=True, ring=2),
-    Case("blocks-everything", block_size=16, q_length=96, kv_length=192, chunk=50, segments=case_inputs.crossed,
+    Case("blocks-everything", block_size=16, q_length=96, kv_length=192, ring=2, chunk=50, segments=case_inputs.crossed,
          sinks="each", dropout=0.2, slopes=1, soft_cap=3.0, builder=case_inputs.ALGEBRA, dense_mask="BNT",
          bias="B", bias_forbids=True, value_dim=6, **_GROUPED),
 )  # fmt: skip

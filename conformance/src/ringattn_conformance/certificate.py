@@ -9,7 +9,7 @@ from .tiers import RINGS
 SPOILING: Final = {
     "failed": "failed",
     "unexpected_passes": "passed unexpectedly",
-    "unknown_expectations": "expected to fail and unknown",
+    "unknown_expectations": "expected to fail and not in the suite",
     "deselected": "deselected",
     "skipped": "skipped",
     "not_run": "selected and not run",

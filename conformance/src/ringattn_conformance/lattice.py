@@ -15,7 +15,7 @@ LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A case with a ring size and a layout, and the smallest tier that holds it: none if `None`."""
+    """A case with a ring size and a layout, and the smallest tier that holds it; `None` if no tier does."""
 
     case: Case
     placement: Placement
@@ -47,7 +47,10 @@ def points(largest: int = RINGS[-1]) -> list[Point]:
 
 
 def one_place(case: Case, largest: int = RINGS[-1]) -> tuple[int, str]:
-    """A ring of several ranks and a layout, which differ from one name to another and not with other cases."""
+    """The ring and the layout of a case in the tiers core and full: by `case.ring`, or else a hash of its name.
+
+    So a new case moves no other. The ring has several ranks where the lengths allow.
+    """
     every, number = places(case, largest), case.number
     rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
     rings = [case.ring] if case.ring in rings else rings

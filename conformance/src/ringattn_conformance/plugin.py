@@ -14,9 +14,9 @@ from . import devices, environment, expectations, run_options, tiers, tolerance_
 from .collection import PARAMETER
 from .recorder import Recorder
 
-POINTS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_forward_mixture": 6}
-"""The parameters that are calls of a backend: named ones, and mixtures. One of so many is tried: where a test runs
-mixtures without gradients, which is another program, not all."""
+STEPS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_forward_mixture": 6}
+"""The test parameters that are calls, and the step between those that run: without gradients, which is another program,
+every sixth mixture."""
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 
@@ -73,11 +73,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name in POINTS.keys() & {*metafunc.fixturenames}:
+    for name in STEPS.keys() & {*metafunc.fixturenames}:
         found = [
             pytest.param(backend, point, id=f"{backend}-{point}", marks=tiers.mark(point.tier))
             for backend in backends(metafunc.config)
-            for point in _points(name, backend, metafunc.config.option.ringattn_largest_ring)[:: POINTS[name]]
+            for point in _points(name, backend, metafunc.config.option.ringattn_largest_ring)[:: STEPS[name]]
         ]
         return metafunc.parametrize((PARAMETER, name), found)
     if PARAMETER in metafunc.fixturenames:

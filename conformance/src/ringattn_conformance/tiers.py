@@ -12,7 +12,7 @@ RINGS: Final = (1, 2, 3, 4, 8)
 TIERS: Final = {
     CORE: "every feature and every kind of promise at least once, in minutes on a laptop",
     FULL: "every named case on one ring, and more mixtures of options, on rings of up to 8",
-    EXHAUSTIVE: "every case on every ring and in every layout, by optimised programs: hours on a laptop",
+    EXHAUSTIVE: "every named case on every ring and in every layout, by optimised programs: hours on a laptop",
 }
 """From the smallest to the largest. A test without a mark is in the full tier."""
 

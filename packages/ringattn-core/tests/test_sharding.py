@@ -288,20 +288,20 @@ REFUSED = {
     "an axis of specs that is none": (
         dict(axis_name="sp", in_specs=(P("rows", "sp"),) * 3), MeshError, r"in_specs\[0\]='rows' is not an axis"
     ),
-    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs=3 must equal that of the query"),
+    "a number as output": (dict(axis_name="sp", out_specs=3), MeshError, "out_specs=3 must be P.*, the spec of the q"),
     "one axis for batch and heads": (
         dict(axis_name="sp", batch_axis_name="data", head_axis_name="data"), InputError,
         r"batch_axis_name \('data',\) and head_axis_name \('data',\) share a mesh axis",
     ),
     "a number as axis": (dict(axis_name="sp", head_axis_name=3), MeshError, "head_axis_name=3 does not name mesh axes"),
-    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs=.* must equal that of the query"),
+    "another output": (dict(axis_name="sp", out_specs=P()), MeshError, "out_specs=P.* must be P.*, the spec of the q"),
     "two outputs": (
         dict(axis_name="sp", in_specs=(P("data", "sp"),) * 3, out_specs=(P("data", "sp"), 3)), MeshError,
-        r"out_specs=\(.*, 3\) must equal that of the query, P.*\. Leave",
+        r"out_specs=\(.*, 3\) must be P.*, the spec of the query\. Pass",
     ),
     "another lse": (
         dict(axis_name="sp", return_lse=True, out_specs=(P("data", "sp"), P("sp"))), MeshError,
-        "out_specs=.* and may go on with that of the lse, P",
+        "out_specs=.* or a pair of it and P.*, that of the lse. Pass",
     ),
     "an axis twice in a spec": (
         dict(axis_name="sp", in_specs=(P("data", "sp", "data"),) * 3), MeshError, "in_specs=.* name a mesh axis twice"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output, the lse and every gradient are the oracle's, for every option, ring size and layout."""
+"""The output, the lse and every gradient are the oracle's: options alone, edge cases and long sequences."""
 
 import pytest
 from ringattn_core.backends import discovery

@@ -59,7 +59,8 @@ def ring_attention(
         mesh: The mesh over which the call splits its global arrays.
         in_specs: Three equal `PartitionSpec`s, of query, key and value, instead of `batch_axis_name` and
             `head_axis_name`. The specs of all other arrays follow from them. Only with `mesh`.
-        out_specs: The `PartitionSpec` of the output. It must equal that of the query, so it may always be left out.
+        out_specs: The `PartitionSpec` of the output, which is that of the query, so it may always be left out. With
+            `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
             "auto" (by a cost model, the fastest of these for the forward pass, or for both passes if JAX differentiates

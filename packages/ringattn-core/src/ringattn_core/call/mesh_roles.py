@@ -197,9 +197,9 @@ def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
     )
     if not given or len(given) > len(wanted) or not fit:
         raise MeshError(
-            f"out_specs={out_specs} must equal that of the query, {wanted[0]}"
-            f"{f', and may go on with that of the lse, {wanted[1]}' if call.return_lse else ''}. Leave out_specs out, "
-            f"or pass that"
+            f"out_specs={out_specs} must be {wanted[0]}, the spec of the query"
+            f"{f', or a pair of it and {wanted[1]}, that of the lse' if call.return_lse else ''}. "
+            f"Pass that, or leave out_specs out"
         )
 
 

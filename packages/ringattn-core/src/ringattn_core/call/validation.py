@@ -65,8 +65,9 @@ def checked_operands(
 ) -> tuple[dict[str, jax.Array], Sizes]:
     """Query, key and value as arrays, and their sizes. Raises unless they fit together and the axis names are valid.
 
-    `ranks` is as in `validated`. Errors call the arrays by their names in `given`. With `whole_queries`, every rank has
-    all queries. Inside a `shard_map` where every rank holds all key heads, only those of this rank are returned.
+    In a `shard_map` it also raises if JAX knows that all ranks of the ring have the same tokens. `ranks` is as in
+    `validated`. Errors call the arrays by their names in `given`. With `whole_queries`, every rank has all queries.
+    Inside a `shard_map` where every rank holds all key heads, only those of this rank are returned.
     """
     ring, batch, heads = (axes.names(options.get(name), name) for name in AXIS_NAMES)
     if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
@@ -83,8 +84,8 @@ def checked_operands(
         whole_keys = next((found[name].shape[2] for name in others if own[name] is not found[name]), None)
         found |= own
     if ranks is None:
-        sharded = list(found.items())[1 if whole_queries else 0 :]
-        refuse_replicated(ring, dict(sharded))
+        query = next(iter(found))
+        refuse_replicated(ring, {name: x for name, x in found.items() if not (whole_queries and name == query)})
     _refuse_misfits(found)
     if ranks is None:
         ranks, _, head_ranks = (

@@ -80,7 +80,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
 
 def _enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bool:
-    """Whether enough heads run side by side that turns of one head, which add to its dq in order, seldom wait."""
+    """Whether so many heads run at once that a turn seldom waits to add its dq: turns of one head add in order."""
     least = -(-(_WIDE_STEPS if plan.wide else _STEPS) * PROGRAMS // _steps_of_all(constants, plan))
     return len(block.q) * constants.kv_heads >= min(PROGRAMS, least)
 

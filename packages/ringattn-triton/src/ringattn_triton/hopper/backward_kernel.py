@@ -35,14 +35,14 @@ def backward(
     end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile, for scores
     that depend on distances. With a bias, `AWAY [B * N, Q_TILES * q_tile]` is the shift of each row. `RANKS` says in
     which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without the scale. `COUNTERS` and
-    `COUNTERS_BEFORE` are one array. So are `DQ` and `DQ_BEFORE`, which holds zeros, if turns add to dq in any order. In
+    `COUNTERS_BEFORE` are one array. If turns add to dq in any order, `DQ` and `DQ_BEFORE` are one array of zeros. In
     order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
 
     `DHEADS_OR_DS` has a number for each head, part of its steps, key tile and consumer: its part of the per-head
     gradient. If the launch takes a strip of `PLAN.strip_rows` key tiles (the last one may have fewer), it is ds for the
     gradient of the bias instead, `[B, N, PLAN.strip_rows, Q_TILES, kv_tile, q_tile]`, with keys as rows. `FIRST_TILE`
     has the number of the strip's first key tile. The other results continue those of the earlier strips: `DK_BEFORE`
-    and `DV_BEFORE` are one array with `DK` and with `DV`.
+    and `DV_BEFORE` are one array with `DK` and with `DV`. Without strips these three are `None`.
     """
     TYPE: gl.constexpr = Q.dtype.element_ty
     Q_TILE: gl.constexpr = PLAN.q_tile

@@ -34,9 +34,9 @@ DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 """The first of four barriers: at number `2 c + w`, consumer `c` has filled its places for writer `w`."""
 
 TURN: gl.constexpr = gl.constexpr(0)
-"""Of each turn its number. This place and those below are the first of two in `BackwardMemory.numbers`."""
+"""The number of a turn. This and those below are the first of two places in `BackwardMemory.numbers`, used by turns."""
 BEFORE: gl.constexpr = gl.constexpr(2)
-"""How many steps of a turn need a mask, then (`WHOLE`) need none, and then (`AFTER`) need one again."""
+"""A turn has this many steps with a mask, then `WHOLE` steps without, then `AFTER` steps with one."""
 WHOLE: gl.constexpr = gl.constexpr(4)
 AFTER: gl.constexpr = gl.constexpr(6)
 TILE: gl.constexpr = gl.constexpr(8)

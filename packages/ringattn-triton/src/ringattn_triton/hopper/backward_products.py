@@ -60,7 +60,7 @@ def again(place, places, number):
 
 @gluon.constexpr_function
 def results_by_tma(GRADIENT, PLAN):
-    """Whether consumers leave dk and dv in shared shared, from where TMA writes them."""
+    """Whether consumers leave dk and dv in shared memory, from where TMA writes them."""
     return GRADIENT.dtype.element_ty.primitive_bitwidth == 16 and not PLAN.wide
 
 
@@ -154,7 +154,7 @@ def _step_of(
     """One query tile against the keys, with keys as rows.
 
     Scores `s = k q^T`; `p = exp(s - lse)`; `dp = v dout^T - delta`; `ds = p dp`; `dv += p dout`; `dk += ds q`;
-    and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared shared. dq goes before
+    and half of `dq = ds^T k` of all 128 keys, for which the consumers exchange ds in shared memory. dq goes before
     dk: while the tensor cores compute dk, the threads store dq.
     """
     DIM: gl.constexpr = F.padded_head_dim
@@ -214,7 +214,7 @@ def _step_of(
 
 @gluon.jit
 def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
-    """Writes half a tile of dq to shared shared, in the order of `dq_order.finish_dq`, for the warp that adds it.
+    """Writes half a tile of dq to shared memory, in the order of `dq_order.finish_dq`, for the warp that adds it.
 
     That warp also makes the fence before TMA reads. A fence here would wait until everything is stored: some 270 of the
     3,600 cycles of a step.
@@ -226,7 +226,7 @@ def _hand_over(dq, shared, step, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _hand_over_result(sums, shared, step, NUMBER: gl.constexpr, GRADIENT):
-    """Writes dk or dv of 64 keys to shared shared, for the warp that would add dq of this step."""
+    """Writes dk or dv of 64 keys to shared memory, for the warp that would add dq of this step."""
     TYPE: gl.constexpr = GRADIENT.dtype.element_ty
     hardware_barrier("sync", DQ_EMPTY + NUMBER, 160)
     result_place(shared, NUMBER, TYPE, sums.shape[1]).store(sums.to(TYPE))

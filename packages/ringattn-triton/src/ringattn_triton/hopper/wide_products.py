@@ -215,7 +215,7 @@ def _piece_of_dq(shared, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _hand_over(dq, shared, step):
-    """Puts a piece of dq into place 1, for the warp that adds it to shared."""
+    """Puts a piece of dq into place 1, for the warp that adds it to device memory."""
     hardware_barrier("sync", DQ_EMPTY + 1, 160)
     shared.dq.index(1).store(in_register_order(dq))
     fence_async_shared()

@@ -151,7 +151,7 @@ def continued_rows(lse, shift, SHIFTED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def final_rows(top, total, F: tl.constexpr):
-    """`Partial.lse`, `Partial.shift` (0 without a bias), and the factor of the sums of weighted values.
+    """`Partial.lse`, `Partial.shift` (0 without a bias), and the factor that makes a row's output of its sum.
 
     The factor is 0 for a row that sees nothing.
     """
