@@ -32,7 +32,7 @@ def test_it_says_that_partial_results_are_in_half_precision():
         ({"failed": ["a", "b"]}, "2 tests failed"),
         ({"crashes": ["a"]}, "1 test crashed the process"),
         ({"unexpected_passes": ["a", "b"]}, "2 tests passed unexpectedly"),
-        ({"unknown_expectations": ["a"]}, "1 test expected to fail and unknown"),
+        ({"unknown_expectations": ["a"]}, "1 test expected to fail and not in the suite"),
         ({"deselected": ["a", "b"]}, "2 tests deselected"),
         ({"skipped": ["a"]}, "1 test skipped"),
         ({"not_run": ["a"]}, "1 test selected and not run"),
