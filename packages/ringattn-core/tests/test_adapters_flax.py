@@ -120,7 +120,7 @@ def test_a_bias_and_mixed_dtypes_are_those_of_flax():
     key, value = (jax.random.normal(jax.random.key(seed), (B, T, N, 8)).astype(jnp.bfloat16) for seed in (4, 5))
     bias = jax.random.normal(jax.random.key(6), (N, T, T))
     got = ring_attention_fn()(query, key, value, bias)
-    agree(got, nn.dot_product_attention(query, key, value, bias))
+    agree(got, nn.dot_product_attention(query, key, value, bias[None]))
     assert got.dtype == jnp.float32
 
 

@@ -161,7 +161,8 @@ def _of_words(
 ) -> tuple[Bool[Array, "b rows columns"], Bool[Array, "b rows columns"]]:
     """Which tiles have any bit set in any mask, and which all bits in all masks; keys past the end do not count."""
     counted = jnp.arange(words.shape[3] * BITS).reshape(-1, BITS) < kv_length
-    valid = jnp.where(counted, jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32), 0).sum(-1, dtype=jnp.uint32)
+    bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
+    valid = jnp.where(counted, bits[None], jnp.uint32(0)).sum(-1, dtype=jnp.uint32)[None, None, None]
     more = [(0, 0), (0, 0), (0, -words.shape[2] % q_tile), (0, -words.shape[3] % (kv_tile // BITS))]
 
     def reduced(x: jax.Array, combine: Any, neutral: int) -> jax.Array:

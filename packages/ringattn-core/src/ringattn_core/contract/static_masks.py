@@ -57,7 +57,7 @@ def pieces(block: Block) -> list[Piece]:
     # Striped: query `i` sees the keys of an earlier rank up to `i`, and those of a later rank up to `i - 1`. The second
     # case is causal too once the first query, which sees nothing, is moved to the end.
     last = jnp.arange(block.q_length) == block.q_length - 1
-    return [Piece(True, _rotated(~earlier), _WHOLE, ~earlier[:, None] & last)]
+    return [Piece(True, _rotated(~earlier), _WHOLE, ~earlier[:, None] & last[None])]
 
 
 _WHOLE = Part(lambda x, axis: x, lambda x, axis, fill: x)
