@@ -103,7 +103,7 @@ def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
     assert block.case.builder is not None
     (rows, columns), heads = (block.q_index.size, block.kv_index.size), block.q.shape[2]
     i, j = np.arange(rows)[None, :, None], np.arange(columns)[None, None]
-    each = [block.case.builder.seen(i, j, i[0], j[0], head, block.group) for head in range(heads)]
+    each = [block.case.builder.seen(i, j, i[0], j[0], head) for head in range(heads)]
     return np.stack([np.broadcast_to(one, (1, rows, columns)) for one in each], 1)
 
 
