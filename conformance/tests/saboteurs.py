@@ -72,7 +72,7 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "gradients-summed-in-half": Sabotage(broken.GradientsSummedInHalf(), (_RMS,), _PLAIN),
     "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"),), _PLAIN),
     "mean-over-the-group": Sabotage(broken.MeanOfGroup(), (_point("gqa"),), _PLAIN),
-    "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-rank"),), _PLAIN),
+    "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-queries"),), _PLAIN),
     "padding-not-cleaned": Sabotage(broken.PaddingNotCleaned(), (_PADDING % "garbage",), _PLAIN),
     "padding-sees-padding": Sabotage(broken.PaddingSeen(), (_PADDING % "garbage",), _PLAIN),
     "lse-counted-from-zero": Sabotage(broken.LseCountedFromZero(), (_HUGE % "rows-ring8",), _PLAIN),

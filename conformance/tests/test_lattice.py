@@ -21,6 +21,11 @@ def test_the_places_are_every_ring_of_several_ranks_in_every_layout():
     assert {point.placement.check_vma for point in of(tiers.FULL)} == {True, False}
 
 
+def test_a_case_is_on_the_ring_that_it_needs():
+    needed = {case.name: (case.ring, one_place(case)[0]) for case in CASES if case.ring}
+    assert needed and not {name: both for name, both in needed.items() if both[0] != both[1]}
+
+
 def test_the_core_tier_has_the_cases_that_are_marked():
     assert {point.case for point in of(tiers.CORE)} == {case for case in CASES if case.core}
 

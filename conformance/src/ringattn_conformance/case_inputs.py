@@ -47,6 +47,13 @@ def unseen_ranks(batch: int, rows: int, columns: int) -> Pair:
     return q_ids, np.full((batch, columns), 3, np.int32)
 
 
+def padding_among_tokens(batch: int, rows: int, columns: int) -> Pair:
+    """Padding is whole tiles at the end, and every third token before."""
+    token = np.arange(rows)
+    ids = np.where((token % 3 == 1) | (token >= 3 * rows // 4), -1, 0)[None].repeat(batch, 0).astype(np.int32)
+    return ids, ids
+
+
 def large_ids(batch: int, rows: int, columns: int) -> Pair:
     """Documents whose ids are equal once rounded to float32, or cut to 30 bits or fewer; each batch row has its own."""
     names = np.array([2**24, 2**24 + 1, 2**24 + 2**16, 2**30 + 2**24], np.int32)

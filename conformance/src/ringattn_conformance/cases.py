@@ -233,7 +233,7 @@ ALONE: Final = (
     Case("chunk-larger-than-shard", chunk=29),
     Case("segments", segments=case_inputs.packed, core=True),
     Case("segments-padding", lse=True, core=True, segments=case_inputs.padding),
-    Case("segments-unseen-rank", lse=True, core=True, segments=case_inputs.unseen_ranks),
+    Case("segments-unseen-queries", lse=True, core=True, segments=case_inputs.unseen_ranks),
     Case("segments-cross", segments=case_inputs.crossed, **_CROSS),
     Case("positions-restart", positions=case_inputs.restarting, segments=case_inputs.packed, causal=True),
     Case("positions-extreme", positions=case_inputs.extreme, window=(11, 3)),
@@ -323,8 +323,9 @@ ELSEWHERE: Final = (
     Case("shared", causal=True, sinks="shared", bias="", slopes=1, dropout=0.2, **_GROUPED),
     Case("split-heads", heads=8, kv_heads=4, bias="NT", slopes=1, sinks="each", dropout=0.2,
          builder=case_inputs.OF_HEADS),
-    Case("garbage", lse=True, segments=case_inputs.padding, sinks="head", bias="NT", slopes=1, soft_cap=5.0),
-    Case("garbage-bfloat16", lse=True, segments=case_inputs.padding, dtype="bfloat16", bias="NT"),
+    Case("garbage", lse=True, segments=case_inputs.padding_among_tokens, sinks="head", bias="NT", slopes=1,
+         soft_cap=5.0),
+    Case("garbage-bfloat16", lse=True, segments=case_inputs.padding_among_tokens, dtype="bfloat16", bias="NT"),
 )  # fmt: skip
 """Cases of tests that look at one thing: transformations, what padding holds."""
 NAMED: Final = {case.name: case for case in (*CASES, *ELSEWHERE)}

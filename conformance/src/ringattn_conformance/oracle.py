@@ -34,6 +34,8 @@ class Problem:
     sinks: np.ndarray | None = None
     dropout: float = 0.0
     seed: int = 0
+    float32_scores: bool = False
+    """Whether the sum of score and bias is rounded to float32, as kernels round it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +168,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     if problem.bias is not None:
         bias = np.asarray(problem.bias, np.float64)
         s = s + np.where(np.isneginf(bias), 0.0, bias)
+        s = s.astype(np.float32).astype(np.float64) if problem.float32_scores else s
     if problem.slopes is not None:
         s = s - np.asarray(problem.slopes, np.float64)[None, :, None, None] * distances(problem)
     largest = float(np.max(np.abs(s), where=seen, initial=0.0))

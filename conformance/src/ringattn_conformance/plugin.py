@@ -15,8 +15,8 @@ from .collection import PARAMETER
 from .recorder import Recorder
 
 STEPS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_forward_mixture": 6}
-"""The test parameters that are calls, and the step between those that run: without gradients, which is another program,
-every sixth mixture."""
+"""The test parameters that are calls. The number says which of them run: every one, or every sixth. Mixtures without
+gradients compile as another program, so only every sixth runs."""
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 

@@ -132,7 +132,7 @@ def _feature(feature: str, support: Any, tests: list[Ran], passes: Any) -> Featu
 
 
 def _errors(tests: list[Ran]) -> list[Nearest]:
-    """The errors of all results, those that are the largest part of their tolerance last."""
+    """The errors of all results, sorted by error over tolerance: the largest is the last."""
     found = [
         cast(Nearest, {"dtype": dtype, "result": result, "test": ran.name.test, **error})
         for ran in tests

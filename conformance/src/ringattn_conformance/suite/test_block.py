@@ -74,3 +74,17 @@ def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_bac
     if not tolerance_factor.half_partials:
         faults += tolerances.rounded_to_half(got, answer)
     tolerances.fail_if(faults, f"case {case.name!r} as {SHARDS} blocks")
+
+
+@tiers.core
+def test_a_block_that_nobody_sees_changes_nothing(ringattn_backend: str):
+    kernel = _kernel(ringattn_backend)
+    if kernel is None or not supports(ringattn_backend, Feature.CAUSAL, Feature.FLOAT32):
+        return
+    case = Case("unseen-block", causal=True)
+    own, unseen = blocks_of(case, case.inputs, SHARDS)
+    own, unseen = (block.map_queries(lambda x, axis: x[:, :24] if axis == 1 else x) for block in (own, unseen))
+    before = jax.jit(lambda: kernel.forward(own, None))()
+    after = jax.jit(lambda: kernel.forward(unseen, before))()
+    assert np.array_equal(before.out, after.out)
+    assert np.array_equal(before.lse, after.lse)

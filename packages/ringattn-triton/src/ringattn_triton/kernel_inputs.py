@@ -146,8 +146,8 @@ class BlockConstants:
 class KernelInputs(NamedTuple):
     """The operands of a kernel for one block: `arrays` by their names in `INPUTS`, and `constants`.
 
-    `arrays` lacks those that depend on the sizes of tiles. `in_tiles` adds them, and returns all in the order of
-    `INPUTS`.
+    Some inputs depend on the sizes of tiles, and `arrays` has none of these: `in_tiles` computes them, and returns all
+    inputs in the order of `INPUTS`.
     """
 
     arrays: dict[str, Any]

@@ -81,7 +81,7 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
 def candidates(required: frozenset[Feature], platform: str) -> list[tuple[Registration, str | None]]:
     """Every registered backend with the reason why it cannot run this call, or `None` if it can.
 
-    Those that failed to load come first, then the others by preference.
+    Backends that failed to load come first. The others follow in the order in which a call tries them.
     """
     return [(registration, _why_not(registration, required, platform)) for registration in _ranked()]
 

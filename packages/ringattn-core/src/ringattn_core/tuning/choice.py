@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the kernel parameters of a call: those that it gives, else an overlay's, else tuned ones, else defaults."""
+"""Chooses kernel parameters: the call's own come first, then an overlay's, then tuned ones, then the defaults."""
 
 import dataclasses
 import logging
