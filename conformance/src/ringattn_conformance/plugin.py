@@ -73,14 +73,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name in STEPS.keys() & {*metafunc.fixturenames}:
+    name = next((name for name in STEPS if name in metafunc.fixturenames), None)
+    if name is not None:
         found = [
             pytest.param(backend, point, id=f"{backend}-{point}", marks=tiers.mark(point.tier))
             for backend in backends(metafunc.config)
             for point in _points(name, backend, metafunc.config.option.ringattn_largest_ring)[:: STEPS[name]]
         ]
-        return metafunc.parametrize((PARAMETER, name), found)
-    if PARAMETER in metafunc.fixturenames:
+        metafunc.parametrize((PARAMETER, name), found)
+    elif PARAMETER in metafunc.fixturenames:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
 
 
