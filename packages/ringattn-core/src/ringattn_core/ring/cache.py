@@ -14,15 +14,18 @@ from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
+from ..placement.arrays import axes_with
 from ..placement.layout import order
 from . import batching
 from .blocks import block
-from .directions import BLOCK_HEADS, Direction
 from .engine import prepared, without_derivative
 from .forward import Result, sinks_of
+from .sends import Keys
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk of a rank's cache."""
+PER_HEAD: Final = tuple(name for name in axes_with(Block, "N", "n") if name not in ("q", "head_index"))
+"""The optional arrays of a block that have a value for each query head."""
 MOST_CHUNKS: Final = 128
 """The most chunks of all batch rows and key heads together: about the multiprocessors of a large GPU."""
 
@@ -55,8 +58,8 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     sharded = call.query_offset is not None
     everyone = _with_all_queries(call) if sharded else call
     ring, location = prepared(kernel, everyone)
-    here = Direction(1, *align((everyone, location), axes_of(everyone, location)))
-    own = block(ring, here, (here.call.key, here.call.value), 0)
+    here, location = align((everyone, location), axes_of(everyone, location))
+    own = block(ring, here, location, Keys((here.key, here.value)), 0)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
     asked = own if sharded else _chunked(_with_groups_as_rows(_with_increasing_positions(own), group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
@@ -87,8 +90,7 @@ def _with_increasing_positions(block: Block) -> Block:
 
 def _group(block: Block) -> int:
     """How many query heads of a key head become rows: all, or 1 if another array has a value for each query head."""
-    per_head = BLOCK_HEADS.keys() - {"q", "head_index"}
-    return block.group if all(getattr(block, name) is None for name in per_head) else 1
+    return block.group if all(getattr(block, name) is None for name in PER_HEAD) else 1
 
 
 def _chunks(block: Block) -> int:
