@@ -36,7 +36,6 @@ class Rows(NamedTuple):
     dout: jax.Array
     lse: jax.Array
     delta: jax.Array
-    shift: jax.Array | None
     out: jax.Array | None
 
     @classmethod
@@ -47,11 +46,11 @@ class Rows(NamedTuple):
         # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
         products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
         delta = jnp.swapaxes(products.sum(-1), 1, 2) - dlse
-        return cls(dout, kept.lse, delta, kept.shift, kept.out if static_masks(kernel) else None)
+        return cls(dout, kept.lse, delta, kept.out if static_masks(kernel) else None)
 
     def parts(self, count: int) -> list["Rows"]:
         """Splits the arrays along their heads into `count` equal shares."""
-        arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 1, 2), strict=True)]
+        arrays = [parts(x, axis, count) for x, axis in zip(self, (2, 1, 1, 2), strict=True)]
         return [Rows(*share) for share in zip(*arrays, strict=True)]
 
 
@@ -63,7 +62,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         # If no rank adds to them, the kernel may return final gradients in the dtypes of the inputs.
         alone = block(ring, directions[0], whole_keys(ring, call, kept.location, [dout]), 0)
         added = ring.gathers or ring.wide_keys or (call.bias_dtype is not None and not bias_fixed)
-        alone = dataclasses.replace(alone, final=not added, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out)
+        alone = dataclasses.replace(alone, final=not added, bias_fixed=bias_fixed, out=rows.out)
         made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
         found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
         found["k"], found["v"] = own_gradients(ring, call, kept.location, made.dk, made.dv)
@@ -94,8 +93,7 @@ def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array | None:
     sinks = sinks_of(kept.call)
     if sinks is None:
         return None
-    above = sinks[None, :, None, :] if kept.shift is None else sinks[None, :, None, :] - kept.shift[..., None]
-    probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
+    probability = jnp.exp(sinks[None, :, None, :] - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
     return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")
 
 
@@ -265,7 +263,7 @@ class _Pass:
         kv = parcels.from_wire(x, direction.call.key.dtype)
         # The keys wait for the kernels of the hop before, and the first kernel has no dq to wait for.
         visited = block(self.ring, after_hop(direction, x), kv, offset)
-        visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, shift=rows.shift, out=rows.out)
+        visited = dataclasses.replace(visited, bias_fixed=self.bias_fixed, out=rows.out)
         found = self.kernel(visited, rows.dout, rows.lse, rows.delta, sums.get("q"))
         return packing.pack(found.dk, found.dv), self._added(sums, found, source(self.ring, direction, offset))
 

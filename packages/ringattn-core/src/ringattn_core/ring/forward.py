@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from ..contract import packing
 from ..contract.call import Call
-from ..contract.merge import log_sum_exp, with_sinks
+from ..contract.merge import with_sinks
 from ..contract.protocol import Block, Partial
 from ..placement.padding import cleaned
 from . import batching, hops, parcels
@@ -30,7 +30,7 @@ Partials = tuple[Partial, ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass reads: `out` is as returned, and the log-sum-exp is `shift + lse`.
+    """What the backward pass reads: `out` and `lse` are as returned.
 
     In `call`, padding is zero, and the ids and positions of keys are those of all ranks.
     """
@@ -39,7 +39,6 @@ class Residuals:
     location: Location
     out: Float[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
-    shift: Float32[Array, "B N T"] | None
 
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
@@ -53,8 +52,8 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
         partial = _joined(_Pass(ring, directions, kernel).all_hops())
     partial = with_sinks(partial, sinks_of(call))
     out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
-    lse, shift = checkpoint_name((partial.lse, partial.shift), LSE_NAME)
-    return (out, log_sum_exp(Partial(out, lse, shift))), Residuals(call, location, out, lse, shift)
+    lse = checkpoint_name(partial.lse, LSE_NAME)
+    return (out, lse), Residuals(call, location, out, lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +128,4 @@ def without_padding(call: Call) -> Call:
 
 def _joined(partials: Partials) -> Partial:
     """Joins the heads of all directions to one partial result."""
-    out, lse = joined([x.out for x in partials], 2), joined([x.lse for x in partials], 1)
-    shifts = [x.shift for x in partials if x.shift is not None]
-    return Partial(out, lse, joined(shifts, 1) if shifts else None)
+    return Partial(joined([x.out for x in partials], 2), joined([x.lse for x in partials], 1))
