@@ -126,18 +126,15 @@ class PaddingSeen(Dense):
         return super().backward(_with_ids_of_padding(block), *arrays)
 
 
-class LseCountedFromZero(Dense):
-    """The lse of rows of hugely negative scores is counted from 0, and rounded to what float32 has there."""
+class LowBiasIsANumber(Dense):
+    """A bias forbids only where it is -inf, so rows of nothing but -1e9 weigh their keys."""
 
-    def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
-        return Partial(out, largest + lse)
-
-
-class ShiftIgnoredUnderGrad(Dense):
-    """The backward pass counts every lse from 0."""
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(dataclasses.replace(block, shift=None), *arrays)
+    def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
+        if block.bias is None:
+            return super().scores(block)
+        bias = block.bias.astype(jnp.float32)
+        finite = jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, -9e4))
+        return super().scores(dataclasses.replace(block, bias=finite))
 
 
 class WindowOffByOne(Dense):

@@ -93,7 +93,7 @@ class Dense:
             bent = np.tanh(s / block.soft_cap)
             s, slope = block.soft_cap * bent, 1 - bent**2
         if block.bias is not None:
-            s = s + block.bias
+            s = s + np.where(block.bias < -1e5, -np.inf, block.bias)
         if block.slopes is not None:
             s = s - block.slopes[:, None, None] * self.distance(block)
         return np.where(self.visible(block), s, -np.inf), slope

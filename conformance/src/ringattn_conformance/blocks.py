@@ -22,9 +22,7 @@ from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
 
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
-_OPTIONAL: Final = tuple(
-    field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type) and field.name != "shift"
-)
+_OPTIONAL: Final = tuple(field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type))
 """The arrays of a block that only some calls have."""
 
 

@@ -164,7 +164,7 @@ def test_the_letters_say_which_axis_is_which() -> None:
     }  # fmt: skip
     assert letters.axes_with(Block, "T", "t")["mask"] == letters.axes_with(Block, "T", "t")["bias"] == 2
     assert "kv" not in letters.axes_with(Block, "S")
-    assert set(letters.axes_with(Block, "b")) & {"q", "seed", "shift"} == set()
+    assert set(letters.axes_with(Block, "b")) & {"q", "seed"} == set()
 
 
 @pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])

@@ -113,8 +113,6 @@ OTHERS = {
         r"out_specs=\(\) must be P.*, the spec of the query",
     ),
     "a partial result of text": (merged(out="text"), f"b: {NOT_ARRAY}"),
-    "a shift that is text": (merged(shift="text"), f"b: {NOT_ARRAY}"),
-    "a shift of another shape": (merged(shift=NUMBERS), r"b: has out .* and shift \(3,\). Both results need"),
     "devices that are nothing": (mesh([None]), r"devices=\[None\] are not devices"),
     "a number for an axis": (mesh(axis=3), "the axis name 3 is int. Pass a string"),
     "a list for an axis": (mesh(axis=["sp"]), r"the axis name \['sp'\] is list. Pass a string"),

@@ -89,16 +89,14 @@ def traced(block):
     batch, length, heads, _ = block.q.shape
     out = shape(batch, length, heads, block.value_dim, dtype=jnp.float32)
     lse = shape(batch, heads, length, dtype=jnp.float32)
-    shift = None if block.bias is None else lse
     dq = shape(*block.q.shape, dtype=jnp.float32)
     dout = shape(*out.shape, dtype=block.q.dtype)
-    partial, dq = (None, None) if block.final else (Partial(out, lse, shift), dq)
+    partial, dq = (None, None) if block.final else (Partial(out, lse), dq)
 
-    def both(block, partial, shift, dout, lse, delta, dq):
-        ahead = KERNEL.forward(block, partial)
-        return ahead, KERNEL.backward(dataclasses.replace(block, shift=shift), dout, lse, delta, dq)
+    def both(block, partial, dout, lse, delta, dq):
+        return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
 
-    return jax.jit(both).trace(block, partial, shift, dout, lse, lse, dq)
+    return jax.jit(both).trace(block, partial, dout, lse, lse, dq)
 
 
 def reports(block, target, monkeypatch) -> list[Report]:
@@ -145,7 +143,7 @@ def for_hopper(block, fresh, monkeypatch):
     batch, length, heads, dim = block.q.shape
     lse = shape(batch, heads, length, dtype=jnp.float32)
     out = shape(batch, length, heads, dim, dtype=jnp.float32)
-    partial = None if fresh else Partial(out, lse, None if block.bias is None else lse)
+    partial = None if fresh else Partial(out, lse)
     with compiling_for(90):
         program = jax.jit(KERNEL.forward).trace(alone(block) if fresh else block, partial)
         found = of_lowered(program.lower(lowering_platforms=("cuda",)))

@@ -38,21 +38,12 @@ class Settings:
     kv_rows: tuple[str, ...]
     precision: str | None
     """The precision of float32 products: exact unless the caller asks for less. bfloat16 products are always exact."""
-    bias: bool
-
-    @property
-    def unit(self) -> float:
-        """The factor from natural logarithms to the kernels' units: log2, because the kernels use `exp2`.
-
-        With a bias it is 1: the sum of a score and a bias of -1e6 must be rounded as `jax.nn` rounds it.
-        """
-        return 1.0 if self.bias else LOG2_E
 
     @property
     def product_scale(self) -> float:
-        """The factor of a product of query and key, before a soft cap."""
+        """The factor of a product of query and key, before a soft cap; without one, to units of log2."""
         cap = self.rule.soft_cap
-        return self.rule.scale * self.unit if cap is None else self.rule.scale / cap
+        return self.rule.scale * LOG2_E if cap is None else self.rule.scale / cap
 
 
 class KernelInputs(NamedTuple):
@@ -159,7 +150,6 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
         q_rows=tuple(q_side),
         kv_rows=tuple(kv_side),
         precision=(rule.precision or "highest") if block.q.dtype == jnp.float32 else None,
-        bias=block.bias is not None,
     )
     arrays = {"q": (jnp.swapaxes(block.q, 1, 2), "BNT.")}
     if not isinstance(block.kv, tuple) and block.kv.ndim == 5:
@@ -173,7 +163,7 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
     if block.bias is not None:
         arrays["bias"] = (block.bias, "BNTS")
     if block.slopes is not None:
-        arrays["distance_weight"] = (block.slopes[:, :, None, None] * settings.unit, "BN..")
+        arrays["distance_weight"] = (block.slopes[:, :, None, None] * LOG2_E, "BN..")
     if rule.dropout:
         keys = jax.lax.bitcast_convert_type(dropout.keys(block), jnp.int32)
         arrays["dropout_key"] = (keys[:, :, None, None], "BN..")

@@ -24,7 +24,7 @@ ENOUGH_HEADS: Final = 4
 
 INPUTS: Final = (
     "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
-    "kv_segments", "bias", "shift", "slopes", "mask_words", "mask_of_head", "dropout_keys",
+    "kv_segments", "bias", "slopes", "mask_words", "mask_of_head", "dropout_keys",
 )  # fmt: skip
 """The arrays that every kernel takes first, in this order; those after v are the fields of its parameter `P`."""
 
@@ -84,7 +84,6 @@ class BlockConstants:
     bias_head: int
     bias_query: int
     bias_key: int
-    shifted: bool
     slopes: bool
     slopes_batch: int
     masks: bool
@@ -217,7 +216,6 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         "q_segments": block.q_segments,
         "kv_segments": block.kv_segments,
         "bias": bias,
-        "shift": block.shift,
         "slopes": slopes,
         "mask_words": mask_words,
         "mask_of_head": mask_of_head,
@@ -273,7 +271,6 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         bias_head=_stride(bias, 1),
         bias_query=_stride(bias, 2),
         bias_key=1,
-        shifted=block.shift is not None,
         slopes=slopes is not None,
         slopes_batch=_stride(slopes, 0),
         masks=mask_words is not None,

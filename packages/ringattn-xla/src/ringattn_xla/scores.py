@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block
-from ringattn_core.contract.visibility import visible
+from ringattn_core.contract.visibility import visible, with_forbidden
 
 from .tiling import Arrays
 
@@ -44,7 +44,7 @@ def term_gradients(ds: Scores, tile: Block, by_keys: bool) -> Arrays:
 
 def _with_terms(s: Scores, terms: Mapping[str, Any], tile: Block, by_keys: bool) -> Scores:
     if terms.get("bias") is not None:
-        s = s + like_scores(terms["bias"].astype(jnp.float32), s, tile, by_keys)
+        s = s + like_scores(with_forbidden(terms["bias"]), s, tile, by_keys)
     if terms.get("slopes") is not None:
         distance = jnp.abs(tile.q_positions[:, None, :, None] - tile.kv_positions[:, None, None, :])
         s = s - like_scores(terms["slopes"][:, :, None, None] * distance.astype(jnp.float32), s, tile, by_keys)

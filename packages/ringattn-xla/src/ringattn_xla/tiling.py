@@ -33,10 +33,8 @@ class Cut(NamedTuple):
     kv: Any
 
 
-BLOCK_AXES: Final = {
-    name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items() if name != "shift"
-}
-"""A letter for each axis of each array of a block, but for `kv`, whose form varies, and `shift`, which is in rows."""
+BLOCK_AXES: Final = {name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items()}
+"""A letter for each axis of each array of a block, but for `kv`, whose form varies."""
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:

@@ -42,7 +42,8 @@ def ring_attention(
         softmax_aux: Attention sinks: logits that enter the denominator of the softmax and have no value. `[N]` for one
             sink a head, `[n]` for `n` sinks that all heads share, or `[N, n]`. In your own `jax.shard_map` that splits
             the heads, split the first axis of `[N, n]` alike, and leave a single axis whole: `N` counts all heads.
-        bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order.
+        bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order. An
+            entry below -1e5 forbids its pair, as -inf does.
         q_segment_ids: `[B, T]` integers. A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: `[B, S]` integers. If only one of the two is given, it serves both.
         q_positions: `[T]` or `[B, T]` integers, which masks and ALiBi compare. By default, the index in the

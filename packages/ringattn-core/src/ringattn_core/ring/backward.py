@@ -41,7 +41,6 @@ class Rows(NamedTuple):
     dout: jax.Array
     lse: jax.Array
     delta: jax.Array
-    shift: jax.Array | None
     out: jax.Array | None
 
     @classmethod
@@ -52,7 +51,7 @@ class Rows(NamedTuple):
         # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
         products = dout.astype(jnp.float32) * kept.out.astype(jnp.float32)
         delta = jnp.swapaxes(products.sum(-1), 1, 2) - dlse
-        return cls(dout, kept.lse, delta, kept.shift, kept.out if static_masks(kernel) else None)
+        return cls(dout, kept.lse, delta, kept.out if static_masks(kernel) else None)
 
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
@@ -65,7 +64,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     def body(keys: Keys, offset: Any, sums: Sums) -> tuple[Keys, Sums]:
         keys = packed(keys) if ring.passes_on else keys
         visited = block(ring, call, location.after(keys) if ring.levels else location, keys, offset)
-        visited = dataclasses.replace(visited, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out, final=not summed)
+        visited = dataclasses.replace(visited, bias_fixed=bias_fixed, out=rows.out, final=not summed)
         found = kernel(visited, rows.dout, rows.lse, rows.delta, sums.dq)
         kv = (found.dk, found.dv) if isinstance(keys.kv, tuple) else packing.pack(found.dk, found.dv)
         others = _added(ring, call, sums.others, found, (owner(ring, location, offset), keys.first))
@@ -147,6 +146,5 @@ def _sink_gradients(kept: Residuals, delta: jax.Array) -> jax.Array | None:
     sinks = sinks_of(kept.call)
     if sinks is None:
         return None
-    above = sinks[None, :, None, :] if kept.shift is None else sinks[None, :, None, :] - kept.shift[..., None]
-    probability = jnp.exp(above - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
+    probability = jnp.exp(sinks[None, :, None, :] - jnp.where(jnp.isneginf(kept.lse), 0.0, kept.lse)[..., None])
     return -jnp.einsum("bnt,bnts->ns", delta, probability, precision="highest")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..contract.call import Call
-from ..contract.merge import log_sum_exp, merged_over, with_sinks
+from ..contract.merge import merged_over, with_sinks
 from ..contract.protocol import Block, BlockKernel, Partial
 from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
@@ -64,7 +64,7 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     asked = own if sharded else _chunked(_with_groups_as_rows(_with_increasing_positions(own), group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
     partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
-    return partial.out.astype(call.query.dtype), log_sum_exp(partial)
+    return partial.out.astype(call.query.dtype), partial.lse
 
 
 def _with_all_queries(call: Call) -> Call:

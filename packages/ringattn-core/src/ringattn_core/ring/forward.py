@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from ..contract.call import Call
-from ..contract.merge import log_sum_exp, with_sinks
+from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from ..placement.padding import cleaned
 from . import batching, whole_keys
@@ -28,16 +28,12 @@ Body = Callable[[Keys, Any, Partial | None], Partial]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass reads: `out` is as returned, and the log-sum-exp is `shift + lse`.
-
-    In `call`, padding is zero, and the ids and positions of keys are those of all ranks.
-    """
+    """What the backward pass reads: `out` and `lse` as returned. The key ids and positions in `call` are all ranks'."""
 
     call: Call
     location: Location
     out: Float[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
-    shift: Float32[Array, "B N T"] | None
 
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
@@ -56,8 +52,8 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
         body = whole_keys.forward(ring, location, body)
     partial = with_sinks(body(packed(own) if ring.passes_on else own, 0, None), sinks_of(call))
     out = checkpoint_name(partial.out.astype(call.query.dtype), OUT_NAME)
-    lse, shift = checkpoint_name((partial.lse, partial.shift), LSE_NAME)
-    return (out, log_sum_exp(Partial(out, lse, shift))), Residuals(call, location, out, lse, shift)
+    lse = checkpoint_name(partial.lse, LSE_NAME)
+    return (out, lse), Residuals(call, location, out, lse)
 
 
 def around(level: Level, body: Body, tie: Any) -> Body:

@@ -59,7 +59,7 @@ class Trial:
     def backward(self, params: BwdParams, whole: Partial) -> Callable[[], Any]:
         """Makes a function that runs the backward pass over all hops, for the tuner; `whole` is the forward result."""
         rows = _rows(self.kernel, self.direction.call, self.direction.location, whole, self.dout)
-        blocks = [dataclasses.replace(_with(each, bwd_params=params), shift=rows.shift) for each in self.blocks]
+        blocks = [_with(each, bwd_params=params) for each in self.blocks]
 
         def run() -> Any:
             dq, found = None, []
@@ -135,7 +135,7 @@ def _forward_hop(kernel: BlockKernel, visited: Block, partial: Partial | None) -
 
 @functools.partial(jax.jit, static_argnums=0)
 def _rows(kernel: BlockKernel, call: Call, location: Location, whole: Partial, dout: jax.Array) -> Rows:
-    kept = Residuals(call, location, whole.out, whole.lse, whole.shift)
+    kept = Residuals(call, location, whole.out, whole.lse)
     return Rows.of(kernel, kept, dout, jnp.zeros_like(whole.lse))
 
 

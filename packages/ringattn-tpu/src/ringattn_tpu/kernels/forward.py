@@ -17,7 +17,6 @@ from .scores import (
     keep_columns,
     mask_out,
     matmul,
-    power,
     products,
     scores,
     to_column,
@@ -74,8 +73,8 @@ def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None
     s = mask_out(part, s) if masked else s
     before = largest[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
-    p = power(s - to_width(after, part.width), settings)
-    decay = power(before - after, settings)
+    p = jnp.exp2(s - to_width(after, part.width))
+    decay = jnp.exp2(before - after)
     total[...] = decay * total[...] + folded(p)
     largest[...] = after
     if settings.rule.dropout:

@@ -246,9 +246,7 @@ def _rows(
     """`lse` in units of log2 and `-delta`, filled up to whole tiles, and a third number for each row or `None`.
 
     Where scores depend on distances, it is how far the position of a query is from that of the first one in its tile.
-    With a bias it is the row's shift. There is room for one of them: `why_not` refuses a bias with distances.
     """
-    assert block.shift is None or not constants.distances
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
@@ -258,6 +256,4 @@ def _rows(
         padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
         positions = padded.reshape(len(padded), -1, plan.q_tile)
         return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
-    if block.shift is not None:
-        return lse, delta, jnp.pad(block.shift, [(0, 0), (0, 0), more])
     return lse, delta, None

@@ -33,10 +33,10 @@ def backward(
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
     end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile, for scores
-    that depend on distances. With a bias, `AWAY [B * N, Q_TILES * q_tile]` is the shift of each row. `RANKS` says in
-    which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without the scale. `COUNTERS` and
-    `COUNTERS_BEFORE` are one array. If turns add to dq in any order, `DQ` and `DQ_BEFORE` are one array of zeros. In
-    order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
+    that depend on distances. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of
+    `dq_order`, without the scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. If turns add to dq in any order, `DQ`
+    and `DQ_BEFORE` are one array of zeros. In order, the first turn of a tile writes it, and the counter of a tile that
+    no turn visits stays 0.
 
     `DHEADS_OR_DS` has a number for each head, part of its steps, key tile and consumer: its part of the per-head
     gradient. If the launch takes a strip of `PLAN.strip_rows` key tiles (the last one may have fewer), it is ds for the
@@ -61,8 +61,6 @@ def backward(
     if F.distances:
         GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
         away = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
-    elif F.shifted:
-        away = tma.make_tensor_descriptor(AWAY, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
     bias = 0

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import philox
-from ..kernels.scores import LOG2_E, bent, lost_by_distance
+from ..kernels.scores import LOG2_E, bent, biased, lost_by_distance
 from ..kernels.tokens import first_counter, of_columns, of_rows, visible
 from .dropout import kept, of_draws, own_draws
 from .softmax import quad_layout, sums_of_parts
@@ -84,10 +84,7 @@ def probabilities(
     lse = rows.index(place).load(SCORES)
     bend = bent(s, F)
     if F.bias:
-        s = bend * F.unbend + bias.to(gl.float32)
-        if F.shifted:
-            s = s - rows.index(2 * PLAN.stages + place).load(SCORES)
-        p = gl.exp2(s * LOG2_E - lse)
+        p = gl.exp2(biased(bend * F.unbend, bias) * LOG2_E - lse)
     elif F.distances:
         lost = lost_by_distance(head, F, False)
         p = gl.exp2(bend * FOLD - lse - (lost * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
