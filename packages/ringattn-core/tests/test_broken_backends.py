@@ -163,9 +163,7 @@ GOOD = """
     BACKEND = Backend("good", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="good_ring:ring")
 """
 RING = """
-    from ringattn_core.contract.signature import SIGNATURE
     def ring(query, key, value, **options): return 2 * query
-    ring.__signature__ = SIGNATURE
 """
 
 

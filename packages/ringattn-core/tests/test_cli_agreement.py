@@ -54,12 +54,9 @@ REQUESTS = {
     "padded": asked("--causal", 61),
     "padded keys": asked(kv="57,2"),
     "everything else": asked("--causal --sinks 2 --alibi --bias 1,4,1,64 --dropout 0.5 --lse"),
-    "two ways": asked("--causal --layout zigzag --two-way"),
-    "two ways, one of them": asked("--window 5,0 --two-way"),
-    "two ways of three": asked("--causal --two-way", 48, ring=3, kv="48,2,5"),
     "ring of eight": asked("--causal", ring=8),
     "two levels": asked("--causal --layout zigzag --inner 4", ring=8),
-    "two levels, two ways": asked("--dtype bf16 --two-way --inner 2", ring=8),
+    "two levels of bf16": asked("--dtype bf16 --inner 2", ring=8),
     "alone": asked("--causal", ring=1),
 }
 PLANS = (

@@ -139,7 +139,6 @@ WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
     "layout": (["--layout", "spiral"], {"layout": "spiral"}),
     "length": (["--query", "1,60,4,8", "--layout", "zigzag"], {"query": (1, 60, 4, 8), "layout": "zigzag"}),
     "heads": (["--kv", "64,3"], {"key": (1, 64, 3, 8), "value": (1, 64, 3, 8)}),
-    "two ways": (["--kv", "64,1", "--two-way"], {"key": (1, 64, 1, 8), "value": (1, 64, 1, 8), "two_way": True}),
     "empty": (["--query", "1,64,0,8"], {"query": (1, 64, 0, 8)}),
     "window": (["--window", "-5"], {"sliding_window": (-5, -5)}),
     "chunk": (["--chunk", "0"], {"chunk_size": 0}),

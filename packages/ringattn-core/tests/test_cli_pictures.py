@@ -165,18 +165,6 @@ def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnaly
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
 
 
-def test_two_directions_are_rows_of_one_hop_and_count_half(capsys, tmp_path: Path) -> None:
-    found, one_way = explained(words="--layout zigzag --two-way"), explained(words="--layout zigzag")
-    said = text(found, capsys)
-    rows = [re.split(r" {2,}", line)[:2] for line in said.splitlines()]
-    for number in range(1, 4):
-        assert [f"{number}", f"r - {number}"] in rows and [f"{number}", f"r + {number}"] in rows
-    assert "each row is half of the heads" in said
-    assert found.tiles_of_ranks == one_way.tiles_of_ranks and found.tiles_of_slowest == one_way.tiles_of_slowest
-    assert re.search(r"^forward +3 +K,V +r \+ 1 .*\nforward +3 +K,V +r - 1 ", said, re.MULTILINE)
-    assert {"keys of rank r - 1", "keys of rank r + 1"} <= words_of(found, tmp_path / "ring.svg")
-
-
 def test_as_json_it_has_the_tables_of_the_text(found: CallAnalysis, capsys) -> None:
     assert main([*CALL, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from ringattn_core import ring_attention
+from ringattn_core import per_shard, ring_attention
 from ringattn_core.backends import discovery
-from ringattn_core.call.dispatch import per_shard
 from ringattn_core.cli import analysis
 from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.main import parsed
@@ -48,7 +47,7 @@ def analysed(words: str, backend: str = "xla") -> analysis.CallAnalysis:
 
 CALLS = {
     "causal": "--query 1,16384,16,64 --kv 16384,4 --ring 4 --causal",
-    "zigzag, two ways": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --causal --layout zigzag --two-way",
+    "zigzag": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --causal --layout zigzag",
     "window": "--query 2,16384,16,64 --ring 8 --causal --window 3000,0",
     "documents, float32": "--query 1,16384,8,64 --ring 4 --documents 9000,3000 --dtype f32",
     "two levels": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --inner 2 --causal --layout zigzag",
@@ -215,9 +214,6 @@ def test_refusals_are_sentences_with_their_numbers() -> None:
         return cost.ulysses(asked, H200, inner).refusal
 
     assert refusal(work(4, heads=6, kv_heads=6), 4) == "6 query heads do not divide by 4 ranks"
-    odd = dataclasses.replace(work(4, heads=4, kv_heads=2), two_way=True)
-    assert "even number of key heads" in (refusal(odd, 2) or "")
-    assert refusal(odd, 4) is None and refusal(dataclasses.replace(odd, two_way=False), 2) is None
     assert refusal(work(8, heads=16, kv_heads=2), 8) is None
 
 

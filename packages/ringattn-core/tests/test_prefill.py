@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, Support, from_layout, prefill_attention, ring_attention, to_layout
 from ringattn_core.backends import discovery
-from ringattn_core.call.prefill import bytes_to_send
+from ringattn_core.call.cache import bytes_to_send
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 

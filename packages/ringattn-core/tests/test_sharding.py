@@ -219,14 +219,6 @@ def test_arrays_that_are_committed_to_one_device_are_sharded():
     close(ring_attention(q, k, v, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v))
 
 
-def test_the_key_heads_that_go_both_ways_are_those_of_one_rank():
-    q, k, v = arrays()
-    options: dict[str, Any] = dict(causal=True, axis_name="sp", two_way=True)
-    close(ring_attention(q, k, v, mesh=mesh_of(data=2, sp=4), **options), ring_attention(q, k, v, causal=True))
-    with pytest.raises(InputError, match="two_way: needs an even number of key heads on each rank, but there are 1"):
-        ring_attention(q, k, v, mesh=mesh_of(sp=4, tp=2), **options)
-
-
 WITHOUT_A_RING: list[tuple[dict[str, int], dict[str, Any]]] = [
     (dict(dp=2), {}),
     (dict(data=2, model=2), {}),

@@ -324,10 +324,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(strategy="ulysses", heads=(6, 2)),
         r"strategy: 'ulysses' cannot run this call: 6 query heads do not divide by 4 ranks\. Pass 'ring', or 'auto'",
     ),
-    "one key head both ways": (
-        dict(strategy="ulysses", over=("a", "b"), two_way=True),
-        "strategy: 'ulysses' cannot run this call: two_way needs an even number of key heads on each rank",
-    ),
 }
 
 

@@ -20,7 +20,6 @@ from ..placement import arrays, axes
 from ..placement.arrays import Roles, repeated_heads
 from ..placement.mesh import of_context
 from ..tuning import choice
-from .checks import halves_go_both_ways
 from .dispatch import answer, chosen, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
 from .options import ARRAYS
@@ -69,8 +68,6 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     ranks, parts = ranks_of(mesh, roles.sequence), ranks_of(mesh, roles.heads)
     more = (-call.query.shape[1] % ranks, -call.key.shape[1] % ranks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
-    if call.two_way:
-        halves_go_both_ways(call.key.shape[2] * copies // parts)
     if more != (0, 0) or copies > 1:
         # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)

@@ -8,54 +8,51 @@ from typing import Any, Final
 import jax
 
 from ..contract.call import Call
-from ..contract.signature import SIGNATURE
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement import layout as layouts
 from ..placement.platforms import refuse_different_devices
 from .checks import Sizes, refuse_misfit
-from .options import OPTIONS, refuse_unknown
+from .options import canonical
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
-_ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
 
 
-def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call:
-    """The call in canonical form, from the arguments of the per-shard signature. Raises if they do not fit together.
+def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **given: Any) -> Call:
+    """The call in canonical form, from operands and options by name. Raises if they do not fit together.
 
     By default the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`. Outside, `ranks`
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
-    given = _named(arguments, options)
-    operands = {name: given.pop(name) for name in ("query", "key", "value")}
+    operands = {"query": query, "key": key, "value": value}
     inside = ranks is None
     operands, sizes = checked_operands(operands, given, ranks)
     q, k, v = operands.values()
     if inside:
-        layout, ranks = layouts.canonical(given["layout"]), sizes.lengths[0] // q.shape[1]
+        layout, ranks = layouts.canonical(given.get("layout", "contiguous")), sizes.lengths[0] // q.shape[1]
         for name, length in zip(operands, sizes.lengths, strict=False):
             layouts.refuse_indivisible(name, length, layout, ranks)
-    found = {option.name: option.canonical(given[option.name], sizes) for option in OPTIONS}
+    found = canonical(given, sizes)
     _pair(found, ("q_segment_ids", "kv_segment_ids"), q, k)
-    if found["query_offset"] is None:
+    if found.get("query_offset") is None:
         _pair(found, ("q_positions", "kv_positions"), q, k)
-    elif found["q_positions"] is not None:
+    elif found.get("q_positions") is not None:
         raise InputError("query_offset", "is given beside q_positions", "Add it to the positions, or leave these out")
-    if found["dropout_prob"] and found["dropout_seed"] is None:
+    if found.get("dropout_prob") and found.get("dropout_seed") is None:
         raise InputError(
             "dropout_seed",
             f"is missing with dropout_prob={found['dropout_prob']}",
             "Pass an integer, a new one each step",
         )
-    if not found["dropout_prob"]:
+    if not found.get("dropout_prob"):
         found["dropout_seed"] = None
     call = Call(query=q, key=k, value=v, **found)
     if inside:
         refuse_different_devices(call.arrays)
         refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
         refuse_unnamed_axes(call)
-        roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))
+        roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
         return dataclasses.replace(call.with_wide_bias(roles), axis_name=call.axis_name or None)
     return call
 
@@ -102,24 +99,6 @@ def checked_operands(
     )
 
 
-def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Every argument under its canonical name, with defaults for arguments that are not given."""
-    refuse_unknown(options, SIGNATURE.parameters)
-    try:
-        bound = SIGNATURE.bind(*arguments, **options)
-    except TypeError as error:
-        remedy = "Pass query, key and value, and whatever follows fused_backward by name"
-        raise InputError("ring_attention", str(error), remedy) from None
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    for alias, name in _ALIASES.items():
-        other = given.pop(alias)
-        if other is not None and given[name] is not None:
-            raise InputError(alias, f"is another name of {name}, which is given too", "Pass one of them")
-        given[name] = given[name] if other is None else other
-    return given
-
-
 def _refuse_misfits(given: dict[str, jax.Array]) -> None:
     """Raises unless query, key and value fit together. Errors call them by their names in `given`."""
     (query, q), (key, k), _ = given.items()
@@ -146,7 +125,7 @@ def _refuse_misfits(given: dict[str, jax.Array]) -> None:
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:
     """If one array of a pair is given, uses it for queries and keys; raises unless they have equal lengths."""
-    missing = [name for name in names if found[name] is None]
+    missing = [name for name in names if found.get(name) is None]
     if len(missing) != 1:
         return
     (other,) = missing

@@ -29,34 +29,33 @@ class Call:
     query: arrays.Query
     key: arrays.Key
     value: arrays.Value
-    q_segment_ids: arrays.QueryIds | None
-    kv_segment_ids: arrays.KeyIds | None
-    softmax_aux: arrays.Sinks | None
-    bias: arrays.Bias | None
-    mask_builder: Built | None
-    sliding_window: tuple[int | None, int | None] | None
-    chunk_size: int | None
-    causal: bool
-    logits_soft_cap: float | None
     softmax_scale: float
-    axis_name: tuple[str, ...] | None
-    fwd_params: FwdParams
-    bwd_params: BwdParams
-    fused_backward: bool
-    attention_mask: arrays.DenseMask | None
-    q_positions: arrays.QueryPositions | None
-    kv_positions: arrays.KeyPositions | None
-    query_offset: arrays.QueryOffset | None
-    alibi_slopes: arrays.PerHead | None
-    dropout_prob: float
-    dropout_seed: arrays.Seed | None
-    batch_axis_name: tuple[str, ...] | None
-    head_axis_name: tuple[str, ...] | None
-    layout: str
-    two_way: bool
-    precision: str | None
-    return_lse: bool
-    strategy: str
+    q_segment_ids: arrays.QueryIds | None = None
+    kv_segment_ids: arrays.KeyIds | None = None
+    softmax_aux: arrays.Sinks | None = None
+    bias: arrays.Bias | None = None
+    mask_builder: Built | None = None
+    sliding_window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    causal: bool = False
+    logits_soft_cap: float | None = None
+    axis_name: tuple[str, ...] | None = None
+    fwd_params: FwdParams = FwdParams()
+    bwd_params: BwdParams = BwdParams()
+    fused_backward: bool = False
+    attention_mask: arrays.DenseMask | None = None
+    q_positions: arrays.QueryPositions | None = None
+    kv_positions: arrays.KeyPositions | None = None
+    query_offset: arrays.QueryOffset | None = None
+    alibi_slopes: arrays.PerHead | None = None
+    dropout_prob: float = 0.0
+    dropout_seed: arrays.Seed | None = None
+    batch_axis_name: tuple[str, ...] | None = None
+    head_axis_name: tuple[str, ...] | None = None
+    layout: str = "contiguous"
+    precision: str | None = None
+    return_lse: bool = False
+    strategy: str = "ring"
     bias_dtype: str | None = None
 
     def with_wide_bias(self, roles: arrays.Roles) -> "Call":

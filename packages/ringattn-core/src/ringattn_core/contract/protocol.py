@@ -237,9 +237,3 @@ class BlockKernel(Protocol):
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.
         """
         ...
-
-
-class RingKernel(Protocol):
-    """The whole per-shard function (see `signature.RingAttention`), for a backend that drives the ring itself."""
-
-    def __call__(self, query: Any, key: Any, value: Any, **options: Any) -> Any: ...

@@ -50,7 +50,7 @@ def prepared(
     # The plan must be known before the program runs. With an offset, which may be traced, it leaves out no hop.
     rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
     of_keys = 1 if gathers else ranks
-    made = plan(rule, call.layout, of_keys, *lengths, call.two_way, joint(kernel), stripe)
+    made = plan(rule, call.layout, of_keys, *lengths, joint=joint(kernel), stripe=stripe)
     if not (place or gathers):
         made = made.over(axes.size("axis_name", axis[-1:]))
     location = Location(

@@ -127,10 +127,6 @@ def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | No
     return None
 
 
-def misfit(heads: int, key_heads: int, ranks: int, groups: int, two_way: bool) -> str | None:
-    """Why groups of `ranks` ranks, in a ring of `groups`, cannot split the heads of a call; `None` if they can."""
-    if heads % ranks:
-        return f"{heads} query heads do not divide by {ranks} ranks"
-    if groups > 1 and two_way and math.lcm(key_heads, ranks) // ranks % 2:
-        return "two_way needs an even number of key heads on each rank"
-    return None
+def misfit(heads: int, ranks: int) -> str | None:
+    """Why groups of `ranks` ranks cannot split the heads of a call; `None` if they can."""
+    return f"{heads} query heads do not divide by {ranks} ranks" if heads % ranks else None
