@@ -3,7 +3,7 @@
 
 from typing import Final
 
-from ringattn_core import Backend, Feature, Support
+from ringattn_core import Backend, Feature
 from ringattn_xla.block import XlaKernel
 
 
@@ -11,4 +11,4 @@ class SeparateSends(XlaKernel):
     separate_sends = True
 
 
-SEPARATE: Final = Backend("separate", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+SEPARATE: Final = Backend("separate", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")

@@ -16,7 +16,7 @@ from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.analysis import CallAnalysis
 from ringattn_core.cli.main import parsed
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
@@ -159,7 +159,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     request, sizes = REQUESTS[name], (4, 8)
     found = explained(name, tile=sizes)
     recorder = Recorder(found.tile)
-    features = dict.fromkeys(Feature, Support.FULL)
+    features = frozenset(Feature)
     backend = Backend("recorder", 1, ("cpu",), features, kernel="nowhere:KERNEL")
     mesh = request.mesh_of(jax.devices())
     floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating.items()}

@@ -18,7 +18,7 @@ from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.main import parsed
 from ringattn_core.cli.memory import TOGETHER
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import hops
 from ringattn_core.strategies import choose, cost, devices
@@ -303,7 +303,7 @@ def test_where_a_vmap_plays_the_ranks_auto_stands_for_one_strategy(monkeypatch: 
 
 
 def test_auto_leaves_a_backend_that_drives_its_own_ring_alone() -> None:
-    own = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:RING")
+    own = Backend("own", 1, ("cpu",), frozenset(Feature), ring="nowhere:RING")
     with discovery.registered(own, lambda query, **options: query):
         x = jnp.ones((1, 8, 2, 4))
         assert ring_attention(x, x, x, backend="own", strategy="auto").shape == x.shape
@@ -312,7 +312,7 @@ def test_auto_leaves_a_backend_that_drives_its_own_ring_alone() -> None:
 
 
 def test_what_a_kernel_lacks_bars_a_strategy() -> None:
-    features = dict.fromkeys(Feature, Support.FULL)
+    features = frozenset(Feature)
     del features[Feature.CROSS_LENGTHS]
 
     class StaticMasks(SeparateSends):

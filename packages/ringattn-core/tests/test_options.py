@@ -30,7 +30,7 @@ OF_LAYOUTS = {"ZIGZAG", "STRIPED"}
 def test_each_option_of_a_canonical_call_has_one_row() -> None:
     names = [option.name for option in options.OPTIONS]
     assert sorted({*names, *OPERANDS}) == sorted([*names, *OPERANDS])
-    assert {*names, *OPERANDS} == {field.name for field in dataclasses.fields(Call)} - {"bias_dtype"}
+    assert {*names, *OPERANDS} == {field.name for field in dataclasses.fields(Call)} - {"wide"}
 
 
 def test_the_rows_name_every_feature_that_an_option_needs() -> None:

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, per_shard, ring_attention
 from ringattn_core.adapters.jax_nn import dot_product_attention
+from ringattn_core.call import sharding
 from ringattn_core.errors import DerivativeError, InputError, MeshError
-from ringattn_core.placement.arrays import repeated_heads
 
 N, K, H = 4, 2, 8
 
@@ -329,6 +329,6 @@ def test_a_mesh_inside_shard_map_is_refused():
 def test_the_gradients_of_repeated_key_heads_are_summed_in_float32():
     """In bfloat16, 256 + 1 is 256 again, so that the sum below would be 256."""
     key, parts = jnp.ones((1, 1, 1, 1), jnp.bfloat16), jnp.array([256, 1, 1, 1], jnp.bfloat16)
-    repeated, pullback = jax.vjp(lambda x: repeated_heads(x, 4), key)
+    repeated, pullback = jax.vjp(lambda x: sharding._repeated(x, 4), key)
     assert repeated.dtype == jnp.bfloat16
     assert pullback(parts.reshape(repeated.shape))[0] == 260

@@ -12,7 +12,6 @@ from ringattn_core import (
     Backend,
     Feature,
     RingKernel,
-    Support,
     decode_attention,
     per_shard,
     prefill_attention,
@@ -69,9 +68,7 @@ def test_a_call_written_for_ejkernel_runs_by_position_and_by_keyword():
 
 
 def whole() -> Backend:
-    return Backend(
-        name="whole", api=1, platforms=("cpu",), features={Feature.FLOAT32: Support.FULL}, ring="somewhere:else"
-    )
+    return Backend(name="whole", api=1, platforms=("cpu",), features={Feature.FLOAT32}, ring="somewhere:else")
 
 
 def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
@@ -84,7 +81,7 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     q, k, v = arrays()
     with discovery.registered(whole(), ring):
         assert (ring_attention(q, k, v, backend="whole") == q).all()
-    of_core = {"query", "key", "value", "strategy", "bias_dtype"}
+    of_core = {"query", "key", "value", "strategy", "wide"}
     assert set(seen) == {field.name for field in dataclasses.fields(Call)} - of_core
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 

@@ -7,7 +7,7 @@ from .call.attention import per_shard, ring_attention
 from .call.cache import decode_attention, prefill_attention
 from .config import BwdParams, FwdParams, RingAttentionConfig
 from .contract.backend import Backend
-from .contract.features import Feature, Support
+from .contract.features import Feature
 from .contract.from_flash import from_flash
 from .contract.merge import merge, merging
 from .contract.protocol import Block, BlockKernel, Gradients, Partial
@@ -32,7 +32,6 @@ __all__ = [
     "RingAttentionConfig",
     "RingKernel",
     "Rule",
-    "Support",
     "decode_attention",
     "errors",
     "from_flash",

@@ -4,7 +4,7 @@
 from typing import Final
 
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 
 _FEATURES: Final = (
     Feature.GRADIENTS, Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16, Feature.CAUSAL, Feature.SLIDING_WINDOW,
@@ -18,7 +18,7 @@ BACKEND: Final = Backend(
     name="xla",
     api=1,
     platforms=("cpu", "cuda", "rocm", "gpu", "tpu"),
-    features=dict.fromkeys(_FEATURES, Support.FULL),
+    features=_FEATURES,
     kernel="ringattn_xla.block:KERNEL",
     priority=-100,  # after every backend made for the platform
 )

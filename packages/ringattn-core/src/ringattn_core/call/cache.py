@@ -25,10 +25,10 @@ from ..ring import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
 from .mesh_roles import check_mesh, mesh_of, named_roles, ranks_of, refuse_indivisible_axes
-from .options import ARRAYS, arguments, canonical, named
-from .shard_map import refuse_sharded, refuse_unnamed_axes
+from .options import ARRAYS, arguments, named
+from .shard_map import refuse_sharded
 from .sharding import over_shards, sharded
-from .validation import checked_operands
+from .validation import fitted
 
 Lengths = Int[jax.Array, " B"]
 SENT: Final = ("auto", "keys", "queries")
@@ -68,6 +68,9 @@ def decode_attention(
     `jax.shard_map`, the cache is this rank's shard; all other arrays and the result are the same on all ranks of the
     ring.
 
+    `sliding_window`, `chunk_size`, `softmax_scale`, `logits_soft_cap`, `alibi_slopes`, `axis_name`, `batch_axis_name`,
+    `head_axis_name`, `layout`, `precision` and `return_lse` mean what they mean in `ring_attention`.
+
     Args:
         query: The queries of the new tokens, `[B, T, N, H]`.
         key_cache: `[B, S, K, H]`, in the order of `layout`.
@@ -77,7 +80,6 @@ def decode_attention(
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
-        sliding_window: This, and every argument that is not listed here, means what it means in `ring_attention`.
 
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
@@ -129,6 +131,9 @@ def prefill_attention(
     With `mesh`, or under `jax.set_mesh`, arrays are global, and queries and caches are split over `axis_name`. Inside
     your own `jax.shard_map`, arrays are local, and `lengths` still count the tokens of all ranks.
 
+    `sliding_window`, `chunk_size`, `softmax_scale`, `logits_soft_cap`, `alibi_slopes`, `axis_name`, `batch_axis_name`,
+    `head_axis_name`, `layout`, `precision` and `return_lse` mean what they mean in `ring_attention`.
+
     Args:
         query: The queries of the chunk, `[B, T, N, H]`, in the order of `layout`.
         key_cache: `[B, S, K, H]`, in the order of `layout`.
@@ -139,7 +144,6 @@ def prefill_attention(
         mesh: The mesh over which the call splits its global arrays.
         backend: The name of a backend, or several names to try in order.
         cfg: A `RingAttentionConfig`, or a dict of its fields.
-        sliding_window: This, and every argument that is not listed here, means what it means in `ring_attention`.
 
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
@@ -183,28 +187,26 @@ def _checked(
     the mesh, which is `None` where the arrays are local.
     """
     config = RingAttentionConfig.of(cfg, "cfg")
+    backend = config.backend_name if backend is None else backend
     operands = {"query": given.pop("query"), "key_cache": given.pop("key"), "value_cache": given.pop("value")}
     given |= {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     mesh = mesh_of(mesh, given, operands.values())
-    arrays, sizes = checked_operands(operands, given, None if mesh is None else 1, whole_queries=not sharded)
-    (q, k, v), (tokens, room) = arrays.values(), sizes.lengths
-    call = Call(query=q, key=k, value=v, **canonical(given, sizes))
-    remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
-    if mesh is None:
-        refuse_unnamed_axes(call)
-    else:
-        check_mesh(call, mesh)
-    known = as_int32("lengths", lengths, (0, room, remedy))
-    if known.shape not in ((), q.shape[:1]):
-        raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {q.shape[0]}, one for each row")
+    call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries=not sharded)
+    (tokens, room), rows = sizes.lengths, call.query.shape[:1]
     if mesh is not None:
-        _refuse_uneven_cache(call, ranks_of(mesh, call.axis_name or ()))
-    else:
-        others = {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
-        refuse_different_devices(arrays | {"lengths": known} | others)
-        _check_shard(call, arrays, known, room // k.shape[1], sharded)
-    backend = config.backend_name if backend is None else backend
-    return call, jnp.broadcast_to(known, q.shape[:1]) - tokens, backend, mesh
+        check_mesh(call, mesh)
+    remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
+    known = as_int32("lengths", lengths, (0, room, remedy))
+    if known.shape not in ((), rows):
+        raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
+    _refuse_uneven_cache(call, 1 if mesh is None else ranks_of(mesh, call.axis_name or ()))
+    if mesh is None:
+        refuse_different_devices({"query": call.query, "lengths": known})
+        ring, whole = call.axis_name or (), {} if sharded else {"query": call.query}
+        refuse_sharded(ring, {"lengths": known} | whole)
+        if sharded:
+            refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
+    return call, jnp.broadcast_to(known, rows) - tokens, backend, mesh
 
 
 def _attend(registration: Registration, call: Call) -> Any:
@@ -238,15 +240,6 @@ def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
     outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
     out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
     return (out, *lse) if lse else out
-
-
-def _check_shard(call: Call, operands: dict[str, jax.Array], lengths: jax.Array, ranks: int, sharded: bool) -> None:
-    """Raises if an array in a `shard_map` is split where it must be whole, or not split evenly."""
-    _refuse_uneven_cache(call, 1)
-    query = next(iter(operands))
-    if sharded:
-        refuse_indivisible(query, call.query.shape[1] * ranks, call.layout, ranks)
-    refuse_sharded(call.axis_name or (), {"lengths": lengths} | ({} if sharded else {query: call.query}))
 
 
 def _refuse_uneven_cache(call: Call, ranks: int) -> None:

@@ -73,7 +73,7 @@ ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "valu
     option.name: option.array for option in OPTIONS if option.array is not None
 }
 """The type of every array of a call, with its axis letters, by name."""
-_NAMES: Final = ("query", "key", "value", *(option.name for option in OPTIONS))
+OPERANDS: Final = ("query", "key", "value")
 _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 
 
@@ -99,7 +99,7 @@ def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 def arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The operands and options among the local `variables` of a function, that is its arguments, by name."""
-    return {name: variables[name] for name in _NAMES if name in variables}
+    return {name: variables[name] for name in (*OPERANDS, *(row.name for row in OPTIONS)) if name in variables}
 
 
 OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {

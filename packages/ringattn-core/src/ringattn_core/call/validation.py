@@ -13,7 +13,7 @@ from ..placement import arrays, axes
 from ..placement import layout as layouts
 from ..placement.platforms import refuse_different_devices
 from .checks import Sizes, refuse_misfit
-from .options import canonical
+from .options import OPERANDS, canonical
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
@@ -25,46 +25,53 @@ def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **give
     By default the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`. Outside, `ranks`
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
-    operands = {"query": query, "key": key, "value": value}
-    inside = ranks is None
-    operands, sizes = checked_operands(operands, given, ranks)
-    q, k, v = operands.values()
-    if inside:
-        layout, ranks = layouts.canonical(given.get("layout", "contiguous")), sizes.lengths[0] // q.shape[1]
-        for name, length in zip(operands, sizes.lengths, strict=False):
-            layouts.refuse_indivisible(name, length, layout, ranks)
-    found = canonical(given, sizes)
-    _pair(found, ("q_segment_ids", "kv_segment_ids"), q, k)
-    if found.get("query_offset") is None:
-        _pair(found, ("q_positions", "kv_positions"), q, k)
-    elif found.get("q_positions") is not None:
+    call, sizes = fitted({"query": query, "key": key, "value": value}, given, ranks)
+    if ranks is not None:
+        return call
+    for name, length in zip(("query", "key"), sizes.lengths, strict=True):
+        layouts.refuse_indivisible(name, length, call.layout, sizes.lengths[0] // call.query.shape[1])
+    roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
+    return dataclasses.replace(call.with_shared_gradients(roles), axis_name=call.axis_name or None)
+
+
+def fitted(
+    operands: Mapping[str, Any], given: Mapping[str, Any], ranks: int | None, whole_queries: bool = False
+) -> tuple[Call, Sizes]:
+    """The call in canonical form, and the sizes of its operands. Raises if operands and options do not fit together.
+
+    Errors call query, key and value by their names in `operands`. `ranks` is as in `validated`, where lengths are
+    checked too. With `whole_queries`, every rank has all queries.
+    """
+    found, sizes = _operands(operands, given, ranks, whole_queries)
+    q, k, v = found.values()
+    options = canonical(given, sizes)
+    _pair(options, ("q_segment_ids", "kv_segment_ids"), q, k)
+    if options.get("query_offset") is None:
+        _pair(options, ("q_positions", "kv_positions"), q, k)
+    elif options.get("q_positions") is not None:
         raise InputError("query_offset", "is given beside q_positions", "Add it to the positions, or leave these out")
-    if found.get("dropout_prob") and found.get("dropout_seed") is None:
+    dropout = options.get("dropout_prob")
+    if dropout and options.get("dropout_seed") is None:
         raise InputError(
-            "dropout_seed",
-            f"is missing with dropout_prob={found['dropout_prob']}",
-            "Pass an integer, a new one each step",
+            "dropout_seed", f"is missing with dropout_prob={dropout}", "Pass an integer, a new one each step"
         )
-    if not found.get("dropout_prob"):
-        found["dropout_seed"] = None
-    call = Call(query=q, key=k, value=v, **found)
-    if inside:
-        refuse_different_devices(call.arrays)
+    if not dropout:
+        options["dropout_seed"] = None
+    call = Call(query=q, key=k, value=v, **options)
+    if ranks is None:
+        refuse_different_devices(found | {name: x for name, x in call.arrays.items() if name not in OPERANDS})
         refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
         refuse_unnamed_axes(call)
-        roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
-        return dataclasses.replace(call.with_wide_bias(roles), axis_name=call.axis_name or None)
-    return call
+    return call, sizes
 
 
-def checked_operands(
-    given: Mapping[str, Any], options: Mapping[str, Any], ranks: int | None, whole_queries: bool = False
+def _operands(
+    given: Mapping[str, Any], options: Mapping[str, Any], ranks: int | None, whole_queries: bool
 ) -> tuple[dict[str, jax.Array], Sizes]:
     """Query, key and value as arrays, and their sizes. Raises unless they fit together and the axis names are valid.
 
-    In a `shard_map` it also raises if JAX knows that all ranks of the ring have the same tokens. `ranks` is as in
-    `validated`. Errors call the arrays by their names in `given`. With `whole_queries`, every rank has all queries.
-    Inside a `shard_map` where every rank holds all key heads, only those of this rank are returned.
+    In a `shard_map` it also raises if JAX knows that all ranks of the ring have the same tokens. Where every rank holds
+    all key heads, only those of this rank are returned.
     """
     ring, batch, heads = (axes.names(options.get(name), name) for name in AXIS_NAMES)
     if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):

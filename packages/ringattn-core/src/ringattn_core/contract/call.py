@@ -12,6 +12,7 @@ from ..masks.builder import Built
 from ..placement import arrays
 from .rule import Rule
 from .signature import OF_CORE
+from .wide import with_wide_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
     at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `bias_dtype` is no argument: where core converted the bias to float32, it is the dtype that the caller gave.
+    axis. `wide` is no argument: it names the arrays that are float32 here only because their gradients are to be, and
+    that kernels read in the dtype of the queries.
     """
 
     query: arrays.Query
@@ -56,20 +58,30 @@ class Call:
     precision: str | None = None
     return_lse: bool = False
     strategy: str = "ring"
-    bias_dtype: str | None = None
+    wide: tuple[str, ...] = ()
 
-    def with_wide_bias(self, roles: arrays.Roles) -> "Call":
-        """The call with its bias in float32, if ranks share an axis of it that is broadcast; else the call itself.
+    def widened(self, **arrays: jax.Array) -> "Call":
+        """The call with these `arrays`: its own ones, or others made of them, by `with_wide_gradient`."""
+        dtype = self.query.dtype
+        wide = {name for name in arrays if dtype != jnp.float32 and getattr(self, name).dtype == dtype}
+        return dataclasses.replace(self, **arrays, wide=tuple(sorted({*self.wide, *wide})))
 
-        Each of these ranks has a part of the gradient. The parts are then added in float32, and the sum is rounded
-        once.
+    def narrowed(self) -> "Call":
+        """The call as kernels read it: the arrays that are `wide` in the dtype of the queries."""
+        return dataclasses.replace(self, **{name: getattr(self, name).astype(self.query.dtype) for name in self.wide})
+
+    def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
+        """The call as a rank computes it. Ranks may share the bias, and then add up its gradient in float32.
+
+        They share it where it has length 1 along an axis that they split. (They share sinks and slopes too, which are
+        float32 in every call.)
         """
         if self.bias is None:
             return self
         named = zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
         if not any(size == 1 and arrays.broadcasts(letter) and roles.of(letter) for letter, size in named):
             return self
-        return dataclasses.replace(self, bias=self.bias.astype(jnp.float32), bias_dtype=self.bias.dtype.name)
+        return self.widened(bias=with_wide_gradient(self.bias))
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -79,7 +91,7 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "bias_dtype")}
+        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "wide")}
 
     @property
     def rule(self) -> Rule:

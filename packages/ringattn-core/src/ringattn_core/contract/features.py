@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that a call can need, a sentence each, and how far a backend can support one."""
+"""The features that a call can need, a sentence each."""
 
 import enum
 
@@ -32,11 +32,3 @@ class Feature(enum.Enum):
     TWO_WAY = "Half of the key heads travel the other way round the ring."
     PRECISION = "Matrix products of float32 at a lower precision, where the caller asks."
     FUSED_BACKWARD = "A one-pass backward that may accumulate in any order, where the caller asks."
-
-
-class Support(enum.Enum):
-    """How far a backend supports a feature. A call runs only with FULL support for all that it needs."""
-
-    FULL = "supported"
-    PLANNED = "planned"
-    IMPOSSIBLE = "impossible"

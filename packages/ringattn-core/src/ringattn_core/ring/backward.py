@@ -62,7 +62,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     if ring.plan.ranks == 1:
         # If no rank adds to them, the kernel may return final gradients in the dtypes of the inputs.
         alone = block(ring, directions[0], whole_keys(ring, call, kept.location, [dout]), 0)
-        added = ring.gathers or ring.wide_keys or (call.bias_dtype is not None and not bias_fixed)
+        added = ring.gathers or bool({*call.wide} - ({"bias"} if bias_fixed else set()))
         alone = dataclasses.replace(alone, final=not added, bias_fixed=bias_fixed, shift=rows.shift, out=rows.out)
         made = kernel(alone, rows.dout, rows.lse, rows.delta, None)
         found = {field.name[1:]: getattr(made, field.name) for field in dataclasses.fields(made)}
@@ -82,8 +82,7 @@ def _cotangents(ring: Ring, call: Call, found: dict[str, Any]) -> Call:
 
     def of(name: str) -> Any:
         x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
-        wide = (ring.wide_keys and name in ("key", "value")) or (call.bias_dtype is not None and name == "bias")
-        dtype = jnp.float32 if wide else getattr(x, "dtype", None)
+        dtype = jnp.float32 if name in call.wide else getattr(x, "dtype", None)
         return None if x is None or gradient is None else gradient.reshape(x.shape).astype(dtype)
 
     return dataclasses.replace(call, **{name: of(name) for name in IN_BLOCK})

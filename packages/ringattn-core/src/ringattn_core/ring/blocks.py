@@ -32,8 +32,6 @@ class Ring:
     """The number of shards of the queries."""
     stripe: int = 1
     """In the striped layout, the length of a run of consecutive tokens in a shard."""
-    wide_keys: bool = False
-    """Whether keys and values come in float32, whatever the queries are, so that their gradients leave in float32."""
 
     @property
     def gathers(self) -> bool:

@@ -58,7 +58,7 @@ def prepared(
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
     )
-    return Ring(kernel, made, axis, ranks, stripe, call.key.dtype != call.query.dtype), location
+    return Ring(kernel, made, axis, ranks, stripe), location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:
