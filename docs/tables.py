@@ -14,12 +14,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from ringattn_core import Backend, Block, Feature, Rule, Support
+from ringattn_core import Backend, Block, Feature, Rule
 
 ROOT = Path(__file__).parent.parent
 SABOTEURS = ROOT / "conformance" / "tests"
 ARGUMENT = re.compile(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", re.MULTILINE | re.DOTALL)
-WORDS = {Support.FULL: "yes", Support.PLANNED: "planned", Support.IMPOSSIBLE: "impossible"}
 
 
 def descriptors() -> list[Backend]:
@@ -40,8 +39,7 @@ def backends() -> str:
     platforms = " | ".join(", ".join(backend.platforms) for backend in columns)
     rows = [f"| feature | what it is | {names} |", "|---|---|" + "---|" * len(columns), f"| | runs on | {platforms} |"]
     for feature in Feature:
-        support = (backend.features.get(feature) for backend in columns)
-        answers = " | ".join("no" if word is None else WORDS[word] for word in support)
+        answers = " | ".join("yes" if backend.supports(feature) else "no" for backend in columns)
         rows.append(f"| `{feature.name}` | {feature.value} | {answers} |")
     return "\n".join(rows)
 

@@ -23,7 +23,7 @@ AS_ELSEWHERE: dict[Any, Any] = {Call: ring_attention}
 
 def public() -> dict[str, Any]:
     """Every public function and class of core by its name: those of `ringattn_core`, of the contract and the masks."""
-    modules = {"ringattn_core": importlib.import_module("ringattn_core.call.public")}
+    modules = {"ringattn_core": importlib.import_module("ringattn_core")}
     modules |= {name: importlib.import_module(name) for name in PACKAGES}
     contract = modules["ringattn_core.contract"]
     for module in pkgutil.iter_modules(contract.__path__, "ringattn_core.contract."):

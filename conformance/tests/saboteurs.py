@@ -15,7 +15,7 @@ from reference_kernels import Dense, Gathering
 from ringattn_conformance import tiers
 from ringattn_conformance.lattice import Point, points
 from ringattn_conformance.mixtures import mixtures
-from ringattn_core import Backend, Feature, Support
+from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
 
 
@@ -100,7 +100,7 @@ REFERENCES: Final = {"reference-dense": Dense(), "reference-gathering": Gatherin
 
 def backend_of(name: str, kernel: Any) -> Backend:
     door = "kernel" if isinstance(kernel, Dense) else "ring"
-    return Backend(name, 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), **{door: "saboteurs:SABOTEURS"})
+    return Backend(name, 1, ("cpu",), frozenset(Feature), **{door: "saboteurs:SABOTEURS"})
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -99,7 +99,7 @@ def _backend(name: str, run: Run, collection: Collection, reasons: Mapping[str, 
         "not_run": collection.not_run(name, run.tests),
         "rings": _rings(tests),
         "features": {
-            feature.name: _feature(feature.name, descriptor.features.get(feature), tests, passes) for feature in Feature
+            feature.name: _feature(feature.name, descriptor.supports(feature), tests, passes) for feature in Feature
         },
         "untried": coverage.untried(declared, passes),
         "uncovered": coverage.uncovered(declared, passes),
@@ -120,10 +120,10 @@ def _rings(tests: list[Ran]) -> dict[str, dict[str, int]]:
     return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
 
 
-def _feature(feature: str, support: Any, tests: list[Ran], passes: Any) -> FeatureReport:
+def _feature(feature: str, support: bool, tests: list[Ran], passes: Any) -> FeatureReport:
     needing = [ran for ran in tests if feature in ran.notes.get("needed", ())]
     return {
-        "support": support.name if support else UNDECLARED,
+        "support": "FULL" if support else UNDECLARED,
         "outcomes": _counted(needing),
         "refusals": sum(feature in ran.notes.get("refused", ()) for ran in tests),
         "worst": next(reversed(_errors(needing)), None),

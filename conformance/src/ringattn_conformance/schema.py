@@ -32,7 +32,7 @@ class Nearest(Error):
 class FeatureReport(TypedDict):
     """A feature: how it is declared, the outcomes of the tests that need it, and how many tests expect a refusal.
 
-    `support` is a name of `ringattn_core.Support`, or `UNDECLARED`. `tried` counts by dtype the tests that passed and
+    `support` is "FULL" or `UNDECLARED`. `tried` counts by dtype the tests that passed and
     compared the numbers of a call that needs the feature.
     """
 

@@ -14,9 +14,8 @@ from ringattn_core.errors import RingAttnError
 
 PLUGIN = """
     from collections.abc import Mapping
-    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.features import Feature
     from ringattn_core.contract.backend import Backend
-    FULL = Support.FULL
     class Odd:
         def __repr__(self): raise RuntimeError("no text")
     class Lazy(Mapping):
@@ -79,18 +78,13 @@ FIELDS = {
     "a platform that is a list": ("platforms=(['cpu'],)", "platforms=(['cpu'],) must be"),
     "a platform that is None": ("platforms=('cpu', None)", "platforms=('cpu', None) must be"),
     "a platform with a space": ("platforms=('c pu',)", "platforms=('c pu',) must be"),
-    "features of None": ("features=None", "features=None must be a mapping"),
-    "features in a set": ("features={Feature.CAUSAL}", "must be a mapping from Feature to Support"),
-    "features by text": (
-        "features={'CAUSAL': FULL}",
-        "features has the key 'CAUSAL', which is not a member of Feature",
-    ),
-    "support by text": ("features={Feature.CAUSAL: 'supported'}", "='supported' must be a member of Support"),
-    "support of True": ("features={Feature.CAUSAL: True}", "=True must be a member of Support"),
-    "support of None": ("features={Feature.BFLOAT16: None}", "features[Feature.BFLOAT16]=None must be"),
-    "features that cannot be read": ("features=Lazy()", "it cannot be read (RuntimeError: not now)"),
+    "features of None": ("features=None", "features=None must be a set or a tuple"),
+    "features in a mapping": ("features={Feature.CAUSAL: True}", "must be a set or a tuple of members of Feature"),
+    "features by text": ("features={'CAUSAL'}", "features has 'CAUSAL', which is not a member of Feature"),
+    "features as text": ("features='CAUSAL'", "features='CAUSAL' must be a set or a tuple"),
+    "reasons that cannot be read": ("reasons=Lazy()", "it cannot be read (RuntimeError: not now)"),
     "reasons of None": ("reasons=None", "reasons=None must be a mapping"),
-    "reasons by text": ("reasons={'BIAS': 'soon'}", "reasons has the key 'BIAS'"),
+    "reasons by text": ("reasons={'BIAS': 'soon'}", "reasons has 'BIAS'"),
     "a reason of None": ("reasons={Feature.BIAS: None}", "=None must be a string"),
     "a kernel without attribute": ("kernel='bad_kernel'", "kernel='bad_kernel' must be an import path"),
     "a kernel without module": ("kernel=':KERNEL'", "kernel=':KERNEL' must be"),
@@ -159,13 +153,11 @@ LOADED = {
 """Fields of a good descriptor whose kernel or probe is broken, and what the sentence says."""
 GOOD = """
     from ringattn_core.contract.backend import Backend
-    from ringattn_core.contract.features import Feature, Support
-    BACKEND = Backend("good", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="good_ring:ring")
+    from ringattn_core.contract.features import Feature
+    BACKEND = Backend("good", 1, ("cpu",), frozenset(Feature), ring="good_ring:ring")
 """
 RING = """
-    from ringattn_core.contract.signature import SIGNATURE
     def ring(query, key, value, **options): return 2 * query
-    ring.__signature__ = SIGNATURE
 """
 
 

@@ -16,7 +16,7 @@ from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.analysis import CallAnalysis
 from ringattn_core.cli.main import parsed
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
@@ -54,12 +54,9 @@ REQUESTS = {
     "padded": asked("--causal", 61),
     "padded keys": asked(kv="57,2"),
     "everything else": asked("--causal --sinks 2 --alibi --bias 1,4,1,64 --dropout 0.5 --lse"),
-    "two ways": asked("--causal --layout zigzag --two-way"),
-    "two ways, one of them": asked("--window 5,0 --two-way"),
-    "two ways of three": asked("--causal --two-way", 48, ring=3, kv="48,2,5"),
     "ring of eight": asked("--causal", ring=8),
     "two levels": asked("--causal --layout zigzag --inner 4", ring=8),
-    "two levels, two ways": asked("--dtype bf16 --two-way --inner 2", ring=8),
+    "two levels of bf16": asked("--dtype bf16 --inner 2", ring=8),
     "alone": asked("--causal", ring=1),
 }
 PLANS = (
@@ -162,7 +159,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
     request, sizes = REQUESTS[name], (4, 8)
     found = explained(name, tile=sizes)
     recorder = Recorder(found.tile)
-    features = dict.fromkeys(Feature, Support.FULL)
+    features = frozenset(Feature)
     backend = Backend("recorder", 1, ("cpu",), features, kernel="nowhere:KERNEL")
     mesh = request.mesh_of(jax.devices())
     floating = {name: jnp.ones(x.shape, x.dtype) for name, x in request.floating.items()}

@@ -12,7 +12,7 @@ from ringattn_core.backends import doctor
 from ringattn_core.cli.main import main
 
 PLUGIN = """
-    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.features import Feature
     from ringattn_core.contract.backend import Backend
     KERNEL, PROBE = "{name}_block:{kernel}", {probe!r}
     BACKEND = Backend("{name}", {api}, {platforms}, {{}}, kernel=KERNEL, priority={priority}, probe=PROBE)

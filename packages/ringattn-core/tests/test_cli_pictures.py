@@ -22,7 +22,7 @@ from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, analyse
 from ringattn_core.cli.main import main, parsed
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 
 STATES = arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])
@@ -165,18 +165,6 @@ def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnaly
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
 
 
-def test_two_directions_are_rows_of_one_hop_and_count_half(capsys, tmp_path: Path) -> None:
-    found, one_way = explained(words="--layout zigzag --two-way"), explained(words="--layout zigzag")
-    said = text(found, capsys)
-    rows = [re.split(r" {2,}", line)[:2] for line in said.splitlines()]
-    for number in range(1, 4):
-        assert [f"{number}", f"r - {number}"] in rows and [f"{number}", f"r + {number}"] in rows
-    assert "each row is half of the heads" in said
-    assert found.tiles_of_ranks == one_way.tiles_of_ranks and found.tiles_of_slowest == one_way.tiles_of_slowest
-    assert re.search(r"^forward +3 +K,V +r \+ 1 .*\nforward +3 +K,V +r - 1 ", said, re.MULTILINE)
-    assert {"keys of rank r - 1", "keys of rank r + 1"} <= words_of(found, tmp_path / "ring.svg")
-
-
 def test_as_json_it_has_the_tables_of_the_text(found: CallAnalysis, capsys) -> None:
     assert main([*CALL, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -193,7 +181,7 @@ def test_as_json_it_has_the_tables_of_the_text(found: CallAnalysis, capsys) -> N
 
 
 def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gives(capsys) -> None:
-    features = {feature: Support.FULL for feature in Feature if feature is not Feature.CAUSAL}
+    features = {feature for feature in Feature if feature is not Feature.CAUSAL}
     for name, platforms in (("acausal", ("cpu",)), ("elsewhere", ("tpu",))):
         backend = Backend(name, 1, platforms, features, kernel="nowhere:KERNEL", priority=5)
         with discovery.registered(backend, object()):
@@ -206,7 +194,7 @@ def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gi
 
 
 def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
-    backend = Backend("acausal", 1, ("tpu",), {}, kernel="nowhere:KERNEL", priority=5)
+    backend = Backend("acausal", 1, ("tpu",), (), kernel="nowhere:KERNEL", priority=5)
     with discovery.registered(backend, object()):
         assert main([*CALL, "--backend", "acausal,xla", "--platform", "tpu"]) == 0
     out = capsys.readouterr().out
@@ -217,7 +205,7 @@ def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
 def test_the_report_says_that_a_backend_drives_its_own_ring(capsys) -> None:
     def ring(query: Any, key: Any, value: Any, **options: Any) -> Any: ...
 
-    backend = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:ring", priority=5)
+    backend = Backend("own", 1, ("cpu",), frozenset(Feature), ring="nowhere:ring", priority=5)
     with discovery.registered(backend, ring):
         found = explained()
     assert found.choice == "own" and found.own_ring and "own drives its own ring" in text(found, capsys)

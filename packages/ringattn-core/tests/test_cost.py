@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from ringattn_core import ring_attention
+from ringattn_core import per_shard, ring_attention
 from ringattn_core.backends import discovery
-from ringattn_core.call.dispatch import per_shard
 from ringattn_core.cli import analysis
 from ringattn_core.cli.abstract_call import AbstractCall
 from ringattn_core.cli.main import parsed
 from ringattn_core.cli.memory import TOGETHER
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import hops
 from ringattn_core.strategies import choose, cost, devices
@@ -48,7 +47,7 @@ def analysed(words: str, backend: str = "xla") -> analysis.CallAnalysis:
 
 CALLS = {
     "causal": "--query 1,16384,16,64 --kv 16384,4 --ring 4 --causal",
-    "zigzag, two ways": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --causal --layout zigzag --two-way",
+    "zigzag": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --causal --layout zigzag",
     "window": "--query 2,16384,16,64 --ring 8 --causal --window 3000,0",
     "documents, float32": "--query 1,16384,8,64 --ring 4 --documents 9000,3000 --dtype f32",
     "two levels": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --inner 2 --causal --layout zigzag",
@@ -215,9 +214,6 @@ def test_refusals_are_sentences_with_their_numbers() -> None:
         return cost.ulysses(asked, H200, inner).refusal
 
     assert refusal(work(4, heads=6, kv_heads=6), 4) == "6 query heads do not divide by 4 ranks"
-    odd = dataclasses.replace(work(4, heads=4, kv_heads=2), two_way=True)
-    assert "even number of key heads" in (refusal(odd, 2) or "")
-    assert refusal(odd, 4) is None and refusal(dataclasses.replace(odd, two_way=False), 2) is None
     assert refusal(work(8, heads=16, kv_heads=2), 8) is None
 
 
@@ -307,7 +303,7 @@ def test_where_a_vmap_plays_the_ranks_auto_stands_for_one_strategy(monkeypatch: 
 
 
 def test_auto_leaves_a_backend_that_drives_its_own_ring_alone() -> None:
-    own = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:RING")
+    own = Backend("own", 1, ("cpu",), frozenset(Feature), ring="nowhere:RING")
     with discovery.registered(own, lambda query, **options: query):
         x = jnp.ones((1, 8, 2, 4))
         assert ring_attention(x, x, x, backend="own", strategy="auto").shape == x.shape
@@ -316,7 +312,7 @@ def test_auto_leaves_a_backend_that_drives_its_own_ring_alone() -> None:
 
 
 def test_what_a_kernel_lacks_bars_a_strategy() -> None:
-    features = dict.fromkeys(Feature, Support.FULL)
+    features = frozenset(Feature)
     del features[Feature.CROSS_LENGTHS]
 
     class StaticMasks(SeparateSends):

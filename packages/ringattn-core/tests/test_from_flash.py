@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from ringattn_core import Backend, Feature, Support, decode_attention, from_flash, ring_attention
+from ringattn_core import Backend, Feature, decode_attention, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.errors import KernelError, UnsupportedFeatureError
@@ -56,7 +56,7 @@ FEATURES = (
     *(Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.SINKS),
     *(Feature.UNEQUAL_VALUE_DIM, Feature.ZIGZAG, Feature.STRIPED),
 )
-FLASH = Backend("flash", 1, ("cpu",), dict.fromkeys(FEATURES, Support.FULL), kernel="nowhere:KERNEL")
+FLASH = Backend("flash", 1, ("cpu",), frozenset(FEATURES), kernel="nowhere:KERNEL")
 KERNEL = from_flash(forward, backward)
 
 
@@ -204,7 +204,7 @@ def test_equal_functions_make_equal_kernels():
     "options", [dict(sliding_window=3), dict(logits_soft_cap=5.0), dict(q_segment_ids=np.zeros((2, 16), np.int32))]
 )
 def test_an_option_that_the_functions_do_not_know_raises_even_if_the_backend_declares_it(options: dict[str, Any]):
-    everything = Backend("all", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+    everything = Backend("all", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")
     with (
         registered(everything, KERNEL),
         pytest.raises(KernelError, match="a feature which no kernel of from_flash has"),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Support, ring_attention
+from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
 from ringattn_core.placement.padding import cleaned
@@ -65,9 +65,7 @@ def test_a_ring_function_reads_zeros_in_padding_and_gets_no_cotangent_of_it():
         out = query + key + value
         return out, out[..., 0].swapaxes(1, 2)
 
-    features = dict.fromkeys(
-        (Feature.FLOAT32, Feature.GRADIENTS, Feature.SEGMENT_IDS, Feature.RETURN_LSE), Support.FULL
-    )
+    features = frozenset((Feature.FLOAT32, Feature.GRADIENTS, Feature.SEGMENT_IDS, Feature.RETURN_LSE))
     ids = jnp.zeros((1, LENGTH), jnp.int32).at[0, BAD].set(-1)
     with discovery.registered(Backend("sum", 1, ("cpu",), features, ring="nowhere:ring"), ring):
         for operand in range(3):
@@ -123,7 +121,7 @@ def test_a_sink_of_minus_infinity_has_no_effect():
 
 @pytest.mark.usefixtures("install")
 def test_a_backend_without_ids_is_refused_for_padding_in_the_words_of_the_caller() -> None:
-    features = {feature: Support.FULL for feature in Feature if feature is not Feature.SEGMENT_IDS}
+    features = {feature for feature in Feature if feature is not Feature.SEGMENT_IDS}
     thin = Backend("thin", 1, ("cpu",), features, kernel="a:b")
     mesh, x = jax.make_mesh((4,), ("sp",), devices=jax.devices()[:4]), jnp.ones((1, 13, 2, 8))
     ids = jnp.zeros((1, 13), jnp.int32)

@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ringattn_core import Backend, Feature, Gradients, Support, masks, ring_attention, to_layout
+from ringattn_core import Backend, Feature, Gradients, masks, ring_attention, to_layout
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering, packing
 from ringattn_core.errors import DerivativeError
@@ -177,7 +177,7 @@ class Recording(XlaKernel):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_first_kernel_gets_no_dq_and_no_program_writes_zeros_for_it(ranks: int):
     operands, kernel = arrays(4 * ranks, dims=(H, 6)), Recording()
-    backend = Backend("recording", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+    backend = Backend("recording", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")
     with registered(backend, kernel):
         program = jax.make_jaxpr(differentiated(ranks, backend="recording"))(*operands)
     # JAX may trace the kernels of several hops once.

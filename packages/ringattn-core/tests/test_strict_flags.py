@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, prefill_attention, ring_attention
 from ringattn_core.adapters.jax_nn import dot_product_attention
-from ringattn_core.call.prefill import SENT
+from ringattn_core.call.cache import SENT
 
 B, T, N, K, H = 2, 32, 4, 2, 8
 LENGTHS = jnp.array([32, 19], jnp.int32)
@@ -52,7 +52,6 @@ CALLS: dict[str, tuple[dict[str, jax.Array], dict[str, Any]]] = {
     "slopes": ({"alibi_slopes": jnp.abs(normal(5, N))}, {}),
     "dropout": ({}, {"dropout_prob": 0.3, "dropout_seed": 3}),
     "soft cap": ({}, {"logits_soft_cap": 5.0}),
-    "both ways round": ({}, {"two_way": True}),
     "zigzag": ({}, {"layout": "zigzag", "causal": True}),
     "striped": ({}, {"layout": "striped", "causal": True}),
 }

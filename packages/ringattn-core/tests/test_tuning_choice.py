@@ -21,7 +21,7 @@ from ringattn_core.call.dispatch import answer
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.errors import InputError, TuningError
 from ringattn_core.masks import Prefix
 from ringattn_core.ring import engine
@@ -31,7 +31,7 @@ from traced_calls import forget_traced_calls
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.backend import Backend
 from ringattn_xla.block import KERNEL as XLA
 
@@ -56,7 +56,7 @@ class Recording:
         return [RingAttentionConfig(FwdParams(size), BwdParams(size)) for size in (2, 8)]
 
 KERNEL = Recording()
-BACKEND = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="mine_kernel:KERNEL")
+BACKEND = Backend("mine", 1, ("cpu",), frozenset(Feature), kernel="mine_kernel:KERNEL")
 """
 OWN, TUNED, GIVEN, OVER = (
     RingAttentionConfig(FwdParams(forward), BwdParams(backward))
@@ -169,7 +169,7 @@ class TestAnOverlay:
             seen.append((options["fwd_params"], options["bwd_params"]))
             return value
 
-        features = dict.fromkeys(Feature, Support.FULL)
+        features = frozenset(Feature)
         backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
         registration = discovery.Registration("whole", backend, "d", "1", None, whole)
 

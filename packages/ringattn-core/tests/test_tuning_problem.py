@@ -63,8 +63,6 @@ MATTERS: dict[str, dict[str, Any]] = {
     "masks of heads": {"mask_builder": lambda q, kv, heads, head, reps: Prefix(3 + head)},
     "precision": {"precision": "highest"},
     "fused backward": {"fused_backward": True},
-    "two ways": {"two_way": True, "ranks": 4},
-    "two ways with a bias": {"two_way": True, "ranks": 3, "bias": jnp.zeros((1, N, T, 3 * S))},
 }
 
 

@@ -21,7 +21,7 @@ from ringattn_core.backends import discovery
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Gradients, Partial
 from ringattn_core.errors import TuningError
@@ -106,7 +106,7 @@ def mine() -> Iterator[Callable[..., discovery.Registration]]:
     with pytest.MonkeyPatch.context() as patch:
 
         def register(kernel: Any) -> discovery.Registration:
-            backend = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
+            backend = Backend("mine", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
             registration = discovery.Registration("mine", backend, "ringattn-mine", "1", None, kernel)
             patch.setitem(discovery._in_process, "mine", registration)
             return registration
@@ -337,7 +337,7 @@ def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.M
     monkeypatch.setattr(tuner, "ROUNDS", 1)
     monkeypatch.setattr(tuner, "LEAST_SECONDS", 0.0)
     kernel, x = SimpleKernel(), jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
-    backend = Backend("real", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
+    backend = Backend("real", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
     with discovery.registered(backend, kernel), jax.checking_leaks():
         got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(x)
     assert {rule.fwd_params.q_blocksize for rule in kernel.rules} == {None, 2, 4}

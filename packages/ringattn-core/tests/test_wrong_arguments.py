@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equinox import filter_jit
-from ringattn_core import FwdParams, Partial, RingAttentionConfig, merge, ring_attention, ring_mesh
+from ringattn_core import FwdParams, Partial, RingAttentionConfig, decode_attention, merge, ring_attention, ring_mesh
 from ringattn_core.adapters.equinox import RingMultiheadAttention
 from ringattn_core.adapters.flax import ring_attention_fn
 from ringattn_core.adapters.jax_nn import dot_product_attention
-from ringattn_core.call.decode import decode_attention
 from ringattn_core.errors import RingAttnError
 
 Q, K = jnp.ones((2, 8, 4, 8)), jnp.ones((2, 8, 2, 8))

@@ -2,8 +2,8 @@
 """Which options of `ring_attention` an adapter takes, under which names; the mesh, random keys and dtypes."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict
 
 import jax
 import jax.core
@@ -13,17 +13,53 @@ from jaxtyping import Array, UInt32
 
 from ..call import checks
 from ..call.mesh_roles import mesh_around
-from ..call.options import AttentionSettings as AttentionSettings
-from ..call.options import RingSettings, TokenOptions
+from ..config import RingAttentionConfig
 from ..contract.call import is_off
 from ..errors import InputError, did_you_mean, in_one_line
+from ..masks.builder import Builder
 from ..placement import arrays
+from ..placement.axes import AxisName
+from ..strategies import Strategy
 
 
-class RingArrays(TokenOptions, total=False):
+class RingArrays(TypedDict, total=False):
     """Options that are arrays, and for which other libraries have no name."""
 
+    q_segment_ids: arrays.QueryIds | None
+    kv_segment_ids: arrays.KeyIds | None
+    q_positions: arrays.QueryPositions | None
+    kv_positions: arrays.KeyPositions | None
+    query_offset: int | arrays.QueryOffset | None
+    alibi_slopes: arrays.PerHead | None
     softmax_aux: arrays.Sinks | arrays.SharedSinks | None
+
+
+class RingSettings(TypedDict, total=False):
+    """Static options for which other libraries have no name."""
+
+    axis_name: AxisName
+    batch_axis_name: AxisName
+    head_axis_name: AxisName
+    mesh: jax.sharding.Mesh | None
+    in_specs: Any
+    out_specs: Any
+    layout: str
+    strategy: Strategy
+    mask_builder: Builder | None
+    chunk_size: int | None
+    logits_soft_cap: float | None
+    precision: Any
+    fused_backward: bool
+    cfg: RingAttentionConfig | dict[str, Any] | None
+
+
+class AttentionSettings(RingSettings, total=False):
+    """All static options, under their names in `ring_attention`."""
+
+    causal: bool
+    sliding_window: int | tuple[int | None, int | None] | None
+    softmax_scale: float | None
+    backend: str | Sequence[str] | None
 
 
 class RingOptions(RingArrays, RingSettings, total=False):

@@ -12,7 +12,6 @@ from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
-from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
@@ -21,7 +20,6 @@ from ..strategies.choose import settled
 from ..strategies.run import run
 from ..tuning.choice import with_parameters
 from .options import needs
-from .validation import validated
 
 
 def _no_forward_rule() -> Exception:
@@ -84,20 +82,3 @@ def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
         return result if q_ids is None else cleaned(result, q_ids)
     out, lse = result
     return cleaned(out, q_ids), jnp.where(q_ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
-
-
-def per_shard(name: str) -> Callable[..., Any]:
-    """Makes the per-shard function, with the signature `RingAttention`, that a backend's package exports.
-
-    Args:
-        name: The name of the backend that runs every call of the function.
-    """
-
-    def ring_attention(*args: Any, **kwargs: Any) -> Any:
-        call = validated(*args, **kwargs)
-        return answer(chosen(name, call), call)
-
-    ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
-    ring_attention.__signature__ = SIGNATURE  # pyright: ignore[reportFunctionMemberAccess]
-    ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
-    return ring_attention

@@ -4,6 +4,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
@@ -15,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .. import masks
 from ..backends.discovery import imported
 from ..call.attention import ring_attention
-from ..call.options import DEFAULTS
 from ..errors import InputError, in_one_line
 from ..masks.info import MaskInfo
 from ..placement.layout import canonical, refuse_indivisible
@@ -72,9 +72,10 @@ class AbstractCall:
         options: dict[str, Any] = {"layout": arguments.layout, "axis_name": AXIS}
         said = {name: getattr(arguments, name) for name in ("documents", "prefix", "mask_builder")}
         said |= {"restart_positions": arguments.restart_positions or None}
+        parameters = inspect.signature(ring_attention).parameters
         for name, _ in option_arguments():
             value = getattr(arguments, name)
-            if value in (None, DEFAULTS[name]):
+            if value in (None, parameters[name].default):
                 continue
             said[name] = True if value == () else value
             if isinstance(value, tuple) and name != "sliding_window":

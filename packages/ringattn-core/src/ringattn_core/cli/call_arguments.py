@@ -75,7 +75,6 @@ def option_arguments() -> Iterator[tuple[str, dict[str, Any]]]:
     """
     kinds: dict[Any, dict[str, Any]] = {
         checks.flag: {"action": "store_true"},
-        checks.two_way: {"action": "store_true"},
         checks.window: {"type": _window, "metavar": "W|L,R"},
         checks.chunk: {"type": int, "metavar": "C"},
         checks.query_offset: {"type": int, "metavar": "N"},

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `prefill_attention` would send for a call, keys or queries, for `ringattn explain`."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ..call.options import CacheOptions
-from ..call.prefill import bytes_to_send
+from ..call.cache import bytes_to_send, prefill_attention
 from .analysis import CallAnalysis
 from .output import Bytes, Rows, Title
 
-_OPTIONS: Final = {"causal", "query_offset", "softmax_aux", *CacheOptions.__annotations__}
+_OPTIONS: Final = {"causal", "query_offset", *inspect.signature(prefill_attention).parameters}
 """The options of `ring_attention` that `prefill_attention` has too, or that it always sets."""
 
 

@@ -73,7 +73,7 @@ def from_flash(forward: FlashForward, backward: FlashBackward) -> BlockKernel:
     """Makes a block kernel that calls `forward` and `backward` on parts of a block, with a causal mask or with none.
 
     Equal functions make equal kernels. A backend with such a kernel may declare GRADIENTS, dtypes, CAUSAL,
-    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG, STRIPED and TWO_WAY. It must not declare RETURN_LSE: `backward`
+    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG and STRIPED. It must not declare RETURN_LSE: `backward`
     computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
     """
     return _FlashKernel(forward, backward)

@@ -203,11 +203,10 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Three attributes are optional. `tie(x, token) -> x` orders
+    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` orders
     `x` after `token`: nothing that reads the result starts before `token` is computed. The default is `ordering.tie`.
-    `separate_sends = True` says that the platform keeps several permutes in flight: keys and the gradients behind them
-    then travel as two arrays. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does;
-    the blocks of a rank's own keys then compile apart from the others.
+    `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own
+    keys then compile apart from the others.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
@@ -230,9 +229,3 @@ class BlockKernel(Protocol):
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.
         """
         ...
-
-
-class RingKernel(Protocol):
-    """The whole per-shard function (see `signature.RingAttention`), for a backend that drives the ring itself."""
-
-    def __call__(self, query: Any, key: Any, value: Any, **options: Any) -> Any: ...

@@ -59,7 +59,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     call, location, rows = kept.call, kept.location, Rows.of(ring.kernel, kept, dout, dlse)
     kernel, own = batching.backward(ring.kernel), Keys((call.key, call.value))
     travel = ring.levels or ring.gathers
-    summed = travel or ring.wide_keys or (call.bias_dtype is not None and not bias_fixed)
+    summed = travel or {*call.wide} - ({"bias"} if bias_fixed else set())
 
     def body(keys: Keys, offset: Any, sums: Sums) -> tuple[Keys, Sums]:
         keys = packed(keys) if ring.passes_on else keys
@@ -78,7 +78,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     gradients, sums = body(after(ring.tie, own, dout) if travel else own, 0, Sums(None, {}))
     dk, dv = gradients.pair(call.query.shape[-1])
     found = {"q": sums.dq, "k": dk, "v": dv, "sinks": _sink_gradients(kept, rows.delta), **sums.others}
-    return _cotangents(ring, call, found)
+    return _cotangents(call, found)
 
 
 def around(level: Level, body: Body, tie: Any) -> Body:
@@ -126,7 +126,7 @@ def _added(
     return {name: added(name, x) for name in SUMMED if (x := getattr(found, f"d{name}")) is not None}
 
 
-def _cotangents(ring: Ring, call: Call, found: dict[str, Any]) -> Call:
+def _cotangents(call: Call, found: dict[str, Any]) -> Call:
     """The call with each array replaced by its gradient from `found`, or by `None` if it has none.
 
     The keys of `found` are the names of the arrays in a block.
@@ -134,8 +134,7 @@ def _cotangents(ring: Ring, call: Call, found: dict[str, Any]) -> Call:
 
     def of(name: str) -> Any:
         x, gradient = getattr(call, name), found.get(IN_BLOCK[name])
-        wide = (ring.wide_keys and name in ("key", "value")) or (call.bias_dtype is not None and name == "bias")
-        dtype = jnp.float32 if wide else getattr(x, "dtype", None)
+        dtype = jnp.float32 if name in call.wide else getattr(x, "dtype", None)
         return None if x is None or gradient is None else gradient.reshape(x.shape).astype(dtype)
 
     return dataclasses.replace(call, **{name: of(name) for name in IN_BLOCK})

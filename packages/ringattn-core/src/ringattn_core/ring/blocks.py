@@ -34,8 +34,6 @@ class Ring:
     """One shard if a rank gathers the keys of all ranks, in natural order; else as the queries."""
     levels: tuple[Level, ...]
     """Innermost first; none if a rank needs no other rank's keys, or gathers them."""
-    wide_keys: bool = False
-    """Whether keys and values come in float32, whatever the queries are, so that their gradients leave in float32."""
 
     @property
     def gathers(self) -> bool:

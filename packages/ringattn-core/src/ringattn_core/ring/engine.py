@@ -61,7 +61,6 @@ def prepared(
         queries=shards,
         keys=Shards(call.layout, 1) if gathers else shards,
         levels=() if gathers else levels(rule, shards, lengths, axis, tuple(sizes)),
-        wide_keys=call.key.dtype != call.query.dtype,
     )
     return ring, location
 

@@ -38,7 +38,7 @@ class Residuals:
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)` of this rank's queries and the keys of all ranks, and the residuals for the backward pass."""
-    call = whole_keys.with_all_ids(ring, without_padding(narrowed(call)), location)
+    call = whole_keys.with_all_ids(ring, without_padding(call.narrowed()), location)
     kernel, own = batching.forward(ring.kernel), Keys((call.key, call.value))
 
     def body(keys: Keys, offset: Any, partial: Partial | None) -> Partial:
@@ -77,13 +77,6 @@ def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
     """The sinks. +inf becomes NaN, because an infinite sink would silently hide every key."""
     sinks = call.softmax_aux
     return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)
-
-
-def narrowed(call: Call) -> Call:
-    """The call with keys and values in the dtype of the queries, and its bias in that of the caller, for kernels."""
-    key, value = (x.astype(call.query.dtype) for x in (call.key, call.value))
-    bias = call.bias if call.bias is None else call.bias.astype(call.bias_dtype or call.bias.dtype)
-    return dataclasses.replace(call, key=key, value=value, bias=bias)
 
 
 def without_padding(call: Call) -> Call:

@@ -60,7 +60,7 @@ def checked(registration: Registration, call: Call, ranks: int, inner: int) -> d
     """
     refusals = refused_by(registration, call.causal, call.layout, inner < ranks)
     if call.strategy == "ulysses":
-        why = misfit(call.query.shape[2], call.key.shape[2], inner, ranks // inner, call.two_way)
+        why = misfit(call.query.shape[2], inner)
         refusals |= {} if why is None else {"ulysses": why}
     if ranks > 1 and call.strategy in refusals:
         fact = f"{call.strategy!r} cannot run this call: {refusals[call.strategy]}"
@@ -92,7 +92,7 @@ def work_of(registration: Registration | None, call: Call, ranks: int) -> Work:
     kernel = None if registration is None or registration.descriptor().kernel is None else registration.implementation()
     bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
     shape = call.layout, ranks, call.query.shape[1], call.key.shape[1]
-    return Work.of_call(call, hops.plan(bare, *shape, call.two_way, joint(kernel)), visible_pairs(bare, *shape))
+    return Work.of_call(call, hops.plan(bare, *shape, joint=joint(kernel)), visible_pairs(bare, *shape))
 
 
 def reckoned(

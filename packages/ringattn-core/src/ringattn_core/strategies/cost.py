@@ -124,7 +124,7 @@ def all_gather(work: Work, device: Device) -> Cost:
 
 def ulysses(work: Work, device: Device, inner: int) -> Cost:
     """Groups of `inner` consecutive ranks exchange heads for tokens; each group is then one rank of an outer ring."""
-    refusal = misfit(work.heads, work.kv_heads, inner, work.ranks // inner, work.two_way)
+    refusal = misfit(work.heads, inner)
     if refusal is not None:
         return Cost("ulysses", inner, (), (), 0, refusal)
     within, across, outer = device.link(inner), device.link(work.ranks), work.over_heads(inner)

@@ -21,7 +21,7 @@ from .work import operations, visible_pairs
 
 _KNOWN: Final = {
     "backend", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "platform",
-    "device", "versions", "ranks", "causal", "window", "chunk", "layout", "two_way",
+    "device", "versions", "ranks", "causal", "window", "chunk", "layout",
 }  # fmt: skip
 """The fields of a tuned problem whose rates count. Other options mask keys out in a way that cannot be counted, or add
 work to the kernels."""
@@ -88,6 +88,6 @@ def _pairs(told: Mapping[str, Any]) -> float:
     window = told.get("window")
     rule = Rule(1.0, told.get("causal", False), None if window is None else tuple(window), told.get("chunk"))
     lengths = told["q_length"], told["kv_length"]
-    plan = hops.plan(rule, layout, ranks, *lengths, told.get("two_way", False))
+    plan = hops.plan(rule, layout, ranks, *lengths)
     counted = visible_pairs(rule, layout, ranks, *lengths)[-1]
     return math.fsum(counted[(ranks - 1 - offset) % ranks] for offset in plan.offsets[:HOPS]) / len(plan.signs)

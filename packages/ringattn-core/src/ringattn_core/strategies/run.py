@@ -11,7 +11,6 @@ from ..backends.discovery import Registration
 from ..contract.call import Call
 from ..placement import axes
 from ..ring import engine
-from ..ring.forward import narrowed
 from ..tuning.choice import with_parameters
 from . import ulysses
 
@@ -40,7 +39,7 @@ def by_need(usual: Callable[[Any], Any], differentiated: Callable[[Any], Any]) -
 
 def tuned_as(call: Call) -> Call:
     """The call for which tuning chooses parameters, as kernels read it."""
-    return narrowed(_moved(call))
+    return _moved(call).narrowed()
 
 
 def _moved(call: Call) -> Call:
@@ -50,7 +49,7 @@ def _moved(call: Call) -> Call:
 
 def _run(registration: Registration, call: Call) -> Any:
     moved = _moved(call)
-    chosen = with_parameters(registration, narrowed(moved))
+    chosen = with_parameters(registration, moved.narrowed())
     moved = dataclasses.replace(moved, fwd_params=chosen.fwd_params, bwd_params=chosen.bwd_params)
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
     exchanged = call.strategy == "ulysses"

@@ -22,8 +22,8 @@ class Work:
     """The shapes of one rank's shard, the hops of its ring, and which ranks' keys its queries see.
 
     Batch and heads are those of one device outside the ring. `pairs[i, j]` is the number of (query, key) pairs of one
-    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `two_way` is the
-    option of the call. `others` are the bytes of the remaining inputs of the call, which every plan holds.
+    head and batch row that kernels compute for the queries of rank `i` and the keys of rank `j`. `others`
+    are the bytes of the remaining inputs of the call, which every plan holds.
     """
 
     batch: int
@@ -36,7 +36,6 @@ class Work:
     itemsize: int
     pairs: np.ndarray = dataclasses.field(repr=False, compare=False)
     plan: Plan
-    two_way: bool = False
     others: int = 0
 
     @classmethod
@@ -56,7 +55,6 @@ class Work:
             itemsize=call.query.dtype.itemsize,
             pairs=pairs,
             plan=plan,
-            two_way=call.two_way,
             others=data_bytes(call) - data_bytes(operands) + (plan.ranks - 1) * data_bytes(of_all_ranks),
         )
 
@@ -118,7 +116,7 @@ class Work:
             heads=self.heads // inner,
             kv_heads=math.lcm(self.kv_heads, inner) // inner,
             pairs=pairs,
-            plan=Plan.of(outer, seen, self.two_way, self.plan.joint),
+            plan=Plan.of(outer, seen, False, self.plan.joint),
         )
 
 

@@ -108,7 +108,7 @@ UNSEEN: Final = (
     "head_axis_name",
     "return_lse",
     "strategy",
-    "bias_dtype",
+    "wide",
 )
 """The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {

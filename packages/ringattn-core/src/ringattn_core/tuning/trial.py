@@ -34,9 +34,8 @@ DOCUMENTS: Final = 4
 class Trial:
     """The blocks of one rank on one device, and the programs that run them through the kernel.
 
-    It is the last rank, which has the most work under a causal mask. Nothing is sent. With `two_way`, the arrays hold
-    the heads of one direction. Each hop is a call of one compiled program, so that XLA cannot merge hops; the partial
-    result is donated from hop to hop.
+    It is the last rank, which has the most work under a causal mask. Nothing is sent. Each hop is a call of one
+    compiled program, so that XLA cannot merge hops; the partial result is donated from hop to hop.
     """
 
     kernel: BlockKernel
