@@ -17,7 +17,6 @@ LINKING = [*PAGES, *(page for pattern in OTHERS for page in sorted(ROOT.glob(pat
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?:\]\(|src=\")(?!https?:)([^)\"#\s]*)(?:#([^)\"]*))?[)\"]")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-TOCTREE = re.compile(r"^```\{toctree\}\n((?::[^\n]*\n)*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(r"^def (\w+)\(session", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page != README and CODE.search(page.read_text())]
 # What docs/quickstart.md says holds for every page.
@@ -119,25 +118,6 @@ def test_a_session_that_a_document_names_is_one():
     named = {name for page in LINKING for name in re.findall(r"nox -s (\w+)", page.read_text())}
     assert {"docs", "thirdparty"} <= named
     assert named <= sessions, f"there is no session {named - sessions}"
-
-
-def contents(page: Path) -> dict[str, list[Path]]:
-    """The tables of contents on a page, by caption: the pages that each lists."""
-    found = {}
-    for options, names in TOCTREE.findall(page.read_text()):
-        caption = re.search(r"^:caption: (.*)$", options, re.MULTILINE)
-        found[caption[1] if caption else ""] = [page.parent / f"{name}.md" for name in names.split()]
-    return found
-
-
-def below(page: Path) -> list[Path]:
-    """A page, and the pages that are nested below it."""
-    return [page, *(inner for listed in contents(page).values() for each in listed for inner in below(each))]
-
-
-def test_every_page_is_in_the_table_of_contents_once():
-    index = ROOT / "docs" / "index.md"
-    assert sorted(below(index)) == sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_the_variables_that_the_documents_name_are_read():
