@@ -27,7 +27,7 @@ LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pypr
 PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
 EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
 BACKENDS = ("xla", "triton", "tpu")
-BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
+BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory"))
 # The dependency groups of the suites of benchmarks that need a device.
 DEVICES = {"gpu": "on-gpus", "gpus": "on-gpus", "tpu": "on-tpus"}
 # (Python, JAX, groups of compilers). `nox -s tests` uses the first, and `nox -s exhaustive` the others.

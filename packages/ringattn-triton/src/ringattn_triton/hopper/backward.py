@@ -26,14 +26,14 @@ _TOGETHER: Final = 512
 """The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
-1.3 times as long as with 16, because the cache does not hold so many heads (benchmarks/NOTES.md)."""
+1.3 times as long as with 16, because the cache does not hold so many heads (docs/kernels.md)."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
 """The same for heads of more than 128: with 8, the kernel takes 1.1 times as long."""
 _LONG: Final = 31
 """The largest number of steps of a turn for each turn of a key head that runs at the same time. At most
 `_TOGETHER_IN_ORDER` heads run side by side, or fewer to stay below it. Turns of one head read the same query tiles,
 from the cache as long as they are in step; a send that occupies multiprocessors for a while puts them out of step.
-On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (benchmarks/NOTES.md)."""
+On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (docs/kernels.md)."""
 _STEPS: Final = 8
 """The smallest number of steps of a turn for each turn of a head that would run at the same time, if all heads ran side
 by side. With fewer, turns wait too long. At this bound, under a causal mask, a simulation of the waits gives 1.3 times
@@ -73,7 +73,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
     On an H100 the order takes 0.83 of the time with 8 heads in a group, because turns share tiles in the cache, and
     0.94 with 2k tokens or 0.92 with documents, because dq needs no zeros; it takes 1.02 with 16k tokens
-    (benchmarks/NOTES.md).
+    (docs/kernels.md).
     """
     faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
     return not block.rule.fused_backward or (faster and not plan.wide and _enough_heads(block, constants, plan))

@@ -125,7 +125,7 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 @gluon.jit
 def head_sums(F: gl.constexpr):
-    """Zeros, to which `with_head_sums` adds; 0 where no parameter of a head has a gradient."""
+    """The initial sums of the gradient of ALiBi slopes: zeros, or the constant 0 if slopes are not differentiated."""
     if F.per_head_gradient:
         return gl.zeros([64, 4], gl.float32, quad_layout(4))
     else:
@@ -134,7 +134,7 @@ def head_sums(F: gl.constexpr):
 
 @gluon.jit
 def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """Adds minus the gradient of the head's parameter, from one tile, as one partial sum for each row and thread."""
+    """Adds one tile's `ds * distance`, minus the gradient of the slope: one partial sum for each row and thread."""
     if F.per_head_gradient:
         return sums + sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
     else:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a run of the suite into docs/benchmarks.md: the plots and the table between the markers of its suite."""
+"""What a run of the suite shows: a table in Markdown, each figure beside its floor, and two plots."""
 
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import suite_tables
 from measuring import Row
 from rivals import OURS, RIVALS
-from workloads import LENGTHS
+from workloads import LENGTHS, SMALL, SUITES, Workload
 
-DOCS: Final = Path(__file__).parent.parent / "docs"
+MIB: Final = 2**20
+HEADER: Final = (
+    "| part | who | ms | rounds | {unit} | floor, ms | of the floor's rate | temporary MiB | error |\n"
+    "|---|---|--:|--:|--:|--:|--:|--:|--:|"
+)
 STYLES: Final = tuple(
     zip(
         ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
@@ -23,23 +25,84 @@ STYLES: Final = tuple(
 """The colour, and the marker and line, of each candidate of a suite."""
 
 
-def update(run: dict[str, Any], docs: Path = DOCS) -> None:
-    """Replaces the part of the page that shows this suite, and its plots. All else on the page stays."""
-    page, name = docs / "benchmarks.md", run["suite"]
-    place = re.compile(rf"(<!-- suite {name}: .*? -->\n).*?(<!-- suite {name}: end -->)", re.DOTALL)
-    text = page.read_text()
-    if not place.search(text):
-        raise SystemExit(f"docs/benchmarks.md has no place for the suite {name}: add its two markers")
-    pictures = []
-    for what, (draw, sentence) in PLOTS.items():
-        figure = draw(run)
+def whole(run: dict[str, Any]) -> str:
+    """The machine, and a table for each workload. Those that differ in length only are in the plots."""
+    names = dict.fromkeys(row.workload for row in run["rows"] if not row.workload.startswith(f"{LENGTHS} "))
+    workloads = SMALL if run["smoke"] else SUITES[run["suite"]]
+    parts = [about(run)]
+    for name in names:
+        rows = [row for row in run["rows"] if row.workload == name]
+        parts.append(f"**{name}**: {described(workloads[name])}\n\n{table(rows, unit(run))}")
+    return "\n\n".join(parts)
+
+
+def about(run: dict[str, Any]) -> str:
+    name, scale = unit(run)
+    machine, rates = run["machine"], run["machine"]["rates"]
+    link = "" if rates["link"] is None else f", {rates['link'] / 1e9:.3g} GB/s to a neighbour"
+    peak = f"{scale * rates['operations'] / 1e12:.3g} {name}, {rates['memory'] / 1e9:.3g} GB/s of memory{link}"
+    return (
+        f"{machine['device']}, {machine['date']}, commit {machine['commit']}, JAX {machine['jax']}, Python "
+        f"{machine['python']}; medians of {run['rounds']} rounds. Peak rates, from {rates['source']}: {peak}."
+    )
+
+
+def unit(run: dict[str, Any]) -> tuple[str, float]:
+    """The unit of rates, and how many of it are 10^12 operations in a second."""
+    return ("GFLOP/s", 1e3) if run["suite"] == "cpu" else ("TFLOP/s", 1.0)
+
+
+def described(workload: Workload) -> str:
+    shape = workload.shape
+    heads = f"{shape.heads} heads" if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads} heads"
+    what = f"{shape.batch} x {shape.tokens} {'keys' if workload.decode else 'tokens'}, {heads} of {shape.head_size}"
+    mask = ["causal"] if workload.causal and not workload.decode else []
+    if workload.window:
+        mask.append(f"window of {workload.window[0] + 1}")
+    if workload.document:
+        mask.append(f"documents of {workload.document}")
+    if workload.sinks:
+        mask.append("sinks")
+    return ", ".join([what, shape.dtype, *mask])
+
+
+def table(rows: Sequence[Row], unit: tuple[str, float]) -> str:
+    return "\n".join([HEADER.format(unit=unit[0]), *(line(row, unit[1]) for row in rows)])
+
+
+def line(row: Row, scale: float) -> str:
+    who = row.who + (f", ring of {row.ring}" if row.ring > 1 else "")
+    if row.problem or not row.seconds:
+        return f"| {row.part} | {who} | {row.problem or 'not measured'} | | | | | | |"
+    seconds = statistics.median(row.seconds)
+    by, floor = limit(row)
+    memory = "" if row.temporary is None else f"{row.temporary / MIB:.1f}"
+    error = "" if row.error is None else f"{row.error:.0e}" if row.error else "0"
+    least, most = 1e3 * min(row.seconds), 1e3 * max(row.seconds)
+    return (
+        f"| {row.part} | {who} | {number(1e3 * seconds)} | {number(least)} to {number(most)} "
+        f"| {number(scale * row.tera / seconds)} | {number(1e3 * floor)} ({by}) | {100 * floor / seconds:.0f}% "
+        f"| {memory} | {error} |"
+    )
+
+
+def number(value: float) -> str:
+    """Four digits, and no exponent for large numbers."""
+    return f"{value:.0f}" if value >= 1e3 else f"{value:.4g}"
+
+
+def limit(row: Row) -> tuple[str, float]:
+    """What sets the floor of a row, and the floor in seconds."""
+    return max(row.floor.items(), key=lambda item: item[1])
+
+
+def draw(run: dict[str, Any], folder: Path) -> None:
+    """Writes the plots for which the run has figures: throughput against length, and efficiency against ring size."""
+    for name, figure in (("throughput", throughput(run)), ("efficiency", efficiency(run))):
         if figure is not None:
-            file = docs / f"benchmarks-{name}-{what}.svg"
+            file = folder / f"benchmarks-{run['suite']}-{name}.svg"
             save(figure, file)
-            pictures.append(f"![{re.split('[.:,]', sentence)[0]}]({file.name})\n\n{sentence}")
-    body = "\n\n".join([suite_tables.about(run), *pictures, *suite_tables.whole(run).split("\n\n")[1:]])
-    page.write_text(place.sub(lambda match: f"{match[1]}\n{body}\n\n{match[2]}", text))
-    print(f"wrote {page} and {len(pictures)} plots")
+            print(f"wrote {file}")
 
 
 def save(figure: Any, file: Path) -> None:
@@ -95,7 +158,7 @@ def throughput(run: dict[str, Any]) -> Any:
     rows = finished(run, LENGTHS)
     if not rows:
         return None
-    name, scale = suite_tables.unit(run)
+    name, scale = unit(run)
     parts = tuple(dict.fromkeys(row.part for row in rows))
     figure, panels = axes_of(len(parts), ("tokens", name), parts)
     for axes, part in zip(panels, parts, strict=True):
@@ -107,7 +170,7 @@ def throughput(run: dict[str, Any]) -> Any:
             lambda row: row.tokens,
             lambda row: scale * row.tera / statistics.median(row.seconds),
         )
-        peak = lambda row: scale * row.tera / suite_tables.limit(row)[1]  # noqa: E731
+        peak = lambda row: scale * row.tera / limit(row)[1]  # noqa: E731
         floor_line(axes, of_part, lambda row: row.tokens, peak, "at the peak rates")
         axes.set_ylim(bottom=0)
     name_lines(panels)
@@ -118,23 +181,6 @@ def name_lines(panels: Sequence[Any]) -> None:
     """One legend for all panels: a candidate may take part in the last one only."""
     found = {name: line for axes in panels for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     panels[-1].legend(list(found.values()), list(found), frameon=False, fontsize=8)
-
-
-def memory(run: dict[str, Any]) -> Any:
-    rows = [row for row in finished(run, LENGTHS) if row.temporary]
-    if not rows:
-        return None
-    parts = tuple(dict.fromkeys(row.part for row in rows))
-    figure, panels = axes_of(len(parts), ("tokens", "temporary MiB"), parts)
-    rate = run["machine"]["rates"]["memory"]
-    for axes, part in zip(panels, parts, strict=True):
-        of_part = [row for row in rows if row.part == part]
-        lines(axes, run["suite"], of_part, lambda row: row.tokens, lambda row: (row.temporary or 0) / suite_tables.MIB)
-        moved = lambda row: row.floor["memory"] * rate / suite_tables.MIB  # noqa: E731
-        floor_line(axes, of_part, lambda row: row.tokens, moved, "inputs and results")
-        axes.set_yscale("log", base=10)
-    name_lines(panels)
-    return figure
 
 
 def efficiency(run: dict[str, Any]) -> Any:
@@ -162,32 +208,3 @@ def efficiency(run: dict[str, Any]) -> Any:
         axes.set_ylim(bottom=0)
     name_lines(panels)
     return figure
-
-
-def error(run: dict[str, Any]) -> Any:
-    rows = [row for row in finished(run, "ring") if row.error and row.rounding]
-    if not rows:
-        return None
-    places = tuple(dict.fromkeys((row.workload, row.part) for row in rows))
-    titles = tuple(f"{workload}\n{part}" for workload, part in places)
-    figure, panels = axes_of(len(places), ("devices", "relative RMS error"), titles)
-    for axes, place in zip(panels, places, strict=True):
-        of_place = [row for row in rows if (row.workload, row.part) == place]
-        lines(axes, run["suite"], of_place, lambda row: row.ring, lambda row: row.error or 0.0)
-        floor_line(axes, of_place, lambda row: row.ring, lambda row: row.rounding or 0.0, "exact, then rounded")
-        axes.set_ylim(bottom=0)
-    name_lines(panels)
-    return figure
-
-
-PLOTS: Final = {
-    "throughput": (throughput, "Throughput against length, causal. The dashed line is the floor: the peak rates."),
-    "efficiency": (
-        efficiency,
-        "Efficiency against ring size: the rate of the ring over that of ours on one device, for the same tokens. "
-        "On a CPU all devices share one processor, and several may keep it busier than one; elsewhere the rate of the "
-        "ring is that of one of its devices.",
-    ),
-    "memory": (memory, "Temporary memory against length. The dashed line is what the inputs and results take."),
-    "error": (error, "Error against ring size. The dashed line is the error of exact results that are then rounded."),
-}
