@@ -19,7 +19,7 @@ from ringattn_conformance import oracle
 from ringattn_core import Backend, Feature, decode_attention, ring_attention, to_layout
 from ringattn_core.backends import discovery
 from ringattn_core.errors import DerivativeError, InputError, MeshError
-from ringattn_core.ring import cache
+from ringattn_core.strategies import cache
 from ringattn_xla.block import KERNEL as XLA
 from traced_calls import forget_traced_calls
 

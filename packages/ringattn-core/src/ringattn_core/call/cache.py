@@ -21,7 +21,7 @@ from ..placement.axes import AxisName
 from ..placement.layout import pieces, refuse_indivisible
 from ..placement.mesh import of_context
 from ..placement.platforms import refuse_different_devices
-from ..ring import cache
+from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
 from .mesh_roles import check_mesh, mesh_of, named_roles, ranks_of, refuse_indivisible_axes

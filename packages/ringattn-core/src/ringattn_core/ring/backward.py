@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..contract import packing
+from ..contract import batching, packing
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import BlockKernel, Gradients
 from ..contract.varying import align, axes_of
 from ..placement.padding import cleaned
-from . import batching, whole_keys
+from . import whole_keys
 from .blocks import BY_COLUMN, Ring, block, owner, put_columns, static_masks
 from .forward import Residuals, sinks_of
 from .plan import Level, Step

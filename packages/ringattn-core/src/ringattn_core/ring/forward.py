@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
+from ..contract import batching
 from ..contract.call import Call
 from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
 from ..placement.padding import cleaned
-from . import batching, whole_keys
+from . import whole_keys
 from .blocks import Location, Ring, block
 from .plan import Level, Step
 from .remat import LSE_NAME, OUT_NAME

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..contract import checks
-from ..contract.protocol import Block, BlockKernel, Gradients, Partial
 from ..placement.arrays import axes_with
+from . import checks
+from .protocol import Block, BlockKernel, Gradients, Partial
 
 _PER_EXAMPLE, _BROADCAST = axes_with(Block, "B"), axes_with(Block, "b")
 _MAY_BE_SHARED = [name.removeprefix("d") for name in axes_with(Gradients, "b")]

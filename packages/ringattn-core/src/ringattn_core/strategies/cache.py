@@ -8,6 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from ..contract import batching
 from ..contract.call import Call
 from ..contract.merge import merged_over, with_sinks
 from ..contract.protocol import Block, BlockKernel, Partial
@@ -16,11 +17,10 @@ from ..errors import DerivativeError
 from ..placement import axes
 from ..placement.arrays import axes_with
 from ..placement.layout import order
-from . import batching
-from .blocks import block
-from .engine import prepared, without_derivative
-from .forward import Result, sinks_of
-from .sends import Keys
+from ..ring.blocks import block
+from ..ring.engine import prepared, without_derivative
+from ..ring.forward import Result, sinks_of
+from ..ring.sends import Keys
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk of a rank's cache."""
