@@ -14,7 +14,6 @@ from ..contract import packing
 from ..contract.call import Call
 from ..contract.merge import with_sinks
 from ..contract.protocol import Block, Partial
-from ..placement.padding import cleaned
 from . import batching, hops, parcels
 from .blocks import Ring, block, gathered
 from .directions import Direction, Location, joined, split
@@ -32,7 +31,7 @@ Partials = tuple[Partial, ...]
 class Residuals:
     """What the backward pass reads: `out` and `lse` are as returned.
 
-    In `call`, padding is zero, and the ids and positions of keys are those of all ranks.
+    In `call`, the ids and positions of keys are those of all ranks.
     """
 
     call: Call
@@ -43,7 +42,7 @@ class Residuals:
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """Runs all hops on this rank. Returns `(out, lse)`, and the residuals for the backward pass."""
-    call = gathered(ring, without_padding(narrowed(call)), location.rank)
+    call = gathered(ring, narrowed(call), location.rank)
     kernel, directions = batching.forward(ring.kernel), split(ring.plan.signs, call, location)
     if ring.plan.ranks == 1:
         alone = block(ring, directions[0], whole_keys(ring, call, location), 0)
@@ -118,12 +117,6 @@ def narrowed(call: Call) -> Call:
     key, value = (x.astype(call.query.dtype) for x in (call.key, call.value))
     bias = call.bias if call.bias is None else call.bias.astype(call.bias_dtype or call.bias.dtype)
     return dataclasses.replace(call, key=key, value=value, bias=bias)
-
-
-def without_padding(call: Call) -> Call:
-    """The call with zeros in the padding. Its key ids must be this rank's own, before the all-gather."""
-    key, value = (cleaned(x, call.kv_segment_ids) for x in (call.key, call.value))
-    return dataclasses.replace(call, query=cleaned(call.query, call.q_segment_ids), key=key, value=value)
 
 
 def _joined(partials: Partials) -> Partial:
