@@ -34,7 +34,7 @@ def block_of(case: Workload, arrays: Sequence[jax.Array]) -> Block:
     shape = case.shape
     q, k, v = arrays
     index = jnp.arange(shape.tokens, dtype=jnp.int32)[None]
-    rule = Rule(scale=shape.head_size**-0.5, causal=case.causal, window=case.window)
+    rule = Rule(softmax_scale=shape.head_size**-0.5, causal=case.causal, sliding_window=case.window)
     fields: dict[str, Any] = dict.fromkeys(("bias", "mask", "slopes", "seed"))
     return Block(
         q=q, kv=(k, v), q_positions=index, kv_positions=index, q_index=index, kv_index=index,

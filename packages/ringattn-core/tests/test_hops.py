@@ -15,12 +15,12 @@ from ringattn_core.ring.hops import Plan, plan
 RULES = {
     "full": Rule(1.0),
     "causal": Rule(1.0, causal=True),
-    "window": Rule(1.0, window=(5, 5)),
-    "causal window": Rule(1.0, causal=True, window=(5, 5)),
-    "left of one shard": Rule(1.0, causal=True, window=(4, 0)),
-    "future only": Rule(1.0, window=(None, 3)),
-    "chunk": Rule(1.0, chunk=8),
-    "small chunk": Rule(1.0, chunk=3),
+    "window": Rule(1.0, sliding_window=(5, 5)),
+    "causal window": Rule(1.0, causal=True, sliding_window=(5, 5)),
+    "left of one shard": Rule(1.0, causal=True, sliding_window=(4, 0)),
+    "future only": Rule(1.0, sliding_window=(None, 3)),
+    "chunk": Rule(1.0, chunk_size=8),
+    "small chunk": Rule(1.0, chunk_size=3),
     "prefix": Rule(1.0, masks=(masks.Prefix(6),), mask_of_head=(0,)),
     "causal or prefix": Rule(1.0, masks=(masks.Causal() | masks.Prefix(2), masks.Local(1, 0)), mask_of_head=(0, 1)),
 }
@@ -56,7 +56,7 @@ def test_in_the_contiguous_layout_no_other_hop_is_made(name: str):
 
 
 def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
-    window = Rule(1.0, window=(1, 0), increasing=False)
+    window = Rule(1.0, sliding_window=(1, 0), increasing=False)
     anything = Rule(1.0, masks=(masks.Predicate(lambda i, j: i == j),), mask_of_head=(0,))
     assert plan(window, "contiguous", 4, 8, 8).offsets == plan(anything, "contiguous", 4, 8, 8).offsets == (0, 1, 2, 3)
 
@@ -65,7 +65,7 @@ def test_planning_a_long_ring_needs_nothing_of_the_size_of_its_square():
     import tracemalloc
 
     tracemalloc.start()
-    offsets = plan(Rule(1.0, causal=True, window=(4096, 0)), "contiguous", 128, 8192, 8192).offsets
+    offsets = plan(Rule(1.0, causal=True, sliding_window=(4096, 0)), "contiguous", 128, 8192, 8192).offsets
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert offsets == (0, 1)
@@ -97,7 +97,8 @@ def test_each_of_two_directions_sends_half(ranks: int):
 
 
 @pytest.mark.parametrize(
-    ("rule", "ranks"), [(Rule(1.0), 1), (Rule(1.0), 2), (Rule(1.0, window=(3, 3)), 8), (Rule(1.0, chunk=4), 8)]
+    ("rule", "ranks"),
+    [(Rule(1.0), 1), (Rule(1.0), 2), (Rule(1.0, sliding_window=(3, 3)), 8), (Rule(1.0, chunk_size=4), 8)],
 )
 def test_two_way_has_no_effect_with_hops_left_out_or_on_two_ranks(rule: Rule, ranks: int):
     assert plan(rule, "contiguous", ranks, 4, 4, two_way=True) == plan(rule, "contiguous", ranks, 4, 4)

@@ -71,7 +71,7 @@ def test_both_levels_send_the_fewest_times(outer: int, inner: int, joint: bool) 
 
 
 def test_a_ring_stays_flat_with_one_group_or_groups_of_one_or_hops_to_leave_out() -> None:
-    whole, window = (plan(rule, "contiguous", 8, 8, 8) for rule in (Rule(1.0), Rule(1.0, window=(9, 0))))
+    whole, window = (plan(rule, "contiguous", 8, 8, 8) for rule in (Rule(1.0), Rule(1.0, sliding_window=(9, 0))))
     assert whole.over(8) == whole.over(1) == whole
     assert window.over(4) == window and len(window.offsets) < 8
     assert whole.over(4).outer == 2

@@ -30,7 +30,7 @@ def with_low_rows(level: float, rows: Any, **fields: Any) -> Block:
 def scores(block: Block) -> tuple[jax.Array, jax.Array]:
     """Scores rounded to float32, as `jax.nn.dot_product_attention` rounds them, and the values of each head."""
     k, v = (jnp.repeat(x.astype(jnp.float32), block.group, 2) for x in (block.k, block.v))
-    s = jnp.einsum("btnh,bsnh->bnts", block.q.astype(jnp.float32), k, precision="highest") * block.rule.scale
+    s = jnp.einsum("btnh,bsnh->bnts", block.q.astype(jnp.float32), k, precision="highest") * block.rule.softmax_scale
     assert block.bias is not None
     return s + block.bias.astype(jnp.float32), v
 

@@ -114,9 +114,9 @@ def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
-    if rule.soft_cap is not None:
+    if rule.logits_soft_cap is not None:
         bent = jnp.tanh(bent)
-        s = bent * (rule.soft_cap * settings.unit)
+        s = bent * (rule.logits_soft_cap * settings.unit)
     if settings.bias:
         s = s + _bias(part)
     if "distance_weight" in part.inputs:
