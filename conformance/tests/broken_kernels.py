@@ -140,8 +140,8 @@ class WindowOffByOne(Dense):
         return super().backward(self._narrowed(block), *arrays)
 
     def _narrowed(self, block: Block) -> Block:
-        left, right = block.rule.window or (None, None)
-        return _with_rule(block, window=(left - 1, right)) if left else block
+        left, right = block.rule.sliding_window or (None, None)
+        return _with_rule(block, sliding_window=(left - 1, right)) if left else block
 
 
 class PositionsRestart(Gathering):
@@ -212,7 +212,7 @@ class SoftCapIgnored(Dense):
     """The soft cap is ignored, silently."""
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_rule(block, soft_cap=None), partial)
+        return super().forward(_with_rule(block, logits_soft_cap=None), partial)
 
 
 class HalfPrecisionProducts(Dense):

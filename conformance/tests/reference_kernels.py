@@ -32,11 +32,11 @@ def distance(block: Block) -> jax.Array:
 def scores(block: Block, k: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Every score, -inf where forbidden, and the derivative of the soft cap; `k` has a key for each query head."""
     k = of_heads(block.k, block) if k is None else k
-    s = block.rule.scale * product("btnh,bsnh->bnts", block.q, k)
+    s = block.rule.softmax_scale * product("btnh,bsnh->bnts", block.q, k)
     slope = jnp.ones((), jnp.float32)
-    if block.rule.soft_cap is not None:
-        bent = jnp.tanh(s / block.rule.soft_cap)
-        s, slope = block.rule.soft_cap * bent, 1 - bent**2
+    if block.rule.logits_soft_cap is not None:
+        bent = jnp.tanh(s / block.rule.logits_soft_cap)
+        s, slope = block.rule.logits_soft_cap * bent, 1 - bent**2
     if block.bias is not None:
         bias = block.bias.astype(jnp.float32)
         s = s + jnp.where(bias < -1e5, -jnp.inf, bias)
@@ -47,7 +47,7 @@ def scores(block: Block, k: jax.Array | None = None) -> tuple[jax.Array, jax.Arr
 
 
 def keep(block: Block) -> jax.Array:
-    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones((), jnp.float32)
+    return kept(block) / (1 - block.rule.dropout_prob) if block.rule.dropout_prob else jnp.ones((), jnp.float32)
 
 
 def softmax(s: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -90,7 +90,7 @@ class Dense:
         p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
         dp = product("btnh,bsnh->bnts", dout, self.of_heads(block.v, block))
         ds = p * (keep(block) * dp - delta[..., None])
-        dz = block.rule.scale * self.derivatives(ds, block) * slope
+        dz = block.rule.softmax_scale * self.derivatives(ds, block) * slope
         own = product("bnts,bsnh->btnh", dz, self.of_heads(block.k, block))
         return Gradients(
             dq=own if dq is None else dq + own,

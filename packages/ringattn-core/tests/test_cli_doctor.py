@@ -15,7 +15,7 @@ PLUGIN = """
     from ringattn_core.contract.features import Feature
     from ringattn_core.contract.backend import Backend
     KERNEL, PROBE = "{name}_block:{kernel}", {probe!r}
-    BACKEND = Backend("{name}", {api}, {platforms}, {{}}, kernel=KERNEL, priority={priority}, probe=PROBE)
+    BACKEND = Backend("{name}", {api}, {platforms}, (), kernel=KERNEL, priority={priority}, probe=PROBE)
 """
 BLOCK = """
     class Kernel:

@@ -195,7 +195,7 @@ class TestCache:
         assert name == entry.path.name
         assert problem.startswith("  backend xla, batch 1, q_length 64, kv_length 64, heads 2")
         assert problem.endswith("ranks 1, causal, layout contiguous")
-        assert "window" not in problem
+        assert "sliding_window" not in problem
         assert versions.startswith(f"  jax {jax.__version__}, ringattn-core ")
         assert (forward, backward) == ("  forward: q_blocksize=64", "  backward: as the kernel chooses")
 

@@ -115,7 +115,7 @@ def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop(
 @pytest.mark.parametrize("ranks", [2, 8, 32])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_bounds_alone_count_nearly_the_pairs_of_the_tiles(ranks: int, layout: str) -> None:
-    options = {"causal": True, "window": (5000, 0)}
+    options = {"causal": True, "sliding_window": (5000, 0)}
     exact = np.zeros((ranks, ranks))
     length = 8192 // ranks
     order = hops.order(layout, ranks, 8192).reshape(ranks, length)

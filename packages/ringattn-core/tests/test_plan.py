@@ -15,12 +15,12 @@ from ringattn_core.ring.plan import FINEST, Level, Send, levels, offsets, source
 RULES = {
     "full": Rule(1.0),
     "causal": Rule(1.0, causal=True),
-    "window": Rule(1.0, window=(5, 5)),
-    "causal window": Rule(1.0, causal=True, window=(5, 5)),
-    "left of one shard": Rule(1.0, causal=True, window=(4, 0)),
-    "future only": Rule(1.0, window=(None, 3)),
-    "chunk": Rule(1.0, chunk=8),
-    "small chunk": Rule(1.0, chunk=3),
+    "window": Rule(1.0, sliding_window=(5, 5)),
+    "causal window": Rule(1.0, causal=True, sliding_window=(5, 5)),
+    "left of one shard": Rule(1.0, causal=True, sliding_window=(4, 0)),
+    "future only": Rule(1.0, sliding_window=(None, 3)),
+    "chunk": Rule(1.0, chunk_size=8),
+    "small chunk": Rule(1.0, chunk_size=3),
     "prefix": Rule(1.0, masks=(masks.Prefix(6),), mask_of_head=(0,)),
     "causal or prefix": Rule(1.0, masks=(masks.Causal() | masks.Prefix(2), masks.Local(1, 0)), mask_of_head=(0, 1)),
 }
@@ -77,7 +77,7 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
     layout: str, window: tuple[int, int], rows: dict[int, tuple[int, int]]
 ):
     """Contiguous shards send their end. In zigzag order both chunks do: one onward, the other back."""
-    (level,) = levels(Rule(1.0, window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
+    (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
     assert dict(zip(level.offsets[1:], level.rows[1:], strict=True)) == rows
     assert [step.keys for step in level.forward[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
     back = [step.gradients for step in (*level.backward, level.home)]
@@ -85,12 +85,12 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
 
 
 def test_long_shards_send_whole_tiles():
-    (level,) = levels(Rule(1.0, window=(1000, 0)), Shards("contiguous", 4), (32768, 32768), ("sp",), (4,))
+    (level,) = levels(Rule(1.0, sliding_window=(1000, 0)), Shards("contiguous", 4), (32768, 32768), ("sp",), (4,))
     assert level.rows == ((0, 32768), (32768 - 1024, 32768)) and FINEST == 64
 
 
 def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
-    window = Rule(1.0, window=(1, 0), increasing=False)
+    window = Rule(1.0, sliding_window=(1, 0), increasing=False)
     anything = Rule(1.0, masks=(masks.Predicate(lambda i, j: i == j),), mask_of_head=(0,))
     shards = Shards("contiguous", 4)
     assert visits(window, shards, (8, 8)) == visits(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))
@@ -101,7 +101,7 @@ def test_planning_a_long_ring_needs_nothing_of_the_size_of_its_square():
 
     tracemalloc.start()
     (level,) = levels(
-        Rule(1.0, causal=True, window=(4096, 0)), Shards("contiguous", 128), (8192, 8192), ("sp",), (128,)
+        Rule(1.0, causal=True, sliding_window=(4096, 0)), Shards("contiguous", 128), (8192, 8192), ("sp",), (128,)
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -152,7 +152,7 @@ def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():
     def made(rule: Rule, axis: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Level, ...]:
         return levels(rule, Shards("contiguous", int(np.prod(sizes))), (4, 4), axis, sizes)
 
-    whole, window, own = Rule(1.0), Rule(1.0, window=(4, 0)), Rule(1.0, chunk=4)
+    whole, window, own = Rule(1.0), Rule(1.0, sliding_window=(4, 0)), Rule(1.0, chunk_size=4)
     assert [level.ranks for level in made(whole, ("a", "b"), (2, 4))] == [4, 2]
     assert [(level.axis, level.ranks) for level in made(window, ("a", "b"), (2, 4))] == [(("a", "b"), 8)]
     assert made(whole, ("a", "b"), (1, 8)) == (Level(("b",), 8, tuple(range(8))),)
@@ -160,5 +160,5 @@ def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():
 
 
 def test_more_hops_than_are_unrolled_are_passed_on_also_where_others_are_left_out():
-    (level,) = levels(Rule(1.0, window=(40, 0)), Shards("contiguous", 16), (4, 4), ("sp",), (16,))
+    (level,) = levels(Rule(1.0, sliding_window=(40, 0)), Shards("contiguous", 16), (4, 4), ("sp",), (16,))
     assert level.offsets == tuple(range(11)) and level.rows is None

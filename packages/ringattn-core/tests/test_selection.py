@@ -273,7 +273,7 @@ class TestTheBest:
     def test_of_two_with_the_same_priority_ours_is_taken(self, install: Any) -> None:
         source = """
             from ringattn_core.contract.backend import Backend
-            BACKEND = Backend("{name}", 1, ("cuda",), {{}}, kernel="{name}_kernel:KERNEL")
+            BACKEND = Backend("{name}", 1, ("cuda",), (), kernel="{name}_kernel:KERNEL")
         """
         kernel = "class K: forward = backward = lambda *_: None\nKERNEL = K()"
 

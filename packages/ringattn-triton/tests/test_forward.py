@@ -45,7 +45,7 @@ def test_a_single_query_or_key_is_enough(option: str) -> None:
 def test_the_output_is_that_of_float64() -> None:
     block = make_block(1, 40, 24, heads=2, kv_heads=1, dim=16, tiles=(16, 16), causal=True, soft_cap=20.0, offset=8)
     q, k, v = (np.asarray(x, np.float64) for x in (block.q, block.k, block.v))
-    s = 20 * np.tanh(np.einsum("btnh,bskh->bnts", q, k) * block.rule.scale / 20)
+    s = 20 * np.tanh(np.einsum("btnh,bskh->bnts", q, k) * block.rule.softmax_scale / 20)
     s = np.where(np.arange(40)[:, None] >= np.arange(24)[None] + 8, s, -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         lse = np.log(np.exp(s).sum(-1))

@@ -75,7 +75,7 @@ def test_whole_tiles_and_equal_heads_in_float16_are_right(dim: int) -> None:
 @pytest.mark.parametrize("dim", [128, 256])
 def test_derivatives_that_only_their_scale_brings_into_float16_are_right(dim: int) -> None:
     block = make_block(1, 128, 128, dim=dim, dtype=jnp.float16, causal=True)
-    rule = dataclasses.replace(block.rule, scale=2.0**-12)
+    rule = dataclasses.replace(block.rule, softmax_scale=2.0**-12)
     k, v = block.kv
     got = computed(dataclasses.replace(block, kv=(k, v * 12288), rule=rule))
     assert all(np.isfinite(x).all() for x in (got.dq, got.dk))

@@ -42,8 +42,8 @@ class Settings:
     @property
     def product_scale(self) -> float:
         """The factor of a product of query and key, before a soft cap; without one, to units of log2."""
-        cap = self.rule.soft_cap
-        return self.rule.scale * LOG2_E if cap is None else self.rule.scale / cap
+        cap = self.rule.logits_soft_cap
+        return self.rule.softmax_scale * LOG2_E if cap is None else self.rule.softmax_scale / cap
 
 
 class KernelInputs(NamedTuple):
@@ -164,7 +164,7 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
         arrays["bias"] = (block.bias, "BNTS")
     if block.slopes is not None:
         arrays["distance_weight"] = (block.slopes[:, :, None, None] * LOG2_E, "BN..")
-    if rule.dropout:
+    if rule.dropout_prob:
         keys = jax.lax.bitcast_convert_type(dropout.keys(block), jnp.int32)
         arrays["dropout_key"] = (keys[:, :, None, None], "BN..")
     return KernelInputs(block, settings, sizes, arrays)
@@ -180,7 +180,7 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
         q["position"] = block.q_positions
     if q:
         kv["position"] = block.kv_positions
-    if rule.dropout:
+    if rule.dropout_prob:
         q["index"], kv["index"] = block.q_index, block.kv_index
     if block.q_segments is not None or block.padded:
         # Negative ids are padding, which must equal nothing: one id for queries and another for keys.
@@ -195,15 +195,15 @@ def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"
     """The first and the last position that each query sees; `None` if there is no bound. Sums are kept within int32."""
     rule, position = block.rule, block.q_positions
     lows, highs = [], []
-    left, right = (None, None) if rule.window is None else rule.window
+    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
     if left is not None:
         lows.append(jnp.maximum(position, left - _LARGEST) - left)
     if right is not None:
         highs.append(jnp.minimum(position, _LARGEST - right) + right)
-    if rule.causal or rule.chunk is not None:
+    if rule.causal or rule.chunk_size is not None:
         highs.append(position)
-    if rule.chunk is not None:
-        lows.append(position - jnp.remainder(position, rule.chunk))
+    if rule.chunk_size is not None:
+        lows.append(position - jnp.remainder(position, rule.chunk_size))
     low = jnp.stack(lows).max(0) if lows else None
     return low, jnp.stack(highs).min(0) if highs else None
 

@@ -52,14 +52,14 @@ def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
     p = jnp.exp(s - read["lse"][:, :, None])
     dp = product(v, dout, 3, tile)
     dropped = p
-    if rule.dropout:
+    if rule.dropout_prob:
         keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), rule.keep_weight, 0.0)
         dropped, dp = p * keep, dp * keep
     ds = p * (dp - read["delta"][:, :, None])
     added = {f"d{name}": x for name, x in term_gradients(ds, tile, by_keys=True).items()}
-    if rule.soft_cap is not None:
-        ds = ds * (1.0 - jnp.square(capped / rule.soft_cap))
-    dropped, ds = dropped.astype(dtype), (ds * rule.scale).astype(dtype)
+    if rule.logits_soft_cap is not None:
+        ds = ds * (1.0 - jnp.square(capped / rule.logits_soft_cap))
+    dropped, ds = dropped.astype(dtype), (ds * rule.softmax_scale).astype(dtype)
     added["dv"] = jnp.swapaxes(product(dropped, dout, 2, tile), 1, 2)
     added["dk"] = jnp.swapaxes(product(ds, q, 2, tile), 1, 2)
     added["dq"] = product(jnp.swapaxes(k, 2, 3), ds, 2, tile)

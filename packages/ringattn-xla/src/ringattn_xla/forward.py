@@ -26,7 +26,7 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
     softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (before.lse, total)])
     out = padded(before.out, block.q_length, 1)
-    surviving = 1.0 - block.rule.dropout
+    surviving = 1.0 - block.rule.dropout_prob
     begun = {"out": out * surviving, "softmax": softmax}
     found = over_visible_tiles(block, size, _continued, {}, begun, _AXES)
     largest, total = (from_row_values(x, block)[:, :, :length] for x in found["softmax"])
@@ -50,7 +50,7 @@ def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
     shrink = jnp.exp(largest - finite)
     p = jnp.exp(s - finite[..., None])
     total = total * shrink + p.sum(-1)
-    if tile.rule.dropout:
+    if tile.rule.dropout_prob:
         p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p, 0.0)
     added = product(p.astype(v.dtype), v, 2, tile)
     out = rows(before["out"], tile) * shrink[..., None] + added

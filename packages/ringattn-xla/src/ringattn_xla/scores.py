@@ -22,9 +22,9 @@ Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
     """The scores, -inf where a key is masked out, and the scaled and capped products that they come from."""
     rule = tile.rule
-    s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.scale
-    if rule.soft_cap is not None:
-        s = rule.soft_cap * jnp.tanh(s / rule.soft_cap)
+    s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.softmax_scale
+    if rule.logits_soft_cap is not None:
+        s = rule.logits_soft_cap * jnp.tanh(s / rule.logits_soft_cap)
     capped = s
     s = _with_terms(s, {"bias": tile.bias, "slopes": tile.slopes}, tile, by_keys)
     seen = visible(tile)

@@ -56,7 +56,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
 def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
     """The longest tile of queries, and of keys, unless the caller gives sizes."""
-    target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.window, rule.chunk) // 4 // 64 * 64))
+    target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.sliding_window, rule.chunk_size) // 4 // 64 * 64))
     return max(target // group, 16), target
 
 

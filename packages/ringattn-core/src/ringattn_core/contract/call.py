@@ -98,12 +98,12 @@ class Call:
         """The static half of the call's blocks."""
         built = self.mask_builder or Built((), ())
         return Rule(
-            scale=self.softmax_scale,
+            softmax_scale=self.softmax_scale,
             causal=self.causal,
-            window=self.sliding_window,
-            chunk=self.chunk_size,
-            soft_cap=self.logits_soft_cap,
-            dropout=self.dropout_prob,
+            sliding_window=self.sliding_window,
+            chunk_size=self.chunk_size,
+            logits_soft_cap=self.logits_soft_cap,
+            dropout_prob=self.dropout_prob,
             masks=built.masks,
             mask_of_head=built.of_head,
             increasing=self.q_positions is None and self.kv_positions is None,

@@ -14,10 +14,10 @@ def position_masks(rule: Rule) -> list[Mask]:
     masks: list[Mask] = []
     if rule.causal:
         masks.append(Causal())
-    if rule.window is not None:
-        masks.append(Local(*rule.window))
-    if rule.chunk is not None:
-        masks.append(Chunked(rule.chunk))
+    if rule.sliding_window is not None:
+        masks.append(Local(*rule.sliding_window))
+    if rule.chunk_size is not None:
+        masks.append(Chunked(rule.chunk_size))
     return masks
 
 

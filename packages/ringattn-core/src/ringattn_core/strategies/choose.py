@@ -90,7 +90,9 @@ def refused_by(registration: Registration | None, causal: bool, layout: str, mix
 def work_of(registration: Registration | None, call: Call, ranks: int) -> Work:
     """The work of the call of one shard, on a ring of `ranks`. Only shapes and static options are read."""
     kernel = None if registration is None or registration.descriptor().kernel is None else registration.implementation()
-    bare = dataclasses.replace(call.rule, scale=1.0)  # calls that differ only in their scale share cached counts
+    bare = dataclasses.replace(
+        call.rule, softmax_scale=1.0
+    )  # calls that differ only in their scale share cached counts
     shape = call.layout, ranks, call.query.shape[1], call.key.shape[1]
     return Work.of_call(call, hops.plan(bare, *shape, joint=joint(kernel)), visible_pairs(bare, *shape))
 

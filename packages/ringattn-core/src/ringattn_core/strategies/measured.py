@@ -21,7 +21,7 @@ from .work import operations, visible_pairs
 
 _KNOWN: Final = {
     "backend", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "platform",
-    "device", "versions", "ranks", "causal", "window", "chunk", "layout",
+    "device", "versions", "ranks", "causal", "sliding_window", "chunk_size", "layout",
 }  # fmt: skip
 """The fields of a tuned problem whose rates count. Other options mask keys out in a way that cannot be counted, or add
 work to the kernels."""
@@ -85,8 +85,8 @@ def _of_entry(entry: cache.Entry) -> tuple[float, float] | None:
 def _pairs(told: Mapping[str, Any]) -> float:
     """The pairs of one head and batch row that a trial of tuning computes: the first hops of the last rank."""
     ranks, layout = told.get("ranks", 1), told.get("layout", "contiguous")
-    window = told.get("window")
-    rule = Rule(1.0, told.get("causal", False), None if window is None else tuple(window), told.get("chunk"))
+    window = told.get("sliding_window")
+    rule = Rule(1.0, told.get("causal", False), None if window is None else tuple(window), told.get("chunk_size"))
     lengths = told["q_length"], told["kv_length"]
     plan = hops.plan(rule, layout, ranks, *lengths)
     counted = visible_pairs(rule, layout, ranks, *lengths)[-1]

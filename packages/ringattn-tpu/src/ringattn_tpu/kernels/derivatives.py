@@ -37,8 +37,8 @@ def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
     logarithm = s - row(LSE)
     weight = jnp.exp2(mask_out(part, logarithm) if masked else logarithm)
     p = weight
-    if settings.rule.dropout:
+    if settings.rule.dropout_prob:
         keep = kept(part, settings.rule.keep_weight)
         p, dp = weight * keep, dp * keep
     ds = weight * (dp - row(DELTA))
-    return Derivatives(p, ds, ds if settings.rule.soft_cap is None else ds * (1.0 - bent * bent))
+    return Derivatives(p, ds, ds if settings.rule.logits_soft_cap is None else ds * (1.0 - bent * bent))

@@ -77,6 +77,6 @@ def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None
     decay = jnp.exp2(before - after)
     total[...] = decay * total[...] + folded(p)
     largest[...] = after
-    if settings.rule.dropout:
+    if settings.rule.dropout_prob:
         p = p * kept(part, 1.0)
     acc[...] = to_width(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)

@@ -110,9 +110,9 @@ def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
-    if rule.soft_cap is not None:
+    if rule.logits_soft_cap is not None:
         bent = jnp.tanh(bent)
-        s = bent * (rule.soft_cap * LOG2_E)
+        s = bent * (rule.logits_soft_cap * LOG2_E)
     if "bias" in part.inputs:
         s = s + with_forbidden(_bias(part)) * LOG2_E
     if "distance_weight" in part.inputs:
