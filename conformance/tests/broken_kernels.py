@@ -109,13 +109,6 @@ class NanInEmptyRows(Dense):
         return dataclasses.replace(found, out=jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out))
 
 
-class PaddingNotCleaned(Dense):
-    """Padding holds NaN when the kernel reads it, as if core had not put zeros there."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_nan_in_padding(block), partial)
-
-
 class PaddingSeen(Dense):
     """Padding sees padding: a negative id is an id like any other."""
 
@@ -308,13 +301,6 @@ def _other_seed_in_half(block: Block) -> Block:
     if block.seed is None or block.q.dtype == jnp.float32:
         return block
     return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
-
-
-def _with_nan_in_padding(block: Block) -> Block:
-    if block.kv_segments is None:
-        return block
-    padding = (block.kv_segments < 0)[..., None, None]
-    return dataclasses.replace(block, kv=jax.tree.map(lambda x: jnp.where(padding, jnp.nan, x), block.kv))
 
 
 def _with_ids_of_padding(block: Block) -> Block:

@@ -73,7 +73,6 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "segments-not-rotated": Sabotage(broken.SegmentsNotRotated(), (_point("segments"),), _PLAIN),
     "mean-over-the-group": Sabotage(broken.MeanOfGroup(), (_point("gqa"),), _PLAIN),
     "nan-in-empty-rows": Sabotage(broken.NanInEmptyRows(), (_point("segments-unseen-queries"),), _PLAIN),
-    "padding-not-cleaned": Sabotage(broken.PaddingNotCleaned(), (_PADDING % "garbage",), _PLAIN),
     "padding-sees-padding": Sabotage(broken.PaddingSeen(), (_PADDING % "garbage",), _PLAIN),
     "low-bias-is-a-number": Sabotage(broken.LowBiasIsANumber(), (_LOW % "rows-ring1",), _PLAIN),
     "window-off-by-one": Sabotage(broken.WindowOffByOne(), (_point("window"),), _PLAIN),

@@ -12,11 +12,9 @@ from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract import packing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.placement.padding import cleaned
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
 from ringattn_core.ring.directions import Direction
-from ringattn_core.ring.forward import without_padding
 
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
@@ -31,18 +29,13 @@ def make_block(
     value_dim: int | None = None, dtype: Any = jnp.float32, draw_seed: int = 0,
     params: Mapping[str, Any] | None = None, offset: int = 0, **fields: Any,
 ) -> Block:  # fmt: skip
-    """A block of random numbers, zero where an id is negative; the keys have the indices from `offset` on.
+    """A block of random numbers; the keys have the indices from `offset` on.
 
     `params` are the tile sizes of both passes. Other names are fields of `Rule` or of `Block`.
     """
     draw, kv_heads, value_dim = np.random.default_rng(draw_seed), kv_heads or heads, value_dim or dim
     shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
-    given_ids = (fields.get("q_segments"), fields.get("kv_segments"))
-    q_ids, kv_ids = (None if ids is None else jnp.asarray(ids) for ids in given_ids)
-    q, k, v = (
-        cleaned(jnp.asarray(draw.normal(size=(batch, *shape)), dtype), ids)
-        for shape, ids in zip(shapes, (q_ids, kv_ids, kv_ids), strict=True)
-    )
+    q, k, v = (jnp.asarray(draw.normal(size=(batch, *shape)), dtype) for shape in shapes)
     sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
     rule = Rule(**{"scale": dim**-0.5, **sizes, **{name: x for name, x in fields.items() if name in _OF_RULE}})
     index, kv_index = np.arange(q_length, dtype=np.int32)[None], np.arange(kv_length, dtype=np.int32)[None] + offset
@@ -77,7 +70,7 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
     arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
-    call = without_padding(validated(**arrays, **options, ranks=1))
+    call = validated(**arrays, **options, ranks=1)
     ring, location = engine.prepared(None, call, (0, 1))
     whole = block(ring, Direction(1, call, location), packing.pack(call.key, call.value), 0)
     size = whole.kv_length // shards

@@ -15,7 +15,6 @@ from ..contract.features import Feature
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
-from ..ring.forward import without_padding
 from ..strategies.choose import settled
 from ..strategies.run import run
 from ..tuning.choice import with_parameters
@@ -73,11 +72,11 @@ def _without_gradient(registration: Registration, result: Any) -> Any:
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
-    """Calls a backend's ring function, with zeros in the padding of its inputs as block kernels get them.
+    """Calls a backend's ring function.
 
     `cleaned` and `where` on the result only keep cotangents of padding out of the function's backward pass.
     """
-    q_ids, result = call.q_segment_ids, kernel(**without_padding(call).options())
+    q_ids, result = call.q_segment_ids, kernel(**call.options())
     if not call.return_lse or q_ids is None:
         return result if q_ids is None else cleaned(result, q_ids)
     out, lse = result

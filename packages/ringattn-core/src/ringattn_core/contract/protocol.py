@@ -22,7 +22,7 @@ class Block:
     Positions, indices and ids are global. An axis written `b`, `n` or `t` is either 1 or the full `B`, `N`, `T`. An
     optional array is `None` where the call does not use its option. A tile of a block is a block (`tile`).
 
-    Padding is zero: where a segment id is negative, core has put zeros into `q`, `kv` and `dout`. A kernel assumes
+    Padding, where a segment id is negative, holds finite numbers, and zeros in `dout` and `delta`. A kernel assumes
     nothing else about values and needs no code for non-finite ones.
 
     Args:

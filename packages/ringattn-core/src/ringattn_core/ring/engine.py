@@ -37,12 +37,12 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
 
 
 def prepared(
-    kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False, stripe: int = 1
+    kernel: Any, call: Call, place: tuple[Any, ...] | None = None, gathers: bool = False, stripe: int = 1
 ) -> tuple[Ring, Location]:
     """What the engine reads: the static description of the ring, and the location of this rank.
 
-    `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
-    passes no kernel. `gathers` and `stripe` are as in `run`.
+    `place` is a rank and the number of ranks along each axis of the ring; by default those of this device along the
+    call's axes. The command line passes no kernel. `gathers` and `stripe` are as in `run`.
     """
     axis = () if place else call.axis_name or ()
     rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))

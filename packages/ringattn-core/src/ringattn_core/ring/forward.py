@@ -14,7 +14,6 @@ from ..contract import batching
 from ..contract.call import Call
 from ..contract.merge import with_sinks
 from ..contract.protocol import Partial
-from ..placement.padding import cleaned
 from . import whole_keys
 from .blocks import Location, Ring, block
 from .plan import Level, Step
@@ -39,7 +38,7 @@ class Residuals:
 
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)` of this rank's queries and the keys of all ranks, and the residuals for the backward pass."""
-    call = whole_keys.with_all_ids(ring, without_padding(call.narrowed()), location)
+    call = whole_keys.with_all_ids(ring, call.narrowed(), location)
     kernel, own = batching.forward(ring.kernel), Keys((call.key, call.value))
 
     def body(keys: Keys, offset: Any, partial: Partial | None) -> Partial:
@@ -78,9 +77,3 @@ def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
     """The sinks. +inf becomes NaN, because an infinite sink would silently hide every key."""
     sinks = call.softmax_aux
     return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)
-
-
-def without_padding(call: Call) -> Call:
-    """The call with zeros in the padding. Its key ids must be this rank's own, before the all-gather."""
-    key, value = (cleaned(x, call.kv_segment_ids) for x in (call.key, call.value))
-    return dataclasses.replace(call, query=cleaned(call.query, call.q_segment_ids), key=key, value=value)

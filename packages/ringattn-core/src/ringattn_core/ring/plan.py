@@ -131,7 +131,7 @@ def levels(
         rows = tuple(made.values()) if len(made) - 1 <= UNROLLED else None
         return (Level(axis, shards.count, tuple(made), rows=rows),)
     found, stride = [], 1
-    for name, size in reversed([*zip(axis or ("",), sizes, strict=True)]):
+    for name, size in reversed([*zip(axis or ("",) * len(sizes), sizes, strict=True)]):
         if size > 1:
             found.append(Level((name,), size, tuple(range(size)), stride))
         stride *= size
