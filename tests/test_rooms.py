@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "packages/ringattn-core/src/ringattn_core"
 # From the top down: a room imports from its own row, and from the rows below it.
 ROOMS = (
-    ("cli", "adapters"),
+    ("cli",),
     ("call",),
     ("strategies",),
     ("tuning",),
@@ -25,7 +25,7 @@ ROOMS = (
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}
 BACKENDS = ("triton", "tpu", "xla")
 SOURCES = {
-    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", *BACKENDS)},
+    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", "adapters", *BACKENDS)},
     "ringattn_conformance": ROOT / "conformance/src",
 }
 # What a backend may import of core beside public names. `masks` is a public name that is a package.
@@ -104,11 +104,11 @@ def upward(path: Path, modules: Iterable[str]) -> list[str]:
     return found
 
 
-def undeclared(modules: Iterable[str]) -> list[str]:
-    """The imports of a backend that reach past the declared surface of core."""
-    inside = tuple(f"{name}." for name in DECLARED)
+def undeclared(modules: Iterable[str], declared: tuple[str, ...] = DECLARED) -> list[str]:
+    """The imports of a distribution that reach past the public names of core and the `declared` modules."""
+    inside = tuple(f"{name}." for name in declared)
     of_core = [module for module in modules if module.split(".")[0] == "ringattn_core"]
-    return [module for module in of_core if module not in (*PUBLIC, *DECLARED) and not module.startswith(inside)]
+    return [module for module in of_core if module not in (*PUBLIC, *declared) and not module.startswith(inside)]
 
 
 @pytest.mark.parametrize("package", SOURCES)
@@ -133,6 +133,13 @@ def test_a_backend_imports_only_what_core_declares(backend: str) -> None:
     assert not (reaching := {str(path): modules for path, modules in found.items() if modules}), reaching
 
 
+def test_the_adapters_import_only_public_names_of_core_and_its_errors() -> None:
+    source = ROOT / "packages/ringattn-adapters/src"
+    found = {path: undeclared(imported(path, source), ("ringattn_core.errors",)) for path in source.rglob("*.py")}
+    assert len(found) > 5, "the search found too few files to mean anything"
+    assert not (reaching := {str(path): modules for path, modules in found.items() if modules}), reaching
+
+
 def test_a_circle_is_caught() -> None:
     graph = {"p.a.x": {"p.b.y"}, "p.b.y": {"p.c"}, "p.b.z": {"p.a.w"}, "p.c": set(), "p.a.w": set()}
     assert not circle(graph)
@@ -145,7 +152,7 @@ def test_a_circle_is_caught() -> None:
     [
         ("from ..call.sharding import sharded", True),
         ("from .. import call", True),
-        ("import ringattn_core.adapters.flax", True),
+        ("import ringattn_core.cli.main", True),
         ("from ..errors import InputError\nfrom . import axes", False),
     ],
 )

@@ -15,7 +15,6 @@ import ringattn_core
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, per_shard, ring_attention
-from ringattn_core.adapters.jax_nn import dot_product_attention
 from ringattn_core.call import sharding
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 
@@ -77,7 +76,6 @@ def test_a_warning_names_the_line_of_the_caller():
         lambda: ring_attention(q, k, v, **idle),
         lambda: jax.jit(traced)(q),
         lambda: decode_attention(q[:, :1], k, v, 16, **idle),
-        lambda: dot_product_attention(q, k, v, **idle),
     ):
         with pytest.warns(UserWarning, match="nothing is split") as caught:
             call()

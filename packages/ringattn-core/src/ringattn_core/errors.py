@@ -51,7 +51,7 @@ class InputError(RingAttnError, ValueError):
     """An argument has a value that no backend accepts."""
 
     def __init__(self, argument: str, fact: str, remedy: str):
-        self.argument = argument
+        self.argument, self.fact, self.remedy = argument, fact, remedy
         super().__init__(f"{argument}: {fact}. {remedy}")
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ringattn_core.adapters.flax import ring_attention_fn
-from ringattn_core.adapters.jax_nn import dot_product_attention
+from ringattn_adapters.flax import ring_attention_fn
+from ringattn_adapters.jax_nn import dot_product_attention
 from ringattn_core.errors import BackendNotFoundError, InputError
 
 B, T, N, H = 2, 32, 4, 8

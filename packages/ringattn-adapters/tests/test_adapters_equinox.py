@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from ringattn_adapters.equinox import RingMultiheadAttention
 from ringattn_core import errors, from_layout, to_layout
-from ringattn_core.adapters.equinox import RingMultiheadAttention
 
 B, T, C, N = 2, 16, 32, 4
 KEY = jax.random.key(0)
@@ -170,10 +170,9 @@ class TestWhatItRefuses:
         with pytest.raises(errors.InputError, match=r"num_heads: got 0\. It needs an integer of 1 or more"):
             RingMultiheadAttention(0, C, key=KEY)
 
-    def test_a_mask_of_another_shape_and_says_what_it_is_called(self):
-        with pytest.raises(errors.InputError, match="attention_mask: has shape") as caught:
+    def test_a_mask_of_another_shape(self):
+        with pytest.raises(errors.InputError, match=r"^mask: has shape"):
             RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3])
-        assert caught.value.__notes__ == ["Here attention_mask is called mask."]
 
 
 def test_modules_with_equal_settings_have_equal_tree_structures():

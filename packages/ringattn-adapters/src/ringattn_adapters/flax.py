@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """An `attention_fn` for the attention layers of Flax, in Linen and in NNX.
 
-This module does not import Flax. Linen silently drops arguments that a function does not name. So this function names
-all of them, and raises for an argument that it does not support.
+Linen silently drops arguments that a function does not name. So this function names all of them, and raises for an
+argument that it does not support. This module does not import Flax.
 """
 
 from collections.abc import Callable
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from ringattn_core import ring_attention
+from ringattn_core.errors import InputError
 
-from ..call import checks
-from ..call.attention import ring_attention
-from ..contract.call import is_off
-from ..errors import InputError
-from ..placement.arrays import as_array
 from .masks import with_masks
-from .options import AttentionOptions, adapter_names, checked, drops, dtype_of, seed, with_mesh
+from .options import as_array, checked, dropout_options, dtype_of, errors_in_terms_of
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dropout_seed": "dropout_rng"}
 """Flax's names for options of `ring_attention` that its layers pass."""
@@ -25,7 +22,7 @@ RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_rate", "dro
 NAMES: Final = ("query", "key", "value")
 
 
-def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.Array]:
+def ring_attention_fn(**options: Any) -> Callable[..., jax.Array]:
     """An `attention_fn` for `nn.MultiHeadDotProductAttention` and `nnx.MultiHeadAttention`.
 
     It takes the options of `ring_attention`. Attention is causal with the option `causal=True`, or if the layer passes
@@ -34,7 +31,7 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
     memory proportional to its square, also a causal mask: use `causal=True` instead. The layer's key seeds dropout, but
     ringattn's random bits differ from Flax's.
     """
-    settings = checked(options, AttentionOptions, RENAMED)
+    settings = checked(options, RENAMED)
 
     def attention_fn(
         query: jax.Array,
@@ -69,24 +66,25 @@ def ring_attention_fn(**options: Unpack[AttentionOptions]) -> Callable[..., jax.
         q, k, v = _promoted(given, dtype, promote_dtype)
         batch = _batch_axes(q, k, v)
         q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-        chosen = with_mesh(settings, query, key, value)
-        chosen["causal"] = checks.flag("causal", settings.get("causal") or False) or is_causal
-        if chosen.get("precision") is None:
-            chosen["precision"] = precision
-        _refuse_decoding(chosen, q.shape[1], k.shape[1])
-        if drops(("dropout_rate", dropout_rate), ("deterministic", deterministic)):
-            if broadcast_dropout:
-                raise InputError(
-                    "broadcast_dropout",
-                    "is True, but here every head and example drops different entries",
-                    "Pass broadcast_dropout=False to the layer",
-                )
-            chosen |= {"dropout_prob": dropout_rate, "dropout_seed": seed("dropout_rng", dropout_rng, dropout_rate)}
+        call = dict(settings)
+        call["causal"] = is_causal or (False if settings.get("causal") is None else settings["causal"])
+        if call.get("precision") is None:
+            call["precision"] = precision
+        _refuse_decoding(call, q.shape[1], k.shape[1])
+        call |= dropout_options(
+            ("dropout_rate", dropout_rate), ("deterministic", deterministic), ("dropout_rng", dropout_rng)
+        )
+        if "dropout_prob" in call and broadcast_dropout:
+            raise InputError(
+                "broadcast_dropout",
+                "is True, but here every head and example drops different entries",
+                "Pass broadcast_dropout=False to the layer",
+            )
         added = None if bias is None else _with_one_batch_axis("bias", as_array("bias", bias), batch)
         allowed = None if mask is None else _with_one_batch_axis("mask", as_array("mask", mask), batch).astype(bool)
-        chosen = with_masks(chosen, (q.shape[0], q.shape[1], k.shape[1]), added, allowed)
-        with adapter_names(RENAMED):
-            out = ring_attention(q, k, v, **chosen)
+        call = with_masks(call, q, k, added, allowed)
+        with errors_in_terms_of(RENAMED):
+            out = ring_attention(q, k, v, **call)
         # The softmax is float32 in any case. With this flag Flax also returns a float32 output.
         out = out.astype(jnp.float32) if force_fp32_for_softmax else out
         return out.reshape(*batch, *out.shape[1:])
@@ -136,7 +134,8 @@ def _batch_axes(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[int, ...]:
 
 def _refuse_decoding(options: dict[str, Any], queries: int, keys: int) -> None:
     """Refuses a decoding step (one query, many keys) with masks by position: Flax passes no position of the query."""
-    by_position = [name for name in ("causal", "sliding_window", "chunk_size") if not is_off(options.get(name))]
+    by_position = ["causal"] if options["causal"] is not False else []
+    by_position += [name for name in ("sliding_window", "chunk_size") if options.get(name) is not None]
     placed = any(options.get(name) is not None for name in ("q_positions", "query_offset"))
     if queries == 1 < keys and by_position and not placed:
         raise InputError(

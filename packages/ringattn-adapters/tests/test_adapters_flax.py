@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from ringattn_adapters.flax import ring_attention_fn
 from ringattn_core import errors
-from ringattn_core.adapters.flax import ring_attention_fn
 
 B, T, C, N = 2, 16, 32, 4
 X = jax.random.normal(jax.random.key(0), (B, T, C))

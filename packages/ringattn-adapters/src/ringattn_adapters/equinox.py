@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`equinox.nn.MultiheadAttention` over a ring, with or without a batch axis."""
 
+import numbers
 from collections.abc import Callable
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from ringattn_core import ring_attention
+from ringattn_core.errors import InputError
 
-from ..call.attention import ring_attention
-from ..errors import InputError
-from ..masks.int32 import as_given, size
-from ..placement.arrays import as_array
-from .options import AttentionSettings, RingArrays, adapter_names, checked, drawn, drops, dtype_of, seed
+from .options import OPTIONS, as_array, checked, drawn, dropout_options, dtype_of, errors_in_terms_of, integers
 
 RENAMED: Final = {"attention_mask": "mask", "dropout_prob": "dropout_p", "dropout_seed": "key"}
 """Equinox's names for options of `ring_attention` that the module itself passes."""
+ARRAYS: Final = (
+    "softmax_aux", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "query_offset", "alibi_slopes",
+)  # fmt: skip
+"""The options of `ring_attention` that are arrays: a call takes them, and the constructor takes all others."""
+SETTINGS: Final = tuple(name for name in OPTIONS if name not in ARRAYS)
 
 
 class RingMultiheadAttention(eqx.Module):
@@ -57,28 +61,24 @@ class RingMultiheadAttention(eqx.Module):
         *,
         num_key_heads: int | None = None,
         key: PRNGKeyArray,
-        **settings: Unpack[AttentionSettings],
+        **settings: Any,
     ):
-
-        def sized(argument: str, given: Any, default: int) -> int:
-            return size(argument, default if given is None else given, least=1)
-
-        num_heads, query_size = size("num_heads", num_heads, least=1), size("query_size", query_size, least=1)
-        key_size, value_size = sized("key_size", key_size, query_size), sized("value_size", value_size, query_size)
-        output_size = sized("output_size", output_size, query_size)
+        num_heads, query_size = _size("num_heads", num_heads), _size("query_size", query_size)
+        key_size, value_size = _size("key_size", key_size, query_size), _size("value_size", value_size, query_size)
+        output_size = _size("output_size", output_size, query_size)
         if query_size < num_heads and None in (qk_size, vo_size):
             fact = f"got {num_heads} for a query_size of {query_size}"
             raise InputError("num_heads", fact, "Pass fewer heads, or both qk_size and vo_size")
-        qk_size = sized("qk_size", qk_size, query_size // num_heads)
-        vo_size = sized("vo_size", vo_size, query_size // num_heads)
-        self.num_heads, self.num_key_heads = num_heads, sized("num_key_heads", num_key_heads, num_heads)
+        qk_size = _size("qk_size", qk_size, query_size // num_heads)
+        vo_size = _size("vo_size", vo_size, query_size // num_heads)
+        self.num_heads, self.num_key_heads = num_heads, _size("num_key_heads", num_key_heads, num_heads)
         if num_heads % self.num_key_heads:
             raise InputError(
                 "num_key_heads",
                 f"got {num_key_heads} for {num_heads} heads",
                 "Query heads share key heads in equal groups",
             )
-        self.settings = _fixed(checked(settings, AttentionSettings, RENAMED))
+        self.settings = _fixed(checked(settings, RENAMED, SETTINGS))
         keys = drawn("key", key, lambda key: jax.random.split(key, 4))
         dtype = None if dtype is None else dtype_of("dtype", dtype)
         sizes = (
@@ -103,13 +103,13 @@ class RingMultiheadAttention(eqx.Module):
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
-        **arrays: Unpack[RingArrays],
+        **arrays: Any,
     ) -> Float[Array, "*B T o_size"]:
         """As in Equinox, with or without a batch axis; `process_heads` gets [*B, length, heads, head size].
 
         A mask is [T, S], [N, T, S] or [B, N, T, S], where a batch or a head may be 1.
         """
-        inputs = {name: x for name, x in checked(arrays, RingArrays, RENAMED).items() if x is not None}
+        inputs = {name: x for name, x in checked(arrays, RENAMED, ARRAYS).items() if x is not None}
         named = {"query": query, "key_": key_, "value": value}
         query, key_, value = (as_array(name, x) for name, x in named.items())
         batched = query.ndim == 3
@@ -127,16 +127,25 @@ class RingMultiheadAttention(eqx.Module):
             q, k, v = _three_arrays(process_heads(q, k, v) if callable(process_heads) else None)
         if not batched:
             q, k, v = (x[None] for x in (q, k, v))
-            inputs |= {name: as_given(name, x)[None] for name, x in inputs.items() if name.endswith("segment_ids")}
+            for name, x in (("q_segment_ids", q), ("kv_segment_ids", k)):
+                if name in inputs:
+                    inputs[name] = integers(name, inputs[name], x.shape[1:2])[None]
         inference = self.dropout.inference if inference is None else inference
-        if drops(("dropout_p", self.dropout.p), ("inference", inference)):
-            inputs |= {"dropout_prob": self.dropout.p, "dropout_seed": seed("key", key, self.dropout.p)}
+        inputs |= dropout_options(("dropout_p", self.dropout.p), ("inference", inference), ("key", key))
         allowed = None if mask is None else as_array("mask", mask)
         allowed = None if allowed is None else allowed.reshape(*[1] * (4 - allowed.ndim), *allowed.shape)
-        with adapter_names(RENAMED):
+        with errors_in_terms_of(RENAMED):
             out = ring_attention(q, k, v, attention_mask=allowed, **dict(self.settings), **inputs)
         out = out.reshape(*out.shape[:2], -1)
         return _each(self.output_proj, out if batched else out[0])
+
+
+def _size(argument: str, x: Any, default: int | None = None) -> int:
+    """`x`, or the default where it is `None`, as a Python integer; raises unless it is an integer of 1 or more."""
+    x = default if x is None else x
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral) or x < 1:
+        raise InputError(argument, f"got {x!r}", "It needs an integer of 1 or more")
+    return int(x)
 
 
 def _heads(argument: str, x: jax.Array, projection: eqx.nn.Linear, heads: int) -> jax.Array:
