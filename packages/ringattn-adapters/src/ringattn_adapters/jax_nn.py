@@ -42,7 +42,7 @@ def dot_product_attention(
 ) -> Any:
     """Computes `jax.nn.dot_product_attention`, with equal values and gradients up to the rounding of the dtype.
 
-    It also takes the options of `ring_attention` for which `jax.nn` has no name. Without `axis_name` it runs on one
+    It also takes the options of `ring_attention` that `jax.nn` lacks. Without `axis_name` it runs on one
     device. With `axis_name` and a mesh, from `mesh=` or `jax.set_mesh`, arrays are global. Inside your own
     `jax.shard_map`, arrays are local; bias and mask then have this rank's rows and all columns, and sequence lengths
     count the whole sequence. `implementation` names a ring backend, or several to try in order.
