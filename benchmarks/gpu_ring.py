@@ -2,10 +2,9 @@
 """How much of one GPU's rate each GPU of a ring keeps, beside the other strategies and an all-gather by hand.
 
 Causal, in the order of `--layout`. "gather" is an all-gather written in JAX around a call on one device; "all_gather"
-and "ulysses" are strategies of `ring_attention`, and "auto" is the one that the cost model chooses: it may differ with
-gradients. "two_levels", for four GPUs and more, is a ring of pairs of GPUs. "alone" is one GPU with the tokens of one
-rank. In "apart" all GPUs do that at the same time and exchange nothing: GPUs of one kind differ by some percent, and a
-ring is as fast as its slowest.
+and "ulysses" are strategies of `ring_attention`, and "auto" is the one that its rule takes. "two_levels", for four GPUs
+and more, is a ring of pairs of GPUs. "alone" is one GPU with the tokens of one rank. In "apart" all GPUs do that at the
+same time and exchange nothing: GPUs of one kind differ by some percent, and a ring is as fast as its slowest.
 """
 
 import argparse

@@ -17,7 +17,8 @@ from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.tuning import choice, forget
 from ringattn_core.tuning.problem import of_call
-from ringattn_core.tuning.trial import trial
+from ringattn_tools.search import tune
+from ringattn_tools.trial import trial
 from ringattn_xla.tiling import cut as tile
 
 SIZES = (64, 128, 256, 512, 1024)
@@ -73,7 +74,7 @@ def main() -> None:
     problem = of_call(registration, call, 1)
 
     start = time.perf_counter()
-    tuned = choice.tune(problem, registration=registration).config
+    tuned = tune(problem, registration).config
     seconds_of_tuning = time.perf_counter() - start
 
     sizes = sizes_of_sweep(of_q[1], of_kv[1], of_q[2] // of_kv[2])

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "packages/ringattn-core/src/ringattn_core"
 # From the top down: a room imports from its own row, and from the rows below it.
 ROOMS = (
-    ("cli", "adapters"),
+    ("adapters",),
     ("call",),
     ("strategies",),
     ("tuning",),
@@ -22,13 +22,13 @@ ROOMS = (
     ("masks",),
     ("placement",),
 )
-OUTSIDE_A_ROOM = {"__init__.py", "__main__.py", "config.py", "errors.py", "py.typed"}
+OUTSIDE_A_ROOM = {"__init__.py", "config.py", "errors.py", "py.typed"}
 PLUGINS = sorted((*ROOT.glob("packages/*/src/*/plugin.py"), *ROOT.glob("examples/*/src/*/plugin.py")))
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}
 MOST_ENTRIES = 15
 BACKENDS = ("triton", "tpu", "xla")
 SOURCES = {
-    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", *BACKENDS)},
+    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", "tools", *BACKENDS)},
     "ringattn_conformance": ROOT / "conformance/src",
 }
 # What a backend may import of core beside public names. `masks` is a public name that is a package.
