@@ -151,7 +151,7 @@ def test_a_circle_is_caught() -> None:
     [
         ("from ..call.sharding import sharded", True),
         ("from .. import call", True),
-        ("import ringattn_core.cli.main", True),
+        ("import ringattn_core.call.sharding", True),
         ("from ..errors import InputError\nfrom . import axes", False),
     ],
 )

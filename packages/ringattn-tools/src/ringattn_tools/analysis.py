@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
-from ringattn_core.call.prefill import bytes_to_send
+from ringattn_core.call.cache import bytes_to_send
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
 from ringattn_core.strategies import choose
