@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the choice: kernels run with the call's parameters, else an overlay's, else tuned ones, else defaults."""
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,6 @@ from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
-from ringattn_core.masks import Prefix
 from ringattn_core.ring import engine
 from ringattn_core.tuning import cache, choice, forget, overlay, policy
 from ringattn_core.tuning.problem import of_call
@@ -338,13 +335,6 @@ class TestUnderATrace:
             monkeypatch.setenv("RINGATTN_AUTOTUNE", said)
             assert traced_over_mesh(mine) == {wanted.fwd_params}
 
-    def test_masks_of_heads_reach_the_tuner(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        ran(mine, mask_builder=lambda q, kv, heads, head, reps: Prefix(4 + head))
-        (problem,) = mine.tunings
-        assert dict(problem.options)["mask_builder"] == ("Prefix(length=4)", "Prefix(length=5)")
-        assert problem.call.mask_builder.masks == (Prefix(4), Prefix(5))
-
 
 def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile(
     mine: Any, monkeypatch: pytest.MonkeyPatch
@@ -398,25 +388,6 @@ def test_no_call_depends_on_a_disk(mine: Any, log: Any, monkeypatch: pytest.Monk
     assert ran(mine) == ran(mine) == TUNED
     assert len(mine.tunings) == 1
     assert any("cannot store" in warning for warning in warnings(log))
-
-
-def test_what_one_process_tunes_another_uses(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-    ran(mine)
-    script = """
-import json, jax, ringattn_core
-from ringattn_core.backends import discovery
-discovery.GROUP = "ringattn.backends.of.a.test"
-x = jax.numpy.zeros((1, 8, 2, 4))
-ringattn_core.ring_attention(x, x, x, backend="mine")
-print(json.dumps([rule.fwd_params.q_blocksize for rule in discovery.get("mine").implementation().rules]))
-"""
-    site = str(tmp_path / "ringattn-mine")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])}
-    environment["RINGATTN_AUTOTUNE"] = "cached"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == [TUNED.fwd_params.q_blocksize]
 
 
 def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
