@@ -17,7 +17,7 @@ from ..placement.axes import AxisName
 from ..strategies import Strategy
 from .dispatch import answer, chosen
 from .mesh_roles import mesh_of
-from .options import arguments, named
+from .options import named, options_in
 from .sharding import sharded
 from .validation import validated
 
@@ -132,11 +132,11 @@ def ring_attention(
         ringattn_core.errors.UnsupportedFeatureError: The named backend does not support an option of the call.
         ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
-    given, config = arguments(locals()), RingAttentionConfig.of(cfg, "cfg")
+    given, config = options_in(locals()), RingAttentionConfig.of(cfg, "cfg")
     given |= _held(mask_info, given) | {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     backend = config.backend_name if backend is None else backend
     mesh = mesh_of(mesh, given, (query, key, value))
-    call = validated(**given, ranks=None if mesh is None else 1)
+    call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
     if mesh is not None:
         return sharded(call, backend, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
@@ -190,7 +190,7 @@ def per_shard(backend: str) -> RingKernel:
         The arguments are those of `ringattn_core.ring_attention`, in the order of `ejkernel`; `fwd_params` and
         `bwd_params` are those of its `cfg`. Arrays are local: call it inside `jax.shard_map`, or on one device.
         """
-        call = validated(**arguments(locals()))
+        call = validated(query, key, value, **options_in(locals()))
         return answer(chosen(backend, call), call)
 
     return ring_attention

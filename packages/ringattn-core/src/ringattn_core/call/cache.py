@@ -25,7 +25,7 @@ from ..strategies import cache
 from ..tuning.choice import with_parameters
 from .dispatch import answer, chosen
 from .mesh_roles import check_mesh, mesh_of, named_roles, ranks_of, refuse_indivisible_axes
-from .options import ARRAYS, arguments, named
+from .options import ARRAYS, named, options_in
 from .shard_map import refuse_sharded
 from .sharding import over_shards, sharded
 from .validation import fitted
@@ -84,8 +84,7 @@ def decode_attention(
     Returns:
         The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
     """
-    given = arguments(locals()) | {"key": key_cache, "value": value_cache}
-    call, first, backend, mesh = _checked(given, lengths, mesh, backend, cfg)
+    call, first, backend, mesh = _checked(locals(), sharded=False)
     positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
     call = cache.not_differentiable(dataclasses.replace(call, q_positions=positions))
     registration = chosen(backend, call, mesh)
@@ -150,8 +149,7 @@ def prefill_attention(
     """
     if send not in SENT:
         raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
-    given = arguments(locals()) | {"key": key_cache, "value": value_cache}
-    call, first, backend, mesh = _checked(given, lengths, mesh, backend, cfg, sharded=True)
+    call, first, backend, mesh = _checked(locals(), sharded=True)
     call = dataclasses.replace(call, query_offset=first)
     of_keys, of_queries = bytes_to_send(call)
     sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
@@ -177,26 +175,23 @@ def bytes_to_send(call: Call) -> tuple[int, int]:
     return batch * of_keys, batch * tokens * heads * (size * bytes_of + 4 * value_size + 12)
 
 
-def _checked(
-    given: dict[str, Any], lengths: Any, mesh: Any, backend: Any, cfg: Any, sharded: bool = False
-) -> tuple[Call, Lengths, Any, Any]:
-    """The call in canonical form, without positions, from operands and options by name. Raises if they do not fit.
+def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, Any, Any]:
+    """The call in canonical form, without positions, from the arguments of the function. Raises if they do not fit.
 
     Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
     all of them. Returns also the position of each row's first query, which may be negative; the backend asked for; and
     the mesh, which is `None` where the arrays are local.
     """
-    config = RingAttentionConfig.of(cfg, "cfg")
-    backend = config.backend_name if backend is None else backend
-    operands = {"query": given.pop("query"), "key_cache": given.pop("key"), "value_cache": given.pop("value")}
-    given |= {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    mesh = mesh_of(mesh, given, operands.values())
+    config, backend = RingAttentionConfig.of(variables["cfg"], "cfg"), variables["backend"]
+    given = options_in(variables) | {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
+    mesh = mesh_of(variables["mesh"], given, operands.values())
     call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries=not sharded)
     (tokens, room), rows = sizes.lengths, call.query.shape[:1]
     if mesh is not None:
         check_mesh(call, mesh)
     remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
-    known = as_int32("lengths", lengths, (0, room, remedy))
+    known = as_int32("lengths", variables["lengths"], (0, room, remedy))
     if known.shape not in ((), rows):
         raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
     _refuse_uneven_cache(call, 1 if mesh is None else ranks_of(mesh, call.axis_name or ()))
@@ -206,6 +201,7 @@ def _checked(
         refuse_sharded(ring, {"lengths": known} | whole)
         if sharded:
             refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
+    backend = config.backend_name if backend is None else backend
     return call, jnp.broadcast_to(known, rows) - tokens, backend, mesh
 
 

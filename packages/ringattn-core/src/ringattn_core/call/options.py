@@ -73,7 +73,6 @@ ARRAYS: Final[dict[str, Any]] = {"query": arrays.Query, "key": arrays.Key, "valu
     option.name: option.array for option in OPTIONS if option.array is not None
 }
 """The type of every array of a call, with its axis letters, by name."""
-OPERANDS: Final = ("query", "key", "value")
 _LAYOUTS: Final = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
 
 
@@ -97,9 +96,9 @@ def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     return {name: rows[name].canonical(value, sizes) for name, value in {"softmax_scale": None, **given}.items()}
 
 
-def arguments(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The operands and options among the local `variables` of a function, that is its arguments, by name."""
-    return {name: variables[name] for name in (*OPERANDS, *(row.name for row in OPTIONS)) if name in variables}
+def options_in(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among the local `variables` of a function, that is among its arguments, by name."""
+    return {option.name: variables[option.name] for option in OPTIONS if option.name in variables}
 
 
 OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {

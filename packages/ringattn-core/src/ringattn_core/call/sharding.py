@@ -10,25 +10,23 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
-from ..contract.varying import align, axes_of
 from ..contract.wide import with_wide_gradient
 from ..errors import RingAttnError
 from ..placement import arrays, axes
 from ..placement.arrays import Roles
 from ..placement.mesh import of_context
-from ..ring.remat import LSE_NAME
 from ..tuning import choice
 from .dispatch import answer, chosen, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
 from .options import ARRAYS
 from .shard_map import refuse_unnamed_axes
+from .tracked import within_tracked
 
 Arrays = dict[str, jax.Array]
 Work = Callable[[Registration, Call], Any]
@@ -122,12 +120,14 @@ class Shards:
 @functools.partial(jax.jit, static_argnums=0)
 def _run(shards: Shards, placed: Arrays) -> tuple[jax.Array, ...]:
     """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
-    mesh, specs = shards.mesh, {"in_specs": (dict(shards.in_specs),), "out_specs": shards.out_specs}
+    mesh, in_specs, out_specs = shards.mesh, dict(shards.in_specs), shards.out_specs
     if axes.tracked():
-        return _within_tracked(shards, placed)
+        return within_tracked(shards.of_rank, mesh, in_specs, out_specs)(placed)
     # check_vma=False: Triton and Pallas kernels do not declare over which axes results vary.
     free = set(mesh.axis_names) - axes.manual()
-    return jax.shard_map(shards.of_rank, mesh=mesh, axis_names=free, check_vma=False, **specs)(placed)
+    return jax.shard_map(
+        shards.of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
+    )(placed)
 
 
 def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
@@ -184,60 +184,3 @@ def _padded(call: Call, queries: int, keys: int) -> Call:
         if any(width for _, width in widths):
             grown[name] = jnp.pad(x, widths, constant_values=-1 if name.endswith("_segment_ids") else 0)
     return dataclasses.replace(call, **grown)
-
-
-def _within_tracked(shards: Shards, placed: Arrays) -> tuple[jax.Array, ...]:
-    """`_run` inside another `shard_map` that has `check_vma=True`, as in a pipeline.
-
-    The `shard_map` is over the axes of the mesh that the surrounding one has not made manual. JAX cannot differentiate
-    it: JAX splits the residuals over the axes of the outer `shard_map` too, and fails. So the forward pass and the
-    backward pass are two `shard_map`s, and a `custom_vjp` hands the residuals from one to the other. The residuals vary
-    over all axes that split the output, so the inputs are made to vary over these axes from the start.
-
-    For the same reason JAX fails where it splits the forward pass in two, for `jax.checkpoint` or to hoist constants
-    out of a `lax.scan`. So the forward pass is one operation, which JAX cannot split (`_undivided`).
-    """
-    mesh, in_specs, out_specs = shards.mesh, dict(shards.in_specs), shards.out_specs
-    over = tuple(name for entry in out_specs[0] for name in axes.names(entry))
-    shard = functools.partial(jax.shard_map, mesh=mesh, axis_names=set(mesh.axis_names) - axes.manual())
-    floating = {name: spec for name, spec in in_specs.items() if ARRAYS[name].dtype is Float}
-
-    def forward(placed: Arrays) -> Any:
-        structure = []
-
-        def of_shard(local: Arrays) -> Any:
-            varied = {name: local[name] for name in floating}
-            out, pull = jax.vjp(lambda varied: shards.of_rank(local | align(varied, frozenset(over))), varied)
-            residuals, tree = jax.tree.flatten(align(pull, frozenset(over)))
-            structure.append(tree)
-            return out, [x[None] for x in residuals]
-
-        computed = _undivided(shard(of_shard, in_specs=(in_specs,), out_specs=(out_specs, P(over))))
-        # A policy keeps all residuals or none: to compute one of them again would compute all.
-        out, residuals = checkpoint_name(computed(placed), LSE_NAME)
-        return out, jax.tree.unflatten(structure[0], residuals)
-
-    def backward(pull: Any, dout: Any) -> Any:
-        def of_shard(pull: Any, dout: Any) -> Any:
-            (found,) = jax.tree.map(lambda x: x[0], pull)(dout)
-            return found
-
-        found = shard(of_shard, in_specs=(P(over), out_specs), out_specs=floating)(pull, dout)
-        return ({name: found.get(name) for name in in_specs},)
-
-    run = jax.custom_vjp(shard(shards.of_rank, in_specs=(in_specs,), out_specs=out_specs))
-    run.defvjp(forward, backward)
-    return run(align(placed, axes_of(placed)))
-
-
-def _undivided(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `function` one operation: JAX neither splits it for a checkpoint nor hoists a part of it out of a loop."""
-    whole = jax.custom_batching.custom_vmap(function)
-
-    @whole.def_vmap
-    def rule(_: int, batched: Any, *given: Any) -> tuple[Any, Any]:
-        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
-        result = _undivided(jax.vmap(function, in_axes))(*given)
-        return result, jax.tree.map(lambda _: True, result)
-
-    return whole

@@ -13,7 +13,7 @@ from ..placement import arrays, axes
 from ..placement import layout as layouts
 from ..placement.platforms import refuse_different_devices
 from .checks import Sizes, refuse_misfit
-from .options import OPERANDS, canonical
+from .options import canonical
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
@@ -59,7 +59,9 @@ def fitted(
         options["dropout_seed"] = None
     call = Call(query=q, key=k, value=v, **options)
     if ranks is None:
-        refuse_different_devices(found | {name: x for name, x in call.arrays.items() if name not in OPERANDS})
+        refuse_different_devices(
+            found | {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
+        )
         refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
         refuse_unnamed_axes(call)
     return call, sizes
