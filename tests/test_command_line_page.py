@@ -21,7 +21,7 @@ def printed(command: str, folder: Path) -> str:
     ours = {name for name in os.environ if name.startswith(("RINGATTN_", "XLA_FLAGS"))}
     environment = {name: value for name, value in os.environ.items() if name not in ours} | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
-        [sys.executable, "-m", "ringattn_core", *arguments],
+        [sys.executable, "-m", "ringattn_tools", *arguments],
         capture_output=True,
         text=True,
         cwd=folder,

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent
 CORE = ROOT / "packages/ringattn-core/src/ringattn_core"
 # From the top down: a room imports from its own row, and from the rows below it.
 ROOMS = (
-    ("cli",),
     ("call",),
     ("strategies",),
     ("tuning",),
@@ -25,7 +24,7 @@ ROOMS = (
 ROW = {room: number for number, row in enumerate(ROOMS) for room in row}
 BACKENDS = ("triton", "tpu", "xla")
 SOURCES = {
-    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", "adapters", *BACKENDS)},
+    **{f"ringattn_{name}": ROOT / f"packages/ringattn-{name}/src" for name in ("core", "tools", "adapters", *BACKENDS)},
     "ringattn_conformance": ROOT / "conformance/src",
 }
 # What a backend may import of core beside public names. `masks` is a public name that is a package.

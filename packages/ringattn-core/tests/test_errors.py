@@ -123,6 +123,12 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         TypeError,
         "str.backward returned dbias = None. Return float32[1, 2]",
     ),
+    (
+        errors.ToolsNotFoundError("RINGATTN_AUTOTUNE=on"),
+        ImportError,
+        "RINGATTN_AUTOTUNE=on needs ringattn-tools, which is not installed. To add it: "
+        "in a clone of the repository, run pip install ./packages/ringattn-tools",
+    ),
     (errors.DerivativeError("it was differentiated twice"), NotImplementedError, "it was differentiated twice"),
     (
         errors.BackendNotFoundError("cudnn", ("xla", "tpu")),

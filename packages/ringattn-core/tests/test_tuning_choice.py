@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,10 +23,10 @@ from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
-from ringattn_core.errors import InputError, TuningError
+from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.masks import Prefix
 from ringattn_core.ring import engine
-from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
+from ringattn_core.tuning import cache, choice, forget, overlay, policy
 from ringattn_core.tuning.problem import of_call
 from traced_calls import forget_traced_calls
 
@@ -66,6 +67,12 @@ X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sp",))
 
 
+def searches(monkeypatch: pytest.MonkeyPatch, fastest: Any) -> None:
+    """Puts `fastest` in the place of the search of `ringattn-tools`, whether that is installed or not."""
+    monkeypatch.setitem(sys.modules, "ringattn_tools.search", SimpleNamespace(fastest=fastest))
+    monkeypatch.setitem(sys.modules, "ringattn_tools", SimpleNamespace())
+
+
 @pytest.fixture
 def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The kernel of an installed backend; tuning it returns `TUNED` at once, and `tunings` records each problem."""
@@ -74,11 +81,11 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     kernel = discovery.get("mine").implementation()
     kernel.tunings = []
 
-    def fastest(registration: Any, problem: Any, default: Any, *_: Any) -> tuner.Outcome:
+    def fastest(registration: Any, problem: Any, default: Any) -> Any:
         kernel.tunings.append(problem)
-        return tuner.Outcome(TUNED, (), ())
+        return SimpleNamespace(config=TUNED, trials=())
 
-    monkeypatch.setattr(tuner, "fastest", fastest)
+    searches(monkeypatch, fastest)
     yield kernel
     forget_traced_calls()
 
@@ -106,6 +113,14 @@ def mixed(forward: RingAttentionConfig, backward: RingAttentionConfig) -> RingAt
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+
+
+class _WithoutTools:
+    """An import hook that hides `ringattn-tools`."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == "ringattn_tools":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 class TestTheOrder:
@@ -241,10 +256,23 @@ class TestThePolicy:
             raise TuningError("mine", "no candidate of its forward ran", "Tune a smaller problem")
 
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        monkeypatch.setattr(tuner, "fastest", fail)
+        searches(monkeypatch, fail)
         assert ran(mine) == ran(mine) == OWN
         assert len(warnings(log)) == 1
         assert warnings(log)[0].endswith("Tune a smaller problem. Its default is used")
+
+    def test_on_without_the_tools_is_one_error_that_says_how_to_get_them(
+        self, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("ringattn_tools", "ringattn_tools.search"):
+            monkeypatch.delitem(sys.modules, name)
+        finders = [_WithoutTools(), *sys.meta_path]
+        monkeypatch.setattr(sys, "meta_path", finders)
+        assert ran(mine) == OWN, "nothing is missing where nothing is to be tuned"
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        with pytest.raises(ToolsNotFoundError, match=r"^RINGATTN_AUTOTUNE=on needs .* pip install \S*ringattn-tools"):
+            ran(mine)
+        assert ran(mine, cfg=GIVEN) == GIVEN
 
     @pytest.mark.parametrize("unset", ["RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR"])
     def test_several_processes_all_choose_the_same(
@@ -301,7 +329,8 @@ class TestUnderATrace:
 
     def test_a_compiled_call_over_a_mesh_gets_what_is_tuned_later(self, mine: Any) -> None:
         assert traced_over_mesh(mine) == {OWN.fwd_params}
-        choice.tune(next(problem for _, problem in choice._known))
+        ((registration, problem),) = choice._known
+        choice.store(registration, problem, TUNED, [])
         assert [traced_over_mesh(mine) for _ in range(2)] == [{TUNED.fwd_params}, set()]
 
     def test_also_where_another_policy_tuned_it(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +350,7 @@ def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile
     mine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(problem: Any) -> None:
-        choice.tune(problem)
+        choice.store(discovery.get("mine"), problem, TUNED, [])
 
     monkeypatch.setattr(cache, "read", read)
     assert ran(mine) == TUNED

@@ -100,8 +100,8 @@ def ring_attention(
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (by a cost model, the fastest of these for the forward pass, or for both passes if JAX differentiates
-            the call).
+            "auto" (the ring if masks by position leave out hops; else "ulysses" if the ranks of the last axis divide
+            the key heads; else the ring).
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths. See `ringattn_core.masks`.
         chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.

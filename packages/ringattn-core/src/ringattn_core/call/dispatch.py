@@ -2,6 +2,7 @@
 """Runs a validated call of one shard on the chosen backend."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,11 +49,11 @@ def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Its gradient raises if the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
-    strategies = settled(registration, call)
+    call = dataclasses.replace(call, strategy=settled(registration, call))
     if backend.kernel is None:
         result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
-        result = run(registration, call, *strategies)
+        result = run(registration, call)
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
 
 
