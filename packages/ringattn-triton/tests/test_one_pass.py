@@ -137,11 +137,14 @@ def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
 
 
-@pytest.mark.parametrize(("length", "heads"), [(2048, 16), (8192, 16), (16384, 16), (32768, 8), (65536, 4)])
-def test_the_longer_the_shard_the_fewer_heads_take_turns_side_by_side(length: int, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "group", "heads"),
+    [(2048, 1, 16), (8192, 1, 16), (16384, 1, 8), (65536, 1, 2), (8192, 16, 4), (16384, 16, 2), (32768, 4, 1)],
+)
+def test_the_longer_the_turns_the_fewer_heads_take_them_side_by_side(length: int, group: int, heads: int) -> None:
     block = make_block(1, 1, 1, dim=128, dtype=HALF)
     constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
-    long = dataclasses.replace(constants, q_length=length)
+    long = dataclasses.replace(constants, q_length=length, kv_length=length, heads=group, kv_heads=1)
     assert one_pass._heads_in_order(long, backward_plan.PLANS[128]) == heads
 
 
