@@ -100,7 +100,7 @@ def ring_attention(
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (the ring if masks by position leave out hops; else "ulysses" if the ranks of the last axis divide
+            "auto" (the ring if masks by position leave out keys; else "ulysses" if the ranks of the last axis divide
             the key heads; else the ring).
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths. See `ringattn_core.masks`.
