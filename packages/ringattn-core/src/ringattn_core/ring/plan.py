@@ -120,8 +120,8 @@ def levels(
 ) -> tuple[Level, ...]:
     """The levels of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
 
-    A ring that needs whole shards of all ranks has a level for each axis. One that leaves out hops or rows has one level
-    for all axes, because its few sends are shorter than a round of every axis. `lengths` are the numbers of queries and
+    A ring that needs the whole shards of all ranks has a level for each axis. One that leaves out hops or rows has one
+    level for all axes: its few sends are shorter than a round of every axis. `lengths` are the numbers of queries and
     keys of a shard.
     """
     made = visits(rule, shards, lengths)

@@ -39,7 +39,7 @@ def strategy_on(registration: Registration | None, call: Call, ranks: int, inner
 
 
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
-    """The rule of "auto": the ring where masks by position leave out hops or rows; else "ulysses" if key heads divide evenly.
+    """The rule of "auto": the ring where masks by position leave out keys; else "ulysses" if key heads divide evenly.
 
     The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
     """
