@@ -187,7 +187,7 @@ def test_auto_counts_the_ranks_of_the_last_axis(axes: dict[str, int], wanted: st
 
 
 def test_auto_is_the_ring_of_a_backend_that_drives_its_own():
-    own = Backend("own", 1, ("cpu",), frozenset(Feature), ring="nowhere:RING")
+    own = Backend("own", 1, ("cpu",), tuple(Feature), ring="nowhere:RING")
     seen = []
     mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
     x = jnp.ones((1, 64, 4, 8))
