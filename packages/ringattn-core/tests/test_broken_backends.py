@@ -28,7 +28,7 @@ PLUGIN = """
         @priority.setter
         def priority(self, value): ...
     FIELDS = dict(
-        name="bad", api=1, platforms=("cpu",), features=dict.fromkeys(Feature, FULL), kernel="bad_kernel:KERNEL",
+        name="bad", api=1, platforms=("cpu",), features=frozenset(Feature), kernel="bad_kernel:KERNEL",
         priority=50,
     )
 """
