@@ -43,7 +43,6 @@ def test_the_rows_name_every_feature_that_an_option_needs() -> None:
     [
         *((case, Placement(1)) for case in NAMED.values()),
         *((NAMED["gqa"], Placement(1, layout)) for layout in ("zigzag", "striped")),
-        (NAMED["gqa"], Placement(1, two_way=True)),
     ],
     ids=str,
 )

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerance_factor, tolerances
-from ringattn_conformance.case_inputs import packed
+from ringattn_conformance import oracle, tiers, tolerance_factor, tolerances, wrong
 from ringattn_conformance.cases import DTYPES, NAMED, Case, Inputs
 from ringattn_conformance.outcomes import agrees, declared, owed, supports
 from ringattn_conformance.ranks import Placed, Placement, place, run
@@ -22,7 +21,7 @@ RMS_OF_ROUNDING = 1.8
 """The largest error on one device, by that of the exact result rounded to bfloat16. It is 1.6 where probabilities and
 derivatives of the scores are rounded before they are multiplied, and 2 or more in `dk` and `dv` where the products
 of six tiles are summed in bfloat16."""
-POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments=packed, heads=4, kv_heads=2)
+POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments="packed", heads=4, kv_heads=2)
 POISONS = {"nan": np.nan, "inf": np.inf}
 IN_PADDING = {
     "q": (np.nan, 3e38),
@@ -69,7 +68,7 @@ def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_ba
                 *_beyond(one, least, RMS_OF_ROUNDING * twice, "on one device", "of the exact result in bfloat16"),
                 *_beyond(eight, one, RMS_GROWTH * twice, "on 8 devices", "on one"),
             ]
-            tolerances.fail_if(faults, "bfloat16 ring")
+            wrong.fail_if(faults, "bfloat16 ring")
 
 
 def _beyond(errors: dict[str, float], least: dict[str, float], most: float, where: str, of: str) -> list[str]:
@@ -135,7 +134,7 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str
             bad = {"out": rows, "dq": rows, "lse": np.swapaxes(rows, 1, 2), "dk": keys, "dv": keys}
             exempt = ("lse", "dv") if operand == "v" else ("dv",)  # exp(s - inf) is 0
             faults = [fault for name, x in got.items() for fault in _hidden(name, x, bad[name], answer, name in exempt)]
-            tolerances.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
+            wrong.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
 
 
 def _first(wrong: np.ndarray) -> list[int]:
@@ -150,7 +149,7 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
     left_out = bad.reshape(*bad.shape, *[1] * (got.ndim - bad.ndim)) | ~np.isfinite(got)
     rest = np.where(left_out, 0, got), np.where(left_out, 0, want)
     tolerance = tolerances.allowed(name, "float32", want, answer.largest, answer.uncapped)
-    return faults + tolerances.difference(name, *rest, tolerance)
+    return faults + wrong.difference(name, *rest, tolerance)
 
 
 @tiers.core
@@ -190,7 +189,7 @@ def test_rows_of_hugely_negative_scores_are_those_of_float32(ringattn_backend: s
             off = np.abs(np.where(np.isneginf(lse), 0, lse) - np.where(np.isneginf(answer.lse), 0, answer.lse))
             wrong = (off > 2e-5 + 3e-7 * np.abs(answer.lse)) | (np.isneginf(lse) != np.isneginf(answer.lse))
             faults += [f"lse: {wrong.sum()} rows wrong, the first at {_first(wrong)}"] if wrong.any() else []
-            tolerances.fail_if(faults, f"{name}: biases {BIASES} by turns")
+            wrong.fail_if(faults, f"{name}: biases {BIASES} by turns")
 
 
 def _of_exact_scores(placed: Placed) -> Placed:
