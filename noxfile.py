@@ -25,9 +25,10 @@ ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 LIBRARIES = tuple(sorted(str(path.parent) for path in ROOT.glob("packages/*/pyproject.toml")))
 PACKAGES = (*LIBRARIES, str(ROOT / "conformance"))
-EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ("ringattn-core", "ringattn-xla"))
+ANY_MACHINE = ("ringattn-core", "ringattn-xla", "ringattn-tools", "ringattn-adapters")
+EVERYWHERE = tuple(path for path in LIBRARIES if Path(path).name in ANY_MACHINE)
 BACKENDS = ("xla", "triton", "tpu")
-BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory", "cpu_attention"))
+BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory"))
 # The dependency groups of the suites of benchmarks that need a device.
 DEVICES = {"gpu": "on-gpus", "gpus": "on-gpus", "tpu": "on-tpus"}
 # (Python, JAX, groups of compilers). `nox -s tests` uses the first, and `nox -s exhaustive` the others.

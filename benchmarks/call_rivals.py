@@ -2,8 +2,7 @@
 """A whole call on one Hopper beside FlashAttention-3: its time over ours, forward and with gradients.
 
 `python call_rivals.py causal documents`, or no name for the cases of `workloads.py` and d192; `--list`
-names all. The forward and the backward pass alone are timed by `forward_rivals.py` and `backward_rivals.py`.
-`interleaved.py` explains `sustained` and `burst`.
+names all. `interleaved.py` explains `sustained` and `burst`.
 All programs are compiled before the first is timed, one after the other: Triton's compiler fails in several threads.
 """
 

@@ -6,9 +6,8 @@ import time
 
 import jax
 import numpy as np
-from interleaved import Claim, report
+from interleaved import Claim, ours, report, with_gradients
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from programs import ours, with_gradients
 
 RING = 8
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from interleaved import ON_A_DEVICE, Claim, both_timings, medians, report
-from programs import Attention, ours, with_gradients
+from interleaved import ON_A_DEVICE, Attention, Claim, both_timings, medians, ours, report, with_gradients
 from ringattn_core import masks
 from workloads import CASES, EXACT, GROUPED, LONG, MAIN, NARROW, PACKED, Shape
 

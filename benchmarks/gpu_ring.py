@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of one GPU's rate each GPU of a ring keeps, beside the other strategies and an all-gather by hand.
 
-Causal, in the order of `--layout`. "gather" is an all-gather written in JAX around a call on one device; "all_gather"
-and "ulysses" are strategies of `ring_attention`, and "auto" is the one that the cost model chooses: it may differ with
-gradients. "two_levels", for four GPUs and more, is a ring of pairs of GPUs. "alone" is one GPU with the tokens of one
-rank. In "apart" all GPUs do that at the same time and exchange nothing: GPUs of one kind differ by some percent, and a
-ring is as fast as its slowest.
+Causal, in the order of `--layout`. "gather" is an all-gather written in JAX around a call on one device; "all_gather",
+"ulysses" and "auto" are strategies of `ring_attention`. "two_levels", for four GPUs and more, is a ring of pairs of
+GPUs. "alone" is one GPU with the tokens of one rank. In "apart" all GPUs do that at the same time and exchange nothing:
+GPUs of one kind differ by some percent, and a ring is as fast as its slowest. With `--window`, compare the
+milliseconds.
 """
 
 import argparse
@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from interleaved import ON_A_DEVICE, Claim, medians, report
+from interleaved import ON_A_DEVICE, Attention, Claim, medians, ours, report, with_gradients
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from programs import Attention, ours, with_gradients
 from ringattn_core import ring_attention, to_layout
 
 Programs = Mapping[str, tuple[Callable[[], Any], str]]
@@ -77,10 +76,11 @@ def candidates(asked: argparse.Namespace, tokens: int) -> dict[str, Candidate]:
     """The ring, what it is measured beside, one GPU alone, and all GPUs apart; `tokens` are those of the whole ring."""
     devices = np.array(jax.devices())
     flat, apart = Mesh(devices, ("sp",)), Mesh(devices, ("dp",))
+    mask: dict[str, Any] = {"causal": True, "sliding_window": None if asked.window is None else (asked.window, 0)}
 
     def sharded(mesh: Mesh, **options: Any) -> Candidate:
         axes = mesh.axis_names
-        attend = ours(backend=asked.backend, causal=True, layout=asked.layout, mesh=mesh, axis_name=axes, **options)
+        attend = ours(**mask, backend=asked.backend, layout=asked.layout, mesh=mesh, axis_name=axes, **options)
         return Candidate(attend, NamedSharding(mesh, PartitionSpec(None, axes)), tokens)
 
     found = {name: sharded(flat, strategy=name) for name in STRATEGIES if name == "ring" or name in asked.beside}
@@ -89,8 +89,8 @@ def candidates(asked: argparse.Namespace, tokens: int) -> dict[str, Candidate]:
     if TWO_LEVELS in asked.beside:
         found[TWO_LEVELS] = sharded(Mesh(devices.reshape(-1, 2), ("outer", "inner")))
     share = tokens // len(devices)
-    found["alone"] = Candidate(ours(backend=asked.backend, causal=True), devices[0], share)
-    each_its_own = ours(backend=asked.backend, causal=True, mesh=apart)
+    found["alone"] = Candidate(ours(**mask, backend=asked.backend), devices[0], share)
+    each_its_own = ours(**mask, backend=asked.backend, mesh=apart)
     found["apart"] = Candidate(each_its_own, NamedSharding(apart, PartitionSpec("dp")), share, len(devices))
     return found
 
@@ -123,7 +123,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, help="as many as --heads unless given")
     parser.add_argument("--head-size", type=int, default=128)
-    parser.add_argument("--layout", default="zigzag", choices=("zigzag", "striped"))
+    parser.add_argument("--layout", default="zigzag", choices=("contiguous", "zigzag", "striped"))
+    parser.add_argument("--window", type=int, help="how many keys before its own position a query sees")
     parser.add_argument("--rounds", type=int, default=5)
     others = (*BESIDE, TWO_LEVELS)
     parser.add_argument("--beside", nargs="*", default=BESIDE, choices=others, help="what the ring is measured beside")
@@ -133,6 +134,8 @@ def main() -> None:
         raise SystemExit("this benchmark needs several GPUs in one process")
     if TWO_LEVELS in asked.beside and (ranks < 4 or ranks % 2):
         raise SystemExit(f"{TWO_LEVELS} needs four GPUs or more, an even number")
+    if asked.window is not None and "gather" in asked.beside:
+        raise SystemExit("the gather by hand is causal only: name what else the ring is measured beside")
     claims, raw = [], {}
     for tokens in asked.tokens:
         found = candidates(asked, tokens)
@@ -143,12 +146,14 @@ def main() -> None:
             time = medians({name: run for name, (run, _) in programs.items()}, asked.rounds, least=ON_A_DEVICE)
             rates = {}
             for name, seconds in time.items():
-                pairs = found[name].batch * found[name].tokens ** 2 / 2
+                length, before = found[name].tokens, asked.window or found[name].tokens
+                pairs = found[name].batch * (length * min(before, length) - min(before, length) ** 2 / 2)
                 gpus = 1 if name == "alone" else ranks
                 rates[name] = 4 * asked.heads * asked.head_size * pairs * work / 1e12 / seconds / gpus
             measured = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
             print(f"{what}, TFLOP/s of a GPU: {measured}", file=sys.stderr, flush=True)
             raw |= {f"{what}: {name}, TFLOP/s of a GPU": rate for name, rate in rates.items()}
+            raw |= {f"{what}: {name}, ms": 1e3 * seconds for name, seconds in time.items()}
             claims += compared(what, rates, 0.8 if tokens < 65536 else 0.9)
             raw |= choice(what, rates, programs)
     report("gpu_ring.py", claims, raw)

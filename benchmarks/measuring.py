@@ -13,9 +13,8 @@ from typing import Any
 import floors
 import jax
 import jax.numpy as jnp
-from interleaved import ON_A_DEVICE, measured_rounds
+from interleaved import ON_A_DEVICE, measured_rounds, ours, temporary_bytes, with_gradients
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from programs import ours, temporary_bytes, with_gradients
 from ringattn_core import from_layout, ring_mesh, to_layout
 from rivals import LAYOUT, OURS, RIVALS, UNABLE, Rival
 from workloads import SMALL, SUITES, Workload

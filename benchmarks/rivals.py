@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -11,10 +12,10 @@ from typing import Any, Final
 import flash_attention_3
 import jax
 import jax.numpy as jnp
-import tpu_rivals
 from gpu_ring import gathered
-from jax.sharding import Mesh
-from programs import Attention, ours
+from interleaved import Attention, ours
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.sharding import Mesh, PartitionSpec
 from ringattn_core import decode_attention
 from workloads import WORK, Workload
 
@@ -22,6 +23,14 @@ OURS: Final = "ours"
 LAYOUT: Final = "zigzag"
 """The order of tokens on a ring of more than one device."""
 BACKENDS: Final = {"cpu": "xla", "gpu": "triton", "tpu": "tpu"}
+TILE: Final = 1024
+_TILES: Final[dict[str, Any]] = {
+    **dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), TILE),
+    **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), 512),
+}
+"""The tiles of the TPU rivals: 1024 queries and keys, of which 512 keys are computed at a time."""
+Attend = Callable[..., Any]
+"""A function of query, key and value `[N, T, H]`; the queries are already scaled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,21 +182,68 @@ def _why_not_gathered(workload: Workload) -> str | None:
     return None if workload.causal else "this benchmark has a causal all-gather only"
 
 
+def splash(length: int, heads: int) -> Attend:
+    """JAX's splash kernels, causal, with one backward kernel."""
+    sizes = splash_attention.BlockSizes(**_TILES, use_fused_bwd_kernel=True)
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((length, length)) for _ in range(heads)])
+    return splash_attention.make_splash_mha_single_device(mask, block_sizes=sizes)
+
+
+def tokamax_ring(mesh: Mesh, length: int) -> Attend:
+    """tokamax's ring over `sp`, without a mask: it takes other masks only as dense arrays of the whole sequence.
+
+    Its modules are private, because its ring has no public name. With `use_base2_exp` its results are wrong.
+    """
+    place = "tokamax._src.ops.experimental.tpu.splash_attention"
+    ring, kernels, masks = (
+        importlib.import_module(f"{place}.{name}")
+        for name in ("ring_attention_kernel", "splash_attention_kernel", "splash_attention_mask")
+    )
+    kernel = ring.make_ring_attention(
+        masks.FullMask((length, length)),
+        is_mqa=False,
+        ring_axis="sp",
+        config=kernels.SplashConfig(**_TILES, use_base2_exp=False),
+        q_seq_shards=mesh.size,
+        kv_seq_shards=mesh.size,
+    )
+    tokens = PartitionSpec(None, "sp")
+    local = jax.shard_map(
+        lambda kernel, q, k, v: kernel(q, k, v),
+        mesh=mesh,
+        in_specs=(kernel.manual_sharding_spec(), tokens, tokens, tokens),
+        out_specs=tokens,
+        check_vma=False,
+    )
+    return functools.partial(local, kernel)
+
+
+def of_tokens(attend: Attend) -> Attend:
+    """The same attention for `ringattn`'s arrays, `[1, T, N, H]` and not scaled."""
+
+    def turned(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query = query * (1 / math.sqrt(query.shape[-1]))
+        q, k, v = (jnp.swapaxes(x[0], 0, 1) for x in (query.astype(key.dtype), key, value))
+        return jnp.swapaxes(attend(q, k, v), 0, 1)[None]
+
+    return turned
+
+
 def _splash(workload: Workload, mesh: Mesh | None) -> Attention:
-    return tpu_rivals.of_tokens(tpu_rivals.splash(workload.shape.tokens, workload.shape.heads))
+    return of_tokens(splash(workload.shape.tokens, workload.shape.heads))
 
 
 def _why_no_splash(workload: Workload) -> str | None:
     shape = workload.shape
     plain = workload.causal and not workload.document and not workload.window and shape.batch == 1
-    if workload.decode or not plain or shape.heads != shape.kv_heads or shape.tokens % tpu_rivals.TILE:
+    if workload.decode or not plain or shape.heads != shape.kv_heads or shape.tokens % TILE:
         return "this benchmark calls it causal, on one sequence, with equal heads"
     return _no_sinks(workload)
 
 
 def _tokamax_ring(workload: Workload, mesh: Mesh | None) -> Attention:
     assert mesh is not None, "a ring takes no part on one device"
-    return tpu_rivals.of_tokens(tpu_rivals.tokamax_ring(mesh, workload.shape.tokens))
+    return of_tokens(tokamax_ring(mesh, workload.shape.tokens))
 
 
 def _why_no_tokamax_ring(workload: Workload) -> str | None:

@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures ours and every installed rival on the workloads of one platform, and compares two such runs.
 
-`python benchmarks/suite.py --suite cpu`, or `gpu`, `gpus`, `tpu`: a table, and a JSON file. `--docs` also writes the
-table and the plots into docs/benchmarks.md. `compare A.json B.json` says which differences exceed the noise.
+`python benchmarks/suite.py --suite cpu`, or `gpu`, `gpus`, `tpu`: a table, and a JSON file. `--plots FOLDER` also draws
+throughput against length and efficiency against ring size. `compare A.json B.json` says which differences exceed the
+noise.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import comparison
 import floors
-import suite_page
-import suite_tables
+import suite_report
 from measuring import Row, Task, work
+from rivals import OURS
 from workloads import SMALL, SUITES
 
 PATIENCE: Final = 600
 """Seconds in which a candidate must compile and run once."""
+Key = tuple[str, str, str, int]
+"""A workload, a part of it, who computes it, and the size of the ring."""
 
 
 class Progress:
@@ -131,24 +135,88 @@ def write(run: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps({**run, "rows": rows}, indent=1) + "\n")
 
 
+def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Prints which differences exceed the noise. Returns 1 if ours became slower, and 2 for incomparable runs.
+
+    A difference counts if the rounds of one run are all slower than all rounds of the other, after the machine's drift
+    is divided out: the median of what the rivals took in the second run over what they took in the first.
+    """
+    same = {"suite": (before["suite"], after["suite"])}
+    same |= {name: (before["machine"][name], after["machine"][name]) for name in ("device", "devices")}
+    for name, (old, new) in same.items():
+        if old != new:
+            print(f"These runs cannot be compared: their {name} is {old!r} and {new!r}.")
+            return 2
+    old, new = _timed(before), _timed(after)
+    both = [key for key in old if key in new]
+    if not both:
+        print("These runs have no measurement in common.")
+        return 2
+    drift = drift_of(old, new)
+    print(f"before: {before['machine']['date']}, commit {before['machine']['commit']}, JAX {before['machine']['jax']}")
+    print(f"after:  {after['machine']['date']}, commit {after['machine']['commit']}, JAX {after['machine']['jax']}")
+    print(f"The machine: rivals took {drift:.3f} times as long in the median; this is divided out below.\n")
+    expected = 0.0
+    different: list[tuple[Key, float]] = []
+    for key in both:
+        first, second = old[key].seconds, tuple(x / drift for x in new[key].seconds)
+        expected += 2 / math.comb(len(first) + len(second), len(first))
+        if min(second) > max(first) or max(second) < min(first):
+            different.append((key, statistics.median(second) / statistics.median(first)))
+    for (workload, part, who, ring), ratio in sorted(different, key=lambda item: -item[1]):
+        where = f"{workload}, {part}: {who}" + (f", ring of {ring}" if ring > 1 else "")
+        print(f"{'slower' if ratio > 1 else 'faster'}  {ratio:6.3f} x  {where}")
+    print(
+        f"{len(different)} of {len(both)} measurements differ by more than their noise; "
+        f"chance alone would make about {expected:.1f} of them differ."
+    )
+    for key in sorted({*_rows(before), *_rows(after)}):
+        mine, yours = (_rows(run).get(key) for run in (before, after))
+        if (mine is None or mine.problem) != (yours is None or yours.problem):
+            print(f"{', '.join(map(str, key))}: before {_state(mine)}; after {_state(yours)}")
+    return int(any(ratio > 1 and key[2].startswith(OURS) for key, ratio in different))
+
+
+def drift_of(old: dict[Key, Row], new: dict[Key, Row]) -> float:
+    """How much longer rivals took in the second run: the change of the machine. 1 without rivals."""
+    ratios = [
+        statistics.median(new[key].seconds) / statistics.median(old[key].seconds)
+        for key in old
+        if key in new and not key[2].startswith(OURS)
+    ]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _rows(run: dict[str, Any]) -> dict[Key, Row]:
+    return {(row.workload, row.part, row.who, row.ring): row for row in run["rows"]}
+
+
+def _timed(run: dict[str, Any]) -> dict[Key, Row]:
+    return {key: row for key, row in _rows(run).items() if row.seconds}
+
+
+def _state(row: Row | None) -> str:
+    return "not in the run" if row is None else row.problem or "measured"
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command")
-    compare = commands.add_parser("compare", help="which differences between two runs exceed their noise")
-    compare.add_argument("before", type=Path)
-    compare.add_argument("after", type=Path)
-    show = commands.add_parser("show", help="the table of a run; with --docs, write it and the plots into the docs")
+    comparing = commands.add_parser("compare", help="which differences between two runs exceed their noise")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    show = commands.add_parser("show", help="the table of a run, and with --plots its plots")
     show.add_argument("run", type=Path)
-    show.add_argument("--docs", action="store_true")
+    show.add_argument("--plots", type=Path)
     parser.add_argument("--suite", choices=list(SUITES))
     parser.add_argument("--only", nargs="*", help="the workloads to measure; all if none is named")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, and rivals that fail: the times mean nothing")
     parser.add_argument("--json", type=Path, help="where the run is written; build/bench-SUITE.json by default")
-    parser.add_argument("--docs", action="store_true", help="write the table and the plots into docs/benchmarks.md")
+    parser.add_argument("--plots", type=Path, help="a folder for the plots")
     asked = parser.parse_args(given)
     if asked.command == "compare":
-        return comparison.report(read(asked.before), read(asked.after))
+        return compare(read(asked.before), read(asked.after))
     if asked.command == "show":
         run = read(asked.run)
     else:
@@ -162,9 +230,9 @@ def main(given: Sequence[str] | None = None) -> int:
         path = asked.json or Path("build") / f"bench-{asked.suite}.json"
         write(run, path)
         print(f"the run is in {path}", file=sys.stderr)
-    print(suite_tables.whole(run))
-    if asked.docs:
-        suite_page.update(run)
+    print(suite_report.whole(run))
+    if asked.plots:
+        suite_report.draw(run, asked.plots)
     return 0
 
 

@@ -88,7 +88,6 @@ class Workload:
         """The document of each token.
 
         In a traced function the compiler does not see them, as in a training step, whose ids come with the data.
-        If it saw that no id is negative, it would leave out the step that sets padding to zero.
         """
         if not self.document:
             return None
@@ -119,7 +118,7 @@ CASES: Final = {
     "ragged": Workload(dataclasses.replace(MAIN, tokens=16037)),
     "sinks": Workload(MAIN, sinks=True),
 }
-"""The workloads by which the kernels for one GPU are tuned (`NOTES.md`)."""
+"""The workloads by which the kernels for one GPU are tuned."""
 
 LENGTHS: Final = "length"
 """The first word of the workloads that differ in length only; the plots against length are drawn from them."""

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of docs/gallery.md: what each mask shows, where each layout puts tokens. Run it to redraw them."""
 
-import base64
-import io
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import matplotlib as mpl
-import matplotlib.image
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -85,15 +81,6 @@ def _bare(axes: Any) -> None:
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_color(LINE)
-
-
-def content(drawing: Path) -> tuple[list[str], list[bytes]]:
-    """The words and the pixels of an SVG: how an image is compressed depends on the version of its library."""
-    elements = list(ElementTree.parse(drawing).iter())
-    links = [value for element in elements for name, value in element.items() if name.endswith("href")]
-    images = [base64.b64decode(link.partition("base64,")[2]) for link in links if link.startswith("data:")]
-    words = ["".join(element.itertext()) for element in elements if element.tag.endswith("}text")]
-    return words, [matplotlib.image.imread(io.BytesIO(image)).tobytes() for image in images]
 
 
 if __name__ == "__main__":

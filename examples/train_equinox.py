@@ -5,7 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from ringattn_core.adapters.equinox import RingMultiheadAttention
+from ringattn_adapters.equinox import RingMultiheadAttention
 from training import BLOCKS, HEADS, LENGTH, VOCABULARY, WIDTH, Batch, Loss, cross_entropy, main
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.adapters.jax_nn import dot_product_attention
+from ringattn_adapters.jax_nn import dot_product_attention
 from training import BLOCKS, HEADS, LENGTH, VOCABULARY, WIDTH, Batch, Loss, cross_entropy, main
 
 KEY_HEADS = 2

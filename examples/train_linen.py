@@ -6,7 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from ringattn_core.adapters.flax import ring_attention_fn
+from ringattn_adapters.flax import ring_attention_fn
 from training import BLOCKS, HEADS, LENGTH, VOCABULARY, WIDTH, Batch, Loss, batches, cross_entropy, main
 
 

@@ -78,6 +78,7 @@ def a_run(suite: Any, seconds: dict[str, tuple[float, ...]], **machine: Any) -> 
     return {"suite": "cpu", "smoke": True, "rounds": 5, "machine": known | machine, "rows": rows}
 
 
+PLOTS = ("throughput", "efficiency")
 QUICK, SLOW = (1.0, 1.1, 1.2, 1.0, 1.1), (1.3, 1.4, 1.5, 1.3, 1.4)
 
 
@@ -101,53 +102,48 @@ QUICK, SLOW = (1.0, 1.1, 1.2, 1.0, 1.1), (1.3, 1.4, 1.5, 1.3, 1.4)
 def test_only_differences_beyond_the_noise_and_the_drift_of_the_machine_count(
     suite: Any, capsys: pytest.CaptureFixture[str], before: Any, after: Any, status: int, says: str
 ):
-    assert suite.comparison.report(a_run(suite, before), a_run(suite, after)) == status
+    assert suite.compare(a_run(suite, before), a_run(suite, after)) == status
     assert says in capsys.readouterr().out
 
 
 def test_runs_of_other_devices_are_not_compared(suite: Any, capsys: pytest.CaptureFixture[str]):
     first, second = a_run(suite, {"ours": QUICK}), a_run(suite, {"ours": QUICK}, device="b")
-    assert suite.comparison.report(first, second) == 2
+    assert suite.compare(first, second) == 2
     assert "cannot be compared: their device is 'a' and 'b'" in capsys.readouterr().out
-
-
-def test_the_page_gets_table_and_plots_between_the_markers_and_keeps_the_rest(
-    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(suite.suite_tables, "described", lambda workload: "described")
-    monkeypatch.setattr(suite.suite_tables, "SMALL", {"ring of 64 tokens": None})
-    page = tmp_path / "benchmarks.md"
-    page.write_text("before\n<!-- suite cpu: x -->\nold\n<!-- suite cpu: end -->\nafter\n")
-    run = a_run(suite, {"ours": QUICK, "flax": SLOW})
-    suite.suite_page.update(run, tmp_path)
-    text = page.read_text()
-    assert text.startswith("before\n<!-- suite cpu: x -->\n") and text.endswith("<!-- suite cpu: end -->\nafter\n")
-    assert "| forward | flax, ring of 2 | 1400 |" in text and "old" not in text
-    plots = {path.name for path in tmp_path.glob("*.svg")}
-    assert plots == {f"benchmarks-cpu-{what}.svg" for what in ("throughput", "efficiency", "memory", "error")}
-    assert all(f"]({name})" in text for name in plots)
-    suite.suite_page.update(run, tmp_path)
-    assert page.read_text() == text, "a second writing of the same run changes the page"
 
 
 def test_efficiency_is_the_time_of_ours_on_one_device_over_that_of_the_ring(suite: Any):
     run = a_run(suite, {"ours": QUICK, "all-gather": SLOW})
-    (axes,) = suite.suite_page.efficiency(run).axes
+    (axes,) = suite.suite_report.efficiency(run).axes
     shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
     assert shown == {"ours": [1.0], "all-gather": [pytest.approx(1.1 / 1.4)], "one device": [1.0]}
     for suite_of_devices in ("gpus", "tpu"):
-        (axes,) = suite.suite_page.efficiency({**run, "suite": suite_of_devices}).axes
+        (axes,) = suite.suite_report.efficiency({**run, "suite": suite_of_devices}).axes
         assert list(axes.lines[0].get_ydata()) == [0.5]
 
 
-def test_every_suite_has_a_place_on_the_page_and_its_floors(suite: Any):
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for name, workloads in suite.SUITES.items():
-        assert f"<!-- suite {name}: end -->" in page
+def test_every_workload_has_a_floor(suite: Any):
+    for workloads in suite.SUITES.values():
         for workload in workloads.values():
             for part in workload.parts:
                 floor = suite.floors.seconds(workload, part, 2, suite.floors.KNOWN["H200"])
                 assert min(floor.values()) > 0
+
+
+def test_every_script_starts():
+    scripts = [path for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    assert len(scripts) >= 6
+    for script in scripts:
+        asked = [sys.executable, str(script), "--help"]
+        done = subprocess.run(asked, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_plots_of_a_run_are_drawn(suite: Any, tmp_path: Path):
+    suite.suite_report.draw(a_run(suite, {"ours": QUICK, "flax": SLOW}), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"benchmarks-cpu-{x}.svg" for x in ("throughput", "efficiency")
+    }
 
 
 def test_pairs_are_those_that_the_mask_shows(suite: Any):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the documents are true: their code runs, their table is current, their links lead somewhere."""
+"""Whether the documents are true: their code runs, their links lead somewhere, what they name exists."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +15,8 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("packa
 OTHERS = ("CONTRIBUTING.md", "CHANGELOG.md", "conformance/README.md", "examples/*/README.md")
 LINKING = [*PAGES, *(page for pattern in OTHERS for page in sorted(ROOT.glob(pattern)))]
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHELL = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?:\]\(|src=\")(?!https?:)([^)\"#\s]*)(?:#([^)\"]*))?[)\"]")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-TOCTREE = re.compile(r"^```\{toctree\}\n((?::[^\n]*\n)*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SESSION = re.compile(r"^def (\w+)\(session", re.MULTILINE)
 RUNNABLE = [page for page in PAGES if page != README and CODE.search(page.read_text())]
 # What docs/quickstart.md says holds for every page.
@@ -47,11 +44,6 @@ def test_the_readme_example_runs_as_it_is_pasted(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("loss ") and "gradients" in result.stdout, "it prints no gradients"
     assert len(result.stdout.splitlines()) == 1, "it prints more than a line"
-
-
-def test_the_readme_example_has_at_most_15_lines():
-    (example,) = CODE.findall(README.read_text())
-    assert len([line for line in example.splitlines() if line.strip()]) <= 15
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=named(RUNNABLE))
@@ -93,58 +85,6 @@ def test_code_side_by_side_does_the_same(tmp_path: Path):
     assert result.returncode == 0, result.stderr
 
 
-def test_the_readme_needs_two_commands_and_both_are_sessions():
-    lines = [line for block in SHELL.findall(README.read_text()) for line in block.splitlines()]
-    assert lines[1:] == ["pip install nox && nox -s quickstart", "nox -s conformance"]
-    assert {"quickstart", "conformance"} <= set(SESSION.findall((ROOT / "noxfile.py").read_text()))
-    assert "nox -s conformance\n" in (ROOT / ".ci" / "run").read_text()
-
-
-GENERATED = ("README.md", "docs/conformance.md", "docs/writing-a-backend.md")
-
-
-@pytest.mark.parametrize("document", GENERATED)
-def test_a_generated_part_says_what_the_code_says(document: str):
-    import tables
-
-    found = ROOT / document
-    assert set(tables.PARTS) == {
-        ROOT / name for name in ("README.md", "docs/conformance.md", "docs/writing-a-backend.md")
-    }
-    assert all(len(part().splitlines()) > 4 for part in tables.PARTS[found].values())
-    assert tables.current(found) == found.read_text(), f"{document} is stale. Run: python docs/tables.py"
-
-
-def test_a_line_of_code_is_not_blank_and_no_comment_or_docstring(tmp_path: Path):
-    import tables
-
-    (tmp_path / "code.py").write_text(
-        '# a comment\n"""A\ndocstring."""\n\nx = 1  # code\n\n\ndef f():\n    """One."""\n    return x\n'
-    )
-    assert tables.lines_of_code(tmp_path / "code.py") == 3
-
-
-def test_the_page_for_writers_of_backends_has_the_ranges_and_priorities_of_the_code():
-    import tables
-    from ringattn_core.call import checks
-    from ringattn_core.masks.int32 import POSITION
-
-    page = " ".join((ROOT / "docs" / "writing-a-backend.md").read_text().split())
-    sizes: Any = None
-    assert checks.window("window", 2**31 - 1, sizes) == (2**31 - 1, 2**31 - 1)
-    assert checks.window("window", 2**31, sizes) == (None, None)
-    assert checks.chunk("chunk", 2**40, sizes) == 2**30
-    assert POSITION[:2] == (1 - 2**30, 2**30 - 1)
-    assert "A side of a window is at most 2^31 - 1, a chunk at most 2^30" in page
-    assert "Positions are below 2^30 in magnitude" in page
-    assert {backend.name: backend.priority for backend in tables.descriptors()} == {"triton": 0, "tpu": 0, "xla": -100}
-    assert "`triton` and `tpu` have 0, and `xla` has -100." in page
-
-
-def test_no_page_hides_code_in_a_file_that_only_the_site_includes():
-    assert not [page for page in PAGES if "literalinclude" in page.read_text()]
-
-
 def lost(page: Path) -> list[str]:
     """The links of a page that lead to no file, or to no heading of one."""
     found = []
@@ -180,55 +120,25 @@ def test_a_session_that_a_document_names_is_one():
     assert named <= sessions, f"there is no session {named - sessions}"
 
 
-def test_every_benchmark_is_on_its_page():
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    scripts = [path.name for path in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
-    assert len(scripts) >= 6
-    missing = {name for name in scripts if f"`benchmarks/{name}`" not in page}
-    assert not missing, f"docs/benchmarks.md does not mention {missing}"
-
-
-def test_the_variables_that_are_read_are_those_that_the_documents_name():
-    import tables
+def test_the_variables_that_the_documents_name_are_read():
     from ringattn_core.backends.selection import VARIABLES
 
-    read = {*VARIABLES, *(name for backend in tables.descriptors() for name in backend.variables)}
     named = {name for page in LINKING for name in re.findall(r"\bRINGATTN_[A-Z_]*[A-Z]\b", page.read_text())}
-    assert named == read
+    declared = "\n".join(path.read_text() for path in ROOT.glob("packages/*/src/*/plugin.py"))
+    assert "RINGATTN_BACKEND" in named
+    assert not {name for name in named if name not in VARIABLES and name not in declared}
 
 
-def contents(page: Path) -> dict[str, list[Path]]:
-    """The tables of contents on a page, by caption: the pages that each lists."""
-    found = {}
-    for options, names in TOCTREE.findall(page.read_text()):
-        caption = re.search(r"^:caption: (.*)$", options, re.MULTILINE)
-        found[caption[1] if caption else ""] = [page.parent / f"{name}.md" for name in names.split()]
-    return found
+def test_every_public_name_has_an_entry_in_the_reference():
+    import ringattn_core
 
-
-def below(page: Path) -> list[Path]:
-    """A page, and the pages that are nested below it."""
-    return [page, *(inner for listed in contents(page).values() for each in listed for inner in below(each))]
-
-
-def test_every_page_is_in_the_table_of_contents_once():
-    index = ROOT / "docs" / "index.md"
-    assert sorted(below(index)) == sorted((ROOT / "docs").glob("*.md"))
-
-
-def test_the_table_of_contents_has_four_parts_of_at_most_eight_entries():
-    parts = contents(ROOT / "docs" / "index.md")
-    assert list(parts) == ["Start", "Guides", "Reference", "Contributing"]
-    crowded = {caption: len(pages) for caption, pages in parts.items() if len(pages) > 8}
-    assert not crowded, f"nest some pages below others: {crowded}"
-
-
-def test_every_error_is_on_its_page():
-    from ringattn_core import errors
-
-    page = (ROOT / "docs" / "errors.md").read_text()
-    names = {
-        name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.RingAttnError)
-    }
-    missing = {name for name in names if f"`{name}`" not in page} - {"RingAttnError"}
-    assert not missing, f"docs/errors.md does not mention {missing}"
+    entries = "\n".join(page.read_text() for page in (ROOT / "docs").glob("api-*.md"))
+    modules = re.findall(r"automodule:: (\S+)", entries)
+    lost = [
+        name
+        for name in ringattn_core.__all__
+        if not re.search(rf"\b{name}$", entries, re.MULTILINE)
+        and getattr(getattr(ringattn_core, name), "__module__", None) not in modules
+        and not isinstance(getattr(ringattn_core, name), type(re))
+    ]
+    assert len(ringattn_core.__all__) > 20 and not lost

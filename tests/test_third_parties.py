@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of third-party backends are short, inert and correct, and refuse what they do not declare."""
+"""The examples of third-party backends are inert and correct, and refuse what they do not declare."""
 
 import dataclasses
 import importlib
@@ -28,7 +28,6 @@ KERNELS = {
     RING: "ringattn_example_ring.gather",
     FLASH3: "ringattn_example_flash3.kernel",
 }
-LINES = {BLOCK: 60, RING: 60, FLASH3: 80}
 DOCUMENTS = np.arange(2 * 24, dtype=np.int32).reshape(2, 24) // 9
 
 each = pytest.mark.parametrize("folder", KERNELS, ids=lambda folder: folder.name)
@@ -44,12 +43,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def descriptor(folder: Path) -> Backend:
     return importlib.import_module(f"{KERNELS[folder].split('.')[0]}.plugin").BACKEND
-
-
-@each
-def test_it_has_fewer_lines_than_it_says(folder: Path):
-    lines = [line for path in (folder / "src").rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
-    assert 20 < len(lines) < LINES[folder]
 
 
 @each

@@ -109,13 +109,6 @@ class NanInEmptyRows(Dense):
         return dataclasses.replace(found, out=jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], jnp.nan, found.out))
 
 
-class PaddingNotCleaned(Dense):
-    """Padding holds NaN when the kernel reads it, as if core had not put zeros there."""
-
-    def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_nan_in_padding(block), partial)
-
-
 class PaddingSeen(Dense):
     """Padding sees padding: a negative id is an id like any other."""
 
@@ -126,18 +119,15 @@ class PaddingSeen(Dense):
         return super().backward(_with_ids_of_padding(block), *arrays)
 
 
-class LseCountedFromZero(Dense):
-    """The lse of rows of hugely negative scores is counted from 0, and rounded to what float32 has there."""
+class LowBiasIsANumber(Dense):
+    """A bias forbids only where it is -inf, so rows of nothing but -1e9 weigh their keys."""
 
-    def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
-        return Partial(out, largest + lse)
-
-
-class ShiftIgnoredUnderGrad(Dense):
-    """The backward pass counts every lse from 0."""
-
-    def backward(self, block: Block, *arrays: Any) -> Gradients:
-        return super().backward(dataclasses.replace(block, shift=None), *arrays)
+    def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
+        if block.bias is None:
+            return super().scores(block)
+        bias = block.bias.astype(jnp.float32)
+        finite = jnp.where(jnp.isneginf(bias), bias, jnp.maximum(bias, -9e4))
+        return super().scores(dataclasses.replace(block, bias=finite))
 
 
 class WindowOffByOne(Dense):
@@ -150,8 +140,8 @@ class WindowOffByOne(Dense):
         return super().backward(self._narrowed(block), *arrays)
 
     def _narrowed(self, block: Block) -> Block:
-        left, right = block.rule.window or (None, None)
-        return _with_rule(block, window=(left - 1, right)) if left else block
+        left, right = block.rule.sliding_window or (None, None)
+        return _with_rule(block, sliding_window=(left - 1, right)) if left else block
 
 
 class PositionsRestart(Gathering):
@@ -222,7 +212,7 @@ class SoftCapIgnored(Dense):
     """The soft cap is ignored, silently."""
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
-        return super().forward(_with_rule(block, soft_cap=None), partial)
+        return super().forward(_with_rule(block, logits_soft_cap=None), partial)
 
 
 class HalfPrecisionProducts(Dense):
@@ -311,13 +301,6 @@ def _other_seed_in_half(block: Block) -> Block:
     if block.seed is None or block.q.dtype == jnp.float32:
         return block
     return dataclasses.replace(block, seed=block.seed + jnp.uint32(1))
-
-
-def _with_nan_in_padding(block: Block) -> Block:
-    if block.kv_segments is None:
-        return block
-    padding = (block.kv_segments < 0)[..., None, None]
-    return dataclasses.replace(block, kv=jax.tree.map(lambda x: jnp.where(padding, jnp.nan, x), block.kv))
 
 
 def _with_ids_of_padding(block: Block) -> Block:

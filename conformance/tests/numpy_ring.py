@@ -93,7 +93,7 @@ class Dense:
             bent = np.tanh(s / block.soft_cap)
             s, slope = block.soft_cap * bent, 1 - bent**2
         if block.bias is not None:
-            s = s + block.bias
+            s = s + np.where(block.bias < -1e5, -np.inf, block.bias)
         if block.slopes is not None:
             s = s - block.slopes[:, None, None] * self.distance(block)
         return np.where(self.visible(block), s, -np.inf), slope
@@ -208,13 +208,9 @@ def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
     problem = inputs.problem
     (q_positions, kv_positions), (q_ids, kv_ids) = oracle.positions(problem), (problem.q_segments, problem.kv_segments)
 
-    def cleaned(x: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
-        x = x.astype(np.float64)
-        return x if ids is None else np.where((ids >= 0)[..., None, None], x, 0.0)
-
     window = case.window if isinstance(case.window, tuple | None) else (case.window, case.window)
     block = Block(
-        case, cleaned(problem.q, q_ids), cleaned(problem.k, kv_ids), cleaned(problem.v, kv_ids),
+        case, *(x.astype(np.float64) for x in (problem.q, problem.k, problem.v)),
         q_positions, kv_positions, np.arange(problem.q.shape[1]), np.arange(problem.k.shape[1]), q_ids, kv_ids,
         None if problem.bias is None else problem.bias.astype(np.float64), inputs.dense_mask,
         None if problem.slopes is None else problem.slopes.astype(np.float64),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from ringattn_core import Block, Gradients, Partial, Rule
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import merge
-from ringattn_core.contract.protocol import SHIFT_BELOW
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks.builder import build
 from ringattn_core.placement.layout import indices
@@ -33,13 +32,14 @@ def distance(block: Block) -> jax.Array:
 def scores(block: Block, k: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Every score, -inf where forbidden, and the derivative of the soft cap; `k` has a key for each query head."""
     k = of_heads(block.k, block) if k is None else k
-    s = block.rule.scale * product("btnh,bsnh->bnts", block.q, k)
+    s = block.rule.softmax_scale * product("btnh,bsnh->bnts", block.q, k)
     slope = jnp.ones((), jnp.float32)
-    if block.rule.soft_cap is not None:
-        bent = jnp.tanh(s / block.rule.soft_cap)
-        s, slope = block.rule.soft_cap * bent, 1 - bent**2
+    if block.rule.logits_soft_cap is not None:
+        bent = jnp.tanh(s / block.rule.logits_soft_cap)
+        s, slope = block.rule.logits_soft_cap * bent, 1 - bent**2
     if block.bias is not None:
-        s = s + block.bias.astype(jnp.float32)
+        bias = block.bias.astype(jnp.float32)
+        s = s + jnp.where(bias < -1e5, -jnp.inf, bias)
     if block.slopes is not None:
         s = s - block.slopes[:, :, None, None] * distance(block)
     seen = visible(block)
@@ -47,7 +47,7 @@ def scores(block: Block, k: jax.Array | None = None) -> tuple[jax.Array, jax.Arr
 
 
 def keep(block: Block) -> jax.Array:
-    return kept(block) / (1 - block.rule.dropout) if block.rule.dropout else jnp.ones((), jnp.float32)
+    return kept(block) / (1 - block.rule.dropout_prob) if block.rule.dropout_prob else jnp.ones((), jnp.float32)
 
 
 def softmax(s: jax.Array, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -74,7 +74,7 @@ class Dense:
     def forward(self, block: Block, partial: Partial | None) -> Partial:
         p, largest, lse = softmax(self.scores(block)[0])
         out = product("bnts,bsnh->btnh", p * keep(block), self.of_heads(block.v, block))
-        found = self.counted(out, largest, lse, block)
+        found = Partial(out, largest + lse)
         return found if partial is None else merge(partial, found)
 
     def of_heads(self, x: jax.Array, block: Block) -> jax.Array:
@@ -83,22 +83,14 @@ class Dense:
     def scores(self, block: Block) -> tuple[jax.Array, jax.Array]:
         return scores(block, self.of_heads(block.k, block))
 
-    def counted(self, out: jax.Array, largest: jax.Array, lse: jax.Array, block: Block) -> Partial:
-        """The result with the lse counted from 0, or in rows of hugely negative scores from the largest of them."""
-        if block.bias is None:
-            return Partial(out, largest + lse)
-        shift = jnp.where(largest < SHIFT_BELOW, largest, 0.0)
-        return Partial(out, (largest - shift) + lse, shift)
-
     def backward(
         self, block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq: jax.Array | None
     ) -> Gradients:
         s, slope = self.scores(block)
-        shifted = s if block.shift is None else s - block.shift[..., None]
-        p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(shifted - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
+        p = jnp.where(jnp.isneginf(s), 0.0, jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]))
         dp = product("btnh,bsnh->bnts", dout, self.of_heads(block.v, block))
         ds = p * (keep(block) * dp - delta[..., None])
-        dz = block.rule.scale * self.derivatives(ds, block) * slope
+        dz = block.rule.softmax_scale * self.derivatives(ds, block) * slope
         own = product("bnts,bsnh->btnh", dz, self.of_heads(block.k, block))
         return Gradients(
             dq=own if dq is None else dq + own,

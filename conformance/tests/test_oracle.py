@@ -11,6 +11,8 @@ from ringattn_conformance import oracle
 from ringattn_conformance.cases import CASES, Case
 from ringattn_conformance.oracle import Problem, attend
 
+LOWEST = np.finfo(np.float32).min
+
 
 def _tiny(**options) -> Problem:
     """One head of size 1, keys 0, so that every score is 0 before bias: two queries, three keys with values 1, 2, 4."""
@@ -43,6 +45,11 @@ def test_equal_scores_average_the_values():
         ({"causal": True, "q_positions": np.array([2, -1])}, [7 / 3, 0]),
         ({"chunk": 2, "q_positions": np.array([-1, 3]), "kv_positions": np.array([-2, -1, 2])}, [1.5, 4]),
         ({"q_segments": np.array([[0, -1]]), "kv_segments": np.array([[0, -1, 0]])}, [2.5, 0]),
+        *(
+            ({"bias": np.array([[[[0, 0, low], [low] * 3]]])}, [1.5, 0])
+            for low in (-2e5, -1e9, np.finfo(np.float32).min, -np.inf)
+        ),
+        ({"bias": np.array([[[[0, 0, -9e4], [-9e4] * 3]]])}, [1.5, 7 / 3]),
         ({"seen": np.array([[True, False, True], [False, False, False]])}, [2.5, 0]),
         ({"bias": np.array([0, -np.inf, 0]).reshape(1, 1, 1, 3)}, [2.5, 2.5]),
         ({"bias": np.log(np.array([2.0, 1, 1])).reshape(1, 1, 1, 3)}, [2, 2]),

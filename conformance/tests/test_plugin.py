@@ -12,18 +12,18 @@ from ringattn_conformance.devices import COUNT_FLAG
 CONFTEST = """
 import contextlib
 import jax
-from ringattn_core import Backend, Feature, Support
+from ringattn_core import Backend, Feature
 from ringattn_core.backends.discovery import registered
 
-backend = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+backend = Backend("own", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")
 until_the_end = contextlib.ExitStack()
 until_the_end.enter_context(registered(backend))
-missing = Backend("missing", 1, ("cpu",), {}, kernel="nowhere:KERNEL", probe="os:getcwd")
+missing = Backend("missing", 1, ("cpu",), (), kernel="nowhere:KERNEL", probe="os:getcwd")
 until_the_end.enter_context(registered(missing))
-float32 = {Feature.FLOAT32: Support.FULL}
+float32 = {Feature.FLOAT32}
 elsewhere = Backend("elsewhere", 1, ("CPU",), float32, kernel="nowhere:KERNEL")
 until_the_end.enter_context(registered(elsewhere))
-dtypeless = Backend("dtypeless", 1, ("cpu",), {Feature.CAUSAL: Support.FULL}, kernel="nowhere:KERNEL")
+dtypeless = Backend("dtypeless", 1, ("cpu",), {Feature.CAUSAL}, kernel="nowhere:KERNEL")
 until_the_end.enter_context(registered(dtypeless))
 """
 COUNTS = """

@@ -31,10 +31,8 @@ def test_a_whole_run_is_certified_and_says_what_it_saw(ran: SmallSuite, tmp_path
 
 
 def test_a_feature_that_is_not_declared_must_be_refused(ran: SmallSuite, tmp_path: Path):
-    content = (
-        "from ringattn_core import Backend, Support, Feature\nfrom ringattn_core.backends.discovery import registered\n"
-    )
-    content += "own = Backend('own', 1, ('cpu',), {Feature.FLOAT32: Support.FULL}, kernel='nowhere:KERNEL')\n"
+    content = "from ringattn_core import Backend, Feature\nfrom ringattn_core.backends.discovery import registered\n"
+    content += "own = Backend('own', 1, ('cpu',), {Feature.FLOAT32}, kernel='nowhere:KERNEL')\n"
     content += "kept = registered(own)\nkept.__enter__()\n"
     (tmp_path / "own.py").write_text(content)
     done = ran("-p", "own", "--ringattn-backend", "own")

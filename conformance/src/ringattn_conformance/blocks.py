@@ -12,19 +12,23 @@ from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract import packing
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
-from ringattn_core.placement.padding import cleaned
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
-from ringattn_core.ring.directions import Direction
-from ringattn_core.ring.forward import without_padding
+from ringattn_core.ring.sends import Keys
 
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
 
+_SHORT = {
+    "scale": "softmax_scale",
+    "window": "sliding_window",
+    "chunk": "chunk_size",
+    "soft_cap": "logits_soft_cap",
+    "dropout": "dropout_prob",
+}
+"""Short names of fields of `Rule`, for tests."""
 _OF_RULE: Final = frozenset(field.name for field in dataclasses.fields(Rule))
-_OPTIONAL: Final = tuple(
-    field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type) and field.name != "shift"
-)
+_OPTIONAL: Final = tuple(field.name for field in dataclasses.fields(Block) if type(None) in get_args(field.type))
 """The arrays of a block that only some calls have."""
 
 
@@ -33,20 +37,16 @@ def make_block(
     value_dim: int | None = None, dtype: Any = jnp.float32, draw_seed: int = 0,
     params: Mapping[str, Any] | None = None, offset: int = 0, **fields: Any,
 ) -> Block:  # fmt: skip
-    """A block of random numbers, zero where an id is negative; the keys have the indices from `offset` on.
+    """A block of random numbers; the keys have the indices from `offset` on.
 
     `params` are the tile sizes of both passes. Other names are fields of `Rule` or of `Block`.
     """
     draw, kv_heads, value_dim = np.random.default_rng(draw_seed), kv_heads or heads, value_dim or dim
     shapes = ((q_length, heads, dim), (kv_length, kv_heads, dim), (kv_length, kv_heads, value_dim))
-    given_ids = (fields.get("q_segments"), fields.get("kv_segments"))
-    q_ids, kv_ids = (None if ids is None else jnp.asarray(ids) for ids in given_ids)
-    q, k, v = (
-        cleaned(jnp.asarray(draw.normal(size=(batch, *shape)), dtype), ids)
-        for shape, ids in zip(shapes, (q_ids, kv_ids, kv_ids), strict=True)
-    )
+    q, k, v = (jnp.asarray(draw.normal(size=(batch, *shape)), dtype) for shape in shapes)
     sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
-    rule = Rule(**{"scale": dim**-0.5, **sizes, **{name: x for name, x in fields.items() if name in _OF_RULE}})
+    fields = {_SHORT.get(name, name): x for name, x in fields.items()}
+    rule = Rule(**{"softmax_scale": dim**-0.5, **sizes, **{name: x for name, x in fields.items() if name in _OF_RULE}})
     index, kv_index = np.arange(q_length, dtype=np.int32)[None], np.arange(kv_length, dtype=np.int32)[None] + offset
     given: dict[str, Any] = {
         "kv": packing.pack(k, v),
@@ -79,8 +79,8 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     options |= {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     given = {name: getattr(inputs.problem, name) for name in OPERANDS} | inputs.fixed
     arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
-    call = without_padding(validated(**arrays, **options, ranks=1))
+    call = validated(**arrays, **options, ranks=1)
     ring, location = engine.prepared(None, call, (0, 1))
-    whole = block(ring, Direction(1, call, location), packing.pack(call.key, call.value), 0)
+    whole = block(ring, call, location, Keys(packing.pack(call.key, call.value)), 0)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]

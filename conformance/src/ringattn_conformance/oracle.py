@@ -7,6 +7,8 @@ from typing import Any, Final
 import numpy as np
 
 _LOW: Final = 0xFFFFFFFF
+_FORBIDS: Final = -1e5
+"""A bias below this forbids the pair, as -inf does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,6 @@ class Problem:
     sinks: np.ndarray | None = None
     dropout: float = 0.0
     seed: int = 0
-    float32_scores: bool = False
-    """Whether the sum of score and bias is rounded to float32, as kernels round it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def positions(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def visible(problem: Problem) -> np.ndarray:
-    """Which query sees which key, `[B, N, T, S]`: all masks at once, and no bias of -inf."""
+    """Which query sees which key, `[B, N, T, S]`: all masks at once, and no bias that forbids."""
     batch, rows, heads = problem.q.shape[:3]
     q, kv = positions(problem)
     i, j = q[:, None, :, None], kv[:, None, None, :]
@@ -129,7 +129,7 @@ def visible(problem: Problem) -> np.ndarray:
     if problem.seen is not None:
         seen &= problem.seen
     if problem.bias is not None:
-        seen &= problem.bias > -np.inf
+        seen &= np.asarray(problem.bias, np.float64) >= _FORBIDS
     return seen
 
 
@@ -169,8 +169,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         s, slope_of_cap = problem.soft_cap * bent, 1.0 - bent**2
     if problem.bias is not None:
         bias = np.asarray(problem.bias, np.float64)
-        s = s + np.where(np.isneginf(bias), 0.0, bias)
-        s = s.astype(np.float32).astype(np.float64) if problem.float32_scores else s
+        s = s + np.where(bias < _FORBIDS, 0.0, bias)
     if problem.slopes is not None:
         s = s - np.asarray(problem.slopes, np.float64)[None, :, None, None] * distances(problem)
     largest = float(np.max(np.abs(s), where=seen, initial=0.0))

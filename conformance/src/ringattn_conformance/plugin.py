@@ -141,7 +141,7 @@ def unusable(name: str) -> str | None:
     unknown = {*descriptor.platforms} - PLATFORMS - {jax.devices()[0].platform}
     if unknown:
         return f"its descriptor names the platform {min(unknown)!r}. JAX has {', '.join(sorted(PLATFORMS))}"
-    if not any(dtype.name in DTYPES for dtype, _ in descriptor.features.items() if descriptor.supports(dtype)):
+    if not any(dtype.name in DTYPES for dtype in descriptor.features):
         return f"its descriptor declares no dtype. Declare at least one of {', '.join(DTYPES)}"
     return None
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Gradients, Partial, Support, ring_attention
+from ringattn_core import Backend, Feature, Gradients, Partial, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.contract.merge import empty
 
@@ -94,7 +94,7 @@ def test_a_kernel_without_batching_rules_is_never_vmapped():
         def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
             return Gradients(dq, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape))
 
-    spy = Backend(name="spy", api=1, platforms=("cpu",), kernel="a:b", features={Feature.FLOAT32: Support.FULL})
+    spy = Backend(name="spy", api=1, platforms=("cpu",), kernel="a:b", features={Feature.FLOAT32})
     x = inputs()
     with discovery.registered(spy, Spy()):
         jax.vmap(lambda q, k, v: ring_attention(q, k, v, backend="spy"))(x["q"], x["k"], x["v"])
@@ -116,7 +116,7 @@ def test_the_gradient_of_a_bias_that_a_batch_shares_is_rounded_once():
             zeros = (jnp.zeros(x.shape, dtype) for x in (block.q, block.k, block.v))
             return Gradients(*zeros, jnp.full_like(block.bias, rows * 1.0038, dtype))
 
-    features = {name: Support.FULL for name in (Feature.BFLOAT16, Feature.BIAS, Feature.GRADIENTS)}
+    features = {name for name in (Feature.BFLOAT16, Feature.BIAS, Feature.GRADIENTS)}
     q = jnp.ones((3, 200, 2, 1, 4), jnp.bfloat16)
     bias = jnp.zeros((1, 1, 2, 2), jnp.bfloat16)
 

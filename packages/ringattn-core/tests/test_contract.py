@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from ringattn_core import Backend, Block, BlockKernel, Feature, Gradients, Partial, Support, masks, ring_attention
+from ringattn_core import Backend, Block, BlockKernel, Feature, Gradients, Partial, masks, ring_attention
 from ringattn_core.backends import discovery
+from ringattn_core.contract.visibility import with_forbidden
 from ringattn_core.errors import KernelError
 from ringattn_xla.block import XlaKernel
 
-EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=dict.fromkeys(Feature, Support.FULL))
+EVERYTHING = Backend(name="odd", api=1, platforms=("cpu",), kernel="a:b", features=frozenset(Feature))
 
 
 def test_a_kernel_can_be_written_with_thirty_names():
@@ -30,6 +31,19 @@ def test_a_kernel_can_be_written_with_thirty_names():
     views = [Block.k, Block.v]
     methods = [name for name in vars(BlockKernel) if name in ("forward", "backward")]
     assert len(fields) + len(views) + len(methods) + len([*kinds, BlockKernel]) <= 30, fields
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_bias_below_minus_100000_forbids_and_its_entry_has_no_gradient(dtype: Any):
+    bias = jnp.array([0.5, -6e4, -2e5, -1e9, -3e38, -np.inf], dtype)
+    got, gradient = jax.value_and_grad(lambda x: jnp.exp(with_forbidden(x)).sum())(bias)
+    assert np.isneginf(with_forbidden(bias)).tolist() == [False, False, True, True, True, True]
+    assert got == jnp.exp(bias[0].astype(jnp.float32)) and gradient[2:].tolist() == [0] * 4
+
+
+def test_a_bias_of_minus_100000_is_the_lowest_that_allows():
+    bias = jnp.array([-9e4, -1e5, np.nextafter(np.float32(-1e5), -np.inf)])
+    assert np.isneginf(with_forbidden(bias)).tolist() == [False, False, True]
 
 
 class Odd:
@@ -169,10 +183,10 @@ class Remembering(XlaKernel):
     [
         ({}, lambda f: f),
         ({"ring": 4}, lambda f: f),
-        ({"ring": 2, "two_way": True}, jax.jit),
+        ({"ring": 2}, jax.jit),
         ({"ring": 4}, jax.checkpoint),
     ],
-    ids=["plain", "ring", "both ways under jit", "ring with remat"],
+    ids=["plain", "ring", "ring under jit", "ring with remat"],
 )
 def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(options: dict[str, Any], transform: Any):
     kernel, options = Remembering(), dict(options)

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
-from ringattn_core import Backend, Feature, Support, decode_attention, ring_attention, to_layout
+from ringattn_core import Backend, Feature, decode_attention, ring_attention, to_layout
 from ringattn_core.backends import discovery
 from ringattn_core.errors import DerivativeError, InputError, MeshError
-from ringattn_core.ring import cache
+from ringattn_core.strategies import cache
 from ringattn_xla.block import KERNEL as XLA
 from traced_calls import forget_traced_calls
 
@@ -120,7 +120,7 @@ def test_a_kernel_reads_each_key_once_for_all_heads_of_a_group_and_is_told_that_
         def backward(self, *_: Any) -> Any:
             raise AssertionError
 
-    mine = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="gone:KERNEL")
+    mine = Backend("mine", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
     with discovery.registered(mine, Kernel()):
         agrees(decode_attention(QUERY, KEY, VALUE, LENGTHS, backend="mine", return_lse=True), expected(LENGTHS))
         slopes = OPTIONS["slopes"]
@@ -298,7 +298,7 @@ def test_a_derivative_is_refused(mesh: Any) -> None:
 
 
 def test_a_backend_that_drives_its_own_ring_is_refused() -> None:
-    ring = Backend("whole", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="gone:RING")
+    ring = Backend("whole", 1, ("cpu",), frozenset(Feature), ring="gone:RING")
     with (
         discovery.registered(ring, lambda **_: None),
         pytest.raises(InputError, match="'whole' drives the ring itself"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On every grid of TPUs each hop of a ring is short, also the last; devices without coordinates keep their order."""
+"""On every grid of TPUs each hop of a ring is short, also the last; CPUs and GPUs keep their order."""
 
 import dataclasses
 import itertools
@@ -26,6 +26,7 @@ class Device:
     coords: tuple[int, ...]
     core_on_chip: int = 0
     slice_index: int | None = None
+    platform: str = "tpu"
 
 
 def devices(*box: int, cores: int = 1, slices: int = 1, corner: int = 0) -> list[Device]:
@@ -147,6 +148,13 @@ def test_axes_come_in_the_order_given_and_several_may_count_the_rings():
     mesh = ring_mesh(everything, "ring", {"dp": 2, "ring": 4, "tp": 2})
     assert mesh.shape == {"dp": 2, "ring": 4, "tp": 2}
     assert all(hops(list(mesh.devices[i, :, j])) == [1] * 4 for i in range(2) for j in range(2))
+
+
+@pytest.mark.parametrize("sizes", [None, {"data": 2, "sp": 2}], ids=["one ring", "two rings"])
+def test_gpus_keep_their_order_although_they_have_coordinates(sizes: dict[str, int] | None):
+    """JAX gives the GPUs of a host the coordinates (0, 0, 0), (1, 0, 0) and so on."""
+    gpus = [dataclasses.replace(device, platform="gpu") for device in devices(4, 1, 1)]
+    assert list(ring_mesh(gpus, axis_sizes=sizes).devices.flat) == gpus
 
 
 def test_devices_without_coordinates_keep_their_order():

@@ -9,7 +9,7 @@ import pytest
 from ringattn_core import errors
 from ringattn_core.backends import discovery
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.errors import (
     BackendLoadError,
     BackendNotFoundError,
@@ -19,9 +19,9 @@ from ringattn_core.errors import (
 )
 
 PLUGIN = """
-    from ringattn_core.contract.features import Feature, Support
+    from ringattn_core.contract.features import Feature
     from ringattn_core.contract.backend import Backend
-    BACKEND = Backend("{name}", {api}, ("cpu",), {{Feature.CAUSAL: Support.FULL}}, {where}, probe={probe!r})
+    BACKEND = Backend("{name}", {api}, ("cpu",), {{Feature.CAUSAL}}, {where}, probe={probe!r})
 """
 KERNEL = """
     class Kernel:
@@ -64,7 +64,7 @@ def backend(name: str = "made", **options: Any) -> Backend:
         **{
             "api": 1,
             "platforms": ("cpu",),
-            "features": {Feature.CAUSAL: Support.FULL},
+            "features": {Feature.CAUSAL},
             "kernel": "no:where",
             **options,
         },
@@ -250,7 +250,7 @@ class TestRegisteredInThisProcess:
 
 def test_a_kernel_that_cannot_be_hashed_does_not_load() -> None:
     kernel = types.SimpleNamespace(forward=lambda block, partial: partial, backward=lambda *_: None)
-    backend = Backend(name="loose", api=1, platforms=("cpu",), features={}, kernel="a:b")
+    backend = Backend(name="loose", api=1, platforms=("cpu",), features=(), kernel="a:b")
     with (
         discovery.registered(backend, kernel) as registration,
         pytest.raises(errors.BackendLoadError, match="must be hashable"),

@@ -68,7 +68,7 @@ def _block(probability: float = 0.3) -> Block:
         head_index=jnp.array([1, 0, 6], jnp.int32),
         q_segments=None, kv_segments=None, bias=None, mask=None, slopes=None,
         seed=jnp.array([3, 2**32 - 1], jnp.uint32),
-        rule=Rule(1.0, dropout=probability),
+        rule=Rule(1.0, dropout_prob=probability),
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_a_tile_keeps_the_same_entries_as_the_whole_block() -> None:
 @pytest.mark.parametrize("probability", [2**-16, 0.1, 0.5, 0.99999])
 def test_a_probability_counts_in_steps_of_2_to_the_minus_16(probability: float) -> None:
     assert threshold(probability) == int(np.floor(probability * 2**16)) < 2**16
-    assert Rule(1.0, dropout=probability).dropout == threshold(probability) / 2**16
+    assert Rule(1.0, dropout_prob=probability).dropout_prob == threshold(probability) / 2**16
 
 
 def test_the_share_that_is_kept_is_one_minus_the_probability() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ringattn_core import errors
 from ringattn_core.contract.backend import API_VERSIONS, Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 
 EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
     (
@@ -123,6 +123,12 @@ EXAMPLES: list[tuple[errors.RingAttnError, type[Exception], str]] = [
         TypeError,
         "str.backward returned dbias = None. Return float32[1, 2]",
     ),
+    (
+        errors.ToolsNotFoundError("RINGATTN_AUTOTUNE=on"),
+        ImportError,
+        "RINGATTN_AUTOTUNE=on needs ringattn-tools, which is not installed. To add it: "
+        "in a clone of the repository, run pip install ./packages/ringattn-tools",
+    ),
     (errors.DerivativeError("it was differentiated twice"), NotImplementedError, "it was differentiated twice"),
     (
         errors.BackendNotFoundError("cudnn", ("xla", "tpu")),
@@ -189,13 +195,11 @@ class TestTheDescriptor:
     @pytest.mark.parametrize("where", [{}, {"kernel": "a:b", "ring": "a:c"}])
     def test_it_names_exactly_one_implementation(self, where: dict[str, str]) -> None:
         with pytest.raises(ValueError, match=r"Backend 'mine': exactly one of self\.kernel=.* and self\.ring="):
-            Backend("mine", 1, ("cpu",), {}, **where)  # pyright: ignore[reportArgumentType]
+            Backend("mine", 1, ("cpu",), (), **where)  # pyright: ignore[reportArgumentType]
 
-    @pytest.mark.parametrize("support", Support)
-    def test_only_what_is_declared_full_is_supported(self, support: Support) -> None:
-        backend = Backend("mine", 1, ("cpu",), {Feature.BIAS: support}, kernel="a:b")
-        assert backend.supports(Feature.BIAS) == (support is Support.FULL)
-        assert not backend.supports(Feature.CAUSAL)
+    def test_only_what_is_declared_is_supported(self) -> None:
+        backend = Backend("mine", 1, ("cpu",), (Feature.BIAS,), kernel="a:b")
+        assert backend.supports(Feature.BIAS) and not backend.supports(Feature.CAUSAL)
 
     def test_the_first_version_of_the_api_is_spoken(self) -> None:
         assert 1 in API_VERSIONS

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from ringattn_core import Backend, Feature, Support, decode_attention, from_flash, ring_attention
+from ringattn_core import Backend, Feature, decode_attention, from_flash, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
 from ringattn_core.errors import KernelError, UnsupportedFeatureError
-from ringattn_core.ring import hops
+from ringattn_core.ring import plan
 
 from_flash_module = importlib.import_module("ringattn_core.contract.from_flash")
 CALLS: list[tuple[Any, ...]] = []
@@ -54,9 +54,9 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, scale: fl
 
 FEATURES = (
     *(Feature.GRADIENTS, Feature.FLOAT32, Feature.BFLOAT16, Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.SINKS),
-    *(Feature.UNEQUAL_VALUE_DIM, Feature.ZIGZAG, Feature.STRIPED, Feature.TWO_WAY),
+    *(Feature.UNEQUAL_VALUE_DIM, Feature.ZIGZAG, Feature.STRIPED),
 )
-FLASH = Backend("flash", 1, ("cpu",), dict.fromkeys(FEATURES, Support.FULL), kernel="nowhere:KERNEL")
+FLASH = Backend("flash", 1, ("cpu",), frozenset(FEATURES), kernel="nowhere:KERNEL")
 KERNEL = from_flash(forward, backward)
 
 
@@ -103,11 +103,6 @@ def agrees(ranks: int, operands: list[jax.Array], tolerance: float = 2e-5, **opt
 )
 def test_a_ring_gives_the_outputs_and_gradients_of_the_xla_backend(ranks: int, layout: str, causal: bool):
     agrees(ranks, arrays(48), causal=causal, layout=layout)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_keys_may_travel_both_ways(layout: str):
-    agrees(4, arrays(32), causal=True, layout=layout, two_way=True)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
@@ -162,7 +157,7 @@ def branches(jaxpr: Any) -> list[Any]:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch):
     """XLA would run the sends synchronously."""
-    monkeypatch.setattr(hops, "UNROLLED", 2)  # also those of a scan
+    monkeypatch.setattr(plan, "UNROLLED", 2)  # also those of a scan
     program = differentiated("flash", 4, causal=True, layout=layout)
     assert branches(jax.make_jaxpr(program)(*arrays(64), jnp.zeros(4)).jaxpr) == []
 
@@ -209,7 +204,7 @@ def test_equal_functions_make_equal_kernels():
     "options", [dict(sliding_window=3), dict(logits_soft_cap=5.0), dict(q_segment_ids=np.zeros((2, 16), np.int32))]
 )
 def test_an_option_that_the_functions_do_not_know_raises_even_if_the_backend_declares_it(options: dict[str, Any]):
-    everything = Backend("all", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="nowhere:KERNEL")
+    everything = Backend("all", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")
     with (
         registered(everything, KERNEL),
         pytest.raises(KernelError, match="a feature which no kernel of from_flash has"),

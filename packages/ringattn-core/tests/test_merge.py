@@ -188,34 +188,6 @@ def test_merging_makes_a_kernel_of_one_block_start_without_a_partial() -> None:
     assert merging(lambda _: own)(object.__new__(Block), None) is own
 
 
-class TestShift:
-    """Rows whose every score is hugely negative keep the digits of their lse beside a shift."""
-
-    def low(self, shift: float, lse: float, seed: int) -> Partial:
-        x = partial(lse, seed)
-        return dataclasses.replace(x, shift=jnp.full_like(x.lse, shift))
-
-    @pytest.mark.parametrize("shift", [-1e6, -1e9, float(np.finfo(np.float32).min)])
-    def test_equal_weights_stay_equal(self, shift: float) -> None:
-        a, b = self.low(shift, np.log(3), 1), self.low(shift, 0.0, 2)
-        got = merge(a, b)
-        assert got.shift is not None
-        np.testing.assert_allclose(got.out, (3 * a.out + b.out) / 4, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(got.lse + (got.shift - shift), np.log(4), rtol=1e-6)
-
-    def test_a_row_that_is_not_low_has_no_shift(self) -> None:
-        live, low = dataclasses.replace(partial(1.0, 1), shift=jnp.zeros_like(partial(1.0).lse)), self.low(-1e9, 0.0, 2)
-        got = merge(low, live)
-        np.testing.assert_array_equal(got.out, live.out)
-        np.testing.assert_array_equal(got.lse, live.lse)
-        assert (got.shift == 0).all()
-
-    def test_sinks_outweigh_a_row_that_is_low(self) -> None:
-        got = with_sinks(self.low(-1e9, 0.0, 1), jnp.zeros((N, 2)))
-        assert (got.out == 0).all() and (got.shift == 0).all()
-        np.testing.assert_allclose(got.lse, np.log(2), rtol=1e-6)
-
-
 WRONG: dict[str, tuple[Any, str]] = {
     "an lse like the output": (
         Partial(jnp.zeros((B, T, N, H)), jnp.zeros((B, T, N))),

@@ -30,7 +30,7 @@ OF_LAYOUTS = {"ZIGZAG", "STRIPED"}
 def test_each_option_of_a_canonical_call_has_one_row() -> None:
     names = [option.name for option in options.OPTIONS]
     assert sorted({*names, *OPERANDS}) == sorted([*names, *OPERANDS])
-    assert {*names, *OPERANDS} == {field.name for field in dataclasses.fields(Call)} - {"bias_dtype"}
+    assert {*names, *OPERANDS} == {field.name for field in dataclasses.fields(Call)} - {"wide"}
 
 
 def test_the_rows_name_every_feature_that_an_option_needs() -> None:
@@ -85,13 +85,8 @@ def test_the_user_call_takes_every_option_of_a_shard_but_the_parameters_that_cfg
     shown = inspect.signature(ring_attention).parameters
     wanted = {option.name for option in options.OPTIONS} - {"fwd_params", "bwd_params"}
     assert wanted <= set(shown)
-    assert set(shown) == OPERANDS | {"softmax_aux", "bias", *options.Options.__annotations__}
-    assert {name: shown[name].default for name in ("causal", "layout", "dropout_prob", "mesh")} == {
-        "causal": False,
-        "layout": "contiguous",
-        "dropout_prob": 0.0,
-        "mesh": None,
-    }
+    of_the_call = {"mesh", "in_specs", "out_specs", "mask_info", "backend", "cfg"}
+    assert set(shown) == OPERANDS | wanted | of_the_call
 
 
 def test_every_argument_goes_by_keyword() -> None:
@@ -118,24 +113,23 @@ def test_a_misspelt_name_is_told_the_nearest_or_all_of_them(name: str, remedy: s
         ring_attention(Q, K, V, **{name: True})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "given", "message"),
-    [
-        ((Q,), {}, "ring_attention: missing a required argument: 'key'. Pass query, key and value"),
-        ((Q, K, V), {"key": K}, "ring_attention: multiple values for argument 'key'"),
-        ((Q, K, V, *[None] * 15), {}, "ring_attention: too many positional arguments"),
-    ],
-)
-def test_a_shard_call_that_does_not_bind_is_refused(arguments: Any, given: Any, message: str) -> None:
-    with pytest.raises(InputError) as error:
-        per_shard("xla")(*arguments, **given)
-    assert message in str(error.value)
+@pytest.mark.parametrize("name", ["q_position_ids", "kv_position_ids"])
+def test_a_later_alias_of_ejkernel_is_unknown_to_a_shard_call_too(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: is not an argument of ring_attention. Pass {name[:-4]}s"):
+        per_shard("xla")(Q, K, V, **{name: jnp.arange(T)})
 
 
-def test_a_position_id_of_ejkernel_is_no_unknown_name_in_a_shard_call() -> None:
-    positions = jnp.arange(T)
-    call = validated(Q, K, V, q_position_ids=positions, kv_position_ids=positions)
-    assert (call.q_positions == positions).all()
+@pytest.mark.parametrize("attend", [ring_attention, per_shard("xla")])
+def test_a_removed_option_is_unknown(attend: Any) -> None:
+    with pytest.raises(InputError, match="two_way: is not an argument of ring_attention"):
+        attend(Q, K, V, two_way=True)
+
+
+@pytest.mark.parametrize("arguments, given", [((Q,), {}), ((Q, K, V), {"key": K}), ((Q, K, V, *[None] * 15), {})])
+@pytest.mark.parametrize("attend", [ring_attention, per_shard("xla")])
+def test_a_call_that_does_not_bind_is_pythons_type_error(attend: Any, arguments: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match="ring_attention"):
+        attend(*arguments, **given)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +157,7 @@ def test_the_letters_say_which_axis_is_which() -> None:
     }  # fmt: skip
     assert letters.axes_with(Block, "T", "t")["mask"] == letters.axes_with(Block, "T", "t")["bias"] == 2
     assert "kv" not in letters.axes_with(Block, "S")
-    assert set(letters.axes_with(Block, "b")) & {"q", "seed", "shift"} == set()
+    assert set(letters.axes_with(Block, "b")) & {"q", "seed"} == set()
 
 
 @pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])

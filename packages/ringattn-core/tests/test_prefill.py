@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_conformance import oracle
-from ringattn_core import Backend, Feature, Support, from_layout, prefill_attention, ring_attention, to_layout
+from ringattn_core import Backend, Feature, from_layout, prefill_attention, ring_attention, to_layout
 from ringattn_core.backends import discovery
-from ringattn_core.call.prefill import bytes_to_send
+from ringattn_core.call.cache import bytes_to_send
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import DerivativeError, InputError, MeshError
 
@@ -183,7 +183,7 @@ def test_arrays_and_axes_of_a_shard_map_that_do_not_fit_are_refused(query: P, ca
 
 
 def test_a_backend_that_drives_its_own_ring_cannot_send_the_queries() -> None:
-    ring = Backend("whole", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="gone:RING")
+    ring = Backend("whole", 1, ("cpu",), frozenset(Feature), ring="gone:RING")
     given: dict[str, Any] = {"backend": "whole", "mesh": mesh_of(sp=2), "axis_name": "sp"}
     with discovery.registered(ring, lambda query, **_: query[..., :HV]):
         assert prefill_attention(**OPERANDS, send="keys", **given).shape == (B, T, N, HV)

@@ -19,7 +19,7 @@ X = jax.random.normal(jax.random.key(0), (1, 32, 16))
 LAYERS = 0.2 * jax.random.normal(jax.random.key(1), (2, 4, 16, 2, 8))
 SINKS = jnp.asarray([0.5, -1.0])
 IDS = jnp.asarray([[0] * 10 + [1] * 18 + [-1] * 4])
-MANY: dict[str, Any] = {"q_segment_ids": IDS, "layout": "striped", "two_way": True}
+MANY: dict[str, Any] = {"q_segment_ids": IDS, "layout": "striped"}
 
 
 def layer(x: jax.Array, weights: jax.Array, **options: Any) -> tuple[jax.Array, None]:

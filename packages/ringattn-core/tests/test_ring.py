@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the engine: a scan and an unrolled ring agree bit for bit, and memory does not grow with the ring."""
 
-import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +13,12 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ringattn_core import Gradients, ring_attention
+from ringattn_core import Backend, Feature, Gradients, masks, ring_attention, to_layout
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering, packing
 from ringattn_core.errors import DerivativeError
-from ringattn_core.ring import hops, parcels
-from separate_sends import SEPARATE, SeparateSends
+from ringattn_core.ring import plan
+from ringattn_xla.block import XlaKernel
 
 N, K, H = 4, 2, 8
 
@@ -47,7 +47,7 @@ def differentiated(ranks: int, axis: str = "sp", **options: Any) -> Any:
         (jnp.float32, dict(causal=True)),
         (jnp.bfloat16, dict(sliding_window=3)),
         (jnp.bfloat16, dict(causal=True, layout="zigzag")),
-        (jnp.bfloat16, dict(layout="striped", two_way=True, dropout_prob=0.2, dropout_seed=5)),
+        (jnp.bfloat16, dict(layout="striped", dropout_prob=0.2, dropout_seed=5)),
     ],
     ids=str,
 )
@@ -56,7 +56,7 @@ def test_a_ring_in_a_scan_equals_an_unrolled_ring_bit_for_bit(
 ):
     operands = arrays(24, dtype)
     unrolled = differentiated(6, **options)(*operands)
-    monkeypatch.setattr(hops, "UNROLLED", 2)
+    monkeypatch.setattr(plan, "UNROLLED", 2)
     # JAX keeps what it traced for a mesh; the other ring is on another.
     looped = differentiated(6, "looped", **options).trace(*operands)
     assert ("scan" in str(looped.jaxpr)) == ("sliding_window" not in options)
@@ -64,21 +64,9 @@ def test_a_ring_in_a_scan_equals_an_unrolled_ring_bit_for_bit(
         assert (a == b).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("dims", [(4, 4), (4, 6), (4, 5)])
-def test_a_parcel_gives_back_what_was_joined_bit_for_bit(dtype: Any, dims: tuple[int, int]):
-    k, v = (jax.random.normal(jax.random.key(n), (2, 3, 1, d), dtype) for n, d in enumerate(dims))
-    kv = packing.pack(k, v)
-    gradients = jax.random.normal(jax.random.key(9), kv.shape) * jnp.float32(1e-30)
-    wire, sums = parcels.split(parcels.join(parcels.to_wire(kv), gradients))
-    got = parcels.from_wire(wire, dtype)
-    assert (got == kv).all() and (sums == gradients).all()
-    assert all((a == b).all() for a, b in zip(packing.unpack(got, dims[0]), (k, v), strict=True))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_parcel_stays_split_over_the_other_axes_of_a_mesh(dtype: Any):
-    """A parcel of one row would be gathered over "tp" first, and every rank of "tp" would send all heads."""
+def test_what_travels_stays_split_over_the_other_axes_of_a_mesh(dtype: Any):
+    """One row of all heads would be gathered over "tp" first, and every rank of "tp" would send all heads."""
     mesh = jax.make_mesh((4, 2), ("sp", "tp"), axis_types=(AxisType.Auto,) * 2)
     spec = P(None, "sp")
 
@@ -162,25 +150,23 @@ def kernels_before(jaxpr: Any) -> tuple[list[set[int]], list[set[int]]]:
     return sends, keys
 
 
-@pytest.mark.parametrize("two_way", [False, True])
-def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own(two_way: bool):
+def test_a_send_waits_for_all_kernels_of_the_hop_before_and_for_none_of_its_own():
     """So any scheduler may hide the sends of a hop behind its kernels, in both passes."""
-    program = jax.make_jaxpr(differentiated(4, two_way=two_way, causal=True))(*arrays(16))
+    program = jax.make_jaxpr(differentiated(4, causal=True))(*arrays(16))
     bodies = {id(body): body for e in equations(program.jaxpr) for body in jaxprs_in_params(e.params)}
     forward, backward = (found for body in bodies.values() if any((found := kernels_before(body))[0]))
-    ways = 2 if two_way else 1
-    before = [set(range(ways * hop)) for hop in range(4) for _ in range(ways)]
-    assert forward[0] == before[: 3 * ways]
-    assert backward[0] == [*before[:ways], *before]
+    before = [set(range(hop)) for hop in range(4)]
+    assert forward[0] == before[:3]
+    # The first keys; then those of a hop and the gradients of the one before.
+    assert backward[0] == [before[0], before[0], before[1], before[1], before[2], before[3]]
     # The keys that a kernel reads wait for the kernels of the hop before too, so that no kernel runs before its turn.
     assert forward[1] == backward[1] == before
 
 
-class Recording(SeparateSends):
+class Recording(XlaKernel):
     """A kernel that makes no array of zeros in its backward pass, and records whether it is given `dq`."""
 
-    def __init__(self, separate: bool):
-        self.separate_sends = separate
+    def __init__(self) -> None:
         self.given: list[bool] = []
 
     def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
@@ -188,72 +174,82 @@ class Recording(SeparateSends):
         return Gradients(block.q if dq is None else block.q + dq, block.k, block.v)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "separate", "two_way"),
-    [(2, False, False), (4, False, False), (4, False, True), (2, True, False), (4, True, False)],
-)
-def test_the_first_kernel_of_each_direction_gets_no_dq_and_no_program_writes_zeros_for_it(
-    ranks: int, separate: bool, two_way: bool
-):
-    """If sends are separate, the first kernel has half of the heads; the other half of dq does begin with zeros."""
-    operands, kernel, ways = arrays(4 * ranks, dims=(H, 6)), Recording(separate), 2 if two_way else 1
-    with registered(dataclasses.replace(SEPARATE, name="recording"), kernel):
-        program = jax.make_jaxpr(differentiated(ranks, backend="recording", two_way=two_way))(*operands)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_first_kernel_gets_no_dq_and_no_program_writes_zeros_for_it(ranks: int):
+    operands, kernel = arrays(4 * ranks, dims=(H, 6)), Recording()
+    backend = Backend("recording", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL")
+    with registered(backend, kernel):
+        program = jax.make_jaxpr(differentiated(ranks, backend="recording"))(*operands)
     # JAX may trace the kernels of several hops once.
     assert kernel.given == sorted(kernel.given) and {*kernel.given} == {False, True}
     zeros = [x.outvars[0].aval.shape for x in equations(program.jaxpr) if x.primitive.name == "broadcast_in_dim"]
-    assert (1, 4, N // ways, H) not in zeros and ((1, 4, N // ways // 2, H) in zeros) == separate
+    assert (1, 4, N, H) not in zeros
 
 
-def test_two_way_changes_no_program_where_it_has_no_effect():
-    def program(ranks: int, **options: Any) -> str:
-        # Parameters that are functions print with their addresses, which differ.
-        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(differentiated(ranks, **options))(*arrays(16))))
+def sent_rows(ranks: int, layout: str, **options: Any) -> list[int]:
+    """The tokens of each permute of a call and its gradient, in the order of the program."""
+    program = jax.make_jaxpr(differentiated(ranks, layout=layout, **options))(*arrays(16 * ranks))
+    bodies = {id(body): body for e in equations(program.jaxpr) for body in jaxprs_in_params(e.params)}
+    sends = [e for body in bodies.values() for e in body.eqns if e.primitive.name == "ppermute"]
+    return [e.invars[0].aval.shape[-3] for e in sends]
 
-    for ranks, options in ((2, {}), (1, {}), (4, dict(sliding_window=3))):
-        assert program(ranks, two_way=True, **options) == program(ranks, **options)
-    assert program(4, two_way=True) != program(4)
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_window_sends_only_the_rows_that_some_query_sees(layout: str):
+    """Forward once; backward the keys again, and their gradients. A stripe is seen from everywhere."""
+    sends = {"contiguous": [4] * 3, "zigzag": [4] * 6, "striped": [16] * 21}[layout]
+    assert sent_rows(8, layout, causal=True, sliding_window=4) == sends
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "causal": dict(causal=True, sliding_window=5),
+    "both sides, further than a shard": dict(sliding_window=(9, 3)),
+    "a chunk of one and a half shards": dict(chunk_size=12),
+    "a builder's": dict(mask_builder=lambda q, kv, *_: masks.Local(6, 2) & ~masks.Prefix(3)),
+}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "emulated", "two_way", "bias_heads"),
+    ("ranks", "layout", "window"),
     [
-        (jnp.float32, True, False, 1),
-        (jnp.float32, False, False, N),
-        (jnp.float32, False, True, 1),
-        (jnp.bfloat16, True, False, N),
-        (jnp.bfloat16, False, False, 1),
+        (2, "contiguous", "causal"),
+        (3, "zigzag", "causal"),
+        (3, "contiguous", "both sides, further than a shard"),
+        (4, "zigzag", "both sides, further than a shard"),
+        (4, "contiguous", "a chunk of one and a half shards"),
+        (3, "zigzag", "a builder's"),
+        (8, "zigzag", "causal"),
     ],
 )
-def test_separate_sends_give_the_same_gradients(dtype: Any, emulated: bool, two_way: bool, bias_heads: int):
-    heads = (N, N, N) if two_way else (N, K, K)
-    keys = jax.random.split(jax.random.key(0), 5)
-    q, k, v = (jax.random.normal(key, (4, 1, 8, n, H), dtype) for key, n in zip(keys, heads, strict=False))
-    bias = jax.random.normal(keys[3], (4, 1, bias_heads, 8, 32))
-    slopes = jnp.broadcast_to(jax.random.uniform(keys[4], (N,)), (4, N))
+def test_a_window_with_every_array_by_key_computes_what_one_device_does(ranks: int, layout: str, window: str):
+    """Rows of ids, bias, dense mask, positions and dropout's indices belong to the rows of keys that travel."""
+    length, options = 8 * ranks, WINDOWS[window]
+    keys = jax.random.split(jax.random.key(0), 7)
+    q, k, v = (jax.random.normal(key, (2, length, n, H)) for key, n in zip(keys, (N, K, K), strict=False))
+    bias, slopes = jax.random.normal(keys[3], (1, N, length, length)), jnp.linspace(0.05, 0.2, N)
+    weight, seen = jax.random.normal(keys[4], q.shape), jax.random.bernoulli(keys[5], 0.8, (2, 1, length, length))
+    ids = jnp.asarray(np.repeat([0, 1, -1], [length // 2, length - length // 2 - 3, 3])[None].repeat(2, 0))
+    fixed = dict(dropout_prob=0.2, dropout_seed=3, **options)
 
-    def gradients(backend: str) -> Any:
-        options: dict[str, Any] = dict(causal=True, layout="zigzag", two_way=two_way, axis_name="sp", backend=backend)
+    def laid(x: Any, axis: int) -> Any:
+        return to_layout(x, layout, ranks, axis=axis)
 
-        def attend(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
-            return ring_attention(q, k, v, None, bias, alibi_slopes=slopes, **options)
+    def loss(mesh: Any, q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> Any:
+        ordered = laid if mesh else lambda x, axis: x
+        given = (ordered(x, 1) for x in (q, k, v))
+        placed = dict(mesh=mesh, axis_name="sp", layout=layout) if mesh else {}
+        out = ring_attention(
+            *given, bias=ordered(bias, 2), alibi_slopes=slopes, q_segment_ids=ordered(ids, 1),
+            attention_mask=ordered(seen, 2), **placed, **fixed,
+        )  # fmt: skip
+        return (out * ordered(weight, 1)).sum()
 
-        def loss(*x: Any) -> Any:
-            if emulated:
-                out = jax.vmap(attend, axis_name="sp")(*x)
-            else:
-                each = jax.shard_map(
-                    lambda *x: attend(*(y[0] for y in x))[None], mesh=mesh_of(4), in_specs=P("sp"), out_specs=P("sp")
-                )
-                out = each(*x)
-            return (out.astype(jnp.float32) ** 2).sum()
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))(q, k, v, bias, slopes)
-
-    with registered(SEPARATE, SeparateSends()):
-        for a, b in zip(jax.tree.leaves(gradients("separate")), jax.tree.leaves(gradients("xla")), strict=True):
-            difference = jnp.abs(a - b).max() / jnp.abs(b).max()
-            assert float(difference) <= 4 * float(jnp.finfo(dtype).eps)
+    found, wanted = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, mesh), range(5)))(q, k, v, bias, slopes)
+        for mesh in (mesh_of(ranks), None)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5 * max(1, float(jnp.abs(b).max())))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

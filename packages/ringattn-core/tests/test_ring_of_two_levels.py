@@ -12,69 +12,11 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from ringattn_core import from_layout, ring_attention, to_layout
-from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import ordering
-from ringattn_core.contract.rule import Rule
-from ringattn_core.ring import hops
-from ringattn_core.ring.hops import Plan, plan
-from separate_sends import SEPARATE, SeparateSends
+from ringattn_core.ring import plan
 from traced_calls import forget_traced_calls
 
-SHAPES = [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2)]
 SPEC = PartitionSpec(None, ("outer", "inner"))
-
-
-def two_levels(outer: int, inner: int, two_way: bool = False, joint: bool = True) -> Plan:
-    ranks = outer * inner
-    return Plan(ranks, tuple(range(ranks)), two_way, joint).over(inner)
-
-
-def travelled(made: Plan, where: np.ndarray, send: hops.Send) -> np.ndarray:
-    """What each rank has after a permute, if rank `r` had `where[r]`."""
-    after = where.copy()
-    for sender, receiver in made.pairs(send.shift, send.outer):
-        after[receiver] = where[sender]
-    return after
-
-
-@pytest.mark.parametrize(("outer", "inner"), SHAPES)
-@pytest.mark.parametrize("two_way", [False, True])
-def test_the_sends_of_the_forward_pass_bring_the_keys_of_every_rank(outer: int, inner: int, two_way: bool) -> None:
-    made = two_levels(outer, inner, two_way)
-    rank = np.arange(made.ranks)
-    for number, sign in enumerate(made.signs):
-        here, ahead, seen = rank, rank, []
-        for offset, sends in made.forward_hops:
-            if offset in made.rounds[1:]:
-                here = ahead
-            np.testing.assert_array_equal(here, made.source(rank, offset, sign))
-            seen.append(here)
-            for send in sends[number :: len(made.signs)]:
-                if send.outer:
-                    ahead = travelled(made, here, send)
-            for send in sends[number :: len(made.signs)]:
-                here = here if send.outer else travelled(made, here, send)
-        assert (np.sort(np.stack(seen), 0) == rank[:, None]).all()
-
-
-@pytest.mark.parametrize(("outer", "inner"), SHAPES)
-@pytest.mark.parametrize("joint", [False, True])
-def test_both_levels_send_the_fewest_times(outer: int, inner: int, joint: bool) -> None:
-    """As many keys and gradients cross between groups as there are other groups; a flat ring crosses at every hop."""
-    made = two_levels(outer, inner, joint=joint)
-    for sends, gradients in ((made.forward, 0), (made.backward, 1)):
-        for level, count in ((True, outer - 1), (False, outer * (inner - 1))):
-            assert sum(send.keys for send in sends if send.outer == level) == count
-            assert sum(send.gradients for send in sends if send.outer == level) == gradients * count
-    elements, flat = 12, Plan(made.ranks, made.offsets, joint=joint)
-    assert sum(x.bytes(elements, 2) for x in made.backward) == sum(x.bytes(elements, 2) for x in flat.backward)
-
-
-def test_a_ring_stays_flat_with_one_group_or_groups_of_one_or_hops_to_leave_out() -> None:
-    whole, window = (plan(rule, "contiguous", 8, 8, 8) for rule in (Rule(1.0), Rule(1.0, window=(9, 0))))
-    assert whole.over(8) == whole.over(1) == whole
-    assert window.over(4) == window and len(window.offsets) < 8
-    assert whole.over(4).outer == 2
 
 
 def loss(outer: int, inner: int, **options: Any) -> Any:
@@ -93,16 +35,15 @@ def arrays() -> list[jax.Array]:
     return [jax.random.normal(jax.random.key(n), (1, 16, heads, 4)) for n, heads in enumerate((4, 2, 2))]
 
 
-@pytest.mark.parametrize(("outer", "inner", "backend"), [(2, 4, "xla"), (4, 2, "separate")])
+@pytest.mark.parametrize(("outer", "inner"), [(2, 4), (4, 2)])
 def test_in_a_scan_both_levels_compute_what_one_device_does(
-    monkeypatch: pytest.MonkeyPatch, outer: int, inner: int, backend: str
+    monkeypatch: pytest.MonkeyPatch, outer: int, inner: int
 ) -> None:
     options: dict[str, Any] = dict(causal=True, layout="striped")
-    monkeypatch.setattr(hops, "UNROLLED", 1)
+    monkeypatch.setattr(plan, "UNROLLED", 1)
     forget_traced_calls()
-    with registered(SEPARATE, SeparateSends()):
-        program = loss(outer, inner, backend=backend, **options).trace(*arrays())
-        got = program.lower().compile()(*arrays())
+    program = loss(outer, inner, **options).trace(*arrays())
+    got = program.lower().compile()(*arrays())
     forget_traced_calls()
     assert str(program.jaxpr).count(" scan[") == {4: 2, 2: 4}[outer], "of rounds, or of the hops of both rounds"
     whole = jax.value_and_grad(lambda *x: (from_one_device(outer * inner, *x, **options) ** 2).sum(), (0, 1, 2))
@@ -135,10 +76,10 @@ def traced(outer: int, inner: int, key_heads: int) -> Any:
 
 def test_however_many_ranks_the_program_has_few_hops() -> None:
     kernels = sum(equation.primitive.name == "custom_vmap_call" for equation in equations(traced(8, 16, 2)))
-    assert kernels == 3 * 3 + 4 * 4 + 1, "three rounds of three hops forward, and four of four backward with a half"
+    assert kernels == 3 * 3 + 4 * 4, "three rounds of three hops forward, and four of four backward"
 
 
-def permutes(jaxpr: Any, inner: int) -> list[tuple[str, int, int | None]]:
+def permutes(jaxpr: Any) -> list[tuple[str, int, int | None]]:
     """The permutes of a program in order: the level, how many kernels it waits for, and the first that waits for it."""
     waits: dict[Any, tuple[frozenset[int], frozenset[int]]] = {}
     found, needed, kernels = [], {}, 0
@@ -146,8 +87,7 @@ def permutes(jaxpr: Any, inner: int) -> list[tuple[str, int, int | None]]:
         given = [waits[x] for x in equation.invars if not isinstance(x, Literal) and x in waits]
         before, sends = (frozenset().union(*sets) for sets in (zip(*given, strict=True) if given else ((), ())))
         if equation.primitive.name == "ppermute":
-            sender, receiver = equation.params["perm"][0]
-            level = "inner" if sender // inner == receiver // inner else "outer"
+            (level,) = equation.params["axis_name"]
             assert before == set(range(len(before))), "a send waits for some kernel, and not for one before it"
             sends |= {len(found)}
             found.append((level, len(before)))
@@ -167,13 +107,13 @@ def test_a_send_between_groups_waits_for_the_round_before_and_no_kernel_of_its_r
     program = traced(3, 2, 1)
     forget_traced_calls()
     bodies = {id(body): body for e in equations(program) for body in jaxprs_in_params(e.params)}
-    forward, backward = (found for body in bodies.values() if (found := permutes(body, 2)))
+    forward, backward = (found for body in bodies.values() if (found := permutes(body)))
     assert forward == [
         ("outer", 0, 2), ("inner", 0, 1), ("outer", 2, 4), ("inner", 2, 3), ("inner", 4, 5)
     ]  # fmt: skip
     assert backward == [
-        ("outer", 0, 0), ("inner", 0, 0),  # the first keys
-        ("outer", 0, 2), ("inner", 1, 2),  # the round of group g - 1; its second send also has gradients
-        ("outer", 2, None), ("inner", 3, 4),  # that of group g - 2; its first send has gradients
-        ("outer", 4, None), ("inner", 5, None),  # the own group: both have gradients
+        ("outer", 0, 0),  # the first keys
+        ("outer", 0, 2), ("inner", 0, 0), ("inner", 1, 2),  # the round of group g - 1
+        ("outer", 2, 4), ("inner", 2, 2), ("inner", 3, 4),  # that of group g - 2; its first send has gradients
+        ("outer", 4, None), ("inner", 4, 4), ("inner", 5, None),  # the own group
     ]  # fmt: skip

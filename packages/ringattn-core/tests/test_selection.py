@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ringattn_core.backends import discovery, selection
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.errors import (
     BackendLoadError,
     BackendNotFoundError,
@@ -22,7 +22,7 @@ from ringattn_core.errors import (
 )
 
 CAUSAL, BIAS, SINKS = frozenset({Feature.CAUSAL}), frozenset({Feature.BIAS}), frozenset({Feature.SINKS})
-ALL = dict.fromkeys(Feature, Support.FULL)
+ALL = frozenset(Feature)
 
 
 class Kernel:
@@ -40,23 +40,26 @@ def installed(
     name: str,
     *platforms: str,
     priority: int = 0,
-    lacks: dict[Feature, Support | None] | None = None,
+    lacks: tuple[Feature, ...] = (),
+    reasons: dict[Feature, str] | None = None,
     implementation: Any = "kernel",
     available: bool = True,
     api: int = 1,
 ) -> Iterator[None]:
-    features = {f: s for f, s in {**ALL, **(lacks or {})}.items() if s is not None}
     probe = None if available else f"{__name__}:no_device"
-    descriptor = Backend(name, api, platforms, features, kernel="gone:KERNEL", priority=priority, probe=probe)
+    descriptor = Backend(
+        name, api, platforms, ALL.difference(lacks), "gone:KERNEL", None, priority, probe, reasons or {}
+    )
     with discovery.registered(descriptor, Kernel() if implementation == "kernel" else implementation):
         yield
 
 
 @pytest.fixture
 def fast_and_safe(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Backend `fast` for cuda, without BIAS (planned), SINKS (impossible) and ALIBI; `safe` with all, everywhere."""
-    lacks = {Feature.BIAS: Support.PLANNED, Feature.SINKS: Support.IMPOSSIBLE, Feature.ALIBI: None}
-    with installed("fast", "cuda", priority=10, lacks=lacks), installed("safe", "cpu", "cuda", "tpu", priority=-10):
+    """Backend `fast` for cuda, without BIAS ("soon"), SINKS and ALIBI; `safe` with all, everywhere."""
+    lacks, reasons = (Feature.BIAS, Feature.SINKS, Feature.ALIBI), {Feature.BIAS: "soon"}
+    fast = installed("fast", "cuda", priority=10, lacks=lacks, reasons=reasons)
+    with fast, installed("safe", "cpu", "cuda", "tpu", priority=-10):
         yield
 
 
@@ -83,7 +86,7 @@ class TestAName:
 
     @pytest.mark.parametrize(
         ("feature", "declared"),
-        [(Feature.BIAS, "planned"), (Feature.SINKS, "impossible"), (Feature.ALIBI, "not declared")],
+        [(Feature.BIAS, "not declared: soon"), (Feature.ALIBI, "not declared")],
     )
     def test_an_unsupported_feature_is_refused_and_lists_backends_that_support_it(
         self, feature: Feature, declared: str
@@ -95,18 +98,16 @@ class TestAName:
         assert "backend=('fast', 'safe')" in str(caught.value)
 
     def test_the_refusal_has_the_reason_that_the_backend_gives(self) -> None:
-        backend = Backend(
-            "thin", 1, ("cuda",), {Feature.BIAS: Support.PLANNED}, kernel="a:b", reasons={Feature.BIAS: "soon"}
-        )
-        assert backend.answer(Feature.BIAS) == "planned: soon"
+        backend = Backend("thin", 1, ("cuda",), (), kernel="a:b", reasons={Feature.BIAS: "soon"})
+        assert backend.answer(Feature.BIAS) == "not declared: soon"
         assert backend.answer(Feature.SINKS) == "not declared"
 
     def test_everything_that_is_missing_is_named_at_once(self) -> None:
-        with pytest.raises(UnsupportedFeatureError, match=r"SINKS, BIAS \(impossible, planned\)"):
+        with pytest.raises(UnsupportedFeatureError, match=r"SINKS, BIAS \(not declared, not declared: soon\)"):
             chosen("fast", BIAS | SINKS)
 
     def test_another_that_lacks_one_of_the_features_is_not_offered(self) -> None:
-        with installed("half", "cuda", lacks={Feature.SINKS: None}), pytest.raises(UnsupportedFeatureError) as caught:
+        with installed("half", "cuda", lacks=(Feature.SINKS,)), pytest.raises(UnsupportedFeatureError) as caught:
             chosen("fast", BIAS | SINKS)
         assert caught.value.others == ("safe",)
 
@@ -164,7 +165,7 @@ class TestASequence:
         assert caught.value.reasons.keys() == {"dead", "absent", "fast"}
         assert "no GPU is visible" in caught.value.reasons["dead"]
         assert "no ring-attention backend 'absent'" in caught.value.reasons["absent"]
-        assert "does not support BIAS (planned)" in caught.value.reasons["fast"]
+        assert "does not support BIAS (not declared: soon)" in caught.value.reasons["fast"]
         assert all(reason in str(caught.value) for reason in caught.value.reasons.values())
 
 
@@ -238,7 +239,7 @@ class TestTheBest:
         said = warnings(log)
         assert len(said) == 2
         assert "'dead' passed over: it cannot run here: no GPU is visible" in said[0]
-        assert "'fast' passed over: it does not support BIAS (planned)" in said[1]
+        assert "'fast' passed over: it does not support BIAS (not declared: soon)" in said[1]
 
     @pytest.mark.usefixtures("fast_and_safe", "dead")
     def test_a_backend_for_another_platform_is_logged_once_but_not_as_a_warning(self, log: Any) -> None:
@@ -272,7 +273,7 @@ class TestTheBest:
     def test_of_two_with_the_same_priority_ours_is_taken(self, install: Any) -> None:
         source = """
             from ringattn_core.contract.backend import Backend
-            BACKEND = Backend("{name}", 1, ("cuda",), {{}}, kernel="{name}_kernel:KERNEL")
+            BACKEND = Backend("{name}", 1, ("cuda",), (), kernel="{name}_kernel:KERNEL")
         """
         kernel = "class K: forward = backward = lambda *_: None\nKERNEL = K()"
 
@@ -313,7 +314,7 @@ class TestCandidates:
         told = [(r.name, reason) for r, reason in selection.candidates(BIAS, "cuda")]
         assert told == [
             ("dead", "it cannot run here: no GPU is visible"),
-            ("fast", "it does not support BIAS (planned)"),
+            ("fast", "it does not support BIAS (not declared: soon)"),
             ("safe", None),
         ]
 

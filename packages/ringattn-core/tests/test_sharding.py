@@ -15,9 +15,8 @@ import ringattn_core
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, per_shard, ring_attention
-from ringattn_core.adapters.jax_nn import dot_product_attention
+from ringattn_core.call import sharding
 from ringattn_core.errors import DerivativeError, InputError, MeshError
-from ringattn_core.placement.arrays import repeated_heads
 
 N, K, H = 4, 2, 8
 
@@ -77,7 +76,6 @@ def test_a_warning_names_the_line_of_the_caller():
         lambda: ring_attention(q, k, v, **idle),
         lambda: jax.jit(traced)(q),
         lambda: decode_attention(q[:, :1], k, v, 16, **idle),
-        lambda: dot_product_attention(q, k, v, **idle),
     ):
         with pytest.warns(UserWarning, match="nothing is split") as caught:
             call()
@@ -219,14 +217,6 @@ def test_arrays_that_are_committed_to_one_device_are_sharded():
     close(ring_attention(q, k, v, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v))
 
 
-def test_the_key_heads_that_go_both_ways_are_those_of_one_rank():
-    q, k, v = arrays()
-    options: dict[str, Any] = dict(causal=True, axis_name="sp", two_way=True)
-    close(ring_attention(q, k, v, mesh=mesh_of(data=2, sp=4), **options), ring_attention(q, k, v, causal=True))
-    with pytest.raises(InputError, match="two_way: needs an even number of key heads on each rank, but there are 1"):
-        ring_attention(q, k, v, mesh=mesh_of(sp=4, tp=2), **options)
-
-
 WITHOUT_A_RING: list[tuple[dict[str, int], dict[str, Any]]] = [
     (dict(dp=2), {}),
     (dict(data=2, model=2), {}),
@@ -337,6 +327,6 @@ def test_a_mesh_inside_shard_map_is_refused():
 def test_the_gradients_of_repeated_key_heads_are_summed_in_float32():
     """In bfloat16, 256 + 1 is 256 again, so that the sum below would be 256."""
     key, parts = jnp.ones((1, 1, 1, 1), jnp.bfloat16), jnp.array([256, 1, 1, 1], jnp.bfloat16)
-    repeated, pullback = jax.vjp(lambda x: repeated_heads(x, 4), key)
+    repeated, pullback = jax.vjp(lambda x: sharding._repeated(x, 4), key)
     assert repeated.dtype == jnp.bfloat16
     assert pullback(parts.reshape(repeated.shape))[0] == 260

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The per-shard signature is ejkernel's plus keyword options, and a function without it is refused."""
+"""Signatures are written out; that of one shard is ejkernel's plus keyword options, and no ring function lacks it."""
 
+import dataclasses
 import inspect
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core import Backend, Feature, Support, per_shard, ring_attention
+from ringattn_core import (
+    Backend,
+    Feature,
+    RingKernel,
+    decode_attention,
+    per_shard,
+    prefill_attention,
+    ring_attention,
+)
 from ringattn_core.backends import discovery
-from ringattn_core.call.validation import validated
-from ringattn_core.contract import call
-from ringattn_core.contract.signature import PARAMETERS, mismatch
+from ringattn_core.contract.call import Call
+from ringattn_core.contract.signature import mismatch
 from ringattn_core.errors import BackendLoadError, UnsupportedFeatureError
 
 EJKERNEL = (
@@ -25,8 +32,11 @@ def arrays() -> list[jax.Array]:
     return [jax.random.normal(key, (1, 8, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)]
 
 
+SHARD = list(inspect.signature(RingKernel.__call__).parameters.values())[1:]
+
+
 def test_names_and_order_up_to_fused_backward_never_change():
-    positional = [p for p in PARAMETERS if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    positional = [p for p in SHARD if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert ", ".join(p.name for p in positional) == EJKERNEL
     assert {p.name: p.default for p in positional[3:] if p.default is not None} == {
         "causal": False,
@@ -34,22 +44,19 @@ def test_names_and_order_up_to_fused_backward_never_change():
     }
 
 
-def test_a_backend_function_shows_the_whole_signature_with_its_defaults():
+def test_the_function_of_a_shard_is_a_ring_kernel():
     assert mismatch(per_shard("xla")) is None
-    assert tuple(inspect.signature(per_shard("xla")).parameters) == tuple(p.name for p in PARAMETERS)
+    shown = [(p.name, p.kind, p.default) for p in inspect.signature(per_shard("xla")).parameters.values()]
+    assert shown == [(p.name, p.kind, p.default) for p in SHARD]
 
 
-def test_a_canonical_call_is_made_of_parameters_of_the_signature():
-    names = {p.name for p in PARAMETERS}
-    assert set(validated(*arrays()).options()) == names - {"q_position_ids", "kv_position_ids", "strategy"}
-
-
-def test_the_positions_of_ejkernel_are_other_names_for_ours():
-    q, k, v = arrays()
-    positions = jnp.array([0, 1, 2, 0, 1, 2, 3, 4])
-    a = per_shard("xla")(q, k, v, causal=True, q_position_ids=positions, kv_position_ids=positions)
-    b = ring_attention(q, k, v, causal=True, q_positions=positions, kv_positions=positions)
-    assert (a == b).all()
+@pytest.mark.parametrize("function", [ring_attention, decode_attention, prefill_attention, per_shard("xla")])
+def test_an_option_that_is_left_out_is_off_in_the_canonical_call(function: Any):
+    off = {field.name: field.default for field in dataclasses.fields(Call)}
+    of_operands = ("query", "key", "value", "softmax_scale", "fwd_params", "bwd_params")
+    given = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.name not in of_operands}
+    shared = given.keys() & off.keys()
+    assert "sliding_window" in shared and {name: given[name] for name in shared} == {name: off[name] for name in shared}
 
 
 def test_a_call_written_for_ejkernel_runs_by_position_and_by_keyword():
@@ -61,9 +68,7 @@ def test_a_call_written_for_ejkernel_runs_by_position_and_by_keyword():
 
 
 def whole() -> Backend:
-    return Backend(
-        name="whole", api=1, platforms=("cpu",), features={Feature.FLOAT32: Support.FULL}, ring="somewhere:else"
-    )
+    return Backend(name="whole", api=1, platforms=("cpu",), features={Feature.FLOAT32}, ring="somewhere:else")
 
 
 def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
@@ -76,8 +81,8 @@ def test_a_backend_may_own_its_ring_and_gets_the_call_in_canonical_form():
     q, k, v = arrays()
     with discovery.registered(whole(), ring):
         assert (ring_attention(q, k, v, backend="whole") == q).all()
-    of_core = {"query", "key", "value", "strategy", "bias_dtype"}
-    assert set(seen) == {f.name for f in call.dataclasses.fields(call.Call)} - of_core
+    of_core = {"query", "key", "value", "strategy", "wide"}
+    assert set(seen) == {field.name for field in dataclasses.fields(Call)} - of_core
     assert seen["softmax_scale"] == 0.5 and seen["axis_name"] is None
 
 

@@ -6,17 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from ringattn_conformance import tolerances
 from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, place, with_gradients
-from ringattn_core import remat_policy, ring_attention
-from ringattn_core.call import dispatch
+from ringattn_core import Backend, Feature, Support, ring_attention
+from ringattn_core.backends import discovery
 from ringattn_core.contract import packing
-from ringattn_core.contract.call import Call
-from ringattn_core.errors import DerivativeError
 from traced_calls import forget_traced_calls
 
 OUTER, INNER = "outer", "inner"
@@ -143,75 +140,57 @@ def test_over_two_axes_a_ring_has_two_levels(case: Case, placement: Placement, o
     agrees(case, placement, outer)
 
 
-@pytest.fixture
-def ring_and_ulysses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "auto" the ring, and Ulysses where a call is differentiated."""
-
-    def settled(registration: Any, call: Call) -> tuple[str, str]:
-        return ("ring", "ulysses") if call.strategy == "auto" else (call.strategy, call.strategy)
-
-    monkeypatch.setattr(dispatch, "settled", settled)
-
-
-@pytest.mark.parametrize(
-    ("case", "placement"),
-    [
-        (SCORES, Placement(2, "striped", data=2, heads=2, strategy="auto")),
-        (OF_HEADS, Placement(3, "striped", check_vma=False, strategy="auto")),
-        (BROADCAST, Placement(4, strategy="auto")),
-        (MASKS, Placement(8, "zigzag", strategy="auto")),
-    ],
-    ids=str,
-)
-def test_gradients_are_right_where_auto_differs_for_them(case: Case, placement: Placement, ring_and_ulysses: None):
-    agrees(case, placement)
-
-
 def collectives(loss: Any, *operands: Any) -> tuple[int, int]:
     """How many permutes and how many all-to-alls the program has."""
     text = str(jax.make_jaxpr(loss)(*operands))
     return text.count("ppermute["), text.count("all_to_all[")
 
 
-def causal_loss(mesh: Mesh, strategy: str) -> Any:
-    """A loss of queries, keys and values."""
-    call = functools.partial(ring_attention, mesh=mesh, axis_name="sp", strategy=strategy, causal=True)
-    return lambda *operands: jnp.sum(call(*operands) ** 2)
+AUTO: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
+    # Options of a causal call with 8 query heads, its query and key heads, and the strategy that "auto" takes.
+    "key heads that the ranks divide": ({}, (8, 4), "ulysses"),
+    "key heads that they do not divide": ({}, (8, 2), "ring"),
+    "a window that leaves out hops": ({"sliding_window": (5, 0)}, (8, 4), "ring"),
+    "a window that leaves out none": ({"sliding_window": (64, 0)}, (8, 4), "ulysses"),
+    "chunks of a shard": ({"chunk_size": 16}, (8, 4), "ring"),
+    "chunks where queries have an offset": ({"chunk_size": 16, "query_offset": 0}, (8, 4), "ulysses"),
+    "a window in zigzag order": ({"sliding_window": (5, 0), "layout": "zigzag"}, (8, 4), "ring"),
+    "a window in striped order": ({"sliding_window": (5, 0), "layout": "striped"}, (8, 4), "ulysses"),
+}
 
 
-def gradients(loss: Any) -> Any:
-    return jax.grad(loss, (0, 1, 2))
-
-
-def test_auto_runs_its_second_strategy_only_where_it_is_differentiated(ring_and_ulysses: None):
-    loss = functools.partial(causal_loss, jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,)))
-    operands = [jax.random.normal(jax.random.key(n), (2, 64, 4, 8)) for n in range(3)]
-
-    def kept(strategy: str) -> Any:
-        return jax.checkpoint(loss(strategy), policy=remat_policy())
-
-    assert collectives(loss("auto"), *operands) == collectives(loss("ring"), *operands)
-    for one in (loss, kept):
-        of_auto, of_ulysses = (collectives(gradients(one(name)), *operands) for name in ("auto", "ulysses"))
-        assert of_auto == of_ulysses and of_auto[0] == 0, one
-
-
-def test_transformations_work_where_auto_differs_for_gradients(ring_and_ulysses: None):
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_is_the_ring_where_masks_leave_out_hops_else_ulysses_where_key_heads_divide(name: str):
+    options, (heads, key_heads), wanted = AUTO[name]
     mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
-    loss, operands = functools.partial(causal_loss, mesh), jax.random.normal(jax.random.key(0), (3, 2, 1, 64, 4, 8))
+    operands = [jnp.ones((1, 64, count, 8)) for count in (heads, key_heads, key_heads)]
 
-    def each(strategy: str) -> Any:
-        return jax.vmap(gradients(loss(strategy)))
+    def loss(strategy: str) -> Any:
+        call = functools.partial(ring_attention, mesh=mesh, axis_name="sp", causal=True, strategy=strategy, **options)
+        return jax.grad(lambda *x: jnp.sum(call(*x) ** 2), (0, 1, 2))
 
-    def summed(strategy: str) -> Any:
-        return gradients(lambda *operands: jnp.sum(jax.vmap(loss(strategy))(*operands)))
+    assert collectives(loss("auto"), *operands) == collectives(loss(wanted), *operands)
 
-    with jax.set_mesh(mesh):
-        for one in (each, summed):
-            got, right = one("auto")(*operands), one("ring")(*operands)
-            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, right)
-        single = tuple(operands[:, 0])
-        with pytest.raises(DerivativeError, match="forward mode"):
-            jax.jvp(loss("auto"), single, single)
-        with pytest.raises(DerivativeError, match="differentiated again"):
-            jax.grad(lambda *operands: jnp.sum(gradients(loss("auto"))(*operands)[0]))(*single)
+
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [({"outer": 2, "inner": 2}, "ulysses"), ({"outer": 4, "inner": 1}, "ring"), ({"outer": 1, "inner": 4}, "ulysses")],
+)
+def test_auto_counts_the_ranks_of_the_last_axis(axes: dict[str, int], wanted: str):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * 2)
+    operands = [jnp.ones((1, 64, 4, 8)) for _ in range(3)]
+
+    def call(strategy: str) -> Any:
+        return functools.partial(ring_attention, mesh=mesh, axis_name=tuple(axes), strategy=strategy)
+
+    assert collectives(call("auto"), *operands) == collectives(call(wanted), *operands)
+
+
+def test_auto_is_the_ring_of_a_backend_that_drives_its_own():
+    own = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:RING")
+    seen = []
+    mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
+    x = jnp.ones((1, 64, 4, 8))
+    with discovery.registered(own, lambda query, **options: seen.append(options.get("strategy")) or query):
+        ring_attention(x, x, x, backend="own", strategy="auto", mesh=mesh, axis_name="sp")
+    assert set(seen) <= {"ring", None}

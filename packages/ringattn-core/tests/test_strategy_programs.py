@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ringattn_core import Backend, Feature, Support, from_flash, per_shard, ring_attention
+from ringattn_core import Backend, Feature, from_flash, per_shard, ring_attention
 from ringattn_core.backends.discovery import registered
 from ringattn_core.contract import checks
 from ringattn_core.errors import InputError, UnsupportedFeatureError
@@ -324,10 +324,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(strategy="ulysses", heads=(6, 2)),
         r"strategy: 'ulysses' cannot run this call: 6 query heads do not divide by 4 ranks\. Pass 'ring', or 'auto'",
     ),
-    "one key head both ways": (
-        dict(strategy="ulysses", over=("a", "b"), two_way=True),
-        "strategy: 'ulysses' cannot run this call: two_way needs an even number of key heads on each rank",
-    ),
 }
 
 
@@ -339,7 +335,7 @@ def test_what_a_strategy_cannot_do_is_refused_with_a_remedy(name: str):
 
 
 def test_a_backend_that_drives_the_ring_itself_has_no_other_strategy():
-    own = Backend("own", 1, ("cpu",), {Feature.FLOAT32: Support.FULL, Feature.GROUPED_HEADS: Support.FULL}, ring="a:b")
+    own = Backend("own", 1, ("cpu",), {Feature.FLOAT32, Feature.GROUPED_HEADS}, ring="a:b")
     with (
         registered(own, lambda query, key, value, **_: query),
         pytest.raises(InputError, match="'ulysses' cannot run this call: backend 'own' drives its own ring"),
@@ -351,7 +347,7 @@ def flash(*features: Feature) -> Any:
     """A backend of two functions of fused attention, which compute nothing here."""
     declared = (Feature.FLOAT32, Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.STRIPED, *features)
     kernel = from_flash(lambda q, k, v, **_: (q, q[..., 0].swapaxes(1, 2)), lambda q, k, v, *_, **__: (q, k, v))
-    return registered(Backend("flash", 1, ("cpu",), dict.fromkeys(declared, Support.FULL), kernel="a:b"), kernel)
+    return registered(Backend("flash", 1, ("cpu",), frozenset(declared), kernel="a:b"), kernel)
 
 
 @pytest.mark.parametrize(

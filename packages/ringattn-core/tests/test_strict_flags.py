@@ -14,8 +14,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ringattn_core import decode_attention, masks, prefill_attention, ring_attention
-from ringattn_core.adapters.jax_nn import dot_product_attention
-from ringattn_core.call.prefill import SENT
+from ringattn_core.call.cache import SENT
 
 B, T, N, K, H = 2, 32, 4, 2, 8
 LENGTHS = jnp.array([32, 19], jnp.int32)
@@ -52,7 +51,6 @@ CALLS: dict[str, tuple[dict[str, jax.Array], dict[str, Any]]] = {
     "slopes": ({"alibi_slopes": jnp.abs(normal(5, N))}, {}),
     "dropout": ({}, {"dropout_prob": 0.3, "dropout_seed": 3}),
     "soft cap": ({}, {"logits_soft_cap": 5.0}),
-    "both ways round": ({}, {"two_way": True}),
     "zigzag": ({}, {"layout": "zigzag", "causal": True}),
     "striped": ({}, {"layout": "striped", "causal": True}),
 }
@@ -86,22 +84,6 @@ class TestStrictPromotion:
         gradient, arguments = gradient_of(call, on_mesh, jnp.float32 if on_mesh else jnp.bfloat16)
         with strict_promotion():
             jax.make_jaxpr(gradient)(*arguments)
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
-            {"key_value_seq_lengths": LENGTHS, "mask": jnp.ones((B, 1, 1, T), bool)},
-            {"mask": jnp.ones((N, T, T), bool), "bias": jnp.ones((N, T, T))},
-            {"return_residual": True},
-        ],
-        ids=["lengths", "lengths and mask", "mask and bias", "residual"],
-    )
-    @EVERYWHERE
-    def test_the_adapter_promotes_no_rank_and_no_dtype(self, options: dict[str, Any], on_mesh: bool):
-        ring = {"mesh": mesh(), "axis_name": "sp"} if on_mesh else {}
-        with strict_promotion():
-            jax.make_jaxpr(lambda q: dot_product_attention(q, q, q, **options, **ring))(normal(0, B, T, N, H))
 
     @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
     def test_with_64_bits_no_strategy_promotes(self, strategy: str):

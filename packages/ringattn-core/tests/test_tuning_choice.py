@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the choice: kernels run with the call's parameters, else an overlay's, else tuned ones, else defaults."""
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,17 +20,16 @@ from ringattn_core.call.dispatch import answer
 from ringattn_core.call.validation import validated
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
-from ringattn_core.errors import InputError, TuningError
-from ringattn_core.masks import Prefix
+from ringattn_core.contract.features import Feature
+from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.ring import engine
-from ringattn_core.tuning import cache, choice, forget, overlay, policy, tuner
+from ringattn_core.tuning import cache, choice, forget, overlay, policy
 from ringattn_core.tuning.problem import of_call
 from traced_calls import forget_traced_calls
 
 KERNEL = """
 from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_core.contract.backend import Backend
 from ringattn_xla.block import KERNEL as XLA
 
@@ -56,7 +54,7 @@ class Recording:
         return [RingAttentionConfig(FwdParams(size), BwdParams(size)) for size in (2, 8)]
 
 KERNEL = Recording()
-BACKEND = Backend("mine", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), kernel="mine_kernel:KERNEL")
+BACKEND = Backend("mine", 1, ("cpu",), frozenset(Feature), kernel="mine_kernel:KERNEL")
 """
 OWN, TUNED, GIVEN, OVER = (
     RingAttentionConfig(FwdParams(forward), BwdParams(backward))
@@ -64,6 +62,12 @@ OWN, TUNED, GIVEN, OVER = (
 )
 X = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("sp",))
+
+
+def searches(monkeypatch: pytest.MonkeyPatch, fastest: Any) -> None:
+    """Puts `fastest` in the place of the search of `ringattn-tools`, whether that is installed or not."""
+    monkeypatch.setitem(sys.modules, "ringattn_tools.search", SimpleNamespace(fastest=fastest))
+    monkeypatch.setitem(sys.modules, "ringattn_tools", SimpleNamespace())
 
 
 @pytest.fixture
@@ -74,11 +78,11 @@ def mine(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     kernel = discovery.get("mine").implementation()
     kernel.tunings = []
 
-    def fastest(registration: Any, problem: Any, default: Any, *_: Any) -> tuner.Outcome:
+    def fastest(registration: Any, problem: Any, default: Any) -> Any:
         kernel.tunings.append(problem)
-        return tuner.Outcome(TUNED, (), ())
+        return SimpleNamespace(config=TUNED, trials=())
 
-    monkeypatch.setattr(tuner, "fastest", fastest)
+    searches(monkeypatch, fastest)
     yield kernel
     forget_traced_calls()
 
@@ -106,6 +110,14 @@ def mixed(forward: RingAttentionConfig, backward: RingAttentionConfig) -> RingAt
 
 def warnings(log: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in log.records if record.levelname == "WARNING"]
+
+
+class _WithoutTools:
+    """An import hook that hides `ringattn-tools`."""
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name == "ringattn_tools":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 class TestTheOrder:
@@ -169,7 +181,7 @@ class TestAnOverlay:
             seen.append((options["fwd_params"], options["bwd_params"]))
             return value
 
-        features = dict.fromkeys(Feature, Support.FULL)
+        features = frozenset(Feature)
         backend = Backend("whole", 1, ("cpu",), features, ring="gone:ring")
         registration = discovery.Registration("whole", backend, "d", "1", None, whole)
 
@@ -241,10 +253,23 @@ class TestThePolicy:
             raise TuningError("mine", "no candidate of its forward ran", "Tune a smaller problem")
 
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        monkeypatch.setattr(tuner, "fastest", fail)
+        searches(monkeypatch, fail)
         assert ran(mine) == ran(mine) == OWN
         assert len(warnings(log)) == 1
         assert warnings(log)[0].endswith("Tune a smaller problem. Its default is used")
+
+    def test_on_without_the_tools_is_one_error_that_says_how_to_get_them(
+        self, mine: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("ringattn_tools", "ringattn_tools.search"):
+            monkeypatch.delitem(sys.modules, name)
+        finders = [_WithoutTools(), *sys.meta_path]
+        monkeypatch.setattr(sys, "meta_path", finders)
+        assert ran(mine) == OWN, "nothing is missing where nothing is to be tuned"
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+        with pytest.raises(ToolsNotFoundError, match=r"^RINGATTN_AUTOTUNE=on needs .* pip install \S*ringattn-tools"):
+            ran(mine)
+        assert ran(mine, cfg=GIVEN) == GIVEN
 
     @pytest.mark.parametrize("unset", ["RINGATTN_AUTOTUNE", "RINGATTN_CACHE_DIR"])
     def test_several_processes_all_choose_the_same(
@@ -301,7 +326,8 @@ class TestUnderATrace:
 
     def test_a_compiled_call_over_a_mesh_gets_what_is_tuned_later(self, mine: Any) -> None:
         assert traced_over_mesh(mine) == {OWN.fwd_params}
-        choice.tune(next(problem for _, problem in choice._known))
+        ((registration, problem),) = choice._known
+        choice.store(registration, problem, TUNED, [])
         assert [traced_over_mesh(mine) for _ in range(2)] == [{TUNED.fwd_params}, set()]
 
     def test_also_where_another_policy_tuned_it(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,19 +335,12 @@ class TestUnderATrace:
             monkeypatch.setenv("RINGATTN_AUTOTUNE", said)
             assert traced_over_mesh(mine) == {wanted.fwd_params}
 
-    def test_masks_of_heads_reach_the_tuner(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        ran(mine, mask_builder=lambda q, kv, heads, head, reps: Prefix(4 + head))
-        (problem,) = mine.tunings
-        assert dict(problem.options)["mask_builder"] == ("Prefix(length=4)", "Prefix(length=5)")
-        assert problem.call.mask_builder.masks == (Prefix(4), Prefix(5))
-
 
 def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile(
     mine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(problem: Any) -> None:
-        choice.tune(problem)
+        choice.store(discovery.get("mine"), problem, TUNED, [])
 
     monkeypatch.setattr(cache, "read", read)
     assert ran(mine) == TUNED
@@ -369,25 +388,6 @@ def test_no_call_depends_on_a_disk(mine: Any, log: Any, monkeypatch: pytest.Monk
     assert ran(mine) == ran(mine) == TUNED
     assert len(mine.tunings) == 1
     assert any("cannot store" in warning for warning in warnings(log))
-
-
-def test_what_one_process_tunes_another_uses(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-    ran(mine)
-    script = """
-import json, jax, ringattn_core
-from ringattn_core.backends import discovery
-discovery.GROUP = "ringattn.backends.of.a.test"
-x = jax.numpy.zeros((1, 8, 2, 4))
-ringattn_core.ring_attention(x, x, x, backend="mine")
-print(json.dumps([rule.fwd_params.q_blocksize for rule in discovery.get("mine").implementation().rules]))
-"""
-    site = str(tmp_path / "ringattn-mine")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])}
-    environment["RINGATTN_AUTOTUNE"] = "cached"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == [TUNED.fwd_params.q_blocksize]
 
 
 def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

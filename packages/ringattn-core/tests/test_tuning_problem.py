@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of `Problem`: it holds all that can change which configuration is fastest, and trials measure it."""
+"""Promises of `Problem`: it holds all that can change which configuration is fastest, and nothing else."""
 
 import dataclasses
 import gc
@@ -17,10 +17,8 @@ import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.call.options import OPTIONS
 from ringattn_core.call.validation import validated
-from ringattn_core.config import BwdParams, FwdParams
-from ringattn_core.contract.merge import empty
 from ringattn_core.masks import Causal, Document, Numpy, Predicate, Prefix
-from ringattn_core.tuning import Problem, choice, trial
+from ringattn_core.tuning import Problem, choice
 from ringattn_core.tuning.problem import machine, of_call
 
 T, S, N, K, H, HV = 16, 16, 4, 2, 8, 8
@@ -63,8 +61,6 @@ MATTERS: dict[str, dict[str, Any]] = {
     "masks of heads": {"mask_builder": lambda q, kv, heads, head, reps: Prefix(3 + head)},
     "precision": {"precision": "highest"},
     "fused backward": {"fused_backward": True},
-    "two ways": {"two_way": True, "ranks": 4},
-    "two ways with a bias": {"two_way": True, "ranks": 3, "bias": jnp.zeros((1, N, T, 3 * S))},
 }
 
 
@@ -145,126 +141,3 @@ class Opaque(Predicate):
 
     def __repr__(self) -> str:
         return f"Opaque(held={self.seen!r})"
-
-
-class TestWhatIsMeasured:
-    @pytest.mark.parametrize("name", MATTERS)
-    def test_the_kernel_sees_the_block_that_the_engine_would_give_it(self, name: str) -> None:
-        """Compares shapes and rule."""
-        options = MATTERS[name]
-        ranks = options.get("ranks", 1)
-        call = validated(**_named({"ranks": ranks, **options}))
-        real, made = Seen(), Seen()
-        if ranks == 1:
-            from ringattn_core.ring import engine
-
-            jax.eval_shape(lambda: engine.run(real, call))  # pyright: ignore[reportArgumentType]
-        else:
-            jax.eval_shape(lambda: _ringed(real, call, ranks))
-        run_trial(made, of(**options))
-        seen, wanted = made.blocks[0], real.blocks[0]
-        assert seen == wanted
-
-    def test_it_has_as_many_hops_as_the_ring_up_to_a_few(self) -> None:
-        hops = {ranks: len(made(of(ranks=ranks)).blocks) for ranks in (1, 2, 3, 64)}
-        assert hops == {1: 1, 2: 2, 3: 3, 64: trial.HOPS}
-        assert len(made(of(ranks=64, sliding_window=(3, 0))).blocks) == 2
-
-    def test_its_rank_has_work_at_every_hop(self) -> None:
-        kernel = Seen(concrete=True)
-        run_trial(kernel, of(ranks=4, causal=True))
-        assert len(kernel.hops) == 4
-        assert all(q.min() >= kv.max() for q, kv in kernel.hops[1:])
-
-    def test_it_is_the_same_every_time(self) -> None:
-        first, second = (made(of(q_segment_ids=IDS)) for _ in range(2))
-        jax.tree.map(np.testing.assert_array_equal, (first.blocks, first.dout), (second.blocks, second.dout))
-
-    def test_kernels_get_the_parameters_of_the_candidate(self) -> None:
-        kernel = Seen()
-        run_trial(kernel, of(), FwdParams(3), BwdParams(5))
-        assert kernel.params == [("forward", FwdParams(3)), ("backward", BwdParams(5))]
-
-    def test_the_numbers_are_finite_also_where_rows_see_nothing(self) -> None:
-        from ringattn_xla.block import KERNEL
-
-        wide = made(of(sliding_window=(2, 0), k=KV[:, :4]), KERNEL)
-        whole = wide.forward(FwdParams())()
-        dq, others = wide.backward(BwdParams(), whole)()
-        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves((whole.out, dq, others)))
-
-    def test_compiled_programs_of_trials_are_freed(self) -> None:
-        run_trial(Seen(), of())
-        assert trial._forward_hop._cache_size() > 0
-        trial.release()
-        assert trial._forward_hop._cache_size() == 0
-
-
-def _named(options: dict[str, Any]) -> dict[str, Any]:
-    options = dict(options)
-    query, key = options.pop("q", Q), options.pop("k", KV)
-    return {"query": query, "key": key, "value": options.pop("v", key), **options}
-
-
-def _ringed(kernel: Any, call: Any, ranks: int) -> Any:
-    from ringattn_core.ring import engine
-
-    def one(_: Any) -> Any:
-        return engine.run(kernel, dataclasses.replace(call, axis_name=("ring",)))
-
-    return jax.vmap(one, axis_name="ring")(jnp.arange(ranks))
-
-
-class Seen:
-    """A kernel that computes nothing, and records the blocks and parameters that it was given."""
-
-    def __init__(self, concrete: bool = False):
-        self.blocks: list[Any] = []
-        self.params: list[Any] = []
-        self.hops: list[Any] = []
-        self.concrete = concrete
-
-    def forward(self, block: Any, partial: Any) -> Any:
-        shapes = {
-            field.name: jax.tree.map(lambda x: (x.shape, x.dtype), getattr(block, field.name))
-            for field in dataclasses.fields(block)
-            if field.name != "rule" and not isinstance(getattr(block, field.name), bool)
-        }
-        self.blocks.append((shapes | {"final": block.final}, block.rule))
-        self.params.append(("forward", block.rule.fwd_params))
-        if self.concrete:
-            jax.debug.callback(
-                lambda q, kv: self.hops.append((q, kv)), block.q_positions, block.kv_positions, ordered=True
-            )
-        partial = empty(block) if partial is None else partial
-        return dataclasses.replace(partial, out=partial.out + 0.0, lse=partial.lse + 1.0)
-
-    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Any:
-        from ringattn_core.contract.protocol import Gradients
-
-        self.params.append(("backward", block.rule.bwd_params))
-        bias = None if block.bias is None else jnp.zeros(block.bias.shape)
-        slopes = None if block.slopes is None else jnp.zeros(block.slopes.shape)
-        dq = jnp.zeros(block.q.shape) if dq is None else dq
-        return Gradients(dq, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape), bias, slopes)
-
-
-def made(problem: Problem, kernel: Any = None) -> trial.Trial:
-    return trial.trial(kernel or Seen(), problem, jax.devices()[0])
-
-
-def run_trial(
-    kernel: Any, problem: Problem, fwd: FwdParams = FwdParams(), bwd: BwdParams = BwdParams()
-) -> None:  # fmt: skip
-    of_problem = trial.trial(kernel, problem, jax.devices()[0])
-    whole = of_problem.forward(fwd)()
-    of_problem.backward(bwd, whole)()
-    jax.effects_barrier()
-
-
-def test_a_trial_sends_nothing() -> None:
-    kernel = Seen()
-    first, *rest = made(of(ranks=4), kernel).blocks
-    partial = jax.eval_shape(lambda x: trial.forward(kernel, x, None), first)
-    assert len(rest) == 3
-    assert "ppermute" not in str(jax.make_jaxpr(lambda x, p: trial.forward(kernel, x, p))(first, partial))

@@ -101,7 +101,6 @@ OPTIONS = {
     ),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
     "dropout of less than a step": (dict(dropout_prob=2.0**-17, dropout_seed=0), "dropout_prob: got 7.62939453125e-06"),
-    "two ways by word": (dict(two_way="both"), "two_way: got 'both'. It must be True or False"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
     "a list of layouts": (dict(layout=["zigzag"]), "layout: got ['zigzag']"),
@@ -239,12 +238,6 @@ def test_scores_under_the_largest_soft_cap_are_as_without_one():
     np.testing.assert_allclose(capped, free, atol=2e-6)
 
 
-def test_an_alias_and_its_name_together_are_refused():
-    ids = np.zeros(T, int)
-    with pytest.raises(InputError, match="q_position_ids: is another name of q_positions"):
-        validated(*arrays(), q_positions=ids, q_position_ids=ids)
-
-
 def test_a_traced_option_is_refused_by_name():
     with pytest.raises(InputError, match="sliding_window: is traced"):
         jax.jit(lambda window: ring_attention(*arrays(), sliding_window=window))(3)
@@ -284,13 +277,6 @@ def test_a_layout_that_needs_an_even_shard_says_how_much_to_pad():
         InputError, match=r"'zigzag' on 4 ranks needs lengths that 8 divides, but query has 12. Pad it to 16"
     ):
         in_shard_map(axis_name="sp", layout="zigzag", length=12)
-
-
-@pytest.mark.parametrize("key_heads", [1, 3])
-def test_two_ways_round_need_an_even_number_of_key_heads(key_heads: int):
-    message = rf"two_way: needs an even number of key heads on each rank, but there are {key_heads}. Leave two_way out"
-    with pytest.raises(InputError, match=message):
-        ring_attention(ones(B, T, 6, H), ones(B, T, key_heads, H), ones(B, T, key_heads, H), two_way=True)
 
 
 def test_batch_axes_cannot_be_those_of_the_ring():

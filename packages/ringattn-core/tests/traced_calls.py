@@ -2,7 +2,8 @@
 """Makes JAX trace calls of attention anew, where a test has changed how they are traced."""
 
 from ringattn_core.call import sharding
-from ringattn_core.ring import cache, engine
+from ringattn_core.ring import engine
+from ringattn_core.strategies import cache
 
 
 def forget_traced_calls() -> None:

@@ -13,7 +13,7 @@ def of(dtype=jnp.float32, length=8, head_dim=8):
 
 def test_float16_is_refused_with_the_reason():
     x = of(jnp.float16)
-    with pytest.raises(UnsupportedFeatureError, match=r"FLOAT16 \(impossible: .*has no float16; use bfloat16\)"):
+    with pytest.raises(UnsupportedFeatureError, match=r"FLOAT16 \(not declared: .*has no float16; use bfloat16\)"):
         ring_attention(x, x, x)
 
 

@@ -13,6 +13,14 @@ from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Numpy, Prefix
 
+_SHORT = {
+    "scale": "softmax_scale",
+    "window": "sliding_window",
+    "chunk": "chunk_size",
+    "soft_cap": "logits_soft_cap",
+    "dropout": "dropout_prob",
+}
+"""Short names of fields of `Rule`, for tests."""
 _OF_RULE = {field.name for field in dataclasses.fields(Rule)}
 
 
@@ -31,6 +39,7 @@ def make_block(
     """A block of random numbers, or of what `draw(size=)` makes; fields of `Rule` go to its rule, others to itself."""
     draw = draw or np.random.default_rng(0).normal
     kv_heads = kv_heads or heads
+    fields = {_SHORT.get(name, name): x for name, x in fields.items()}
     of_rule = {name: fields.pop(name) for name in list(fields) if name in _OF_RULE}
     sizes = {"fwd_params": FwdParams(**(params or {})), "bwd_params": BwdParams(**(params or {}))}
     index, kv_index = np.arange(q_length, dtype=np.int32)[None], np.arange(kv_length, dtype=np.int32)[None]
@@ -47,7 +56,7 @@ def make_block(
     return Block(
         q=jnp.asarray(draw(size=(batch, q_length, heads, dim)), dtype),
         kv=jnp.asarray(draw(size=(2, batch, kv_length, kv_heads, dim)), dtype),
-        rule=Rule(**{"scale": dim**-0.5, **sizes, **of_rule}),
+        rule=Rule(**{"softmax_scale": dim**-0.5, **sizes, **of_rule}),
         **{name: x if x is None or isinstance(x, bool) else jnp.asarray(x) for name, x in given.items()},
     )
 

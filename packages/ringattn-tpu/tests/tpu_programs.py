@@ -57,7 +57,7 @@ def ring(
 
 def block(devices: Sequence[Any], length: int, heads: int, dim: int = 128, fresh: bool = False) -> Program:
     """A causal block in bfloat16 on one device, forward and backward. `fresh` says that nothing came before it."""
-    return _both(_block(devices[0], (1, length, heads, dim), Rule(scale=dim**-0.5, causal=True)), fresh)
+    return _both(_block(devices[0], (1, length, heads, dim), Rule(softmax_scale=dim**-0.5, causal=True)), fresh)
 
 
 def serial(devices: Sequence[Any], length: int, heads: int, dim: int = 128) -> Program:
@@ -84,12 +84,12 @@ def everything(
     put = _on(devices[0])
     batch, heads, dim, value_dim = 2, 4, 40, 24
     rule = Rule(
-        scale=dim**-0.5,
+        softmax_scale=dim**-0.5,
         causal=True,
-        window=(900, 20),
-        chunk=1500,
-        soft_cap=30.0,
-        dropout=dropout,
+        sliding_window=(900, 20),
+        chunk_size=1500,
+        logits_soft_cap=30.0,
+        dropout_prob=dropout,
         masks=(Local(100, 100), Local(500, 0)),
         mask_of_head=(0, 1, 0, 1),
         increasing=False,
@@ -110,7 +110,7 @@ def too_long(devices: Sequence[Any]) -> Program:
     """A block in float32 whose tiles no vector memory holds."""
     params = {"q_blocksize": 2048, "kv_blocksize": 2048, "extra": {"part": 2048}}
     sizes = {"fwd_params": FwdParams(**params), "bwd_params": BwdParams(**params)}
-    return _both(_block(devices[0], (1, 2048, 1, 256), Rule(scale=1.0, **sizes), dtype="float32"))
+    return _both(_block(devices[0], (1, 2048, 1, 256), Rule(softmax_scale=1.0, **sizes), dtype="float32"))
 
 
 def _on(device: Any) -> Callable[..., jax.ShapeDtypeStruct]:

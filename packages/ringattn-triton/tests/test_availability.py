@@ -11,7 +11,7 @@ import ringattn_core
 import triton
 from ringattn_core.backends import discovery
 from ringattn_core.backends.selection import candidates
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 from ringattn_triton import availability
 from ringattn_triton.plugin import BACKEND
 
@@ -71,7 +71,7 @@ def test_an_old_triton_is_named_with_its_version(monkeypatch):
 
 def test_the_backend_is_registered_and_declares_every_feature():
     assert discovery.get("triton").descriptor() == BACKEND
-    assert all(BACKEND.features[feature] is Support.FULL for feature in Feature)
+    assert all(BACKEND.supports(feature) for feature in Feature)
 
 
 def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():

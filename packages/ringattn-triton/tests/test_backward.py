@@ -117,7 +117,7 @@ def test_the_gradients_are_those_of_float64() -> None:
     q, k, v, added = (np.asarray(x, np.float64) for x in (block.q, block.k, block.v, block.bias))
     k, v = k[0, :, 0], v[0, :, 0]
     distance = np.arange(40)[:, None] - np.arange(24)[None] - 8
-    bend = np.tanh(np.einsum("btnh,sh->bnts", q, k) * block.rule.scale / 4)
+    bend = np.tanh(np.einsum("btnh,sh->bnts", q, k) * block.rule.softmax_scale / 4)
     s = np.where(distance >= 0, 4 * bend + added - slopes[..., None, None] * np.abs(distance), -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         lse = np.log(np.exp(s).sum(-1))
@@ -127,7 +127,7 @@ def test_the_gradients_are_those_of_float64() -> None:
     dout = np.asarray(dout, np.float32).astype(np.float64)
     delta = np.einsum("btnh,bnts,sh->bnt", dout, p, v) - dlse
     ds = p * (np.einsum("btnh,sh->bnts", dout, v) - delta[..., None])
-    by_product = ds * (1 - bend**2) * block.rule.scale
+    by_product = ds * (1 - bend**2) * block.rule.softmax_scale
     want = {
         "dq": dq + np.einsum("bnts,sh->btnh", by_product, k),
         "dk": np.einsum("bnts,btnh->bsh", by_product, q)[:, :, None],

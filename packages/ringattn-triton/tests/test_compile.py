@@ -46,7 +46,7 @@ def block(dtype, head_dim, length=LENGTH, rule=None, **extra):
         kv_index=shape(1, length),
         batch_index=shape(1),
         head_index=shape(HEADS),
-        rule=rule or Rule(scale=head_dim**-0.5, causal=True),
+        rule=rule or Rule(softmax_scale=head_dim**-0.5, causal=True),
         **(fields | extra),
     )
 
@@ -61,11 +61,11 @@ def everything(dtype, head_dim):
     """A block of a ragged length whose scores depend on all that they can depend on."""
     length = LENGTH - 24
     rule = Rule(
-        scale=head_dim**-0.5,
+        softmax_scale=head_dim**-0.5,
         causal=True,
-        window=(300, 20),
-        soft_cap=30.0,
-        dropout=0.1,
+        sliding_window=(300, 20),
+        logits_soft_cap=30.0,
+        dropout_prob=0.1,
         masks=(Local(100, 100),),
         mask_of_head=(0,) * HEADS,
         increasing=False,
@@ -89,16 +89,14 @@ def traced(block):
     batch, length, heads, _ = block.q.shape
     out = shape(batch, length, heads, block.value_dim, dtype=jnp.float32)
     lse = shape(batch, heads, length, dtype=jnp.float32)
-    shift = None if block.bias is None else lse
     dq = shape(*block.q.shape, dtype=jnp.float32)
     dout = shape(*out.shape, dtype=block.q.dtype)
-    partial, dq = (None, None) if block.final else (Partial(out, lse, shift), dq)
+    partial, dq = (None, None) if block.final else (Partial(out, lse), dq)
 
-    def both(block, partial, shift, dout, lse, delta, dq):
-        ahead = KERNEL.forward(block, partial)
-        return ahead, KERNEL.backward(dataclasses.replace(block, shift=shift), dout, lse, delta, dq)
+    def both(block, partial, dout, lse, delta, dq):
+        return KERNEL.forward(block, partial), KERNEL.backward(block, dout, lse, delta, dq)
 
-    return jax.jit(both).trace(block, partial, shift, dout, lse, lse, dq)
+    return jax.jit(both).trace(block, partial, dout, lse, lse, dq)
 
 
 def reports(block, target, monkeypatch) -> list[Report]:
@@ -145,7 +143,7 @@ def for_hopper(block, fresh, monkeypatch):
     batch, length, heads, dim = block.q.shape
     lse = shape(batch, heads, length, dtype=jnp.float32)
     out = shape(batch, length, heads, dim, dtype=jnp.float32)
-    partial = None if fresh else Partial(out, lse, None if block.bias is None else lse)
+    partial = None if fresh else Partial(out, lse)
     with compiling_for(90):
         program = jax.jit(KERNEL.forward).trace(alone(block) if fresh else block, partial)
         found = of_lowered(program.lower(lowering_platforms=("cuda",)))
@@ -176,7 +174,7 @@ PLAIN, CAUSAL, RAGGED = (
     ],
 )
 def test_the_kernel_for_hopper_spills_no_more_than_its_budget(head_dim, soft_cap, length, fields, fresh, monkeypatch):
-    rule = Rule(scale=head_dim**-0.5, soft_cap=soft_cap, **fields)
+    rule = Rule(softmax_scale=head_dim**-0.5, logits_soft_cap=soft_cap, **fields)
     report = for_hopper(block(jnp.bfloat16, head_dim, length, rule), fresh, monkeypatch)
     bound, reason = allowed("bfloat16", head_dim, HOPPER if soft_cap is None else f"{HOPPER} with a soft cap", 90)
     assert report.spilled <= bound, f"{report}; the budget is {bound}: {reason}"
@@ -200,7 +198,7 @@ def test_the_kernel_for_hopper_with_a_bias_fits_and_spills_no_more_than_its_budg
 )
 def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head_dim, soft_cap, monkeypatch):
     dropout = 0.1 if option == "dropout" else 0.0
-    rule = Rule(scale=head_dim**-0.5, causal=True, soft_cap=soft_cap, dropout=dropout)
+    rule = Rule(softmax_scale=head_dim**-0.5, causal=True, logits_soft_cap=soft_cap, dropout_prob=dropout)
     given = {"seed": shape(1, dtype=jnp.uint32)} if dropout else {"slopes": shape(1, HEADS, dtype=jnp.float32)}
     report = for_hopper(block(jnp.bfloat16, head_dim, rule=rule, **given), True, monkeypatch)
     kernel = f"{HOPPER} with {option}{' and a soft cap' if soft_cap else ''}"
@@ -211,10 +209,10 @@ def test_the_kernel_for_hopper_with_dropout_or_slopes_spills_little(option, head
 @pytest.mark.parametrize("soft_cap", [None, 30.0])
 def test_the_kernel_for_hopper_fits_with_every_mask_at_once(soft_cap, monkeypatch):
     rule = Rule(
-        scale=0.1,
+        softmax_scale=0.1,
         causal=True,
-        chunk=300,
-        soft_cap=soft_cap,
+        chunk_size=300,
+        logits_soft_cap=soft_cap,
         masks=(Local(100, 100), Local(100, 50)),
         mask_of_head=(0, 1) * (HEADS // 2),
         increasing=False,
@@ -270,7 +268,7 @@ def test_tables_of_any_size_compile_and_spill_nothing(listed, run, by_keys, targ
 def test_a_budget_that_is_broken_is_seen():
     """A tile far too large for its warps spills, and the report says so."""
     params = FwdParams(q_blocksize=128, kv_blocksize=128, num_warps=4)
-    rule = Rule(scale=0.1, causal=True, fwd_params=params)
+    rule = Rule(softmax_scale=0.1, causal=True, fwd_params=params)
     with compiling_for(90):
         found = of_lowered(traced(block(jnp.bfloat16, 128, rule=rule)).lower(lowering_platforms=("cuda",)))
     (forward,) = [report for report in found if report.name == "ringattn_forward"]

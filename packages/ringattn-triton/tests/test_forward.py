@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
+from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, nearly_forbidding, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.visibility import visible
@@ -45,7 +45,7 @@ def test_a_single_query_or_key_is_enough(option: str) -> None:
 def test_the_output_is_that_of_float64() -> None:
     block = make_block(1, 40, 24, heads=2, kv_heads=1, dim=16, tiles=(16, 16), causal=True, soft_cap=20.0, offset=8)
     q, k, v = (np.asarray(x, np.float64) for x in (block.q, block.k, block.v))
-    s = 20 * np.tanh(np.einsum("btnh,bskh->bnts", q, k) * block.rule.scale / 20)
+    s = 20 * np.tanh(np.einsum("btnh,bskh->bnts", q, k) * block.rule.softmax_scale / 20)
     s = np.where(np.arange(40)[:, None] >= np.arange(24)[None] + 8, s, -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         lse = np.log(np.exp(s).sum(-1))
@@ -53,6 +53,15 @@ def test_the_output_is_that_of_float64() -> None:
     got = KERNEL.forward(block, None)
     near("out", got.out, np.einsum("bnts,bskh->btnh", p, v), 1e-6)
     near("lse", got.lse, lse, 2e-6)
+
+
+def test_a_bias_of_minus_100000_on_a_whole_row_is_the_lowest_that_allows_its_keys() -> None:
+    block = make_block(1, 40, 24, dim=16, tiles=(16, 16), bias=nearly_forbidding(1, 2, 40, 24))
+    got, plain = KERNEL.forward(block, None), KERNEL.forward(dataclasses.replace(block, bias=None), None)
+    sees = np.arange(40) % 4 != 1
+    assert not got.out[:, ~sees].any() and np.isneginf(got.lse[..., ~sees]).all()
+    # A score near -1e5 has 7 bits after the point in float32.
+    near("out", got.out[:, sees], plain.out[:, sees], 2e-2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -123,6 +123,14 @@ def test_a_bias_may_forbid_pairs_and_whole_rows(kv_length: int) -> None:
     assert np.isneginf(got.lse[..., ::3]).all() and np.isfinite(got.lse[..., 1::3]).all()
 
 
+def test_a_bias_of_minus_90000_on_a_whole_row_allows_its_keys() -> None:
+    low = np.where(np.arange(200) % 2, -9e4, 0.0)[:, None]
+    block = make_block(
+        2, 200, 152, dim=128, dtype=HALF, bias=jnp.broadcast_to(jnp.asarray(low, HALF), (2, 2, 200, 152))
+    )
+    near("out", computed(block).out, computed(dataclasses.replace(block, bias=None)).out, 2e-2)
+
+
 def test_a_turn_that_sees_nothing_may_come_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "PROGRAMS", 1)
     mask = np.arange(512)[None, None, :, None] // 128 % 2 == 0

@@ -75,7 +75,7 @@ def test_whole_tiles_and_equal_heads_in_float16_are_right(dim: int) -> None:
 @pytest.mark.parametrize("dim", [128, 256])
 def test_derivatives_that_only_their_scale_brings_into_float16_are_right(dim: int) -> None:
     block = make_block(1, 128, 128, dim=dim, dtype=jnp.float16, causal=True)
-    rule = dataclasses.replace(block.rule, scale=2.0**-12)
+    rule = dataclasses.replace(block.rule, softmax_scale=2.0**-12)
     k, v = block.kv
     got = computed(dataclasses.replace(block, kv=(k, v * 12288), rule=rule))
     assert all(np.isfinite(x).all() for x in (got.dq, got.dk))
@@ -137,11 +137,14 @@ def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
     np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
 
 
-@pytest.mark.parametrize(("length", "heads"), [(2048, 16), (8192, 16), (16384, 16), (32768, 8), (65536, 4)])
-def test_the_longer_the_shard_the_fewer_heads_take_turns_side_by_side(length: int, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "group", "heads"),
+    [(2048, 1, 16), (8192, 1, 16), (16384, 1, 8), (65536, 1, 2), (8192, 16, 4), (16384, 16, 2), (32768, 4, 1)],
+)
+def test_the_longer_the_turns_the_fewer_heads_take_them_side_by_side(length: int, group: int, heads: int) -> None:
     block = make_block(1, 1, 1, dim=128, dtype=HALF)
     constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
-    long = dataclasses.replace(constants, q_length=length)
+    long = dataclasses.replace(constants, q_length=length, kv_length=length, heads=group, kv_heads=1)
     assert one_pass._heads_in_order(long, backward_plan.PLANS[128]) == heads
 
 

@@ -14,12 +14,12 @@ def problem_of(block: Block) -> Problem:
     )
     return Problem(
         q=_exact(block.q), k=_exact(block.k), v=_exact(block.v),
-        causal=rule.causal, window=rule.window, chunk=rule.chunk,
+        causal=rule.causal, window=rule.sliding_window, chunk=rule.chunk_size,
         q_segments=q_segments, kv_segments=kv_segments,
         q_positions=np.asarray(block.q_positions), kv_positions=np.asarray(block.kv_positions),
-        seen=_dense_masks(block), soft_cap=rule.soft_cap, scale=rule.scale, bias=bias,
+        seen=_dense_masks(block), soft_cap=rule.logits_soft_cap, scale=rule.softmax_scale, bias=bias,
         slopes=None if block.slopes is None else np.asarray(block.slopes)[0],
-        dropout=rule.dropout, seed=0 if block.seed is None else int(block.seed[0]),
+        dropout=rule.dropout_prob, seed=0 if block.seed is None else int(block.seed[0]),
     )  # fmt: skip
 
 

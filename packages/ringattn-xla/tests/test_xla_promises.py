@@ -101,15 +101,25 @@ def test_rows_without_keys_are_zero_and_send_nothing(dtype: Any) -> None:
     assert not np.asarray(grads.dq)[1].any() and not np.asarray(grads.dk)[1].any()
 
 
-def test_a_bias_of_minus_infinity_forbids() -> None:
-    bias = np.where(np.random.default_rng(2).random((1, 2, 12, 12)) < 0.4, -np.inf, 0.5).astype(np.float32)
-    bias[0, 0, 3] = -np.inf
+@pytest.mark.parametrize("low", [-np.inf, np.finfo(np.float32).min, -1e9, np.nextafter(np.float32(-1e5), -np.inf)])
+def test_a_bias_below_minus_100000_forbids(low: float) -> None:
+    bias = np.where(np.random.default_rng(2).random((1, 2, 12, 12)) < 0.4, low, 0.5).astype(np.float32)
+    bias[0, 0, 3] = low
     block = make_block(1, 12, 12, params=tiles(8), bias=bias, soft_cap=5.0)
     partial = KERNEL.forward(block, None)
     np.testing.assert_allclose(partial.out, attend(problem_of(block)).out, atol=2e-6)
     grads = _backward(block, partial)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
-    assert grads.dbias is not None and not np.asarray(grads.dbias)[np.isneginf(bias)].any()
+    assert grads.dbias is not None and not np.asarray(grads.dbias)[bias < 0].any()
+    assert not np.asarray(partial.out)[0, 3, 0].any() and np.isneginf(partial.lse[0, 0, 3])
+
+
+@pytest.mark.parametrize("low", [-9e4, -1e5])
+def test_a_bias_down_to_minus_100000_on_a_whole_row_leaves_its_weights(low: float) -> None:
+    block = make_block(1, 12, 12, params=tiles(8), bias=np.full((1, 2, 12, 12), low, np.float32))
+    plain = KERNEL.forward(dataclasses.replace(block, bias=None), None)
+    # A score near -1e5 has 7 bits after the point in float32.
+    np.testing.assert_allclose(KERNEL.forward(block, None).out, plain.out, atol=2e-2)
 
 
 def test_a_key_that_is_nan_makes_every_row_nan_that_sees_it() -> None:

@@ -17,7 +17,7 @@ def grouped(x: Float32[Array, "B T N H"], block: Block) -> Float32[Array, "B T K
 
 def weights(block: Block, lse: Float32[Array, "B N T"] | None = None):
     """`exp(s - lse)`, `[B, K, G, T, S]`, and `lse`: the given one, or that of this block alone."""
-    s = product("btkgh,bskh->bkgts", grouped(block.q, block), block.k.astype(jnp.float32)) * block.rule.scale
+    s = product("btkgh,bskh->bkgts", grouped(block.q, block), block.k.astype(jnp.float32)) * block.rule.softmax_scale
     shape, seen = (s.shape[0], -1, *s.shape[3:]), visible(block)
     heads = s.reshape(shape) if seen is None else jnp.where(seen, s.reshape(shape), -jnp.inf)
     lse = jax.nn.logsumexp(heads, -1) if lse is None else lse
@@ -35,7 +35,7 @@ def backward(block: Block, dout, lse, delta, dq) -> Gradients:
     p, _ = weights(block, lse)
     dout = grouped(dout, block)
     dp = product("btkgh,bskh->bkgts", dout, block.v.astype(jnp.float32))
-    ds = p * (dp - delta.reshape(*p.shape[:4], 1)) * block.rule.scale
+    ds = p * (dp - delta.reshape(*p.shape[:4], 1)) * block.rule.softmax_scale
     more = product("bkgts,bskh->btkgh", ds, block.k.astype(jnp.float32)).reshape(block.q.shape)
     dk, dv = product("bkgts,btkgh->bskh", ds, grouped(block.q, block)), product("bkgts,btkgh->bskh", p, dout)
     return Gradients(more if dq is None else dq + more, dk, dv)

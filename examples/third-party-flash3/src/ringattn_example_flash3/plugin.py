@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The descriptor of this backend: its name, platforms, kernel and features."""
 
-from ringattn_core import Backend, Support
+from ringattn_core import Backend
 from ringattn_core import Feature as F
 
-CAN = (F.GRADIENTS, F.FLOAT16, F.BFLOAT16, F.CAUSAL, F.GROUPED_HEADS, F.SINKS, F.ZIGZAG, F.STRIPED, F.TWO_WAY)
+CAN = (F.GRADIENTS, F.FLOAT16, F.BFLOAT16, F.CAUSAL, F.GROUPED_HEADS, F.SINKS, F.ZIGZAG, F.STRIPED)
 
 BACKEND = Backend(
     name="example-flash3",
     api=1,
     platforms=("cuda",),
-    features=dict.fromkeys(CAN, Support.FULL),
+    features=CAN,
     half_partials=True,
     kernel="ringattn_example_flash3.kernel:KERNEL",
     probe="ringattn_example_flash3.kernel:why_not",

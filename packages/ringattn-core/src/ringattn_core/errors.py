@@ -5,6 +5,7 @@ import difflib
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
+_TOOLS = "ringattn-tools"
 OWN = ("xla", "triton", "tpu")
 """ringattn's own backends. The distribution of each is `ringattn-` and its name."""
 
@@ -51,7 +52,7 @@ class InputError(RingAttnError, ValueError):
     """An argument has a value that no backend accepts."""
 
     def __init__(self, argument: str, fact: str, remedy: str):
-        self.argument = argument
+        self.argument, self.fact, self.remedy = argument, fact, remedy
         super().__init__(f"{argument}: {fact}. {remedy}")
 
 
@@ -158,6 +159,13 @@ class TuningError(RingAttnError, RuntimeError):
     def __init__(self, name: str, fact: str, remedy: str):
         self.backend = name
         super().__init__(f"backend {name!r} cannot be tuned: {fact}. {remedy}")
+
+
+class ToolsNotFoundError(RingAttnError, ImportError):
+    """`ringattn-tools`, the distribution of the command line and of the autotuner's search, is not installed."""
+
+    def __init__(self, what: str):
+        super().__init__(f"{what} needs ringattn-tools, which is not installed. To add it: {from_clone(_TOOLS)}")
 
 
 class BackendUnavailableError(RingAttnError, RuntimeError):

@@ -13,7 +13,7 @@ from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes
 from .block_sizes import LANES, SUBLANES
-from .kernel_inputs import KernelInputs, prepared
+from .kernel_inputs import LOG2_E, KernelInputs, prepared
 from .kernels.backward_bias import backward_bias
 from .kernels.backward_fused import backward_fused
 from .kernels.backward_keys import backward_keys
@@ -46,12 +46,9 @@ def backward(block: Block, dout: jax.Array, lse: jax.Array, delta: jax.Array, dq
 
 def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.Array) -> KernelInputs:
     """Adds dout, lse and delta to the inputs. A row that sees nothing, or is padding, gets lse +inf, so that p is 0."""
-    length, settings = given.sizes.q_length, given.settings
-    lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * settings.unit), length, 2, jnp.inf)
+    length = given.sizes.q_length
+    lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), length, 2, jnp.inf)
     values = [lse, padded(delta, length, 2)]
-    if settings.bias:
-        shift = given.block.shift
-        values.append(jnp.zeros_like(lse) if shift is None else shift)
     arrays = given.arrays | {
         "dout": (padded(jnp.swapaxes(dout, 1, 2), length, 2), "BNT."),
         "row_values": (jnp.stack(values, 2), "BN.T"),
@@ -61,7 +58,7 @@ def _with_rows(given: KernelInputs, dout: jax.Array, lse: jax.Array, delta: jax.
 
 def _row_columns(given: KernelInputs) -> dict[str, Any]:
     """Scratch memory for lse and delta of the own queries, as columns."""
-    return {"row_values": pltpu.VMEM((3 if given.settings.bias else 2, given.sizes.q_tile, LANES), jnp.float32)}
+    return {"row_values": pltpu.VMEM((2, given.sizes.q_tile, LANES), jnp.float32)}
 
 
 def _key_sums(given: KernelInputs) -> dict[str, Any]:

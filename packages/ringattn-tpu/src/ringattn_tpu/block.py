@@ -12,8 +12,6 @@ from .tuning_candidates import candidate_configs
 class TpuKernel:
     """Blockwise attention on TPUs: every feature but float16, heads of up to 256, the same bits at every run."""
 
-    # XLA on a TPU keeps several permutes in flight, and takes long to pack arrays of different dtypes into one.
-    separate_sends = True
     tie = staticmethod(tie)
     forward = staticmethod(forward)
     backward = staticmethod(backward)

@@ -47,7 +47,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     refuse_large_heads(block, LARGEST_HEAD, "tpu")
     wide = block.q.dtype == jnp.float32 or max(block.q.shape[-1], block.value_dim) > LANES
     rule = block.rule
-    seen = span(rule.causal, rule.window, rule.chunk) // 2 // LANES * LANES
+    seen = span(rule.causal, rule.sliding_window, rule.chunk_size) // 2 // LANES * LANES
     target = max(_SHORTEST, min(_LONGEST // 2 if wide else _LONGEST, seen))
     asked = (params.q_blocksize, params.kv_blocksize)
     while True:

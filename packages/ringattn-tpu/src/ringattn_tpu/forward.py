@@ -4,12 +4,12 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.contract.protocol import SHIFT_BELOW, Block, Partial
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.tile_padding import padded
 
 from . import block_sizes
 from .block_sizes import LANES
-from .kernel_inputs import KernelInputs, prepared
+from .kernel_inputs import LOG2_E, KernelInputs, prepared
 from .kernels import forward as kernel
 from .launch import Grid
 from .steps import steps
@@ -42,26 +42,18 @@ def forward(block: Block, partial: Partial | None) -> Partial:
         products=2,
     )
     out = jnp.swapaxes(found["out"][:, :, :q_length], 1, 2)
-    return _result(given, out, found["softmax"][..., :q_length])
+    return _result(out, found["softmax"][..., :q_length])
 
 
 def _begun(given: KernelInputs, partial: Partial) -> jax.Array:
-    """The running maximum and the running sum of each row of `partial`, in the kernel's units."""
+    """The running maximum and the running sum of each row of `partial`, in units of log2."""
     nothing = jnp.isneginf(partial.lse)
-    largest, total = partial.lse, jnp.ones_like(partial.lse)
-    if partial.shift is not None:
-        largest = partial.shift + partial.lse
-        total = jnp.exp(partial.lse - (largest - partial.shift))
-    largest = jnp.where(nothing, kernel.LOWEST, largest * given.settings.unit)
-    return padded(jnp.stack([largest, jnp.where(nothing, 0.0, total)], 2), given.sizes.q_length, 3)
+    largest = jnp.where(nothing, kernel.LOWEST, partial.lse * LOG2_E)
+    return padded(jnp.stack([largest, jnp.where(nothing, 0.0, 1.0)], 2), given.sizes.q_length, 3)
 
 
-def _result(given: KernelInputs, out: jax.Array, softmax: jax.Array) -> Partial:
+def _result(out: jax.Array, softmax: jax.Array) -> Partial:
     """The partial result from the final maximum and sum of each row."""
     largest, total = softmax[:, :, 0], softmax[:, :, 1]
-    nothing = total == 0.0
-    if not given.settings.bias:
-        # Added in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
-        return Partial(out, jnp.where(nothing, -jnp.inf, (largest + jnp.log2(total)) / given.settings.unit))
-    shift = jnp.where((largest < SHIFT_BELOW) & ~nothing, largest, 0.0)
-    return Partial(out, jnp.where(nothing, -jnp.inf, (largest - shift) + jnp.log(total)), shift)
+    # Added in units of log2, so that a block that no query sees leaves the bits of lse unchanged.
+    return Partial(out, jnp.where(total == 0.0, -jnp.inf, (largest + jnp.log2(total)) / LOG2_E))

@@ -38,21 +38,12 @@ class Settings:
     kv_rows: tuple[str, ...]
     precision: str | None
     """The precision of float32 products: exact unless the caller asks for less. bfloat16 products are always exact."""
-    bias: bool
-
-    @property
-    def unit(self) -> float:
-        """The factor from natural logarithms to the kernels' units: log2, because the kernels use `exp2`.
-
-        With a bias it is 1: the sum of a score and a bias of -1e6 must be rounded as `jax.nn` rounds it.
-        """
-        return 1.0 if self.bias else LOG2_E
 
     @property
     def product_scale(self) -> float:
-        """The factor of a product of query and key, before a soft cap."""
-        cap = self.rule.soft_cap
-        return self.rule.scale * self.unit if cap is None else self.rule.scale / cap
+        """The factor of a product of query and key, before a soft cap; without one, to units of log2."""
+        cap = self.rule.logits_soft_cap
+        return self.rule.softmax_scale * LOG2_E if cap is None else self.rule.softmax_scale / cap
 
 
 class KernelInputs(NamedTuple):
@@ -159,7 +150,6 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
         q_rows=tuple(q_side),
         kv_rows=tuple(kv_side),
         precision=(rule.precision or "highest") if block.q.dtype == jnp.float32 else None,
-        bias=block.bias is not None,
     )
     arrays = {"q": (jnp.swapaxes(block.q, 1, 2), "BNT.")}
     if not isinstance(block.kv, tuple) and block.kv.ndim == 5:
@@ -173,8 +163,8 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
     if block.bias is not None:
         arrays["bias"] = (block.bias, "BNTS")
     if block.slopes is not None:
-        arrays["distance_weight"] = (block.slopes[:, :, None, None] * settings.unit, "BN..")
-    if rule.dropout:
+        arrays["distance_weight"] = (block.slopes[:, :, None, None] * LOG2_E, "BN..")
+    if rule.dropout_prob:
         keys = jax.lax.bitcast_convert_type(dropout.keys(block), jnp.int32)
         arrays["dropout_key"] = (keys[:, :, None, None], "BN..")
     return KernelInputs(block, settings, sizes, arrays)
@@ -190,7 +180,7 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
         q["position"] = block.q_positions
     if q:
         kv["position"] = block.kv_positions
-    if rule.dropout:
+    if rule.dropout_prob:
         q["index"], kv["index"] = block.q_index, block.kv_index
     if block.q_segments is not None or block.padded:
         # Negative ids are padding, which must equal nothing: one id for queries and another for keys.
@@ -205,15 +195,15 @@ def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"
     """The first and the last position that each query sees; `None` if there is no bound. Sums are kept within int32."""
     rule, position = block.rule, block.q_positions
     lows, highs = [], []
-    left, right = (None, None) if rule.window is None else rule.window
+    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
     if left is not None:
         lows.append(jnp.maximum(position, left - _LARGEST) - left)
     if right is not None:
         highs.append(jnp.minimum(position, _LARGEST - right) + right)
-    if rule.causal or rule.chunk is not None:
+    if rule.causal or rule.chunk_size is not None:
         highs.append(position)
-    if rule.chunk is not None:
-        lows.append(position - jnp.remainder(position, rule.chunk))
+    if rule.chunk_size is not None:
+        lows.append(position - jnp.remainder(position, rule.chunk_size))
     low = jnp.stack(lows).max(0) if lows else None
     return low, jnp.stack(highs).min(0) if highs else None
 

@@ -31,7 +31,7 @@ def of(block: Block, by_keys: bool, tile: int) -> Int32[Array, "b n words other"
     The batch axis is 1 if no mask depends on the batch, and the head axis is 1 if all heads have the same mask.
     """
     rule = block.rule
-    bare = dataclasses.replace(rule, causal=False, window=None, chunk=None)
+    bare = dataclasses.replace(rule, causal=False, sliding_window=None, chunk_size=None)
     masked = dataclasses.replace(block, rule=bare, q_segments=None, kv_segments=None, padded=False)
     count = bits(tile)
     length = block.kv_length if by_keys else block.q_length

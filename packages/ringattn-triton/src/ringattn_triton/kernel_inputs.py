@@ -24,7 +24,7 @@ ENOUGH_HEADS: Final = 4
 
 INPUTS: Final = (
     "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",
-    "kv_segments", "bias", "shift", "slopes", "mask_words", "mask_of_head", "dropout_keys",
+    "kv_segments", "bias", "slopes", "mask_words", "mask_of_head", "dropout_keys",
 )  # fmt: skip
 """The arrays that every kernel takes first, in this order; those after v are the fields of its parameter `P`."""
 
@@ -84,7 +84,6 @@ class BlockConstants:
     bias_head: int
     bias_query: int
     bias_key: int
-    shifted: bool
     slopes: bool
     slopes_batch: int
     masks: bool
@@ -197,13 +196,15 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
     batch, q_length, heads, head_dim = block.q.shape
     kv_length, kv_heads, value_dim = block.kv_length, block.kv_heads, block.value_dim
     k, v = block.kv if isinstance(block.kv, tuple) else (block.kv, block.kv)
-    positions = rule.causal or rule.window is not None or rule.chunk is not None or block.slopes is not None
+    positions = (
+        rule.causal or rule.sliding_window is not None or rule.chunk_size is not None or block.slopes is not None
+    )
     masked = bool(rule.masks) or block.mask is not None
     mask_words, mask_of_head = mask_bits.of_block(block) if masked else (None, None)
-    left, right = (None, None) if rule.window is None else rule.window
+    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
     bias, slopes = block.bias, block.slopes
-    capped = rule.soft_cap is not None
-    factor = rule.soft_cap if rule.soft_cap is not None else rule.scale
+    capped = rule.logits_soft_cap is not None
+    factor = rule.logits_soft_cap if rule.logits_soft_cap is not None else rule.softmax_scale
     plain = bias is None and slopes is None and factor > 0
     narrow = block.q.dtype != jnp.float32
     arrays = {
@@ -212,16 +213,15 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         "v": v,
         "q_positions": block.q_positions if positions else None,
         "kv_positions": block.kv_positions if positions else None,
-        "q_index": block.q_index if rule.dropout else None,
-        "kv_index": block.kv_index if rule.dropout or block.padded else None,
+        "q_index": block.q_index if rule.dropout_prob else None,
+        "kv_index": block.kv_index if rule.dropout_prob or block.padded else None,
         "q_segments": block.q_segments,
         "kv_segments": block.kv_segments,
         "bias": bias,
-        "shift": block.shift,
         "slopes": slopes,
         "mask_words": mask_words,
         "mask_of_head": mask_of_head,
-        "dropout_keys": dropout.keys(block) if rule.dropout else None,
+        "dropout_keys": dropout.keys(block) if rule.dropout_prob else None,
     }
     if isinstance(block.kv, tuple) or block.kv.ndim == 5:
         v_start = 0 if isinstance(block.kv, tuple) else batch * kv_length * kv_heads * value_dim
@@ -248,32 +248,31 @@ def of_block(block: Block, fast: bool = False) -> KernelInputs:
         kv_positions_batch=_stride(block.kv_positions, 0),
         q_index_batch=_stride(block.q_index, 0),
         kv_index_batch=_stride(block.kv_index, 0),
-        scale=rule.scale,
+        scale=rule.softmax_scale,
         plain=plain,
         fold=factor * LOG2_E if plain else LOG2_E,
         precision=_precision(rule.precision, narrow, fast),
         fast=fast and narrow,
         capped=capped,
-        bend=rule.scale / factor if capped else 1.0,
+        bend=rule.softmax_scale / factor if capped else 1.0,
         unbend=factor,
         positions=positions,
-        below=left is not None or rule.chunk is not None,
-        above=rule.causal or right is not None or rule.chunk is not None,
+        below=left is not None or rule.chunk_size is not None,
+        above=rule.causal or right is not None or rule.chunk_size is not None,
         causal=rule.causal,
         left=left,
         right=right,
-        chunk=rule.chunk,
+        chunk=rule.chunk_size,
         segments=block.q_segments is not None,
         padded=block.padded,
-        dropout=bool(rule.dropout),
-        threshold=dropout.threshold(rule.dropout),
+        dropout=bool(rule.dropout_prob),
+        threshold=dropout.threshold(rule.dropout_prob),
         keep_weight=rule.keep_weight,
         bias=bias is not None,
         bias_batch=_stride(bias, 0),
         bias_head=_stride(bias, 1),
         bias_query=_stride(bias, 2),
         bias_key=1,
-        shifted=block.shift is not None,
         slopes=slopes is not None,
         slopes_batch=_stride(slopes, 0),
         masks=mask_words is not None,

@@ -4,7 +4,7 @@
 from typing import Final
 
 from ringattn_core.contract.backend import Backend
-from ringattn_core.contract.features import Feature, Support
+from ringattn_core.contract.features import Feature
 
 INTERPRET_VARIABLE: Final = "RINGATTN_TRITON_INTERPRET"
 """The environment variable that, set to 1, lets the kernels be interpreted on a CPU."""
@@ -31,7 +31,6 @@ _FEATURES: Final = (
     Feature.RETURN_LSE,
     Feature.ZIGZAG,
     Feature.STRIPED,
-    Feature.TWO_WAY,
     Feature.PRECISION,
     Feature.FUSED_BACKWARD,
 )
@@ -40,7 +39,7 @@ BACKEND: Final = Backend(
     name="triton",
     api=1,
     platforms=("cuda", "rocm", "gpu"),  # not "cpu": interpreted kernels are too slow for a default
-    features=dict.fromkeys(_FEATURES, Support.FULL),
+    features=_FEATURES,
     kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
     variables=(INTERPRET_VARIABLE,),

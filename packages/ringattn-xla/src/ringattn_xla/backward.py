@@ -12,7 +12,7 @@ from ringattn_core.contract.varying import align, axes_of
 from .scores import like_scores, product, row_values, rows, scores, term_gradients, terms, unrows
 from .tiling import BLOCK_AXES, Arrays, choose, over_visible_tiles, pad
 
-_AXES = {"dout": "BTN.", "lse": "BKR", "delta": "BKR", "shift": "BKR", "dq": "BK.R", "dk": "BSK.", "dv": "BSK."}
+_AXES = {"dout": "BTN.", "lse": "BKR", "delta": "BKR", "dq": "BK.R", "dk": "BSK.", "dv": "BSK."}
 
 
 def backward(
@@ -32,7 +32,6 @@ def backward(
     # For a row that sees nothing, and for padding, lse is +inf, so that its probabilities are 0.
     lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse), block.q_length, 2, jnp.inf)
     values = {"lse": lse, "delta": padded(delta, block.q_length, 2)}
-    values |= {} if block.shift is None else {"shift": block.shift}
     read = {"dout": dout, **{name: row_values(x, block) for name, x in values.items()}}
     total = {"dq": jnp.swapaxes(rows(padded(before, block.q_length, 1), block), 2, 3)}
     inputs = {"k": block.k, "v": block.v, **terms(block)}
@@ -50,18 +49,17 @@ def _added(tile: Block, read: Arrays, total: Arrays) -> Arrays:
     rule, dtype = tile.rule, tile.q.dtype
     q, k, v, dout = rows(tile.q, tile), jnp.swapaxes(tile.k, 1, 2), jnp.swapaxes(tile.v, 1, 2), rows(read["dout"], tile)
     s, capped = scores(q, k, tile, by_keys=True)
-    s = s - read["shift"][:, :, None] if "shift" in read else s
     p = jnp.exp(s - read["lse"][:, :, None])
     dp = product(v, dout, 3, tile)
     dropped = p
-    if rule.dropout:
+    if rule.dropout_prob:
         keep = jnp.where(like_scores(kept(tile), p, tile, by_keys=True), rule.keep_weight, 0.0)
         dropped, dp = p * keep, dp * keep
     ds = p * (dp - read["delta"][:, :, None])
     added = {f"d{name}": x for name, x in term_gradients(ds, tile, by_keys=True).items()}
-    if rule.soft_cap is not None:
-        ds = ds * (1.0 - jnp.square(capped / rule.soft_cap))
-    dropped, ds = dropped.astype(dtype), (ds * rule.scale).astype(dtype)
+    if rule.logits_soft_cap is not None:
+        ds = ds * (1.0 - jnp.square(capped / rule.logits_soft_cap))
+    dropped, ds = dropped.astype(dtype), (ds * rule.softmax_scale).astype(dtype)
     added["dv"] = jnp.swapaxes(product(dropped, dout, 2, tile), 1, 2)
     added["dk"] = jnp.swapaxes(product(ds, q, 2, tile), 1, 2)
     added["dq"] = product(jnp.swapaxes(k, 2, 3), ds, 2, tile)

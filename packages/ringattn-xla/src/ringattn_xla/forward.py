@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass of a block: an online softmax over its visible tiles that continues from a partial result."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
-from ringattn_core.contract.merge import empty, log_sum_exp
-from ringattn_core.contract.protocol import SHIFT_BELOW, Block, Partial
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.contract.tile_padding import padded
 from ringattn_core.contract.varying import align, axes_of
 
@@ -24,25 +22,17 @@ def forward(block: Block, partial: Partial | None) -> Partial:
     block, before = align((block, before), axes_of(block, before))
     length, size = block.q_length, choose(block, block.rule.fwd_params)
     block = pad(block, size)
-    largest, total = _begun(before)
-    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (largest, total)])
-    out = padded(before.out * jnp.swapaxes(total, 1, 2)[..., None], block.q_length, 1)
-    surviving = 1.0 - block.rule.dropout
+    # The sum of weights relative to exp(lse): 1, or 0 where the rows have seen nothing.
+    total = jnp.where(jnp.isneginf(before.lse), 0.0, 1.0)
+    softmax = jnp.stack([row_values(padded(x, block.q_length, 2), block) for x in (before.lse, total)])
+    out = padded(before.out, block.q_length, 1)
+    surviving = 1.0 - block.rule.dropout_prob
     begun = {"out": out * surviving, "softmax": softmax}
     found = over_visible_tiles(block, size, _continued, {}, begun, _AXES)
     largest, total = (from_row_values(x, block)[:, :, :length] for x in found["softmax"])
     weight = jnp.where(total == 0.0, 1.0, total) * surviving
     out = found["out"][:, :length] / jnp.swapaxes(weight, 1, 2)[..., None]
-    if block.bias is None:
-        return Partial(out, largest + jnp.log(total))
-    shift = jnp.where((largest < SHIFT_BELOW) & ~jnp.isneginf(largest), largest, 0.0)
-    return Partial(out, (largest - shift) + jnp.log(total), shift)
-
-
-def _begun(partial: Partial) -> tuple[Any, Any]:
-    """The running maximum and the running sum of each row of `partial`."""
-    largest, shift = log_sum_exp(partial), 0.0 if partial.shift is None else partial.shift
-    return largest, jnp.exp(partial.lse - jnp.where(jnp.isneginf(largest), 0.0, largest - shift))
+    return Partial(out, largest + jnp.log(total))
 
 
 def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
@@ -60,7 +50,7 @@ def _continued(tile: Block, _: Arrays, before: Arrays) -> Arrays:
     shrink = jnp.exp(largest - finite)
     p = jnp.exp(s - finite[..., None])
     total = total * shrink + p.sum(-1)
-    if tile.rule.dropout:
+    if tile.rule.dropout_prob:
         p = jnp.where(like_scores(kept(tile), p, tile, by_keys=False), p, 0.0)
     added = product(p.astype(v.dtype), v, 2, tile)
     out = rows(before["out"], tile) * shrink[..., None] + added

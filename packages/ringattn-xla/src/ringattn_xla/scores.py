@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract.protocol import Block
-from ringattn_core.contract.visibility import visible
+from ringattn_core.contract.visibility import visible, with_forbidden
 
 from .tiling import Arrays
 
@@ -22,9 +22,9 @@ Scores = Float32[Array, "b k r s"] | Float32[Array, "b k s r"]
 def scores(q: Float[Array, "b k r h"], k: Float[Array, "b k s h"], tile: Block, by_keys: bool) -> tuple[Scores, Scores]:
     """The scores, -inf where a key is masked out, and the scaled and capped products that they come from."""
     rule = tile.rule
-    s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.scale
-    if rule.soft_cap is not None:
-        s = rule.soft_cap * jnp.tanh(s / rule.soft_cap)
+    s = (product(k, q, 3, tile) if by_keys else product(q, k, 3, tile)) * rule.softmax_scale
+    if rule.logits_soft_cap is not None:
+        s = rule.logits_soft_cap * jnp.tanh(s / rule.logits_soft_cap)
     capped = s
     s = _with_terms(s, {"bias": tile.bias, "slopes": tile.slopes}, tile, by_keys)
     seen = visible(tile)
@@ -44,7 +44,7 @@ def term_gradients(ds: Scores, tile: Block, by_keys: bool) -> Arrays:
 
 def _with_terms(s: Scores, terms: Mapping[str, Any], tile: Block, by_keys: bool) -> Scores:
     if terms.get("bias") is not None:
-        s = s + like_scores(terms["bias"].astype(jnp.float32), s, tile, by_keys)
+        s = s + like_scores(with_forbidden(terms["bias"]), s, tile, by_keys)
     if terms.get("slopes") is not None:
         distance = jnp.abs(tile.q_positions[:, None, :, None] - tile.kv_positions[:, None, None, :])
         s = s - like_scores(terms["slopes"][:, :, None, None] * distance.astype(jnp.float32), s, tile, by_keys)

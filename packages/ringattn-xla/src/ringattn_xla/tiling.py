@@ -33,10 +33,8 @@ class Cut(NamedTuple):
     kv: Any
 
 
-BLOCK_AXES: Final = {
-    name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items() if name != "shift"
-}
-"""A letter for each axis of each array of a block, but for `kv`, whose form varies, and `shift`, which is in rows."""
+BLOCK_AXES: Final = {name: "".join(letter[0] for letter in letters).upper() for name, letters in LETTERS.items()}
+"""A letter for each axis of each array of a block, but for `kv`, whose form varies."""
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
@@ -58,7 +56,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
 def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
     """The longest tile of queries, and of keys, unless the caller gives sizes."""
-    target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.window, rule.chunk) // 4 // 64 * 64))
+    target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.sliding_window, rule.chunk_size) // 4 // 64 * 64))
     return max(target // group, 16), target
 
 

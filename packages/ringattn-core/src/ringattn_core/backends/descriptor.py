@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from ..contract.backend import API_VERSIONS, Backend
-from ..contract.features import Feature, Support
+from ..contract.features import Feature
 from ..errors import BackendLoadError, BackendVersionError, RingAttnError, in_one_line
 
 _NAME: Final = re.compile(r"\w[\w.-]*")
@@ -42,12 +42,13 @@ def _wrong_fields(backend: Any, name: str) -> Iterator[str]:
         value = getattr(backend, field)
         if not is_right(value):
             yield f"{field}={_shown(value)} must be {example}"
-    for field, kind in (("features", Support), ("reasons", str)):
-        for key, value in dict(getattr(backend, field)).items():
-            if not isinstance(key, Feature):
-                yield f"{field} has the key {_shown(key)}, which is not a member of Feature"
-            elif not isinstance(value, kind):
-                yield f"{field}[{key}]={_shown(value)} must be {'a string' if kind is str else 'a member of Support'}"
+    for field in ("features", "reasons"):
+        for feature in getattr(backend, field):
+            if not isinstance(feature, Feature):
+                yield f"{field} has {_shown(feature)}, which is not a member of Feature"
+    for feature, reason in dict(backend.reasons).items():
+        if not isinstance(reason, str):
+            yield f"reasons[{feature}]={_shown(reason)} must be a string"
 
 
 def _shown(value: Any) -> str:
@@ -71,7 +72,7 @@ def _is_path(value: Any) -> bool:
 _PATH_EXAMPLE: Final = "an import path 'module:attribute'"
 _FIELDS: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
     ("platforms", "a tuple of names such as ('cuda',)", lambda value: _are_names(value) and bool(value)),
-    ("features", "a mapping from Feature to Support", lambda value: isinstance(value, Mapping)),
+    ("features", "a set or a tuple of members of Feature", lambda value: isinstance(value, set | frozenset | tuple)),
     ("reasons", "a mapping from Feature to strings", lambda value: isinstance(value, Mapping)),
     ("kernel", _PATH_EXAMPLE, _is_path),
     ("ring", _PATH_EXAMPLE, _is_path),

@@ -1,28 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
 """The function `ring_attention`: exact attention over a sequence that is sharded over a ring of devices."""
 
-import inspect
+from collections.abc import Sequence
 from typing import Any
 
-from typing_extensions import Unpack
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..contract.signature import RingKernel
 from ..errors import InputError, MeshError
+from ..masks.builder import Builder
 from ..masks.info import MaskInfo
 from ..placement import arrays
+from ..placement.axes import AxisName
+from ..strategies import Strategy
 from .dispatch import answer, chosen
 from .mesh_roles import mesh_of
-from .options import DEFAULTS, Options, configured, refuse_unknown
+from .options import named, options_in
 from .sharding import sharded
 from .validation import validated
 
 
+@named
 def ring_attention(
     query: arrays.Query,
     key: arrays.Key,
     value: arrays.Value,
     softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
     bias: arrays.Bias | None = None,
-    **options: Unpack[Options],
+    *,
+    causal: bool = False,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    q_segment_ids: arrays.QueryIds | None = None,
+    kv_segment_ids: arrays.KeyIds | None = None,
+    q_positions: arrays.QueryPositions | None = None,
+    kv_positions: arrays.KeyPositions | None = None,
+    query_offset: int | arrays.QueryOffset | None = None,
+    mask_info: MaskInfo | None = None,
+    attention_mask: arrays.DenseMask | None = None,
+    mask_builder: Builder | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: arrays.PerHead | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: int | arrays.Seed | None = None,
+    axis_name: AxisName = None,
+    batch_axis_name: AxisName = None,
+    head_axis_name: AxisName = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Sequence[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | Sequence[PartitionSpec] | None = None,
+    layout: str = "contiguous",
+    strategy: Strategy = "ring",
+    precision: str | jax.lax.Precision | None = None,
+    fused_backward: bool = False,
+    return_lse: bool = False,
+    backend: str | Sequence[str] | None = None,
+    cfg: RingAttentionConfig | dict[str, Any] | None = None,
 ) -> Any:
     """Softmax attention over a sequence that is split over a ring of devices.
 
@@ -42,7 +78,8 @@ def ring_attention(
         softmax_aux: Attention sinks: logits that enter the denominator of the softmax and have no value. `[N]` for one
             sink a head, `[n]` for `n` sinks that all heads share, or `[N, n]`. In your own `jax.shard_map` that splits
             the heads, split the first axis of `[N, n]` alike, and leave a single axis whole: `N` counts all heads.
-        bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order.
+        bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order. An
+            entry below -1e5 forbids its pair, as -inf does.
         q_segment_ids: `[B, T]` integers. A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: `[B, S]` integers. If only one of the two is given, it serves both.
         q_positions: `[T]` or `[B, T]` integers, which masks and ALiBi compare. By default, the index in the
@@ -63,9 +100,8 @@ def ring_attention(
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (by a cost model, the fastest of these for the forward pass, or for both passes if JAX differentiates
-            the call).
-        two_way: Sends half of the key heads the other way round the ring, to use links in both directions.
+            "auto" (the ring if masks by position leave out hops; else "ulysses" if the ranks of the last axis divide
+            the key heads; else the ring).
         mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
             lengths. See `ringattn_core.masks`.
         chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.
@@ -96,23 +132,11 @@ def ring_attention(
         ringattn_core.errors.UnsupportedFeatureError: The named backend does not support an option of the call.
         ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
-    given: dict[str, Any] = dict(options)
-    refuse_unknown(given, _NAMES)
-    config, backend = configured(given)
-    mesh, in_specs, out_specs = (given.pop(name, None) for name in ("mesh", "in_specs", "out_specs"))
-    given = _with_mask_info(given, given.pop("mask_info", None))
+    given, config = options_in(locals()), RingAttentionConfig.of(cfg, "cfg")
+    given |= _held(mask_info, given) | {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    backend = config.backend_name if backend is None else backend
     mesh = mesh_of(mesh, given, (query, key, value))
-    call = validated(
-        query,
-        key,
-        value,
-        softmax_aux=softmax_aux,
-        bias=bias,
-        fwd_params=config.fwd_params,
-        bwd_params=config.bwd_params,
-        ranks=None if mesh is None else 1,
-        **given,
-    )
+    call = validated(query, key, value, **given, ranks=None if mesh is None else 1)
     if mesh is not None:
         return sharded(call, backend, mesh, in_specs, out_specs)
     if in_specs is not None or out_specs is not None:
@@ -120,24 +144,66 @@ def ring_attention(
     return answer(chosen(backend, call), call)
 
 
-_NAMED = [p for p in inspect.signature(ring_attention).parameters.values() if p.kind is not p.VAR_KEYWORD]
-_OPTIONS = [
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=kind)
-    for name, kind in Options.__annotations__.items()
-]
-_NAMES = [parameter.name for parameter in (*_NAMED, *_OPTIONS)]
-# so that editors and `help` show every option with its default
-ring_attention.__signature__ = inspect.Signature([*_NAMED, *_OPTIONS])  # pyright: ignore[reportFunctionMemberAccess]
+def per_shard(backend: str) -> RingKernel:
+    """Makes the function of one shard that a backend's package exports.
+
+    Args:
+        backend: The name of the backend that runs every call of the function.
+    """
+
+    @named
+    def ring_attention(
+        query: arrays.Query,
+        key: arrays.Key,
+        value: arrays.Value,
+        q_segment_ids: arrays.QueryIds | None = None,
+        kv_segment_ids: arrays.KeyIds | None = None,
+        softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
+        bias: arrays.Bias | None = None,
+        mask_builder: Builder | None = None,
+        sliding_window: int | tuple[int | None, int | None] | None = None,
+        chunk_size: int | None = None,
+        causal: bool = False,
+        logits_soft_cap: float | None = None,
+        softmax_scale: float | None = None,
+        axis_name: AxisName = None,
+        fwd_params: FwdParams | dict[str, Any] | None = None,
+        bwd_params: BwdParams | dict[str, Any] | None = None,
+        fused_backward: bool = False,
+        *,
+        attention_mask: arrays.DenseMask | None = None,
+        q_positions: arrays.QueryPositions | None = None,
+        kv_positions: arrays.KeyPositions | None = None,
+        query_offset: int | arrays.QueryOffset | None = None,
+        alibi_slopes: arrays.PerHead | None = None,
+        dropout_prob: float = 0.0,
+        dropout_seed: int | arrays.Seed | None = None,
+        batch_axis_name: AxisName = None,
+        head_axis_name: AxisName = None,
+        layout: str = "contiguous",
+        precision: str | jax.lax.Precision | None = None,
+        return_lse: bool = False,
+        strategy: str = "ring",
+    ) -> Any:
+        """Exact attention of one rank's queries to the keys of all ranks of a ring, on the backend of this package.
+
+        The arguments are those of `ringattn_core.ring_attention`, in the order of `ejkernel`; `fwd_params` and
+        `bwd_params` are those of its `cfg`. Arrays are local: call it inside `jax.shard_map`, or on one device.
+        """
+        call = validated(query, key, value, **options_in(locals()))
+        return answer(chosen(backend, call), call)
+
+    return ring_attention
 
 
-def _with_mask_info(options: dict[str, Any], mask_info: Any) -> dict[str, Any]:
-    """Adds the arrays of `mask_info` to the options; raises for an array that is given in both."""
+def _held(mask_info: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of `mask_info` by name; raises for one that is `given` too."""
     if mask_info is None:
-        return options
+        return {}
     if not isinstance(mask_info, MaskInfo):
         raise InputError("mask_info", f"got {type(mask_info).__name__}", "Pass a ringattn_core.MaskInfo")
     held = {name: x for name, x in vars(mask_info).items() if x is not None}
     for name in held:
-        if options.get(name) is not None:
+        if given[name] is not None:
             raise InputError(name, "is given twice, in mask_info and by itself", "Pass one of them")
-    return options | held
+    return held

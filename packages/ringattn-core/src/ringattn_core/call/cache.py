@@ -1,65 +1,211 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose keys and values are a cache that is sharded over a ring, for decoding and for prefill."""
+"""The functions `decode_attention` and `prefill_attention`: new tokens attend to a cache that a ring shares."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
 from ..backends.discovery import Registration
+from ..config import RingAttentionConfig
 from ..contract.call import Call
-from ..errors import InputError
+from ..errors import InputError, MeshError
 from ..masks.int32 import as_int32
+from ..placement import arrays
+from ..placement.arrays import Roles
+from ..placement.axes import AxisName
 from ..placement.layout import pieces, refuse_indivisible
+from ..placement.mesh import of_context
 from ..placement.platforms import refuse_different_devices
-from ..ring import cache
+from ..strategies import cache
 from ..tuning.choice import with_parameters
-from .mesh_roles import check_mesh, mesh_of, ranks_of
-from .options import DEFAULTS, OPTIONS, CacheOptions, Options, configured, refuse_unknown
-from .shard_map import refuse_sharded, refuse_unnamed_axes
-from .validation import checked_operands
+from .dispatch import answer, chosen
+from .mesh_roles import check_mesh, mesh_of, named_roles, ranks_of, refuse_indivisible_axes
+from .options import ARRAYS, named, options_in
+from .shard_map import refuse_sharded
+from .sharding import over_shards, sharded
+from .validation import fitted
 
 Lengths = Int[jax.Array, " B"]
+SENT: Final = ("auto", "keys", "queries")
 
 
-def checked(
-    function: Any, query: Any, key_cache: Any, value_cache: Any, lengths: Any, options: dict[str, Any], sharded: bool
-) -> tuple[Call, Lengths, Any, Any]:
-    """Checks the arguments of `function`, and makes the call in canonical form, without positions.
+@named
+def decode_attention(
+    query: arrays.Query,
+    key_cache: arrays.Key,
+    value_cache: arrays.Value,
+    lengths: Lengths | int,
+    softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
+    *,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: arrays.PerHead | None = None,
+    axis_name: AxisName = None,
+    batch_axis_name: AxisName = None,
+    head_axis_name: AxisName = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    layout: str = "contiguous",
+    precision: str | jax.lax.Precision | None = None,
+    return_lse: bool = False,
+    backend: str | Sequence[str] | None = None,
+    cfg: RingAttentionConfig | dict[str, Any] | None = None,
+) -> Any:
+    """Causal attention of a few new tokens to a cache of keys and values that is sharded over a ring.
+
+    No keys are sent: each rank attends to its own shard, and the ranks merge their partial results. Row `b` of the
+    cache holds `lengths[b]` tokens, and the queries are the last of them, so write the keys and values of the new
+    tokens to the cache first. Entries of the cache after these are masked out, but must be finite. A query with a
+    negative position sees no key, and its output is 0.
+
+    With `mesh`, or under `jax.set_mesh`, arrays are global and the cache is split over `axis_name`. Inside your own
+    `jax.shard_map`, the cache is this rank's shard; all other arrays and the result are the same on all ranks of the
+    ring.
+
+    `sliding_window`, `chunk_size`, `softmax_scale`, `logits_soft_cap`, `alibi_slopes`, `axis_name`, `batch_axis_name`,
+    `head_axis_name`, `layout`, `precision` and `return_lse` mean what they mean in `ring_attention`.
+
+    Args:
+        query: The queries of the new tokens, `[B, T, N, H]`.
+        key_cache: `[B, S, K, H]`, in the order of `layout`.
+        value_cache: `[B, S, K, Hv]`.
+        lengths: How many tokens each row of the cache holds, the new ones included: `[B]`, or one integer.
+        softmax_aux: Attention sinks, as in `ring_attention`.
+        mesh: The mesh over which the call splits its global arrays.
+        backend: The name of a backend, or several names to try in order.
+        cfg: A `RingAttentionConfig`, or a dict of its fields.
+
+    Returns:
+        The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
+    """
+    call, first, backend, mesh = _checked(locals(), sharded=False)
+    positions = first[:, None] + jnp.arange(call.query.shape[1], dtype=jnp.int32)[None]
+    call = cache.not_differentiable(dataclasses.replace(call, q_positions=positions))
+    registration = chosen(backend, call, mesh)
+    if mesh is None:
+        return _attend(registration, call)
+    return _over_mesh(registration, call, of_context(mesh, call.query))
+
+
+@named
+def prefill_attention(
+    query: arrays.Query,
+    key_cache: arrays.Key,
+    value_cache: arrays.Value,
+    lengths: Lengths | int,
+    softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
+    *,
+    send: Literal["auto", "keys", "queries"] = "auto",
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    chunk_size: int | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: arrays.PerHead | None = None,
+    axis_name: AxisName = None,
+    batch_axis_name: AxisName = None,
+    head_axis_name: AxisName = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    layout: str = "contiguous",
+    precision: str | jax.lax.Precision | None = None,
+    return_lse: bool = False,
+    backend: str | Sequence[str] | None = None,
+    cfg: RingAttentionConfig | dict[str, Any] | None = None,
+) -> Any:
+    """Causal attention of a chunk of new tokens to a cache of keys and values; both are sharded over a ring.
+
+    Row `b` of the cache holds `lengths[b]` tokens, and the queries are the last of them, so write the keys and values
+    of the chunk to the cache first. Entries of the cache after these are masked out, but must be finite. A query with a
+    negative position sees no key, and its output is 0.
+
+    `send="keys"` sends the cache round the ring, as `ring_attention` does. `send="queries"` leaves the cache where it
+    is: each rank gets all queries, attends to its own shard, and sends the partial results back to be merged; that has
+    no gradients. By default the call sends whichever is fewer bytes.
+
+    With `mesh`, or under `jax.set_mesh`, arrays are global, and queries and caches are split over `axis_name`. Inside
+    your own `jax.shard_map`, arrays are local, and `lengths` still count the tokens of all ranks.
+
+    `sliding_window`, `chunk_size`, `softmax_scale`, `logits_soft_cap`, `alibi_slopes`, `axis_name`, `batch_axis_name`,
+    `head_axis_name`, `layout`, `precision` and `return_lse` mean what they mean in `ring_attention`.
+
+    Args:
+        query: The queries of the chunk, `[B, T, N, H]`, in the order of `layout`.
+        key_cache: `[B, S, K, H]`, in the order of `layout`.
+        value_cache: `[B, S, K, Hv]`.
+        lengths: How many tokens each row of the cache holds, the chunk included: `[B]`, or one integer.
+        softmax_aux: Attention sinks, as in `ring_attention`.
+        send: "keys", "queries" or "auto".
+        mesh: The mesh over which the call splits its global arrays.
+        backend: The name of a backend, or several names to try in order.
+        cfg: A `RingAttentionConfig`, or a dict of its fields.
+
+    Returns:
+        The output `[B, T, N, Hv]`. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in float32.
+    """
+    if send not in SENT:
+        raise InputError("send", f"got {send!r}", f"Pass one of {', '.join(map(repr, SENT))}")
+    call, first, backend, mesh = _checked(locals(), sharded=True)
+    call = dataclasses.replace(call, query_offset=first)
+    of_keys, of_queries = bytes_to_send(call)
+    sends_queries = send == "queries" or (send == "auto" and of_queries < of_keys)
+    work = answer
+    if sends_queries and call.axis_name:  # on one device nothing travels
+        work, call = _attend, cache.not_differentiable(call)
+    if mesh is not None:
+        return sharded(call, backend, mesh, None, None, work)
+    return work(chosen(backend, call), call)
+
+
+def bytes_to_send(call: Call) -> tuple[int, int]:
+    """The bytes of the keys and values of a call, and those of its queries and their partial results.
+
+    Whichever travels, a rank sends its share of them to each of the other ranks. Each head of a query sends back a
+    float32 output, and its log-sum-exp takes part in a maximum (an all-reduce, which sends 4 bytes twice) and in a sum
+    (4 bytes).
+    """
+    batch, tokens, heads, size = call.query.shape
+    _, room, key_heads, value_size = call.value.shape
+    bytes_of = call.query.dtype.itemsize
+    of_keys = room * key_heads * (size + value_size) * bytes_of
+    return batch * of_keys, batch * tokens * heads * (size * bytes_of + 4 * value_size + 12)
+
+
+def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, Any, Any]:
+    """The call in canonical form, without positions, from the arguments of the function. Raises if they do not fit.
 
     Inside a `shard_map`, `sharded` says that queries are split over the ring like the cache; otherwise every rank has
-    all of them. Returns the call; the position of each row's first query, which may be negative; the mesh, which is
-    `None` where the arrays are local; and the backend asked for.
+    all of them. Returns also the position of each row's first query, which may be negative; the backend asked for; and
+    the mesh, which is `None` where the arrays are local.
     """
-    operands = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
-    mesh = options.pop("mesh")
-    config, backend = configured(options)
-    _refuse_unknown(function, options)
-    given = {**options, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
-    mesh = mesh_of(mesh, options, operands.values())
-    arrays, sizes = checked_operands(operands, given, None if mesh is None else 1, whole_queries=not sharded)
-    (q, k, v), (tokens, room) = arrays.values(), sizes.lengths
-    values = DEFAULTS | given | {"causal": True}
-    call = Call(query=q, key=k, value=v, **{x.name: x.canonical(values[x.name], sizes) for x in OPTIONS})
-    remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
-    if mesh is None:
-        refuse_unnamed_axes(call)
-    else:
-        check_mesh(call, mesh)
-    known = as_int32("lengths", lengths, (0, room, remedy))
-    if known.shape not in ((), q.shape[:1]):
-        raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {q.shape[0]}, one for each row")
+    config, backend = RingAttentionConfig.of(variables["cfg"], "cfg"), variables["backend"]
+    given = options_in(variables) | {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
+    operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
+    mesh = mesh_of(variables["mesh"], given, operands.values())
+    call, sizes = fitted(operands, given, None if mesh is None else 1, whole_queries=not sharded)
+    (tokens, room), rows = sizes.lengths, call.query.shape[:1]
     if mesh is not None:
-        _refuse_uneven_cache(call, ranks_of(mesh, call.axis_name or ()))
-    else:
-        others = {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
-        refuse_different_devices(arrays | {"lengths": known} | others)
-        _check_shard(call, arrays, known, room // k.shape[1], sharded)
-    return call, jnp.broadcast_to(known, q.shape[:1]) - tokens, mesh, backend
+        check_mesh(call, mesh)
+    remedy = f"Pass lengths from 0 to {room}, the number of tokens that the cache has room for"
+    known = as_int32("lengths", variables["lengths"], (0, room, remedy))
+    if known.shape not in ((), rows):
+        raise InputError("lengths", f"has shape {known.shape}", f"Pass one integer, or {rows[0]}, one for each row")
+    _refuse_uneven_cache(call, 1 if mesh is None else ranks_of(mesh, call.axis_name or ()))
+    if mesh is None:
+        refuse_different_devices({"query": call.query, "lengths": known})
+        ring, whole = call.axis_name or (), {} if sharded else {"query": call.query}
+        refuse_sharded(ring, {"lengths": known} | whole)
+        if sharded:
+            refuse_indivisible("query", tokens, call.layout, tokens // call.query.shape[1])
+    backend = config.backend_name if backend is None else backend
+    return call, jnp.broadcast_to(known, rows) - tokens, backend, mesh
 
 
-def attend(registration: Registration, call: Call) -> Any:
+def _attend(registration: Registration, call: Call) -> Any:
     """The result of a call on one rank whose keys stay where they are. The arrays are local."""
     if registration.descriptor().kernel is None:
         function = "decode_attention" if call.query_offset is None else "prefill_attention with send='queries'"
@@ -72,26 +218,24 @@ def attend(registration: Registration, call: Call) -> Any:
     return (out, lse) if call.return_lse else out
 
 
-def _refuse_unknown(function: Any, options: dict[str, Any]) -> None:
-    """Raises for a keyword that the function does not take."""
-    for name in ("causal", "is_causal"):
-        if name in options:
-            remedy = "Leave it out: attention to a cache is always causal"
-            raise InputError(name, f"is not an argument of {function.__name__}", remedy)
-    for name in options.keys() & {"bias", *Options.__annotations__} - CacheOptions.__annotations__.keys():
-        remedy = "Leave it out, or call ring_attention with causal=True and query_offset=lengths - query.shape[1]"
-        raise InputError(name, f"is not an argument of {function.__name__}", remedy)
-    named = [name for name in function.__annotations__ if name not in ("options", "return")]
-    refuse_unknown(options, (*named, *CacheOptions.__annotations__), function.__name__)
-
-
-def _check_shard(call: Call, operands: dict[str, jax.Array], lengths: jax.Array, ranks: int, sharded: bool) -> None:
-    """Raises if an array in a `shard_map` is split where it must be whole, or not split evenly."""
-    _refuse_uneven_cache(call, 1)
-    query = next(iter(operands))
-    if sharded:
-        refuse_indivisible(query, call.query.shape[1] * ranks, call.layout, ranks)
-    refuse_sharded(call.axis_name or (), {"lengths": lengths} | ({} if sharded else {query: call.query}))
+def _over_mesh(registration: Registration, call: Call, mesh: Any) -> Any:
+    """The result of the call on global arrays. Only the cache is split over the ring."""
+    roles = named_roles(call, mesh)
+    refuse_indivisible_axes(call, mesh, roles)
+    parts = ranks_of(mesh, roles.heads)
+    if call.key.shape[2] % parts:
+        raise MeshError(
+            f"key_cache has heads {call.key.shape[2]}, which the {parts} ranks of mesh axes {roles.heads} do not "
+            f"divide. Pass head_axis_name=() to leave heads whole, or another mesh"
+        )
+    whole = Roles(roles.batch, (), roles.heads)
+    specs = {
+        name: (roles if name in ("key", "value") else whole).spec(ARRAYS[name], x.shape)
+        for name, x in call.arrays.items()
+    }
+    outputs = whole.spec(arrays.Output), whole.spec(arrays.LogSumExp)
+    out, *lse = over_shards(_attend, registration, dataclasses.replace(call, **roles.names), mesh, specs, outputs)
+    return (out, *lse) if lse else out
 
 
 def _refuse_uneven_cache(call: Call, ranks: int) -> None:

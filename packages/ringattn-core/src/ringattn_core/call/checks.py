@@ -218,28 +218,11 @@ def flag(argument: str, x: Any, _: Sizes | None = None) -> bool:
     return bool(x)
 
 
-def two_way(argument: str, x: Any, sizes: Sizes) -> bool:
-    wanted = flag(argument, x, sizes)
-    if wanted:
-        halves_go_both_ways(sizes.of["K"])
-    return wanted
-
-
 def strategy(argument: str, x: Any, _: Sizes) -> str:
     if not isinstance(x, str) or x not in STRATEGIES:
         known = ", ".join(map(repr, STRATEGIES))
         raise InputError(argument, f"got {x!r}{did_you_mean(x, STRATEGIES)}", f"Known strategies: {known}")
     return x
-
-
-def halves_go_both_ways(key_heads: int) -> None:
-    """Raises if two directions round the ring cannot share a rank's key heads evenly."""
-    if key_heads % 2:
-        raise InputError(
-            "two_way",
-            f"needs an even number of key heads on each rank, but there are {key_heads}",
-            "Leave two_way out, or split the heads over fewer ranks",
-        )
 
 
 def precision(argument: str, x: Any, _: Sizes) -> str | None:

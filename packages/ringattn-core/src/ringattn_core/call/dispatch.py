@@ -2,6 +2,7 @@
 """Runs a validated call of one shard on the chosen backend."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,16 +13,13 @@ from ..backends.discovery import Registration
 from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
-from ..contract.signature import SIGNATURE
 from ..errors import DerivativeError
 from ..placement.padding import cleaned
 from ..placement.platforms import platform_of
-from ..ring.forward import without_padding
 from ..strategies.choose import settled
 from ..strategies.run import run
 from ..tuning.choice import with_parameters
 from .options import needs
-from .validation import validated
 
 
 def _no_forward_rule() -> Exception:
@@ -51,11 +49,11 @@ def chosen(backend: Any, call: Call, mesh: Any = None) -> Registration:
 def answer(registration: Registration, call: Call) -> Any:
     """The backend's result for one shard. Its gradient raises if the backend has none."""
     backend, implementation = registration.descriptor(), registration.implementation()
-    strategies = settled(registration, call)
+    call = dataclasses.replace(call, strategy=settled(registration, call))
     if backend.kernel is None:
         result = _by_ring_kernel(implementation, with_parameters(registration, call))
     else:
-        result = run(registration, call, *strategies)
+        result = run(registration, call)
     return result if backend.supports(Feature.GRADIENTS) else _without_gradient(registration, result)
 
 
@@ -75,29 +73,12 @@ def _without_gradient(registration: Registration, result: Any) -> Any:
 
 
 def _by_ring_kernel(kernel: Callable[..., Any], call: Call) -> Any:
-    """Calls a backend's ring function, with zeros in the padding of its inputs as block kernels get them.
+    """Calls a backend's ring function.
 
     `cleaned` and `where` on the result only keep cotangents of padding out of the function's backward pass.
     """
-    q_ids, result = call.q_segment_ids, kernel(**without_padding(call).options())
+    q_ids, result = call.q_segment_ids, kernel(**call.options())
     if not call.return_lse or q_ids is None:
         return result if q_ids is None else cleaned(result, q_ids)
     out, lse = result
     return cleaned(out, q_ids), jnp.where(q_ids[:, None] >= 0, lse, jax.lax.stop_gradient(lse))
-
-
-def per_shard(name: str) -> Callable[..., Any]:
-    """Makes the per-shard function, with the signature `RingAttention`, that a backend's package exports.
-
-    Args:
-        name: The name of the backend that runs every call of the function.
-    """
-
-    def ring_attention(*args: Any, **kwargs: Any) -> Any:
-        call = validated(*args, **kwargs)
-        return answer(chosen(name, call), call)
-
-    ring_attention.__name__ = ring_attention.__qualname__ = "ring_attention"
-    ring_attention.__signature__ = SIGNATURE  # pyright: ignore[reportFunctionMemberAccess]
-    ring_attention.__doc__ = f"Exact ring attention on the {name!r} backend, with the signature of `RingAttention`."
-    return ring_attention

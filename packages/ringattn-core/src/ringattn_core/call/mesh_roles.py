@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which axes of a mesh split the batch, the sequence and the heads of a call on global arrays."""
 
-import contextlib
 import inspect
 import math
-import os
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -24,8 +21,8 @@ from .shard_map import AXIS_NAMES
 
 BATCH_AXES: Final = ("dp", "fsdp", "data", "replica")
 HEAD_AXES: Final = ("tp", "model", "tensor")
-_NOT_THE_CALLER: Final = (os.path.join(Path(__file__).parents[1], ""), contextlib.__file__)
-"""Prefixes of file names that are not the caller's: this package, and `contextlib`, which wraps its functions."""
+_NOT_THE_CALLER: Final = ("ringattn_core", "ringattn_adapters", "contextlib")
+"""Modules that are not the caller's: ours, and `contextlib`, which wraps our functions."""
 
 
 def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
@@ -132,7 +129,7 @@ def named_roles(call: Call, mesh: Any) -> Roles:
 def _warn(message: str) -> None:
     """Warns at the line that calls this package. (Python shows a warning once for each line.)"""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_CALLER:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
 

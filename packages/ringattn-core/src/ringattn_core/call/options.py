@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a call, a row for each: its array, its check, and the feature that a backend needs for it.
 
+An option has a row here, a line in the `def` of each function that takes it, and a field in `Call`, all of one name.
 The axis letters of an array decide its padding, its sharding and its shape. An array is differentiable exactly if it
-holds floating-point numbers. Defaults are those of the per-shard signature.
+holds floating-point numbers.
 """
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, ParamSpec, TypeVar
 
-import jax
-from typing_extensions import TypedDict
-
-from ..config import BwdParams, FwdParams, RingAttentionConfig
+from ..config import BwdParams, FwdParams
 from ..contract.call import Call, is_off
 from ..contract.features import Feature
-from ..contract.signature import PARAMETERS
 from ..errors import InputError
-from ..masks.info import MaskInfo
-from ..placement import arrays, axes, layout
-from ..strategies import Strategy
+from ..placement import arrays, layout
 from . import checks
 from .checks import Sizes
-
-DEFAULTS: Final = {parameter.name: parameter.default for parameter in PARAMETERS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +65,6 @@ OPTIONS: Final = (
     Option("batch_axis_name", checks.axis_names),
     Option("head_axis_name", checks.axis_names),
     Option("layout", lambda _, value, __: layout.canonical(value)),
-    Option("two_way", checks.two_way, feature=Feature.TWO_WAY),
     Option("precision", checks.precision, feature=Feature.PRECISION),
     Option("return_lse", checks.flag, feature=Feature.RETURN_LSE),
     Option("strategy", checks.strategy),
@@ -96,77 +90,15 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
-def configured(given: dict[str, Any]) -> tuple[RingAttentionConfig, Any]:
-    """Takes `cfg` and `backend` out of the keywords `given`; returns the configuration, and the backend asked for."""
-    cfg, backend = given.pop("cfg", None), given.pop("backend", None)
-    config = RingAttentionConfig() if cfg is None else RingAttentionConfig.of(cfg, "cfg")
-    return config, config.backend_name if backend is None else backend
+def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """The options that are `given`, each checked and in its canonical form, and the scale, which depends on `sizes`."""
+    rows = {option.name: option for option in OPTIONS}
+    return {name: rows[name].canonical(value, sizes) for name, value in {"softmax_scale": None, **given}.items()}
 
 
-class TokenOptions(TypedDict, total=False):
-    """Options that are arrays of tokens, batch rows or heads, and for which other libraries have no name."""
-
-    q_segment_ids: arrays.QueryIds | None
-    kv_segment_ids: arrays.KeyIds | None
-    q_positions: arrays.QueryPositions | None
-    kv_positions: arrays.KeyPositions | None
-    query_offset: int | arrays.QueryOffset | None
-    alibi_slopes: arrays.PerHead | None
-
-
-class RingSettings(TypedDict, total=False):
-    """Static options for which other libraries have no name."""
-
-    axis_name: axes.AxisName
-    batch_axis_name: axes.AxisName
-    head_axis_name: axes.AxisName
-    mesh: jax.sharding.Mesh | None
-    in_specs: Any
-    out_specs: Any
-    layout: str
-    two_way: bool
-    strategy: Strategy
-    mask_builder: Callable[[int, int, int, int, int], Any] | None
-    chunk_size: int | None
-    logits_soft_cap: float | None
-    precision: Any
-    fused_backward: bool
-    cfg: RingAttentionConfig | dict[str, Any] | None
-
-
-class AttentionSettings(RingSettings, total=False):
-    """All static options, under their names in `ring_attention`."""
-
-    causal: bool
-    sliding_window: int | tuple[int | None, int | None] | None
-    softmax_scale: float | None
-    backend: str | Sequence[str] | None
-
-
-class Options(TokenOptions, AttentionSettings, total=False):
-    """The keyword arguments of `ring_attention`, except sinks and bias."""
-
-    mask_info: MaskInfo | None
-    attention_mask: arrays.DenseMask | None
-    dropout_prob: float
-    dropout_seed: int | arrays.Seed | None
-    return_lse: bool
-
-
-class CacheOptions(TypedDict, total=False):
-    """The keyword arguments of a call on a cache; they mean what they mean in `ring_attention`."""
-
-    sliding_window: int | tuple[int | None, int | None] | None
-    chunk_size: int | None
-    logits_soft_cap: float | None
-    softmax_scale: float | None
-    alibi_slopes: arrays.PerHead | None
-    axis_name: axes.AxisName
-    batch_axis_name: axes.AxisName
-    head_axis_name: axes.AxisName
-    layout: str
-    precision: Any
-    return_lse: bool
+def options_in(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among the local `variables` of a function, that is among its arguments, by name."""
+    return {option.name: variables[option.name] for option in OPTIONS if option.name in variables}
 
 
 OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -194,12 +126,31 @@ OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names of other libraries, and of the other form of the call, with our names for the same argument."""
 
 
-def refuse_unknown(given: Collection[str], known: Collection[str], function: str = "ring_attention") -> None:
-    """Raises for an unknown keyword; the error names the right one if it can be guessed."""
-    for name in given:
-        if name in known:
-            continue
-        right = [other for other in OTHER_NAMES.get(name, ()) if other in known]
-        right = right or difflib.get_close_matches(name, tuple(known), n=1)
-        remedy = f"Pass {' and '.join(right)}" if right else f"Its arguments are {', '.join(known)}"
-        raise InputError(name, f"is not an argument of {function}", remedy)
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """The function, which raises `InputError` for an unknown keyword; the error names the right one if it can."""
+    known = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        for name in kwargs:
+            if name not in known:
+                raise InputError(name, f"is not an argument of {function.__name__}", _remedy(name, known))
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _remedy(name: str, known: Collection[str]) -> str:
+    """What to do in place of passing an unknown argument."""
+    of_cache = "lengths" in known
+    if of_cache and name in ("causal", "is_causal"):
+        return "Leave it out: attention to a cache is always causal"
+    right = [other for other in OTHER_NAMES.get(name, ()) if other in known]
+    if not right and of_cache and name in (*(option.name for option in OPTIONS), "mask_info", "in_specs", "out_specs"):
+        return "Leave it out, or call ring_attention with causal=True and query_offset=lengths - query.shape[1]"
+    right = right or difflib.get_close_matches(name, known, n=1)
+    return f"Pass {' and '.join(right)}" if right else f"Its arguments are {', '.join(known)}"

@@ -12,21 +12,23 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from ..backends.discovery import Registration
 from ..contract.call import Call
+from ..contract.wide import with_wide_gradient
 from ..errors import RingAttnError
 from ..placement import arrays, axes
-from ..placement.arrays import Roles, repeated_heads
+from ..placement.arrays import Roles
 from ..placement.mesh import of_context
 from ..tuning import choice
-from .checks import halves_go_both_ways
 from .dispatch import answer, chosen, reverse_mode_only
 from .mesh_roles import ranks_of, roles_of
 from .options import ARRAYS
 from .shard_map import refuse_unnamed_axes
 from .tracked import within_tracked
 
+Arrays = dict[str, jax.Array]
 Work = Callable[[Registration, Call], Any]
 """The computation of one shard."""
 
@@ -69,15 +71,13 @@ def prepared(call: Call, mesh: Any, in_specs: Any = None, out_specs: Any = None)
     ranks, parts = ranks_of(mesh, roles.sequence), ranks_of(mesh, roles.heads)
     more = (-call.query.shape[1] % ranks, -call.key.shape[1] % ranks)
     copies = math.lcm(call.key.shape[2], parts) // call.key.shape[2]
-    if call.two_way:
-        halves_go_both_ways(call.key.shape[2] * copies // parts)
     if more != (0, 0) or copies > 1:
         # JAX cannot change the size of an axis that explicit mesh axes split: gather it first.
         whole = Roles(roles.batch, () if any(more) else roles.sequence, () if copies > 1 else roles.heads)
         given = {name: _over_explicit(x, mesh, whole.spec(ARRAYS[name], x.shape)) for name, x in call.arrays.items()}
         call = _padded(dataclasses.replace(call, **given), *more)
-        call = dataclasses.replace(call, key=repeated_heads(call.key, copies), value=repeated_heads(call.value, copies))
-    return dataclasses.replace(call.with_wide_bias(roles), **roles.names), roles
+        call = dataclasses.replace(call, key=_repeated(call.key, copies), value=_repeated(call.value, copies))
+    return dataclasses.replace(call.with_shared_gradients(roles), **roles.names), roles
 
 
 def over_shards(
@@ -89,40 +89,52 @@ def over_shards(
     """
     placed = {name: _placed(x, mesh, split[name]) for name, x in call.arrays.items()}
     options = dataclasses.replace(call, **dict.fromkeys(ARRAYS))
+    out_specs = outputs if call.return_lse else outputs[:1]
+    shards = Shards(work, registration, options, mesh, tuple(split.items()), out_specs, choice.state(registration.name))
     with jax.debug_infs(False):  # the lse of a row that sees no key is -inf
-        state = choice.state(registration.name)
-        return _run(work, registration, options, mesh, tuple(split.items()), outputs, state, placed)
+        return _run(shards, placed)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5, 6))
-def _run(
-    work: Work,
-    registration: Registration,
-    options: Call,
-    mesh: Mesh,
-    split: Any,
-    outputs: tuple[P, P],
-    state: Any,
-    placed: dict[str, jax.Array],
-) -> tuple[jax.Array, ...]:
-    """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`.
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """What is static about a call on global arrays: equal ones compile once.
 
-    The parameters of kernels are chosen when this is traced. `state` is `choice.state()`: a static argument, so that a
-    change of policy, overlay or tuned result traces again.
+    `options` is the call without its arrays. The parameters of kernels are chosen when it is traced, so a change of
+    policy, overlay or tuned result, which `state` tells, traces again.
     """
 
-    def of_rank(local: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        found = work(registration, dataclasses.replace(options, **local))
-        return found if options.return_lse else (found,)
+    work: Work
+    registration: Registration
+    options: Call
+    mesh: Any
+    in_specs: tuple[tuple[str, P], ...]
+    out_specs: tuple[P, ...]
+    state: Any
 
-    in_specs, out_specs = dict(split), outputs if options.return_lse else outputs[:1]
+    def of_rank(self, local: Arrays) -> tuple[jax.Array, ...]:
+        """The output of one shard, and the log-sum-exp if the call asks for it."""
+        found = self.work(self.registration, dataclasses.replace(self.options, **local))
+        return found if self.options.return_lse else (found,)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(shards: Shards, placed: Arrays) -> tuple[jax.Array, ...]:
+    """The `shard_map` under `jax.jit`: equal calls compile once, even if the caller does not use `jax.jit`."""
+    mesh, in_specs, out_specs = shards.mesh, dict(shards.in_specs), shards.out_specs
     if axes.tracked():
-        return within_tracked(of_rank, mesh, in_specs, out_specs)(placed)
+        return within_tracked(shards.of_rank, mesh, in_specs, out_specs)(placed)
     # check_vma=False: Triton and Pallas kernels do not declare over which axes results vary.
     free = set(mesh.axis_names) - axes.manual()
     return jax.shard_map(
-        of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
+        shards.of_rank, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=free, check_vma=False
     )(placed)
+
+
+def _repeated(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
+    """Repeats every key head `copies` times, so that each rank has one of its own. Gradients are summed in float32."""
+    if copies == 1:
+        return x
+    return with_wide_gradient(x, lambda x: jnp.repeat(x, copies, 2)).astype(x.dtype)
 
 
 def _placed(x: jax.Array, mesh: Any, spec: P) -> jax.Array:

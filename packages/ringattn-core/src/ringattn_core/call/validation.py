@@ -8,66 +8,72 @@ from typing import Any, Final
 import jax
 
 from ..contract.call import Call
-from ..contract.signature import SIGNATURE
 from ..errors import InputError
 from ..placement import arrays, axes
 from ..placement import layout as layouts
 from ..placement.platforms import refuse_different_devices
 from .checks import Sizes, refuse_misfit
-from .options import OPTIONS, refuse_unknown
+from .options import canonical
 from .shard_map import AXIS_NAMES, own_key_heads, refuse_replicated, refuse_unnamed_axes
 
 DTYPES: Final = ("float32", "float16", "bfloat16")
-_ALIASES: Final = {"q_position_ids": "q_positions", "kv_position_ids": "kv_positions"}
 
 
-def validated(*arguments: Any, ranks: int | None = None, **options: Any) -> Call:
-    """The call in canonical form, from the arguments of the per-shard signature. Raises if they do not fit together.
+def validated(query: Any, key: Any, value: Any, ranks: int | None = None, **given: Any) -> Call:
+    """The call in canonical form, from operands and options by name. Raises if they do not fit together.
 
     By default the call is made inside a `shard_map`, and arrays are those of one rank of `axis_name`. Outside, `ranks`
     is the number of shards of the sequence, and the arrays are one of these shards; 1 means global arrays.
     """
-    given = _named(arguments, options)
-    operands = {name: given.pop(name) for name in ("query", "key", "value")}
-    inside = ranks is None
-    operands, sizes = checked_operands(operands, given, ranks)
-    q, k, v = operands.values()
-    if inside:
-        layout, ranks = layouts.canonical(given["layout"]), sizes.lengths[0] // q.shape[1]
-        for name, length in zip(operands, sizes.lengths, strict=False):
-            layouts.refuse_indivisible(name, length, layout, ranks)
-    found = {option.name: option.canonical(given[option.name], sizes) for option in OPTIONS}
-    _pair(found, ("q_segment_ids", "kv_segment_ids"), q, k)
-    if found["query_offset"] is None:
-        _pair(found, ("q_positions", "kv_positions"), q, k)
-    elif found["q_positions"] is not None:
+    call, sizes = fitted({"query": query, "key": key, "value": value}, given, ranks)
+    if ranks is not None:
+        return call
+    for name, length in zip(("query", "key"), sizes.lengths, strict=True):
+        layouts.refuse_indivisible(name, length, call.layout, sizes.lengths[0] // call.query.shape[1])
+    roles = arrays.Roles(call.batch_axis_name or (), call.axis_name or (), call.head_axis_name or ())
+    return dataclasses.replace(call.with_shared_gradients(roles), axis_name=call.axis_name or None)
+
+
+def fitted(
+    operands: Mapping[str, Any], given: Mapping[str, Any], ranks: int | None, whole_queries: bool = False
+) -> tuple[Call, Sizes]:
+    """The call in canonical form, and the sizes of its operands. Raises if operands and options do not fit together.
+
+    Errors call query, key and value by their names in `operands`. `ranks` is as in `validated`, where lengths are
+    checked too. With `whole_queries`, every rank has all queries.
+    """
+    found, sizes = _operands(operands, given, ranks, whole_queries)
+    q, k, v = found.values()
+    options = canonical(given, sizes)
+    _pair(options, ("q_segment_ids", "kv_segment_ids"), q, k)
+    if options.get("query_offset") is None:
+        _pair(options, ("q_positions", "kv_positions"), q, k)
+    elif options.get("q_positions") is not None:
         raise InputError("query_offset", "is given beside q_positions", "Add it to the positions, or leave these out")
-    if found["dropout_prob"] and found["dropout_seed"] is None:
+    dropout = options.get("dropout_prob")
+    if dropout and options.get("dropout_seed") is None:
         raise InputError(
-            "dropout_seed",
-            f"is missing with dropout_prob={found['dropout_prob']}",
-            "Pass an integer, a new one each step",
+            "dropout_seed", f"is missing with dropout_prob={dropout}", "Pass an integer, a new one each step"
         )
-    if not found["dropout_prob"]:
-        found["dropout_seed"] = None
-    call = Call(query=q, key=k, value=v, **found)
-    if inside:
-        refuse_different_devices(call.arrays)
+    if not dropout:
+        options["dropout_seed"] = None
+    call = Call(query=q, key=k, value=v, **options)
+    if ranks is None:
+        refuse_different_devices(
+            found | {name: x for name, x in call.arrays.items() if name not in ("query", "key", "value")}
+        )
         refuse_replicated(call.axis_name or (), {name: getattr(call, name) for name in ("q_positions", "kv_positions")})
         refuse_unnamed_axes(call)
-        roles = arrays.Roles(*(axes.names(given[name]) for name in ("batch_axis_name", "axis_name", "head_axis_name")))
-        return dataclasses.replace(call.with_wide_bias(roles), axis_name=call.axis_name or None)
-    return call
+    return call, sizes
 
 
-def checked_operands(
-    given: Mapping[str, Any], options: Mapping[str, Any], ranks: int | None, whole_queries: bool = False
+def _operands(
+    given: Mapping[str, Any], options: Mapping[str, Any], ranks: int | None, whole_queries: bool
 ) -> tuple[dict[str, jax.Array], Sizes]:
     """Query, key and value as arrays, and their sizes. Raises unless they fit together and the axis names are valid.
 
-    In a `shard_map` it also raises if JAX knows that all ranks of the ring have the same tokens. `ranks` is as in
-    `validated`. Errors call the arrays by their names in `given`. With `whole_queries`, every rank has all queries.
-    Inside a `shard_map` where every rank holds all key heads, only those of this rank are returned.
+    In a `shard_map` it also raises if JAX knows that all ranks of the ring have the same tokens. Where every rank holds
+    all key heads, only those of this rank are returned.
     """
     ring, batch, heads = (axes.names(options.get(name), name) for name in AXIS_NAMES)
     if len({*ring, *batch, *heads}) < len(ring) + len(batch) + len(heads):
@@ -102,24 +108,6 @@ def checked_operands(
     )
 
 
-def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Every argument under its canonical name, with defaults for arguments that are not given."""
-    refuse_unknown(options, SIGNATURE.parameters)
-    try:
-        bound = SIGNATURE.bind(*arguments, **options)
-    except TypeError as error:
-        remedy = "Pass query, key and value, and whatever follows fused_backward by name"
-        raise InputError("ring_attention", str(error), remedy) from None
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    for alias, name in _ALIASES.items():
-        other = given.pop(alias)
-        if other is not None and given[name] is not None:
-            raise InputError(alias, f"is another name of {name}, which is given too", "Pass one of them")
-        given[name] = given[name] if other is None else other
-    return given
-
-
 def _refuse_misfits(given: dict[str, jax.Array]) -> None:
     """Raises unless query, key and value fit together. Errors call them by their names in `given`."""
     (query, q), (key, k), _ = given.items()
@@ -146,7 +134,7 @@ def _refuse_misfits(given: dict[str, jax.Array]) -> None:
 
 def _pair(found: dict[str, Any], names: tuple[str, str], q: jax.Array, k: jax.Array) -> None:
     """If one array of a pair is given, uses it for queries and keys; raises unless they have equal lengths."""
-    missing = [name for name in names if found[name] is None]
+    missing = [name for name in names if found.get(name) is None]
     if len(missing) != 1:
         return
     (other,) = missing

@@ -2,10 +2,10 @@
 """What a backend wheel registers under the entry point group `ringattn.backends`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
-from .features import Feature, Support
+from .features import Feature
 
 API_VERSIONS: Final = range(1, 2)
 """The numbers of the backend API that this core supports."""
@@ -16,14 +16,14 @@ class Backend:
     """The descriptor of a backend. It is inert: importing it imports no kernel and touches no device.
 
     `name` is what calls pass as `backend=`. `platforms` are JAX's names of the devices that the backend serves ("cpu",
-    "cuda", "rocm", "tpu"; "gpu" means "cuda"). `features` says how far it supports each `Feature`; a feature that is
-    not listed is not supported. Of the backends that can run a call that names none, the highest `priority` gets it.
+    "cuda", "rocm", "tpu"; "gpu" means "cuda"). `features` are those that it supports; core refuses a call
+    that needs another. Of the backends that can run a call that names none, the highest `priority` gets it.
 
     `kernel` (a `BlockKernel`), `ring` (a `RingKernel`) and `probe` are import paths, `"module:attribute"`. Exactly one
     of `kernel` and `ring` is given. `probe` is a function that returns why the backend cannot run here, as one
     sentence, or `None`. `api` is the backend API that the backend was written for, as a literal number. `reasons` may
-    say why a feature is not supported; messages put "planned:" or "impossible:" before it. `variables` are the
-    environment variables `RINGATTN_...` that the backend reads; core warns of one that nothing installed declares.
+    say why a feature is not supported. `variables` are the environment variables `RINGATTN_...` that the backend reads;
+    core warns of one that nothing installed declares.
     `half_partials` says that the kernel rounds the results of each block to half precision where the inputs have it:
     the conformance suite then allows larger errors there, and its certificate says so.
     """
@@ -31,7 +31,7 @@ class Backend:
     name: str
     api: int
     platforms: tuple[str, ...]
-    features: Mapping[Feature, Support]
+    features: Collection[Feature]
     kernel: str | None = None
     ring: str | None = None
     priority: int = 0
@@ -45,10 +45,9 @@ class Backend:
             raise ValueError(f"Backend {self.name!r}: exactly one of {self.kernel=} and {self.ring=} must be given")
 
     def supports(self, feature: Feature) -> bool:
-        return self.features.get(feature) is Support.FULL
+        return feature in self.features
 
     def answer(self, feature: Feature) -> str:
-        """How far the backend supports the feature, in words, with the reason if it gives one."""
-        support = self.features.get(feature)
-        word = "not declared" if support is None else support.value
+        """Whether the backend supports the feature, in words, with the reason if it gives one."""
+        word = "supported" if self.supports(feature) else "not declared"
         return f"{word}: {self.reasons[feature]}" if feature in self.reasons else word

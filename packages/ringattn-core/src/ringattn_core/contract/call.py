@@ -12,6 +12,7 @@ from ..masks.builder import Built
 from ..placement import arrays
 from .rule import Rule
 from .signature import OF_CORE
+from .wide import with_wide_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,54 +24,64 @@ class Call:
     The fields are the arguments of `ring_attention` with the same names; `fwd_params` and `bwd_params` are those of its
     `cfg`. Sinks have a row for each head, a window is a pair, axis names are tuples, segment ids come in pairs or not
     at all. For `batch_axis_name` and `head_axis_name`, `None` means not given, and `()` that no mesh axis splits the
-    axis. `bias_dtype` is no argument: where core converted the bias to float32, it is the dtype that the caller gave.
+    axis. `wide` is no argument: it names the arrays that are float32 here only because their gradients are to be, and
+    that kernels read in the dtype of the queries.
     """
 
     query: arrays.Query
     key: arrays.Key
     value: arrays.Value
-    q_segment_ids: arrays.QueryIds | None
-    kv_segment_ids: arrays.KeyIds | None
-    softmax_aux: arrays.Sinks | None
-    bias: arrays.Bias | None
-    mask_builder: Built | None
-    sliding_window: tuple[int | None, int | None] | None
-    chunk_size: int | None
-    causal: bool
-    logits_soft_cap: float | None
     softmax_scale: float
-    axis_name: tuple[str, ...] | None
-    fwd_params: FwdParams
-    bwd_params: BwdParams
-    fused_backward: bool
-    attention_mask: arrays.DenseMask | None
-    q_positions: arrays.QueryPositions | None
-    kv_positions: arrays.KeyPositions | None
-    query_offset: arrays.QueryOffset | None
-    alibi_slopes: arrays.PerHead | None
-    dropout_prob: float
-    dropout_seed: arrays.Seed | None
-    batch_axis_name: tuple[str, ...] | None
-    head_axis_name: tuple[str, ...] | None
-    layout: str
-    two_way: bool
-    precision: str | None
-    return_lse: bool
-    strategy: str
-    bias_dtype: str | None = None
+    q_segment_ids: arrays.QueryIds | None = None
+    kv_segment_ids: arrays.KeyIds | None = None
+    softmax_aux: arrays.Sinks | None = None
+    bias: arrays.Bias | None = None
+    mask_builder: Built | None = None
+    sliding_window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    causal: bool = False
+    logits_soft_cap: float | None = None
+    axis_name: tuple[str, ...] | None = None
+    fwd_params: FwdParams = FwdParams()
+    bwd_params: BwdParams = BwdParams()
+    fused_backward: bool = False
+    attention_mask: arrays.DenseMask | None = None
+    q_positions: arrays.QueryPositions | None = None
+    kv_positions: arrays.KeyPositions | None = None
+    query_offset: arrays.QueryOffset | None = None
+    alibi_slopes: arrays.PerHead | None = None
+    dropout_prob: float = 0.0
+    dropout_seed: arrays.Seed | None = None
+    batch_axis_name: tuple[str, ...] | None = None
+    head_axis_name: tuple[str, ...] | None = None
+    layout: str = "contiguous"
+    precision: str | None = None
+    return_lse: bool = False
+    strategy: str = "ring"
+    wide: tuple[str, ...] = ()
 
-    def with_wide_bias(self, roles: arrays.Roles) -> "Call":
-        """The call with its bias in float32, if ranks share an axis of it that is broadcast; else the call itself.
+    def widened(self, **arrays: jax.Array) -> "Call":
+        """The call with these `arrays`: its own ones, or others made of them, by `with_wide_gradient`."""
+        dtype = self.query.dtype
+        wide = {name for name in arrays if dtype != jnp.float32 and getattr(self, name).dtype == dtype}
+        return dataclasses.replace(self, **arrays, wide=tuple(sorted({*self.wide, *wide})))
 
-        Each of these ranks has a part of the gradient. The parts are then added in float32, and the sum is rounded
-        once.
+    def narrowed(self) -> "Call":
+        """The call as kernels read it: the arrays that are `wide` in the dtype of the queries."""
+        return dataclasses.replace(self, **{name: getattr(self, name).astype(self.query.dtype) for name in self.wide})
+
+    def with_shared_gradients(self, roles: arrays.Roles) -> "Call":
+        """The call as a rank computes it. Ranks may share the bias, and then add up its gradient in float32.
+
+        They share it where it has length 1 along an axis that they split. (They share sinks and slopes too, which are
+        float32 in every call.)
         """
         if self.bias is None:
             return self
         named = zip(arrays.letters(arrays.Bias), self.bias.shape, strict=True)
         if not any(size == 1 and arrays.broadcasts(letter) and roles.of(letter) for letter, size in named):
             return self
-        return dataclasses.replace(self, bias=self.bias.astype(jnp.float32), bias_dtype=self.bias.dtype.name)
+        return self.widened(bias=with_wide_gradient(self.bias))
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -80,19 +91,19 @@ class Call:
     def options(self) -> dict[str, Any]:
         """The call as keyword arguments of a backend's own ring function."""
         names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "bias_dtype")}
+        return {name: getattr(self, name) for name in names if name not in (*OF_CORE, "wide")}
 
     @property
     def rule(self) -> Rule:
         """The static half of the call's blocks."""
         built = self.mask_builder or Built((), ())
         return Rule(
-            scale=self.softmax_scale,
+            softmax_scale=self.softmax_scale,
             causal=self.causal,
-            window=self.sliding_window,
-            chunk=self.chunk_size,
-            soft_cap=self.logits_soft_cap,
-            dropout=self.dropout_prob,
+            sliding_window=self.sliding_window,
+            chunk_size=self.chunk_size,
+            logits_soft_cap=self.logits_soft_cap,
+            dropout_prob=self.dropout_prob,
             masks=built.masks,
             mask_of_head=built.of_head,
             increasing=self.q_positions is None and self.kv_positions is None,

@@ -25,8 +25,6 @@ def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Parti
     batch, length, heads = block.q.shape[:3]
     rows = ((batch, heads, length), jnp.dtype(jnp.float32))
     wanted: dict[str, Expected] = {"out": ((batch, length, heads, block.value_dim), block.q.dtype), "lse": rows}
-    if block.bias is not None and isinstance(result, Partial) and result.shift is not None:
-        wanted["shift"] = rows
     return align(_checked(kernel, "forward", result, Partial, wanted, block.final), axes_of(block, partial))
 
 

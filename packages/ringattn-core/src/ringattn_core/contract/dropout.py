@@ -29,11 +29,11 @@ def threshold(probability: float) -> int:
 
 
 def kept(block: Block) -> Bool[Array, "B N T S"]:
-    """Which probabilities of `block` dropout keeps; needs a seed and `0 < rule.dropout < 1`."""
+    """Which probabilities of `block` dropout keeps; needs a seed and `0 < rule.dropout_prob < 1`."""
     i, j = _unsigned(block.q_index)[:, None, :, None], _unsigned(block.kv_index)[:, None, None, :]
     words = philox_2x32((draw_number(i), draw_number(j)), keys(block)[:, :, None, None])
     shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
-    return jnp.broadcast_to(survives(words, i, j, block.rule.dropout), shape)
+    return jnp.broadcast_to(survives(words, i, j, block.rule.dropout_prob), shape)
 
 
 def keys(block: Block) -> UInt32[Array, "B N"]:

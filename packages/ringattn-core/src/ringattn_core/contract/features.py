@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features that a call can need, a sentence each, and how far a backend can support one."""
+"""The features that a call can need, a sentence each."""
 
 import enum
 
@@ -29,14 +29,5 @@ class Feature(enum.Enum):
     RETURN_LSE = "The log-sum-exp of the scores is returned too, and is differentiable."
     ZIGZAG = "Rank r holds chunks r and 2D-1-r."
     STRIPED = "Token i lies on rank i mod D."
-    TWO_WAY = "Half of the key heads travel the other way round the ring."
     PRECISION = "Matrix products of float32 at a lower precision, where the caller asks."
     FUSED_BACKWARD = "A one-pass backward that may accumulate in any order, where the caller asks."
-
-
-class Support(enum.Enum):
-    """How far a backend supports a feature. A call runs only with FULL support for all that it needs."""
-
-    FULL = "supported"
-    PLANNED = "planned"
-    IMPOSSIBLE = "impossible"

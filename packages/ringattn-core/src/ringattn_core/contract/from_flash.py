@@ -73,7 +73,7 @@ def from_flash(forward: FlashForward, backward: FlashBackward) -> BlockKernel:
     """Makes a block kernel that calls `forward` and `backward` on parts of a block, with a causal mask or with none.
 
     Equal functions make equal kernels. A backend with such a kernel may declare GRADIENTS, dtypes, CAUSAL,
-    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG, STRIPED and TWO_WAY. It must not declare RETURN_LSE: `backward`
+    GROUPED_HEADS, SINKS, UNEQUAL_VALUE_DIM, ZIGZAG and STRIPED. It must not declare RETURN_LSE: `backward`
     computes `delta = Σ dout * out` itself, and cannot take the cotangent of `lse`.
     """
     return _FlashKernel(forward, backward)
@@ -97,7 +97,7 @@ class _FlashKernel:
         # Packed keys are those of a ring, which sends them on unless this is the last hop. A slice is a copy already.
         if not isinstance(block.kv, tuple) and k.shape[1] == block.kv_length:
             k = later_than_its_send(k)
-        out, lse = self.flash_forward(q, k, v, scale=block.rule.scale, causal=piece.causal)
+        out, lse = self.flash_forward(q, k, v, scale=block.rule.softmax_scale, causal=piece.causal)
         out = out if block.final else out.astype(jnp.float32)
         if piece.sees_nothing is not None:
             out, lse = jnp.where(_of_rows(piece), 0, out), jnp.where(piece.sees_nothing[:, None], -jnp.inf, lse)
@@ -119,7 +119,7 @@ class _FlashKernel:
         if piece.sees_nothing is not None:
             dout = jnp.where(_of_rows(piece), 0, dout)
             lse = jnp.where(piece.sees_nothing[:, None], BEYOND_ALL_SCORES, lse)
-        found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.scale, causal=piece.causal)
+        found = self.flash_backward(q, k, v, out, lse, dout, scale=block.rule.softmax_scale, causal=piece.causal)
         parts = (piece.queries, piece.keys, piece.keys)
         return [part.put(x.astype(jnp.float32), 1, 0.0) for part, x in zip(parts, found, strict=True)]
 
@@ -128,7 +128,7 @@ class _FlashKernel:
         rule, given = block.rule, [name for name in _OF_OPTIONS if getattr(block, name) is not None]
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
         unequal = rule.causal and block.q_length != block.kv_length
-        if rule != Rule(rule.scale, rule.causal, **known) or unequal or given:
+        if rule != Rule(rule.softmax_scale, rule.causal, **known) or unequal or given:
             raise KernelError(
                 self,
                 method,

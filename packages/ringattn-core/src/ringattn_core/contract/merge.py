@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..placement import axes
 from ..placement.arrays import as_array
 from ..placement.platforms import refuse_different_devices
-from .protocol import SHIFT_BELOW, Block, Partial
+from .protocol import Block, Partial
 
 _IN_ONE_SUM: Final = 8
 """The most ranks for which one all-reduce gathers all results. On more ranks, its extra bytes cost more than the
@@ -39,37 +39,34 @@ def merge(a: Partial, b: Partial) -> Partial:
     for argument, x in (("a", a), ("b", b)):
         _refuse_misfit(argument, x, a.out.shape)
     refuse_different_devices({"a": a.out, "b": b.out})
-    a, b = _on_one_shift(a, b)
     lse, share_a, share_b = combined(a.lse, b.lse)
-    return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse, a.shift)
+    return Partial(a.out * _over_out(share_a) + b.out * _over_out(share_b), lse)
 
 
 def _arrays(argument: str, x: Any) -> Partial:
     """The partial result `x` with JAX arrays; raises for anything else."""
     if not isinstance(x, Partial):
         raise InputError(argument, f"is {type(x).__name__}", "Pass Partial(out, lse)")
-    shift = None if x.shift is None else as_array(argument, x.shift)
-    return Partial(as_array(argument, x.out), as_array(argument, x.lse), shift)
+    return Partial(as_array(argument, x.out), as_array(argument, x.lse))
 
 
 def _refuse_misfit(argument: str, x: Partial, wanted: tuple[int, ...]) -> None:
     """Raises unless the arrays of a partial result fit together, and its output has the shape `wanted`."""
-    out, lse, shift = x.out.shape, x.lse.shape, x.lse.shape if x.shift is None else x.shift.shape
-    if out != wanted or len(out) != 4 or lse != (out[0], out[2], out[1]) or shift != lse:
-        shifted = "" if shift == lse else f" and shift {shift}"
+    out, lse = x.out.shape, x.lse.shape
+    if out != wanted or len(out) != 4 or lse != (out[0], out[2], out[1]):
         raise InputError(
             argument,
-            f"has out {out} and lse {lse}{shifted}",
-            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes, and a shift of the shape of lse",
+            f"has out {out} and lse {lse}",
+            "Both results need out (B, T, N, Hv) and lse (B, N, T) of equal sizes",
         )
 
 
 def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scattered: bool = False) -> Partial:
     """Merges the partial results of all ranks along the mesh axes `axis`, and of the `chunks` of keys on each rank.
 
-    In `partial`, the results of the chunks of one row are consecutive rows of the batch. It must have no `shift`, which
-    only a call with a bias has. Every rank gets the whole result. If `scattered`, rank `r` gets only part `r` of
-    the queries, which are cut into as many equal parts as there are ranks.
+    In `partial`, the results of the chunks of one row are consecutive rows of the batch. Every rank gets the
+    whole result. If `scattered`, rank `r` gets only part `r` of the queries, which are cut into as many equal parts as
+    there are ranks.
     """
     own = partial
     while chunks > 1:
@@ -85,7 +82,7 @@ def merged_over(partial: Partial, axis: tuple[str, ...], chunks: int = 1, scatte
 
 
 def _merged(parts: Sequence[Partial]) -> Partial:
-    """Merges partial results without `shift`.
+    """Merges partial results.
 
     It is written without a reduction, so that XLA makes one kernel of it and of what packs the result for a collective.
     """
@@ -140,21 +137,6 @@ def with_sinks(partial: Partial, sinks: Float32[Array, "N n"] | None) -> Partial
     total = safe + jnp.log(jnp.sum(jnp.exp(sinks - safe[:, None]), axis=-1))
     lse = jnp.broadcast_to(total[None, :, None], partial.lse.shape)
     return merge(partial, Partial(jnp.zeros_like(partial.out), lse))
-
-
-def log_sum_exp(partial: Partial) -> Float32[Array, "B N T"]:
-    """The log-sum-exp of each row of `partial`, `shift + lse`."""
-    return partial.lse if partial.shift is None else partial.lse + partial.shift
-
-
-def _on_one_shift(a: Partial, b: Partial) -> tuple[Partial, Partial]:
-    """Rewrites both results with the shift of the merged row. Results without shifts stay as they are."""
-    if a.shift is None and b.shift is None:
-        return a, b
-    largest = jnp.maximum(log_sum_exp(a), log_sum_exp(b))
-    shift = jnp.where((largest < SHIFT_BELOW) & ~jnp.isneginf(largest), largest, 0.0)
-    before_a, before_b = (0.0 if x.shift is None else x.shift for x in (a, b))
-    return Partial(a.out, a.lse + (before_a - shift), shift), Partial(b.out, b.lse + (before_b - shift), shift)
 
 
 def combined(

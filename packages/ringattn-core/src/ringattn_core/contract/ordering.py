@@ -41,7 +41,7 @@ def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Arr
 def later_than_its_send(x: Shaped[Array, "*x"]) -> Shaped[Array, "*x"]:
     """`x`, on NVIDIA GPUs copied: a kernel that reads the copy starts one copy later, and a send of `x` meanwhile.
 
-    Without this the kernel may take all multiprocessors first, and the send waits until it ends (benchmarks/NOTES.md).
+    Without this the kernel may take all multiprocessors first, and the send waits until it ends (docs/kernels.md).
     """
     return jax.lax.platform_dependent(x, cuda=lambda x: _by_bits(x, x), default=lambda x: x)
 

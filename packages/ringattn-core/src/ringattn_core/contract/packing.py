@@ -23,7 +23,7 @@ def pack_to_send(k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]) -> Pac
 
 
 def _in_pairs(k: jax.Array, v: jax.Array) -> jax.Array:
-    """`pack`, with two 16-bit numbers as one of 32 bits, in 0.6 of the time on an H100 (benchmarks/NOTES.md).
+    """`pack`, with two 16-bit numbers as one of 32 bits, in 0.6 of the time on an H100 (docs/kernels.md).
 
     JAX takes the derivative of a bit cast to be zero.
     """

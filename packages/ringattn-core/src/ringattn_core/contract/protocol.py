@@ -22,7 +22,7 @@ class Block:
     Positions, indices and ids are global. An axis written `b`, `n` or `t` is either 1 or the full `B`, `N`, `T`. An
     optional array is `None` where the call does not use its option. A tile of a block is a block (`tile`).
 
-    Padding is zero: where a segment id is negative, core has put zeros into `q`, `kv` and `dout`. A kernel assumes
+    Padding, where a segment id is negative, holds finite numbers, and zeros in `dout` and `delta`. A kernel assumes
     nothing else about values and needs no code for non-finite ones.
 
     Args:
@@ -40,7 +40,8 @@ class Block:
         q_segments: Segment ids: any int32. A query sees the keys with its own id; every negative id is padding, which
             sees nothing and is seen by nothing, padding with an equal id included.
         kv_segments: The segment ids of keys; `None` exactly where `q_segments` is.
-        bias: The columns of the bias for these keys. It is added after the scale and the soft cap.
+        bias: The columns of the bias for these keys. It is added after the scale and the soft cap. An entry below
+            `BIAS_FORBIDS` forbids its pair, as -inf does (`visibility.with_forbidden`).
         mask: The columns of the dense mask for these keys, true where visible.
         slopes: ALiBi: `slopes * |q_position - kv_position|` is subtracted from the scores.
         seed: The dropout seed of each row of the batch.
@@ -48,8 +49,6 @@ class Block:
         padded: Whether `padded_to` added keys.
         final: Outputs and gradients may have the dtypes of the inputs, because nothing continues, sums or merges them.
         bias_fixed: The bias is not differentiated, so `dbias` may be `None`.
-        shift: For `backward` only: the `shift` of each row, if `forward` returned one. The log-sum-exp is
-            `shift + lse`.
         keys_from: For kernels with `static_masks` only: "own" if the keys are those of this rank, else the layout.
         out: For `backward` of kernels with `static_masks` only: the output over all keys and sinks, as the caller got
             it.
@@ -73,7 +72,6 @@ class Block:
     padded: bool = dataclasses.field(default=False, metadata={"static": True})
     final: bool = dataclasses.field(default=False, metadata={"static": True})
     bias_fixed: bool = dataclasses.field(default=False, metadata={"static": True})
-    shift: Float32[Array, "B N T"] | None = None
     keys_from: str | None = dataclasses.field(default=None, metadata={"static": True})
     out: Float[Array, "B T N Hv"] | None = None
 
@@ -148,8 +146,8 @@ class Block:
 
 LETTERS: Final = letters_of(Block)
 """The letters of the axes of each array of a block, except `kv`, whose form varies."""
-SHIFT_BELOW: Final = -4096.0
-"""A row whose largest score is lower than this has a `shift`: `lse` in float32 would lose its digits there."""
+BIAS_FORBIDS: Final = -1e5
+"""A bias below this is a mask, as -inf is: libraries write -1e9 or the least float32 and mean that."""
 
 
 @jax.tree_util.register_dataclass
@@ -159,15 +157,10 @@ class Partial:
 
     A commutative monoid under `merge`; the identity is (0, -inf). `out` is float32, or, where `block.final`, may have
     the dtype of the queries.
-
-    `shift` is for blocks with a bias: a finite bias such as -1e9 on a whole row makes every score so low that float32
-    cannot hold `lse` exactly. The log-sum-exp is then `shift + lse`, with `shift` the largest score of the row where
-    that is below `SHIFT_BELOW`, and 0 elsewhere. A kernel may leave it `None`, and is inexact on such rows.
     """
 
     out: Float[Array, "B T N Hv"]
     lse: Float32[Array, "B N T"]
-    shift: Float32[Array, "B N T"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -210,11 +203,10 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Three attributes are optional. `tie(x, token) -> x` orders
+    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` orders
     `x` after `token`: nothing that reads the result starts before `token` is computed. The default is `ordering.tie`.
-    `separate_sends = True` says that the platform keeps several permutes in flight: keys and the gradients behind them
-    then travel as two arrays. `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does;
-    the blocks of a rank's own keys then compile apart from the others.
+    `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own
+    keys then compile apart from the others.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:
@@ -233,13 +225,7 @@ class BlockKernel(Protocol):
 
         `dq` is the sum of the blocks before, and `None` is zero.
 
-        `p = exp(s - shift - lse)` where the key is visible, else 0, also where `lse` is -inf.
+        `p = exp(s - lse)` where the key is visible, else 0, also where `lse` is -inf.
         `ds = p * (keep * dp / (1 - dropout) - delta)`, with `delta = Σ dout * out - dlse`.
         """
         ...
-
-
-class RingKernel(Protocol):
-    """The whole per-shard function (see `signature.RingAttention`), for a backend that drives the ring itself."""
-
-    def __call__(self, query: Any, key: Any, value: Any, **options: Any) -> Any: ...

@@ -15,13 +15,14 @@ class Rule:
     A field at its default means that the call does not use the option.
 
     Args:
-        scale: The factor of the scores, always given.
+        softmax_scale: The factor of the scores, always given.
         causal: A query sees no key at a later position.
-        window: `(left, right)`, how far a query sees to each side, both ends inclusive; `None` is unbounded. A side is
-            at least 0 and may be as large as 2^31 - 1.
-        chunk: A query sees the keys of its own chunk of this many positions, up to its own; at most 2^30.
-        soft_cap: Scores become `soft_cap * tanh(score / soft_cap)`, before anything is added to them.
-        dropout: The probability of dropping an entry, rounded down to a multiple of 2^-16, the resolution of its bits.
+        sliding_window: `(left, right)`, how far a query sees to each side, both ends inclusive; `None` is unbounded.
+            A side is at least 0 and may be as large as 2^31 - 1.
+        chunk_size: A query sees the keys of its own chunk of this many positions, up to its own; at most 2^30.
+        logits_soft_cap: Scores become `cap * tanh(score / cap)`, before anything is added to them.
+        dropout_prob: The probability of dropping an entry, rounded down to a multiple of 2^-16, the resolution of
+            its bits.
         masks: The distinct masks that `mask_builder` made; empty without a builder.
         mask_of_head: For each *global* head, the number of its mask in `masks`.
         increasing: Positions grow within each shard, so that visible tiles form ranges, and the first and the last
@@ -33,12 +34,12 @@ class Rule:
         bwd_params: The tile sizes of the backward kernels.
     """
 
-    scale: float
+    softmax_scale: float
     causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    chunk: int | None = None
-    soft_cap: float | None = None
-    dropout: float = 0.0
+    sliding_window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    dropout_prob: float = 0.0
     masks: tuple[Mask, ...] = ()
     mask_of_head: tuple[int, ...] = ()
     increasing: bool = True
@@ -48,9 +49,9 @@ class Rule:
     bwd_params: BwdParams = BwdParams()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dropout", math.floor(self.dropout * 2**16) / 2**16)
+        object.__setattr__(self, "dropout_prob", math.floor(self.dropout_prob * 2**16) / 2**16)
 
     @property
     def keep_weight(self) -> float:
-        """`1 / (1 - dropout)`, the factor of the probabilities that dropout keeps."""
-        return 1.0 / (1.0 - self.dropout)
+        """`1 / (1 - dropout_prob)`, the factor of the probabilities that dropout keeps."""
+        return 1.0 / (1.0 - self.dropout_prob)

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signature of the per-shard function, which every backend offers."""
+"""The signature of the function of one shard, which every backend's package offers and a `RingKernel` has."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import jax
 
+from ..masks.builder import Builder
 from ..placement import arrays
+from ..placement.axes import AxisName
 
 
-class RingAttention(Protocol):
+class RingKernel(Protocol):
     """Exact attention of one rank's queries to the keys of all ranks of a ring.
+
+    A backend may bring such a function in place of a `BlockKernel`: it then drives the ring itself. Core calls it with
+    keywords only, and without those of `OF_CORE`; every value has the one form that `Call` describes. The function of
+    `per_shard` has this signature too, and takes all that `ring_attention` takes.
 
     `axis_name=None` means one device and no ring; a tuple of names is one ring over the product of these axes. With
     `return_lse=True` the result is `(out, lse)`. Names, order and defaults up to `fused_backward` never change.
@@ -26,13 +32,13 @@ class RingAttention(Protocol):
         kv_segment_ids: arrays.KeyIds | None = None,
         softmax_aux: arrays.Sinks | arrays.SharedSinks | None = None,
         bias: arrays.Bias | None = None,
-        mask_builder: Callable[[int, int, int, int, int], Any] | None = None,
+        mask_builder: Builder | None = None,
         sliding_window: int | tuple[int | None, int | None] | None = None,
         chunk_size: int | None = None,
         causal: bool = False,
         logits_soft_cap: float | None = None,
         softmax_scale: float | None = None,
-        axis_name: str | tuple[str, ...] | None = None,
+        axis_name: AxisName = None,
         fwd_params: Any = None,
         bwd_params: Any = None,
         fused_backward: bool = False,
@@ -40,25 +46,20 @@ class RingAttention(Protocol):
         attention_mask: arrays.DenseMask | None = None,
         q_positions: arrays.QueryPositions | None = None,
         kv_positions: arrays.KeyPositions | None = None,
-        q_position_ids: arrays.QueryPositions | None = None,
-        kv_position_ids: arrays.KeyPositions | None = None,
         query_offset: int | arrays.QueryOffset | None = None,
         alibi_slopes: arrays.PerHead | None = None,
         dropout_prob: float = 0.0,
         dropout_seed: int | arrays.Seed | None = None,
-        batch_axis_name: str | tuple[str, ...] | None = None,
-        head_axis_name: str | tuple[str, ...] | None = None,
+        batch_axis_name: AxisName = None,
+        head_axis_name: AxisName = None,
         layout: str = "contiguous",
-        two_way: bool = False,
-        precision: Any = None,
+        precision: str | jax.lax.Precision | None = None,
         return_lse: bool = False,
         strategy: str = "ring",
-    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    ) -> Any: ...
 
 
-PARAMETERS = tuple(inspect.signature(RingAttention.__call__).parameters.values())[1:]
-SIGNATURE = inspect.Signature(PARAMETERS)
-OF_CORE = ("strategy",)
+OF_CORE: Final = ("strategy",)
 """Parameters that a backend's own ring function does not get, because core acts on them before it calls a kernel."""
 
 
@@ -66,7 +67,7 @@ def mismatch(function: Callable[..., Any]) -> str | None:
     """Why `function` does not have this signature: the first name or default that differs, or `None`."""
     given = inspect.signature(function).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in given.values())
-    for wanted in PARAMETERS:
+    for wanted in list(inspect.signature(RingKernel.__call__).parameters.values())[1:]:
         if wanted.name in OF_CORE:
             continue
         have = given.get(wanted.name)

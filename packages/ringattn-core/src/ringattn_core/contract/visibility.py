@@ -2,10 +2,10 @@
 """Which keys each query of a block sees: the call's options, ids and masks together."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float, Float32
 
 from ..masks import Causal, Chunked, Coordinates, Local, Mask, all_of
-from .protocol import Block
+from .protocol import BIAS_FORBIDS, Block
 from .rule import Rule
 
 
@@ -14,10 +14,10 @@ def position_masks(rule: Rule) -> list[Mask]:
     masks: list[Mask] = []
     if rule.causal:
         masks.append(Causal())
-    if rule.window is not None:
-        masks.append(Local(*rule.window))
-    if rule.chunk is not None:
-        masks.append(Chunked(rule.chunk))
+    if rule.sliding_window is not None:
+        masks.append(Local(*rule.sliding_window))
+    if rule.chunk_size is not None:
+        masks.append(Chunked(rule.chunk_size))
     return masks
 
 
@@ -37,6 +37,12 @@ def visible(block: Block) -> Bool[Array, "b n t s"] | None:
     if block.padded:
         parts.append((kv.index >= 0)[:, None])
     return all_of(parts)
+
+
+def with_forbidden(bias: Float[Array, "*x"]) -> Float32[Array, "*x"]:
+    """The bias in float32, with -inf where it forbids a pair: below `BIAS_FORBIDS`."""
+    bias = bias.astype(jnp.float32)
+    return jnp.where(bias < BIAS_FORBIDS, -jnp.inf, bias)
 
 
 def _of_heads(block: Block, q: Coordinates, kv: Coordinates) -> Bool[Array, "b n t s"]:

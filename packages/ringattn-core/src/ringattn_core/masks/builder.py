@@ -2,7 +2,6 @@
 """Which mask each head obeys: calls a `mask_builder` and converts its results to masks."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,8 @@ import jax.core
 import numpy as np
 
 from ..errors import InputError, RingAttnError, in_one_line
-from .algebra import And, Mask, Not, Or
-from .kinds import Numpy, Predicate
+from .algebra import Mask
+from .kinds import Numpy
 
 Builder = Callable[[int, int, int, int, int], Any]
 
@@ -28,42 +27,16 @@ class Built:
 
 
 def build(builder: Builder, q_length: int, kv_length: int, heads: int, key_heads: int) -> Built:
-    """Calls the builder once for each global head; lengths and numbers of heads are global."""
+    """Calls the builder once for each global head; lengths and numbers of heads are global.
+
+    Masks compare by value, and a `Predicate` by its function: make the function once, not anew for each head.
+    """
     if isinstance(builder, Built):
         return builder
-    masks: dict[Any, Mask] = {}
-    made = []
-    for head in range(heads):
-        mask = _as_mask(_asked(builder, q_length, kv_length, heads, head, heads // key_heads), (q_length, kv_length))
-        made.append(_mask_key(mask))
-        masks.setdefault(made[-1], mask)
-    numbers = {key: number for number, key in enumerate(masks)}
-    return Built(tuple(masks.values()), tuple(numbers[key] for key in made))
-
-
-def _mask_key(mask: Mask) -> Any:
-    """A key that is equal for equal masks, also where the builder makes the function of a `Predicate` anew each time.
-
-    Compare keys within one call only. Masks are evaluated after all heads have theirs, so all heads see the same
-    globals and captured objects.
-    """
-    if type(mask) is Predicate:
-        return Predicate, _function_key(mask.seen)
-    if isinstance(mask, And | Or):
-        return type(mask), _mask_key(mask.a), _mask_key(mask.b)
-    return (Not, _mask_key(mask.a)) if isinstance(mask, Not) else mask
-
-
-def _function_key(seen: Any) -> Any:
-    """A key that is equal for functions of the same code that captured the same values."""
-    if not inspect.isfunction(seen) or seen.__kwdefaults__:
-        return seen
-    try:
-        held = [*(seen.__defaults__ or ()), *(cell.cell_contents for cell in seen.__closure__ or ())]
-    except ValueError:  # a variable that has no value yet
-        return seen
-    values = tuple((type(x), repr(x)) if type(x) in (bool, int, float, str) else id(x) for x in held)
-    return seen.__code__, id(seen.__globals__), values
+    asked = (_asked(builder, q_length, kv_length, heads, head, heads // key_heads) for head in range(heads))
+    made = [_as_mask(result, (q_length, kv_length)) for result in asked]
+    numbers = {mask: number for number, mask in enumerate(dict.fromkeys(made))}
+    return Built(tuple(numbers), tuple(numbers[mask] for mask in made))
 
 
 def _asked(builder: Builder, q_length: int, kv_length: int, heads: int, head: int, num_reps: int) -> Any:

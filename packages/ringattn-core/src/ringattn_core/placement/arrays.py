@@ -85,12 +85,6 @@ def broadcasts(letter: str) -> bool:
     return letter in ("b", "n", "t")
 
 
-def repeated_heads(x: Float[Array, "B S K H"], copies: int) -> Float[Array, "B S copies*K H"]:
-    """Repeats every key head `copies` times, so that each rank has one of its own. Gradients are summed in float32."""
-    shape, wide = (*x.shape[:2], x.shape[2], copies, x.shape[3]), x.astype(jnp.float32)
-    return jnp.broadcast_to(wide[:, :, :, None], shape).reshape(*x.shape[:2], -1, x.shape[3]).astype(x.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Roles:
     """Which mesh axes carry the batch, the sequence and the heads."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of the whole sequence each rank holds, and in which order."""
 
+import dataclasses
 from typing import Any, Final
 
 import jax
@@ -118,3 +119,28 @@ def put_columns(whole: jax.Array, part: jax.Array, layout: str, ranks: int, rank
     half = length // 2
     whole = jax.lax.dynamic_update_slice_in_dim(whole, part[..., :half], rank * half, -1)
     return jax.lax.dynamic_update_slice_in_dim(whole, part[..., half:], (2 * ranks - 1 - rank) * half, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How a sequence is cut into `count` shards; in the striped layout, a shard has runs of `stripe` tokens."""
+
+    layout: str
+    count: int
+    stripe: int = 1
+
+    def indices(self, rank: Any, length: int) -> Int32[Array, " length"]:
+        """`indices` of the shard of `rank`."""
+        return indices(self.layout, self.count, rank, length, self.stripe)
+
+    def order(self, length: int) -> np.ndarray:
+        """`order` of a sequence of this length."""
+        return order(self.layout, self.count, length, self.stripe)
+
+    def columns(self, x: jax.Array, rank: Any) -> jax.Array:
+        """`columns` of the shard of `rank`."""
+        return columns(x, self.layout, self.count, rank, self.stripe)
+
+    def put_columns(self, whole: jax.Array, part: jax.Array, rank: Any) -> jax.Array:
+        """`put_columns` of the shard of `rank`."""
+        return put_columns(whole, part, self.layout, self.count, rank, self.stripe)

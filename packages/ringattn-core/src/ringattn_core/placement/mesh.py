@@ -23,8 +23,8 @@ def ring_mesh(
 
     On TPUs every hop of the ring, also from the last rank to the first, is one link of the grid; at most two where the
     devices form a line or are odd in number. With `axis_sizes`, such as `{"data": 8, "sp": 8}`, each ring is a compact
-    box of the grid, and the other axes count the boxes. Devices without coordinates (CPU, GPU) keep their order: each
-    ring has consecutive devices.
+    box of the grid, and the other axes count the boxes. CPUs and GPUs keep their order, and each ring has consecutive
+    devices: GPUs have coordinates too, but no grid of links, and XLA optimises only where the devices are in order.
 
     Args:
         devices: The devices of the mesh, by default `jax.devices()`.
@@ -32,7 +32,7 @@ def ring_mesh(
         axis_sizes: The size of every axis, the ring's among them. Their product is the number of devices.
     """
     found = list(np.asarray(jax.devices() if devices is None else devices, dtype=object).flat)
-    if not all(isinstance(device, jax.Device) or hasattr(device, "coords") for device in found):
+    if not all(hasattr(device, "platform") for device in found):
         raise MeshError(f"devices={devices!r} are not devices. Pass some of jax.devices(), such as jax.devices()[:4]")
     if axis_sizes is not None and not isinstance(axis_sizes, Mapping):
         raise MeshError(f"axis_sizes={axis_sizes!r} names no axes. Pass a dict of sizes, such as {{{axis_name!r}: 8}}")
@@ -48,7 +48,7 @@ def ring_mesh(
             f"axis_sizes={sizes} do not fit {len(found)} devices. Pass positive sizes whose product is that number"
         )
     ranks = sizes[axis_name]
-    if all(getattr(device, "coords", None) is not None for device in found):
+    if all(device.platform == "tpu" for device in found):
         found = [device for ring in rings(found, ranks) for device in ring]
     elif len(set(found)) < len(found):
         raise MeshError("devices holds one device twice. Pass each device once")

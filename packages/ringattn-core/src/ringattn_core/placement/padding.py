@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts zeros into padding before a kernel reads it, whatever the caller left there."""
+"""Puts zeros into the padding of a cotangent, whatever the caller left there."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ def cleaned(x: Shaped[Array, "B T *rest"], ids: Int32[Array, "B T"] | None) -> S
     """`x` with zeros where the id of a token is negative; `x` itself without ids, for then no token is padding.
 
     A masked token still enters matrix products with weight 0, and `0 * NaN` is NaN. With zeros in the padding no kernel
-    needs code for this. XLA fuses the select with whatever computed `x`, unless that is a matrix product or a kernel.
+    needs code for this.
     """
     if ids is None:
         return x

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block of one hop: this rank's queries, the visiting keys, and the global positions and indices of both."""
+"""The block of one hop: this rank's queries, the keys that are here, and the global positions and indices of both."""
 
 import dataclasses
 from typing import Any, Final
@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from ..contract import ordering
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import LETTERS, Block, BlockKernel
-from ..placement import axes
 from ..placement.arrays import axes_with
-from ..placement.layout import columns, indices, of_neighbours
-from .directions import CALL_NAMES, Direction
-from .hops import Plan
+from ..placement.layout import Shards
+from .plan import Level, source
+from .sends import Keys, after_on_cpu
 
+CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
+"""The name in a call of each array of a block."""
 HELD: Final = tuple(name for name in LETTERS if name in CALL_NAMES)
 """The arrays of a call that its blocks hold, by their names there; keys and values are passed apart."""
 OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
@@ -26,78 +28,104 @@ class Ring:
     """What is static about a call to the engine, beside the options of the call."""
 
     kernel: BlockKernel
-    plan: Plan
     axis: tuple[str, ...]
-    ranks: int
-    """The number of shards of the queries."""
-    stripe: int = 1
-    """In the striped layout, the length of a run of consecutive tokens in a shard."""
-    wide_keys: bool = False
-    """Whether keys and values come in float32, whatever the queries are, so that their gradients leave in float32."""
+    queries: Shards
+    keys: Shards
+    """One shard if a rank gathers the keys of all ranks, in natural order; else as the queries."""
+    levels: tuple[Level, ...]
+    """Innermost first; none if a rank needs no other rank's keys, or gathers them."""
 
     @property
     def gathers(self) -> bool:
-        """Whether a rank gathers the keys of all ranks, in natural order. The plan is then that of one rank."""
-        return self.ranks > self.plan.ranks
+        """Whether a rank gathers the keys of all ranks, and computes one block with them."""
+        return self.keys.count < self.queries.count
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether keys are passed on from rank to rank, packed; a rank's own keys are then packed too."""
+        return any(level.rows is None for level in self.levels)
+
+    @property
+    def tie(self) -> Any:
+        """The kernel's `tie`, which orders work that has no data dependence."""
+        return ordering.of(self.kernel)
 
 
-def gathered(ring: Ring, call: Call, rank: Any) -> Call:
-    """All-gathers the ids and positions of keys, in the order of the ranks, so that the hops send only K,V.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Which part of the whole call a rank has: its number on the ring, and the indices of its batch rows and heads.
 
-    If the ring gathers keys and values too, all of them are in natural order.
+    These are inputs, because the backward pass cannot compute them: the axis name of a `vmap` is bound in the forward
+    pass only.
     """
-    if not ring.axis:
-        return call
 
-    def gather(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else all_gathered(ring, call.layout, rank, x, x.ndim - 1)
+    rank: Int32[Array, ""]
+    batch_index: Int32[Array, " B"]
+    head_index: Int32[Array, " N"]
 
-    return dataclasses.replace(call, kv_segment_ids=gather(call.kv_segment_ids), kv_positions=gather(call.kv_positions))
+    def after(self, tokens: Any) -> "Location":
+        """The location, whose rank XLA on CPU reads only after the tokens are computed.
 
-
-def all_gathered(ring: Ring, layout: str, rank: Any, x: jax.Array, axis: int) -> jax.Array:
-    """The shards of all ranks along `axis`: in the order of the ranks, or in natural order where `ring.gathers`."""
-    whole = axes.all_gathered(x, ring.axis, ring.ranks, rank, axis)
-    return of_neighbours(whole, layout, ring.ranks, axis) if ring.gathers else whole
+        Positions and tile lists derive from the rank. Without this order XLA computes those of all hops at once.
+        """
+        return dataclasses.replace(self, rank=after_on_cpu(self.rank, tokens))
 
 
-def source(ring: Ring, direction: Direction, offset: Any) -> Int32[Array, ""]:
-    """The rank that owns the keys which have travelled `offset` ranks in this direction to this rank."""
-    return ring.plan.source(direction.location.rank, offset, direction.sign)
+def owner(ring: Ring, location: Location, offset: Any) -> Any:
+    """The number of the shard of keys that have travelled `offset` to this rank."""
+    return 0 if ring.gathers else source(ring.levels, location.rank, offset)
 
 
-def block(ring: Ring, direction: Direction, kv: Any, offset: Any) -> Block:
-    """This rank's queries against the keys `kv`, which have travelled `offset` ranks in this direction."""
-    call, location, ranks = direction.call, direction.location, ring.plan.ranks
-    origin, batch = source(ring, direction, offset), call.query.shape[0]
-    kv_length = jax.tree.leaves(kv)[0].shape[-3]
-    q_index = indices(call.layout, ring.ranks, location.rank, call.query.shape[1], ring.stripe)[None]
-    kv_index = indices(call.layout, ranks, origin, kv_length, ring.stripe)[None]
+def block(ring: Ring, call: Call, location: Location, keys: Keys, offset: Any) -> Block:
+    """This rank's queries against `keys`, which have travelled `offset`.
+
+    The ids and positions of keys in `call` are those of all ranks.
+    """
+    origin, shard = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
+    q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
+    kv_index = _rows(ring.keys.indices(origin, shard)[None], keys)
 
     def of_hop(name: str) -> Any:
         x = getattr(call, CALL_NAMES[name])
         if x is None:
             return None
         if name in BY_COLUMN:
-            return columns(x, call.layout, ranks, origin, ring.stripe)
-        return jax.lax.dynamic_slice_in_dim(x, origin * kv_length, kv_length, x.ndim - 1) if name in OF_KEYS else x
+            return _rows(ring.keys.columns(x, origin), keys)
+        if name in OF_KEYS:
+            return jax.lax.dynamic_slice_in_dim(x, origin * shard + keys.first, keys.length, x.ndim - 1)
+        return x
 
-    found = {name: in_block_form(name, of_hop(name)) for name in HELD}
+    arrays = {name: in_block_form(name, of_hop(name)) for name in HELD}
     first = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
     by_layout = {"q_positions": q_index + first, "kv_positions": kv_index}
-    found |= {name: x for name, x in by_layout.items() if found[name] is None}
-    if found["seed"] is not None:
-        found["seed"] = jnp.broadcast_to(found["seed"], (batch,))
+    arrays |= {name: x for name, x in by_layout.items() if arrays[name] is None}
+    if arrays["seed"] is not None:
+        arrays["seed"] = jnp.broadcast_to(arrays["seed"], (call.query.shape[0],))
     return Block(
-        kv=kv,
+        kv=keys.kv,
         q_index=q_index,
         kv_index=kv_index,
         batch_index=location.batch_index,
         head_index=location.head_index,
         rule=call.rule,
         keys_from=_keys_from(call.layout, offset) if static_masks(ring.kernel) else None,
-        **found,
+        **arrays,
     )
+
+
+def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, origin: Any, first: int) -> jax.Array:
+    """`whole`, an array over all keys, with `part` in the columns of rows of shard `origin` from row `first` on."""
+    missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
+    if missing:
+        part = jnp.pad(part, ((0, 0),) * (part.ndim - 1) + ((first, missing - first),))
+    return ring.keys.put_columns(whole, part, origin)
+
+
+def _rows(x: jax.Array, keys: Keys) -> jax.Array:
+    """The entries of the rows in `keys`, from a last axis over a shard."""
+    whole = x.shape[-1] == keys.length
+    return x if whole else jax.lax.slice_in_dim(x, keys.first, keys.first + keys.length, axis=x.ndim - 1)
 
 
 def static_masks(kernel: BlockKernel) -> bool:

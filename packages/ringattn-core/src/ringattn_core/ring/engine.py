@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,11 @@ from ..contract.protocol import BlockKernel
 from ..contract.varying import align, axes_of
 from ..errors import DerivativeError
 from ..placement import axes
+from ..placement.layout import Shards
 from .backward import backward
-from .blocks import Ring
-from .directions import Location
+from .blocks import Location, Ring
 from .forward import Residuals, Result, forward
-from .hops import plan
-from .parcels import joint
+from .plan import levels
 
 
 def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1) -> Result:
@@ -37,28 +37,32 @@ def run(kernel: BlockKernel, call: Call, gathers: bool = False, stripe: int = 1)
 
 
 def prepared(
-    kernel: Any, call: Call, place: tuple[Any, int] | None = None, gathers: bool = False, stripe: int = 1
+    kernel: Any, call: Call, place: tuple[Any, ...] | None = None, gathers: bool = False, stripe: int = 1
 ) -> tuple[Ring, Location]:
-    """What the engine reads: the plan, and the location of this rank.
+    """What the engine reads: the static description of the ring, and the location of this rank.
 
-    `place` is a rank and the number of ranks; by default those of this device along the call's axis. The command line
-    passes no kernel. `gathers` and `stripe` are as in `run`.
+    `place` is a rank and the number of ranks along each axis of the ring; by default those of this device along the
+    call's axes. The command line passes no kernel. `gathers` and `stripe` are as in `run`.
     """
-    axis = call.axis_name or ()
-    rank, ranks = place or (axes.coordinate(axis), axes.size("axis_name", axis))
-    lengths = call.query.shape[1], call.key.shape[1]
-    # The plan must be known before the program runs. With an offset, which may be traced, it leaves out no hop.
+    axis = () if place else call.axis_name or ()
+    rank, *sizes = place or (axes.coordinate(axis), *(axes.size("axis_name", (name,)) for name in axis))
+    shards = Shards(call.layout, math.prod(sizes), stripe)
+    # The hops must be known before the program runs. With an offset, which may be traced, none is left out.
     rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
-    of_keys = 1 if gathers else ranks
-    made = plan(rule, call.layout, of_keys, *lengths, call.two_way, joint(kernel), stripe)
-    if not (place or gathers):
-        made = made.over(axes.size("axis_name", axis[-1:]))
+    lengths = call.query.shape[1], call.key.shape[1]
     location = Location(
         jnp.asarray(rank, jnp.int32),
         _indices(call.batch_axis_name, call.query.shape[0]),
         _indices(call.head_axis_name, call.query.shape[2]),
     )
-    return Ring(kernel, made, axis, ranks, stripe, call.key.dtype != call.query.dtype), location
+    ring = Ring(
+        kernel,
+        axis,
+        queries=shards,
+        keys=Shards(call.layout, 1) if gathers else shards,
+        levels=() if gathers else levels(rule, shards, lengths, axis, tuple(sizes)),
+    )
+    return ring, location
 
 
 def _indices(axis: tuple[str, ...] | None, count: int) -> Int32[Array, " count"]:

@@ -1,59 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How shards are sent round the ring, and what each send waits for."""
+"""What travels round a ring, how it is sent, and what each send waits for."""
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..contract import ordering
-from ..contract.packing import Packed
+from ..contract import ordering, packing
 from ..placement import axes
-from . import parcels
-from .blocks import Ring
-from .directions import Direction
-
-Wires = tuple[parcels.Wire, ...]
-"""One packed array for each direction round the ring."""
+from .plan import Level, Send
 
 
-def permuted(ring: Ring, directions: Sequence[Direction], wires: Wires, shift: int, outer: bool = False) -> Wires:
-    """Sends each array `shift` steps in its direction, along the inner or outer ring; returns the arrays received."""
-    return tuple(_permuted(ring, x, each.sign * shift, outer) for each, x in zip(directions, wires, strict=True))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Consecutive rows of a shard of keys and values, or their gradients: a pair, or packed in one array to travel."""
+
+    kv: packing.Packed | tuple[jax.Array, jax.Array]
+    first: int = dataclasses.field(default=0, metadata={"static": True})
+    """The number of the first row in its shard."""
+
+    @property
+    def length(self) -> int:
+        """The number of rows."""
+        return jax.tree.leaves(self.kv)[0].shape[-3]
+
+    def pair(self, key_dim: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values apart; `key_dim` is the head size of the keys."""
+        return self.kv if isinstance(self.kv, tuple) else packing.unpack(self.kv, key_dim)
 
 
-def _permuted(ring: Ring, x: jax.Array, shift: int, outer: bool) -> jax.Array:
-    send = functools.partial(axes.permuted, axis=ring.axis, pairs=ring.plan.pairs(shift, outer))
-    if x.dtype in (jnp.float32, jnp.uint16):
+def packed(keys: Keys) -> Keys:
+    """Keys as they travel. The barrier keeps XLA from packing them twice, for the kernel and for the send."""
+    if not isinstance(keys.kv, tuple):
+        return keys
+    return dataclasses.replace(keys, kv=jax.lax.optimization_barrier(packing.pack_to_send(*keys.kv)))
+
+
+def sent(level: Level, keys: Keys | None, send: Send | None) -> Keys | None:
+    """The keys, or gradients, that arrive at this rank by `send`; `None` if there is nothing to send."""
+    if keys is None or send is None:
+        return None
+    if send.rows is not None and send.rows != (0, keys.length):
+        kv = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, *send.rows, axis=x.ndim - 3), keys.kv)
+        keys = Keys(kv, send.rows[0])
+    return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(keys))
+
+
+def total(gradients: Keys, arriving: Keys | None) -> Keys:
+    """The sum of `gradients` and those that arrive, which are of the same rows or of some of them."""
+    if arriving is None:
+        return gradients
+    kv = gradients.kv
+    others = arriving.pair(kv[0].shape[-1]) if isinstance(kv, tuple) else arriving.kv
+
+    def add(x: jax.Array, y: jax.Array) -> jax.Array:
+        if x.shape == y.shape:
+            return x + y
+        start = arriving.first - gradients.first
+        return x.at[..., start : start + y.shape[-3], :, :].add(y)
+
+    return dataclasses.replace(gradients, kv=jax.tree.map(add, kv, others))
+
+
+def after(tie: Any, x: Any, tokens: Any) -> Any:
+    """The arrays `x`, ordered after every token: nothing that reads them starts before all tokens are computed."""
+    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(tokens), x), x)
+
+
+def after_on_cpu(x: Any, tokens: Any) -> Any:
+    """The arrays `x`, on CPU ordered after every token: a send blocks there."""
+    return after(ordering.tie_on_cpu, x, tokens)
+
+
+def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:
+    send = functools.partial(axes.permuted, axis=axis, pairs=pairs)
+    if x.dtype == jnp.float32:
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
-        return parcels.from_wire(send(parcels.to_wire(x)), x.dtype)
+        """XLA on CPU would widen 16-bit floats."""
+        return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
-    if not axes.bound(ring.axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound
+    if not axes.bound(axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound
         return as_integers(x)
     return jax.lax.platform_dependent(x, tpu=send, default=as_integers)
-
-
-def after(ring: Ring, x: jax.Array, tokens: Iterable[jax.Array]) -> jax.Array:
-    """`x`, ordered after every token: nothing that reads the result starts before all of them are computed."""
-    return functools.reduce(ordering.of(ring.kernel), tokens, x)
-
-
-def after_hop(direction: Direction, token: jax.Array) -> Direction:
-    """`direction` with a rank that, on CPU, XLA reads only after `token` is computed.
-
-    Positions and tile lists derive from the rank. Without this order XLA computes those of all hops at once.
-    """
-    rank = ordering.tie_on_cpu(direction.location.rank, token)
-    return dataclasses.replace(direction, location=dataclasses.replace(direction.location, rank=rank))
-
-
-def wire(ring: Ring, kv: Packed) -> parcels.Wire:
-    """K,V as the engine carries them from hop to hop: in their own dtype, or, for parcels, as `to_wire` has them.
-
-    The barrier keeps XLA from packing it twice, once for the kernel and once for the send.
-    """
-    return parcels.to_wire(kv) if ring.plan.joint else jax.lax.optimization_barrier(kv)

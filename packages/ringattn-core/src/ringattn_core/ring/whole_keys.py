@@ -1,42 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers the keys and values of all ranks for one kernel, and adds up their gradients for the ranks that own them.
+"""Gathers what all ranks have: ids and positions for the hops, and for the strategy "all_gather" keys and values.
 
-Unless `ring.gathers`, as with the strategy "ring", the functions return what they get.
+That strategy has no hops: each rank computes one block with the keys of all ranks, in natural order.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float
 
-from ..contract import packing
 from ..contract.call import Call
 from ..placement import axes
-from ..placement.layout import to_neighbours
-from .blocks import Ring, all_gathered
-from .directions import Location
-from .sends import after
-
-Pair = tuple[Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
+from ..placement.layout import of_neighbours, to_neighbours
+from .blocks import Location, Ring
+from .sends import Keys, packed
 
 
-def whole_keys(ring: Ring, call: Call, location: Location, tokens: Sequence[jax.Array] = ()) -> Pair | packing.Packed:
-    """Keys and values of all ranks in natural order, by one all-gather that starts after the arrays `tokens`.
+def with_all_ids(ring: Ring, call: Call, location: Location) -> Call:
+    """The call with the ids and positions of the keys of all ranks, so that the hops send only keys and values."""
+    if not ring.axis:
+        return call
+    arrays = {name: getattr(call, name) for name in ("kv_segment_ids", "kv_positions")}
+    whole = {name: x if x is None else _whole(ring, location, x, x.ndim - 1) for name, x in arrays.items()}
+    return dataclasses.replace(call, **whole)
 
-    The backward pass gathers them again: keeping them from the forward pass would cost the memory of all shards.
+
+def forward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` for the keys of all ranks at once, which one all-gather brings."""
+    return lambda keys, *carry: body(_all_keys(ring, location, keys), *carry)
+
+
+def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the backward pass. A reduce-scatter adds up the gradients of keys, in float32.
+
+    Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
     """
-    if not ring.gathers:
-        return call.key, call.value
-    packed = after(ring, packing.pack_to_send(call.key, call.value), tokens)
-    return all_gathered(ring, call.layout, location.rank, packed, packed.ndim - 3)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        in_rank_order = to_neighbours(x, ring.queries.layout, ring.queries.count, x.ndim - 3)
+        return axes.scattered_sum(in_rank_order, ring.axis, ring.queries.count, location.rank, x.ndim - 3)
+
+    def once(keys: Keys, offset: int, sums: Any) -> tuple[Keys, Any]:
+        gradients, sums = body(_all_keys(ring, location, keys), offset, sums)
+        return jax.tree.map(scatter, gradients), sums
+
+    return once
 
 
-def own_gradients(ring: Ring, call: Call, location: Location, dk: jax.Array, dv: jax.Array) -> Pair:
-    """The gradients of this rank's keys and values, summed over the queries of all ranks by one reduce-scatter."""
-    if not ring.gathers:
-        return dk, dv
-    packed = packing.pack(dk, dv)
-    tokens = packed.ndim - 3
-    in_rank_order = to_neighbours(packed, call.layout, ring.ranks, tokens)
-    summed = axes.scattered_sum(in_rank_order, ring.axis, ring.ranks, location.rank, tokens)
-    return packing.unpack(summed, call.key.shape[-1])
+def _all_keys(ring: Ring, location: Location, keys: Keys) -> Keys:
+    return jax.tree.map(lambda x: _whole(ring, location, x, x.ndim - 3), packed(keys))
+
+
+def _whole(ring: Ring, location: Location, x: jax.Array, axis: int) -> jax.Array:
+    """The shards of all ranks along `axis`: in the order of the ranks, or in natural order if the ring gathers."""
+    whole = axes.all_gathered(x, ring.axis, ring.queries.count, location.rank, axis)
+    return of_neighbours(whole, ring.queries.layout, ring.queries.count, axis) if ring.gathers else whole

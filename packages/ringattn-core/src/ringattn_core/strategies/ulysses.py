@@ -8,7 +8,6 @@ the group, whose shards are consecutive. The result is the same call with the la
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from ..contract import packing
 from ..contract.call import Call
-from ..contract.varying import align
+from ..contract.wide import with_wide_gradient
 from ..placement import arrays, axes
 from ..placement.arrays import broadcasts, letters_of
 from ..placement.layout import of_neighbours, to_neighbours
@@ -40,15 +39,15 @@ def by_heads(call: Call) -> Call:
     def move(x: jax.Array) -> jax.Array:
         return _exchanged(jnp.repeat(x, copies, heads), tokens, heads, layout, inner, ranks)
 
-    packed = _with_wide_gradient(move, packed, inner, packed.dtype) if copies > 1 else move(packed)
+    packed = with_wide_gradient(packed, move, axis=inner) if copies > 1 else move(packed)
     key, value = packing.unpack(packed, call.key.shape[-1])
     rest = dataclasses.replace(call, key=None, value=None).arrays
     moved: dict[str, Any] = {name: _moved(call, name, x, inner, ranks) for name, x in rest.items()}
     by_rank = (*(call.head_axis_name or ()), inner)
-    if call.bias is not None and moved["bias"].dtype != call.bias.dtype:
-        moved["bias_dtype"] = call.bias.dtype.name
-    moved |= {"key": key, "value": value, "axis_name": outer or None, "head_axis_name": by_rank, "strategy": "ring"}
-    return dataclasses.replace(call, **moved)
+    moved |= {"key": key, "value": value}
+    wide = {name: x for name, x in moved.items() if x.dtype != getattr(call, name).dtype}
+    call = dataclasses.replace(call.widened(**wide), **moved)
+    return dataclasses.replace(call, axis_name=outer or None, head_axis_name=by_rank, strategy="ring")
 
 
 def by_tokens(call: Call, result: tuple[jax.Array, jax.Array]) -> Any:
@@ -83,35 +82,16 @@ def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Ar
             return _exchanged(x, tokens, heads, layout, axis, ranks)
         return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
 
-    # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over others if core
-    # made it float32 (`Call.with_wide_bias`). Such a bias is sent in the dtype that the caller gave.
-    narrow = call.bias_dtype or x.dtype
-    summed = name == "bias" and (heads is None or narrow != x.dtype)
-    return _with_wide_gradient(move, x, axis, narrow) if summed else move(x)
+    # The gradient of a bias is a sum over ranks: over this group if all heads share the bias, and over others if it is
+    # wide already.
+    if name == "bias" and (heads is None or name in call.wide):
+        return with_wide_gradient(x, move, call.query.dtype if name in call.wide else x.dtype, axis)
+    return move(x)
 
 
 def _exchanged(x: jax.Array, tokens: int, heads: int, layout: str, axis: str, ranks: int) -> jax.Array:
     """Sends each rank its share of the heads of this rank's tokens; returns this rank's heads of all tokens."""
     return of_neighbours(jax.lax.all_to_all(x, axis, heads, tokens, tiled=True), layout, ranks, tokens)
-
-
-def _with_wide_gradient(move: Callable[[jax.Array], jax.Array], x: jax.Array, axis: str, narrow: Any) -> jax.Array:
-    """`move(x)`, sent in the dtype `narrow` and returned in float32. `move` is linear, and holds no array.
-
-    The gradient is a sum over ranks. It is sent in float32, and rounded once, after the sum.
-    """
-    if axis not in axes.manual():  # a `vmap` plays the ranks: nothing travels, and `back` could not use its axis name
-        return move(x.astype(jnp.float32))
-    x = align(x, axes.tracked() & {axis})  # the gradient varies over `axis`, so `x` must too
-    dtype, wide = x.dtype, jax.typeof(x).update(dtype=jnp.dtype(jnp.float32))  # not in `back`, which would keep `x`
-
-    def back(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        (found,) = jax.linear_transpose(move, wide)(gradient)
-        return (found.astype(dtype),)
-
-    moved = jax.custom_vjp(lambda x: move(x.astype(narrow)).astype(jnp.float32))
-    moved.defvjp(lambda x: (moved(x), None), back)
-    return moved(x)
 
 
 def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | None:
@@ -127,10 +107,6 @@ def _axis_of(call: Call, name: str, x: Any, wanted: tuple[str, ...]) -> int | No
     return None
 
 
-def misfit(heads: int, key_heads: int, ranks: int, groups: int, two_way: bool) -> str | None:
-    """Why groups of `ranks` ranks, in a ring of `groups`, cannot split the heads of a call; `None` if they can."""
-    if heads % ranks:
-        return f"{heads} query heads do not divide by {ranks} ranks"
-    if groups > 1 and two_way and math.lcm(key_heads, ranks) // ranks % 2:
-        return "two_way needs an even number of key heads on each rank"
-    return None
+def misfit(heads: int, ranks: int) -> str | None:
+    """Why groups of `ranks` ranks cannot split the heads of a call; `None` if they can."""
+    return f"{heads} query heads do not divide by {ranks} ranks" if heads % ranks else None

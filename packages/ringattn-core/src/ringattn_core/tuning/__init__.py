@@ -2,7 +2,6 @@
 """Which kernel parameters a call runs with: its own, an overlay's, tuned ones, or the backend's default."""
 
 from .choice import forget as forget
-from .choice import tune as tune
 from .overlay import overlay as overlay
 from .problem import Problem as Problem
 from .problem import Tunable as Tunable

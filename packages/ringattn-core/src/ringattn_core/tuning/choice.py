@@ -2,22 +2,21 @@
 """Chooses kernel parameters: the call's own come first, then an overlay's, then tuned ones, then the defaults."""
 
 import dataclasses
+import importlib
 import logging
 import threading
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
 
-from ..backends.discovery import Registration, get, on_clear
+from ..backends.discovery import Registration, on_clear
 from ..config import RingAttentionConfig
 from ..contract.call import Call
-from ..errors import TuningError
+from ..errors import ToolsNotFoundError, TuningError
 from ..placement.axes import size
+from . import cache
 from .overlay import OPEN, filled, overlays
-from .policy import current
+from .policy import VARIABLE, current
 from .problem import Problem, of_call, tunable
-
-if TYPE_CHECKING:
-    from .tuner import Outcome
 
 _logger: Final = logging.getLogger("ringattn")
 _known: Final[dict[tuple[Registration, Problem], RingAttentionConfig | None]] = {}
@@ -83,36 +82,31 @@ def default(registration: Registration, problem: Problem) -> RingAttentionConfig
     return OPEN if own is None else own(problem)
 
 
-def tune(problem: Problem, registration: Registration | None = None, keep: bool = True) -> "Outcome":
-    """Times every candidate of the backend for `problem`; with `keep` stores the fastest in memory and on the disk.
+def store(
+    registration: Registration, problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]]
+) -> None:
+    """Makes `config` the tuned configuration of the problem, in memory and on the disk.
 
-    `registration` is that of the backend, by default the one that the problem names.
-
-    Results of a backend that is registered in this process are not stored on the disk: it has no version.
+    Programs that were traced before are traced again. Results of a backend that is registered in this process are not
+    stored on the disk, because it has no version. `trials` are the times of all candidates.
     """
     global _changes
-    outcome = _tuned(problem, get(problem.backend) if registration is None else registration, keep)
-    _changes += keep
-    return outcome
+    _keep(registration, problem, config, trials)
+    _changes += 1
 
 
-def _tuned(problem: Problem, registration: Registration, keep: bool = True) -> "Outcome":
-    from . import cache, tuner
-
-    outcome = tuner.fastest(registration, problem, default(registration, problem))
-    if keep:
-        _known[_key(registration, problem)] = outcome.config
-        if not registration.in_process:
-            cache.write(problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
-    return outcome
+def _keep(
+    registration: Registration, problem: Problem, config: RingAttentionConfig, trials: Sequence[Mapping[str, Any]]
+) -> None:
+    _known[_key(registration, problem)] = config
+    if not registration.in_process:
+        cache.write(problem, config, trials)
 
 
 def _stored(registration: Registration, problem: Problem) -> RingAttentionConfig | None:
     """The configuration from memory or disk. Each problem is looked up on the disk once."""
     key = _key(registration, problem)
     if key not in _known:
-        from . import cache
-
         entry = None if registration.in_process else cache.read(problem)
         # Another thread may have tuned the problem meanwhile.
         _known.setdefault(key, None if entry is None else entry.config)
@@ -124,12 +118,24 @@ def _tuned_now(registration: Registration, problem: Problem) -> RingAttentionCon
     key = _key(registration, problem)
     with _one_at_a_time:
         if _known.get(key) is None:
+            usual = default(registration, problem)
             try:
-                _tuned(problem, registration)
+                outcome = _search().fastest(registration, problem, usual)
+                _keep(registration, problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
             except TuningError as error:
-                _known[key] = default(registration, problem)
+                _known[key] = usual
                 _logger.warning("%s. Its default is used", error)
         return _known[key]
+
+
+def _search() -> Any:
+    """The module of `ringattn-tools` that times candidates. Core knows that distribution by its name only."""
+    try:
+        return importlib.import_module("ringattn_tools.search")
+    except ModuleNotFoundError as error:
+        if error.name != "ringattn_tools":
+            raise
+        raise ToolsNotFoundError(f"{VARIABLE}=on") from None
 
 
 def _key(registration: Registration, problem: Problem) -> tuple[Registration, Problem]:

@@ -40,8 +40,8 @@ class Problem:
         versions: The versions of JAX, of core and of the backend.
         ranks: The number of ranks of the ring.
         causal: Whether the call is causal.
-        window: The window of the call, as in `Rule`.
-        chunk: The chunk size of the call.
+        sliding_window: The window of the call, as in `Rule`.
+        chunk_size: The chunk size of the call.
         options: The other options that the call uses: an array by its dtype and shape, and masks as text.
         call: The call of one shard as shapes, from which a trial is made. Problems are compared without it.
     """
@@ -60,8 +60,8 @@ class Problem:
     versions: tuple[tuple[str, str], ...]
     ranks: int = 1
     causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    chunk: int | None = None
+    sliding_window: tuple[int | None, int | None] | None = None
+    chunk_size: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     call: Call | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -108,7 +108,7 @@ UNSEEN: Final = (
     "head_axis_name",
     "return_lse",
     "strategy",
-    "bias_dtype",
+    "wide",
 )
 """The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {
@@ -138,8 +138,8 @@ def of_call(registration: Registration, call: Call, ranks: int) -> Problem:
         versions=versions(registration),
         ranks=ranks,
         causal=call.causal,
-        window=call.sliding_window,
-        chunk=call.chunk_size,
+        sliding_window=call.sliding_window,
+        chunk_size=call.chunk_size,
         options=tuple((name, _described(x)) for name, x in used.items()),
         call=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call),
     )

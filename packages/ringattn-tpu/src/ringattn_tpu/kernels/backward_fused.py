@@ -47,19 +47,19 @@ def backward_fused(step: Step, inputs: Any, outputs: Any, scratch: Any, *, setti
             dproduct, k, (((0,), (0,)), ((), ())), precision=settings.precision, preferred_element_type=jnp.float32
         )
         rows = pl.ds(pl.multiple_of(step.at.visiting * q_tile + start, LANES), part)
-        outputs["dq"][rows, :] += added * settings.rule.scale
+        outputs["dq"][rows, :] += added * settings.rule.softmax_scale
 
     over_parts(step, q_tile, part, visit)
     rows = pl.ds(pl.multiple_of(step.at.own * kv_tile, LANES), kv_tile)
 
     @pl.when(step.has(LAST) & (step.at.member == 0))
     def _():
-        outputs["dk"][rows, :] = (dk[...] * settings.rule.scale).astype(outputs["dk"].dtype)
+        outputs["dk"][rows, :] = (dk[...] * settings.rule.softmax_scale).astype(outputs["dk"].dtype)
         outputs["dv"][rows, :] = dv[...].astype(outputs["dv"].dtype)
 
     if step.members > 1:
 
         @pl.when(step.has(LAST) & (step.at.member > 0))
         def _():
-            outputs["dk"][rows, :] += dk[...] * settings.rule.scale
+            outputs["dk"][rows, :] += dk[...] * settings.rule.softmax_scale
             outputs["dv"][rows, :] += dv[...]

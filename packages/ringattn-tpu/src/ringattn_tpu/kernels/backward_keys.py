@@ -33,5 +33,5 @@ def backward_keys(step: Step, inputs: Any, outputs: Any, scratch: Any, *, settin
 
     @pl.when(step.has(LAST) & (step.at.member == step.members - 1))
     def _():
-        outputs["dk"][...] = (dk[...] * settings.rule.scale).astype(outputs["dk"].dtype)
+        outputs["dk"][...] = (dk[...] * settings.rule.softmax_scale).astype(outputs["dk"].dtype)
         outputs["dv"][...] = dv[...].astype(outputs["dv"].dtype)

@@ -41,7 +41,7 @@ def backward_queries(step: Step, inputs: Any, outputs: Any, scratch: Any, *, set
 
     @pl.when(step.has(LAST))
     def _():
-        dq = acc[...] * settings.rule.scale
+        dq = acc[...] * settings.rule.softmax_scale
         outputs["dq"][...] = (inputs["dq"][...] + dq if "dq" in inputs else dq).astype(outputs["dq"].dtype)
 
 

@@ -4,14 +4,14 @@
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .dropout import kept
-from .scores import Part, mask_out, power, products, scores, to_width
+from .scores import Part, mask_out, products, scores, to_width
 
 LSE: Final = 0
 DELTA: Final = 1
-SHIFT: Final = 2
-"""The rows of `row_values`, with a number for each query: the final lse, delta and, with a bias, the shift."""
+"""The rows of `row_values`, with a number for each query: the final lse and delta."""
 
 
 class Derivatives(NamedTuple):
@@ -34,13 +34,11 @@ def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
     # Both products before the scores: Mosaic schedules a body of v6e in 5085 bundles, and in 5494 with `dp` first.
     product, dp = products(part, "q", "k"), products(part, "dout", "v")
     s, bent = scores(part, product)
-    if settings.bias:
-        s = s - row(SHIFT)
     logarithm = s - row(LSE)
-    weight = power(mask_out(part, logarithm) if masked else logarithm, settings)
+    weight = jnp.exp2(mask_out(part, logarithm) if masked else logarithm)
     p = weight
-    if settings.rule.dropout:
+    if settings.rule.dropout_prob:
         keep = kept(part, settings.rule.keep_weight)
         p, dp = weight * keep, dp * keep
     ds = weight * (dp - row(DELTA))
-    return Derivatives(p, ds, ds if settings.rule.soft_cap is None else ds * (1.0 - bent * bent))
+    return Derivatives(p, ds, ds if settings.rule.logits_soft_cap is None else ds * (1.0 - bent * bent))

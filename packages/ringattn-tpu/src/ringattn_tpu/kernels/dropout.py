@@ -54,7 +54,7 @@ def _half(word: jax.Array, j: jax.Array) -> jax.Array:
 
 
 def _survives(part: Part, half: jax.Array) -> jax.Array:
-    return (half >= threshold(part.settings.rule.dropout)).astype(jnp.int32)
+    return (half >= threshold(part.settings.rule.dropout_prob)).astype(jnp.int32)
 
 
 def _bits_as(x: jax.Array, dtype: type) -> jax.Array:

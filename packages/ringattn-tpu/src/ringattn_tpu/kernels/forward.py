@@ -17,7 +17,6 @@ from .scores import (
     keep_columns,
     mask_out,
     matmul,
-    power,
     products,
     scores,
     to_column,
@@ -74,10 +73,10 @@ def _visit(part: Part, acc: Any, largest: Any, total: Any, masked: bool) -> None
     s = mask_out(part, s) if masked else s
     before = largest[...]
     after = jnp.maximum(before, s.max(-1, keepdims=True))
-    p = power(s - to_width(after, part.width), settings)
-    decay = power(before - after, settings)
+    p = jnp.exp2(s - to_width(after, part.width))
+    decay = jnp.exp2(before - after)
     total[...] = decay * total[...] + folded(p)
     largest[...] = after
-    if settings.rule.dropout:
+    if settings.rule.dropout_prob:
         p = p * kept(part, 1.0)
     acc[...] = to_width(decay, acc.shape[1]) * acc[...] + matmul(p, part.rows("v"), settings)

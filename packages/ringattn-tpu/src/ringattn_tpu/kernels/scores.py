@@ -2,17 +2,18 @@
 """The scores of a tile in every kernel: their values, and which pairs of query and key are masked out.
 
 The own side of a kernel lies along the sublanes and the visiting side along the lanes. Kernels differ only in which
-side has the queries. Logarithms are in the units of `Settings.unit`.
+side has the queries. Scores and logarithms are in units of log2.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ringattn_core.contract.visibility import with_forbidden
 from ringattn_core.masks import all_of
 
 from ..block_sizes import LANES
-from ..kernel_inputs import Settings
+from ..kernel_inputs import LOG2_E, Settings
 from ..launch import Step
 from ..mask_bits import bits
 
@@ -91,11 +92,6 @@ def matmul(a: jax.Array, b: jax.Array, settings: Settings) -> jax.Array:
     return jnp.dot(a.astype(b.dtype), b, precision=settings.precision, preferred_element_type=jnp.float32)
 
 
-def power(x: jax.Array, settings: Settings) -> jax.Array:
-    """`exp2(x)`, or `exp(x)` where the kernels use natural units (`Settings.unit`)."""
-    return jnp.exp(x) if settings.bias else jnp.exp2(x)
-
-
 def products(part: Part, of_query: str, of_key: str) -> jax.Array:
     """The product of each query's row of one array with each key's row of another, laid out as scores."""
     q, k = part.rows(of_query), part.rows(of_key)
@@ -114,11 +110,11 @@ def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
-    if rule.soft_cap is not None:
+    if rule.logits_soft_cap is not None:
         bent = jnp.tanh(bent)
-        s = bent * (rule.soft_cap * settings.unit)
-    if settings.bias:
-        s = s + _bias(part)
+        s = bent * (rule.logits_soft_cap * LOG2_E)
+    if "bias" in part.inputs:
+        s = s + with_forbidden(_bias(part)) * LOG2_E
     if "distance_weight" in part.inputs:
         s = s - part.inputs["distance_weight"][...] * distance(part)
     return s, bent

@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ _TOGETHER: Final = 512
 """The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
-1.3 times as long as with 16, because the cache does not hold so many heads (benchmarks/NOTES.md)."""
+1.3 times as long as with 16, because the cache does not hold so many heads (docs/kernels.md)."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
 """The same for heads of more than 128: with 8, the kernel takes 1.1 times as long."""
-_LONG: Final = 31
-"""The largest number of steps of a turn for each turn of a key head that runs at the same time. At most
-`_TOGETHER_IN_ORDER` heads run side by side, or fewer to stay below it. Turns of one head read the same query tiles,
-from the cache as long as they are in step; a send that occupies multiprocessors for a while puts them out of step.
-On a ring of two H100s with 64k tokens, 8 heads are 8% faster than 16 (benchmarks/NOTES.md)."""
+_LONG: Final = 16
+"""The least number of steps of a turn for each turn of its key head that runs at the same time: they begin one after
+another, about 1.5 steps apart. More heads run side by side where turns are shorter."""
+_WIDE_LONG: Final = 31
+"""The same for heads of more than 128, whose turns begin farther apart."""
 _STEPS: Final = 8
 """The smallest number of steps of a turn for each turn of a head that would run at the same time, if all heads ran side
 by side. With fewer, turns wait too long. At this bound, under a causal mask, a simulation of the waits gives 1.3 times
@@ -73,7 +73,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
 
     On an H100 the order takes 0.83 of the time with 8 heads in a group, because turns share tiles in the cache, and
     0.94 with 2k tokens or 0.92 with documents, because dq needs no zeros; it takes 1.02 with 16k tokens
-    (benchmarks/NOTES.md).
+    (docs/kernels.md).
     """
     faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
     return not block.rule.fused_backward or (faster and not plan.wide and _enough_heads(block, constants, plan))
@@ -86,9 +86,15 @@ def _enough_heads(block: Block, constants: BlockConstants, plan: BackwardPlan) -
 
 
 def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
-    """How many key heads have turns side by side where turns wait for each other."""
-    most = _WIDE_TOGETHER_IN_ORDER if plan.wide else _TOGETHER_IN_ORDER
-    return min(most, -(-_LONG * PROGRAMS // _steps_of_all(constants, plan)))
+    """How many key heads have turns side by side where turns wait for each other.
+
+    They share query tiles in the cache while they are in step. Under a causal mask they stay in step if half of the
+    turns of these heads run at once: each program then takes a long turn and a short one, and all begin the next heads
+    together. With 16 query heads to a key head this is 1.08 times as fast as turns of fewer heads.
+    """
+    most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
+    turns = -(-constants.kv_length // plan.kv_tile)
+    return min(most, max(2 * PROGRAMS // turns, long * PROGRAMS // _steps_of_all(constants, plan), 1))
 
 
 def _steps_of_all(constants: BlockConstants, plan: BackwardPlan) -> int:
@@ -127,7 +133,13 @@ def backward(
     )
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    plan = dataclasses.replace(plan, masked=masked, ordered=ordered)
+    kinds = {
+        "distance": constants.distances,
+        "position": constants.below or constants.above,
+        "segment": constants.segments,
+    }
+    of_queries = tuple(kind for kind, needed in kinds.items() if needed)
+    plan = dataclasses.replace(plan, masked=masked, ordered=ordered, of_queries=of_queries)
     bias = None if block.bias_fixed else block.bias
     counters = table.counters
     pieces = plan.pieces(dim)
@@ -135,7 +147,7 @@ def backward(
     zeros = None if ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
-        *_rows(block, constants, lse, delta, plan), table.ranks,
+        *_rows(block, lse, delta, plan), table.ranks,
     ]  # fmt: skip
     before: list[jax.Array | None] = [counters, zeros, None, None]
     dbias = dheads = None
@@ -238,26 +250,25 @@ def _launch_kernel(
 
 def _rows(
     block: Block,
-    constants: BlockConstants,
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     plan: BackwardPlan,
-) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "... rows"] | None]:
-    """`lse` in units of log2 and `-delta`, filled up to whole tiles, and a third number for each row or `None`.
-
-    Where scores depend on distances, it is how far the position of a query is from that of the first one in its tile.
-    With a bias it is the row's shift. There is room for one of them: `why_not` refuses a bias with distances.
-    """
-    assert block.shift is None or not constants.distances
+) -> tuple[Float32[Array, "B N rows"], Float32[Array, "B N rows"], Float32[Array, "b kinds rows"] | None]:
+    """`lse` in units of log2, `-delta` and the numbers of `plan.of_queries` (or `None`), filled up to whole tiles."""
     more = (0, -block.q_length % plan.q_tile)
     # A row that sees nothing, or lies past the end, weighs nothing.
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     lse = jnp.pad(lse, [(0, 0), (0, 0), more], constant_values=jnp.inf)
     delta = jnp.pad(-delta, [(0, 0), (0, 0), more])
-    if constants.distances:
-        padded = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
-        positions = padded.reshape(len(padded), -1, plan.q_tile)
-        return lse, delta, (positions - positions[:, :, :1]).astype(jnp.float32).reshape(padded.shape)
-    if block.shift is not None:
-        return lse, delta, jnp.pad(block.shift, [(0, 0), (0, 0), more])
-    return lse, delta, None
+    found: dict[str, Any] = {}
+    if "distance" in plan.of_queries or "position" in plan.of_queries:
+        position = jnp.pad(block.q_positions, [(0, 0), more], mode="edge")
+        tiles = position.reshape(len(position), -1, plan.q_tile)
+        found["distance"] = (tiles - tiles[:, :, :1]).astype(jnp.float32).reshape(position.shape)
+        found["position"] = jax.lax.bitcast_convert_type(position, jnp.float32)
+    if block.q_segments is not None:
+        # Negative ids are padding, which must equal nothing: queries get -1, and keys -2.
+        segment = jnp.pad(jnp.maximum(block.q_segments, -1), [(0, 0), more], constant_values=-1)
+        found["segment"] = jax.lax.bitcast_convert_type(segment, jnp.float32)
+    kinds = [found[kind] for kind in plan.of_queries]
+    return lse, delta, jnp.stack(jnp.broadcast_arrays(*kinds), 1) if kinds else None

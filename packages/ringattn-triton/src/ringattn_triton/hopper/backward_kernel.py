@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .backward_memory import allocated, plain_layout
 from .backward_products import compute_gradients, results_by_tma
-from .backward_transfers import BackwardTiles, add_dq, fetch_tiles
+from .backward_transfers import BackwardTiles, add_dq, by_batch, fetch_tiles
 from .backward_turns import Turns
 from .bias_tiles import tiles_of_bias
 from .head_tiles import tiles_of_heads, tiles_of_results
@@ -25,18 +25,18 @@ from .wide_products import compute_dk, compute_dv
 @gluon.jit
 def backward(
     Q, K, V, P,
-    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, AWAY, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE, FIRST_TILE,
-    DK, DV, DHEADS_OR_DS, COUNTERS, DQ,
+    BOUNDS, TILES, DOUT, LSE, MINUS_DELTA, OF_QUERIES, RANKS, COUNTERS_BEFORE, DQ_BEFORE, DK_BEFORE, DV_BEFORE,
+    FIRST_TILE, DK, DV, DHEADS_OR_DS, COUNTERS, DQ,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns, the tiles of keys of all key heads, from a counter.
 
     `LSE` (in units of log2) and `MINUS_DELTA` are `[B, N, Q_TILES * q_tile]`. In rows that see nothing, and past the
-    end, `LSE` is +inf. `AWAY [b, Q_TILES * q_tile]` is how far each position is from the first of its tile, for scores
-    that depend on distances. With a bias, `AWAY [B * N, Q_TILES * q_tile]` is the shift of each row. `RANKS` says in
-    which order turns add to a tile of dq. `DQ` is float32 in the order of `dq_order`, without the scale. `COUNTERS` and
-    `COUNTERS_BEFORE` are one array. If turns add to dq in any order, `DQ` and `DQ_BEFORE` are one array of zeros. In
-    order, the first turn of a tile writes it, and the counter of a tile that no turn visits stays 0.
+    end, `LSE` is +inf. `OF_QUERIES [b, kinds, Q_TILES * q_tile]` has the numbers of `PLAN.of_queries`; int32 travels in
+    float32. `RANKS` says in which order turns add to a tile of dq. `DQ` is float32 in the order of
+    `dq_order`, without the scale. `COUNTERS` and `COUNTERS_BEFORE` are one array. If turns add to dq in any order, `DQ`
+    and `DQ_BEFORE` are one array of zeros. In order, the first turn of a tile writes it, and the counter of a tile that
+    no turn visits stays 0.
 
     `DHEADS_OR_DS` has a number for each head, part of its steps, key tile and consumer: its part of the per-head
     gradient. If the launch takes a strip of `PLAN.strip_rows` key tiles (the last one may have fewer), it is ds for the
@@ -57,12 +57,11 @@ def backward(
     if F.stacked:
         DV = DK + F.v_start
     lse = tma.make_tensor_descriptor(LSE, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
-    away = lse
-    if F.distances:
-        GROUPS: gl.constexpr = BATCH if F.q_positions_batch else 1
-        away = tma.make_tensor_descriptor(AWAY, [GROUPS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
-    elif F.shifted:
-        away = tma.make_tensor_descriptor(AWAY, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
+    of_queries = lse
+    KINDS: gl.constexpr = len(PLAN.of_queries)
+    if KINDS > 0:
+        GROUPS: gl.constexpr = BATCH if by_batch(F) else 1
+        of_queries = tma.make_tensor_descriptor(OF_QUERIES, [GROUPS * KINDS, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN)
     DQ_ROWS: gl.constexpr = BATCH * F.heads * Q_TILES * PLAN.pieces(F.head_dim) * 16
     dq = tma.make_tensor_descriptor(DQ, [DQ_ROWS, 256], [256, 1], [16, 256], PLAIN)
     bias = 0
@@ -80,7 +79,7 @@ def backward(
         dout=tiles_of_heads(DOUT, F.heads, Q_ROWS, F.value_dim, F.value_dim, F.heads * F.value_dim, Q_TILE),
         lse=lse,
         delta=tma.make_tensor_descriptor(MINUS_DELTA, [BATCH * F.heads, PADDED], [PADDED, 1], [1, Q_TILE], PLAIN),
-        away=away,
+        of_queries=of_queries,
         dq=dq,
         dk=tiles_of_results(DK, BATCH, F.kv_length, F.kv_heads, F.head_dim) if RESULTS_BY_TMA else dq,
         dv=tiles_of_results(DV, BATCH, F.kv_length, F.kv_heads, F.value_dim) if RESULTS_BY_TMA else dq,

@@ -63,10 +63,10 @@ class BackwardMemory(NamedTuple):
 
     `q`, `dout`, `k` and `v` are tuples of pieces of heads (`head_tiles`). `dout` may share the allocation of `q`, and
     `v` that of `k`: `BackwardPlan` has their first places. A fetch of `q` into place `i` also fills place `i` of `rows`
-    with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. Place
-    `2 STAGES + i` has, for distances, the positions of the rows minus that of the tile's first row, or for a bias the
-    shifts of the rows; place `i` of `bias` has the bias, if there is one. `ds` is the gradient of the scores, with keys
-    as rows; in `wide_products` its place holds the softmax weights before it. Each place of `dq` has a piece of a tile,
+    with the lse of these queries, and a fetch of `dout` fills place `STAGES + i` with their -delta. The places from
+    `first_place(kind)` on have the numbers of `PLAN.of_queries`; place `i` of `bias` has the bias, if there is one.
+    `ds` is the gradient of the scores, with keys as rows; in `wide_products` its place holds the softmax weights before
+    it. Each place of `dq` has a piece of a tile,
     64 queries by 64 dimensions, or at the end of a turn a consumer's dv or dk (`result_place`). Consumer `c` uses the
     places `2 i + c`.
     """
@@ -91,7 +91,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, PLAN.q_tile], TYPE)
     PLAIN: gl.constexpr = plain_layout()
     NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    ROWS: gl.constexpr = PLAN.stages + PLAN.dout_stages + (PLAN.stages if F.distances or F.shifted else 0)
+    ROWS: gl.constexpr = first_place(None, PLAN)
     Q_PLACES: gl.constexpr = PLAN.stages + (0 if PLAN.wide else PLAN.dout_stages)
     K_PLACES: gl.constexpr = 1 if PLAN.wide else 2
     q = places_of_heads(TYPE, Q_PLACES, Q_PLACES, PLAN.q_tile, F.head_dim)
@@ -124,6 +124,13 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
     _begin(shared.q_full, 0, PLAN.stages, 1)
     _begin(shared.barriers, DOUT_FULL, PLAN.dout_stages, 1)
     return shared
+
+
+@gluon.constexpr_function
+def first_place(KIND, PLAN):
+    """The first place in `rows` of a kind of number in `PLAN.of_queries`; of `None`, how many places there are."""
+    kinds = PLAN.of_queries
+    return PLAN.dout_stages + PLAN.stages * (1 + (len(kinds) if KIND is None else kinds.index(KIND)))
 
 
 @gluon.constexpr_function

@@ -15,6 +15,8 @@ class BackwardPlan:
     `wide`: one consumer computes dv and the other dk, each of all keys (`wide_products`). Otherwise each consumer
     computes both, for half of the keys.
     `masked`: there are tiles to mask. `ordered`: turns add to dq in the order of their numbers, so that bits repeat.
+    `of_queries`: what a step reads of each query beside lse and delta: "distance" from the first query of the tile,
+    "position" and "segment", as far as options and masks need them.
     `strip_rows`: a launch takes the turns of so many key tiles, and keeps ds of them; 0: it takes all, and keeps none.
     """
 
@@ -22,6 +24,7 @@ class BackwardPlan:
     wide: bool = False
     masked: bool = False
     ordered: bool = False
+    of_queries: tuple[str, ...] = ()
     strip_rows: int = 0
     kv_tile: int = 128
     stages: int = 2

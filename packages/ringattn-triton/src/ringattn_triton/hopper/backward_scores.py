@@ -9,8 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..kernels.dropout import philox
-from ..kernels.scores import LOG2_E, bent, lost_by_distance
-from ..kernels.tokens import first_counter, of_columns, of_rows, visible
+from ..kernels.scores import LOG2_E, bent, biased, lost_by_distance
+from ..kernels.tokens import Queries, first_counter, of_columns, range_of, visible
+from .backward_memory import first_place
 from .dropout import kept, of_draws, own_draws
 from .softmax import quad_layout, sums_of_parts
 
@@ -22,7 +23,6 @@ class Tile(NamedTuple):
     `first`, `second`: the two words of each draw of dropout. `bits`: of the mask, 16 keys in each number.
     """
 
-    queries: Any
     keys: Any
     away: Any
     first: Any
@@ -36,7 +36,6 @@ def tile_of(
     SCORES: gl.constexpr,
 ):  # fmt: skip
     """The `Tile` of a query tile and consumer `NUMBER`'s 64 keys of a key tile. Loaded while products run."""
-    queries = 0
     keys = 0
     away = 0
     first = 0
@@ -45,8 +44,6 @@ def tile_of(
     q_start = q_tile * PLAN.q_tile
     kv_start = kv_tile * PLAN.kv_tile
     if MASKED:
-        rows = q_start + gl.arange(0, PLAN.q_tile, gl.SliceLayout(0, SCORES))
-        queries = of_rows(P, batch, rows, 0, F, F.q_length % PLAN.q_tile != 0, True)
         columns = NUMBER * 64 + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
         keys = of_columns(P, batch, kv_start, columns, 0, F, PLAN.kv_tile, True)
     if F.distances:
@@ -60,7 +57,7 @@ def tile_of(
         first, second = _draws(P, batch, q_start, kv_start + NUMBER * 64, head.dropout_key, NUMBER, F, PLAN)
     if MASKED and F.masks:
         bits = _mask_bits(head.mask_words, q_start, kv_start + NUMBER * 64, F, PLAN)
-    return Tile(queries, keys, away, first, second, bits)
+    return Tile(keys, away, first, second, bits)
 
 
 @gluon.jit
@@ -84,10 +81,7 @@ def probabilities(
     lse = rows.index(place).load(SCORES)
     bend = bent(s, F)
     if F.bias:
-        s = bend * F.unbend + bias.to(gl.float32)
-        if F.shifted:
-            s = s - rows.index(2 * PLAN.stages + place).load(SCORES)
-        p = gl.exp2(s * LOG2_E - lse)
+        p = gl.exp2(biased(bend * F.unbend, bias) * LOG2_E - lse)
     elif F.distances:
         lost = lost_by_distance(head, F, False)
         p = gl.exp2(bend * FOLD - lse - (lost * LOG2_E) * _distance(rows, place, tile, PLAN, SCORES))
@@ -96,7 +90,7 @@ def probabilities(
     if MASKED:  # rows past the end have lse +inf
         UNMASKED: gl.constexpr = F.without_masks
         RAGGED: gl.constexpr = F.kv_length % PLAN.kv_tile != 0
-        seen = visible(tile.queries, tile.keys, head, UNMASKED, RAGGED, False)
+        seen = visible(_queries(rows, place, F, PLAN, SCORES), tile.keys, head, UNMASKED, RAGGED, False)
         if F.masks:
             seen = seen & _spread(tile.bits, PLAN.q_tile, SCORES)
         p = gl.where(seen, p, 0.0)
@@ -106,6 +100,24 @@ def probabilities(
     if F.capped:
         steep = p * (1.0 - bend * bend)
     return p, steep
+
+
+@gluon.jit
+def _queries(rows, place, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
+    """What masks need of the queries of a tile. It lies in shared memory until it is compared, not in registers."""
+    low = 0
+    high = 0
+    segment = 0
+    if F.below or F.above:
+        low, high = range_of(_whole_numbers("position", rows, place, PLAN, SCORES), F)
+    if F.segments:
+        segment = _whole_numbers("segment", rows, place, PLAN, SCORES)
+    return Queries(0, 0, low, high, 0, 0, segment)
+
+
+@gluon.jit
+def _whole_numbers(KIND: gl.constexpr, rows, place, PLAN: gl.constexpr, SCORES: gl.constexpr):
+    return rows.index(first_place(KIND, PLAN) + place).load(SCORES).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
@@ -128,7 +140,7 @@ def derivatives(steep, dp, minus_delta, F: gl.constexpr):
 
 @gluon.jit
 def head_sums(F: gl.constexpr):
-    """Zeros, to which `with_head_sums` adds; 0 where no parameter of a head has a gradient."""
+    """The initial sums of the gradient of ALiBi slopes: zeros, or the constant 0 if slopes are not differentiated."""
     if F.per_head_gradient:
         return gl.zeros([64, 4], gl.float32, quad_layout(4))
     else:
@@ -137,7 +149,7 @@ def head_sums(F: gl.constexpr):
 
 @gluon.jit
 def with_head_sums(sums, ds, rows, place, tile, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """Adds minus the gradient of the head's parameter, from one tile, as one partial sum for each row and thread."""
+    """Adds one tile's `ds * distance`, minus the gradient of the slope: one partial sum for each row and thread."""
     if F.per_head_gradient:
         return sums + sums_of_parts(ds * _distance(rows, place, tile, PLAN, SCORES))
     else:
@@ -183,7 +195,7 @@ def _spread(bits, Q_TILE: gl.constexpr, SCORES: gl.constexpr):
 @gluon.jit
 def _distance(rows, place, tile, PLAN: gl.constexpr, SCORES: gl.constexpr):
     """`|i - j|` for each pair of a tile. It reads the query positions again each time, which saves registers."""
-    return gl.abs(rows.index(2 * PLAN.stages + place).load(SCORES) - tile.away)
+    return gl.abs(rows.index(first_place("distance", PLAN) + place).load(SCORES) - tile.away)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from .backward_memory import (
     TURN_EMPTY,
     TURN_FULL,
     WHOLE,
+    first_place,
     next_turn,
     result_place,
 )
@@ -59,7 +60,7 @@ def wait_for_additions(_semantic=None):
 class BackwardTiles(NamedTuple):
     """Descriptors of the tiles in device memory that a program fetches and writes.
 
-    `dq` is a piece of a tile, in the order of shared memory. `away` is used for distances and for shifts only, and `dk`
+    `dq` is a piece of a tile, in the order of shared memory. `of_queries` is used if the plan has any, and `dk`
     and `dv` are used for results in half precision only. `bias` is 0 without a bias, and `ds` if none is kept.
     """
 
@@ -69,12 +70,18 @@ class BackwardTiles(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
-    away: Any
+    of_queries: Any
     dq: Any
     dk: Any
     dv: Any
     bias: Any
     ds: Any
+
+
+@gluon.constexpr_function
+def by_batch(F):
+    """Whether the numbers of `PLAN.of_queries` differ between batch rows."""
+    return F.q_positions_batch > 0 or F.segments
 
 
 @gluon.jit
@@ -114,15 +121,15 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
                 hardware_barrier("sync", Q_EMPTY + place, 288)
             write_number(shared.numbers.index(TILE + place), tile)
             OF_BIAS: gl.constexpr = PLAN.q_tile * PLAN.kv_tile * 2 if F.bias else 0
-            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (2 if F.distances or F.shifted else 1) + OF_BIAS
+            KINDS: gl.constexpr = len(PLAN.of_queries)
+            OF_Q: gl.constexpr = PLAN.q_tile * DIM * 2 + NUMBERS * (1 + KINDS) + OF_BIAS
             _expect(q_full, OF_Q, PLAN.kv_tile * DIM * 2, begins)
             fetch_heads(tiles.q, head, first, q_full, place_of(shared.q, place))
             fetch(tiles.lse, numbers_at, q_full, shared.rows.index(place))
-            if F.distances:
-                group = batch if F.q_positions_batch else 0
-                fetch(tiles.away, [group, tile * PLAN.q_tile], q_full, shared.rows.index(2 * PLAN.stages + place))
-            elif F.shifted:
-                fetch(tiles.away, numbers_at, q_full, shared.rows.index(2 * PLAN.stages + place))
+            for kind in gl.static_range(KINDS):
+                numbers = shared.rows.index(first_place(PLAN.of_queries[kind], PLAN) + place)
+                line = (batch if by_batch(F) else 0) * KINDS + kind
+                fetch(tiles.of_queries, [line, tile * PLAN.q_tile], q_full, numbers)
             if F.bias:
                 bias_at = [group_of(batch, head, F), tile * PLAN.q_tile, row * PLAN.kv_tile]
                 fetch(tiles.bias, bias_at, q_full, shared.bias.index(place).reshape((1, PLAN.q_tile, PLAN.kv_tile)))
@@ -181,7 +188,7 @@ def add_dq(
     The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that
     have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
     counter when its addition has reached memory. That takes about as long as a step: one writer alone would hold
-    consumers up. The release is needed: without it, bits differed in 5 of 20 runs (`benchmarks/NOTES.md`).
+    consumers up. The release is needed: without it, bits differed in 5 of 20 runs (`docs/kernels.md`).
 
     No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
     the other. So a turn waits only for turns that a running program has begun, and the lowest turn that is not done

@@ -54,7 +54,7 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     constants = inputs.constants
     plan = _plan(block, constants, partial)
     table = visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, programs=_TOGETHER)
-    before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+    before = [None] * 2 if partial is None else [partial.out, partial.lse]
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile, of_all_keys=True),
         table.bounds,
@@ -64,20 +64,20 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     ]
     last = len(arrays) - 1
     batch, _, heads, _ = block.q.shape
-    out, lse, shift, _ = launch(
+    out, lse, _ = launch(
         forward_kernel,
         arrays,
         [*results(block), jax.ShapeDtypeStruct((1,), jnp.int32)],
         grid=(min(schedules.PROGRAMS, table.shape.rows * batch * heads),),
         registers=plan.registers_at_start,
-        aliases={last: 3} | {last - 3 + i: i for i, x in enumerate(before) if x is not None},
+        aliases={last: 2} | {last - 2 + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_hopper_forward",
         F=constants,
         T=table.shape,
         BATCH=batch,
         PLAN=plan,
     )
-    return Partial(out, lse, shift if constants.bias else None)
+    return Partial(out, lse)
 
 
 def _why_not_here(block: Block, target: Target) -> str | None:
@@ -123,13 +123,12 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
     alike = block.final and constants.head_dim == constants.value_dim
     return dataclasses.replace(
         plan,
-        # Documents are faster without an order, by 2.6% (benchmarks/NOTES.md).
+        # Documents are faster without an order, by 2.6% (docs/kernels.md).
         ordered=plan.ordered and not constants.segments,
         # With a bias, the bias takes the room of the next turn's queries.
         q_places=1 if constants.bias else plan.q_places,
         masked=masked or constants.kv_length % plan.kv_tile != 0,
         fresh=partial is None,
-        shifted=partial is not None and partial.shift is not None,
         bounded=constants.capped and constants.plain and block.q.dtype == jnp.bfloat16 and constants.fold <= _BOUND,
         stored=alike and plan.q_places == 2 and not constants.bias,
     )

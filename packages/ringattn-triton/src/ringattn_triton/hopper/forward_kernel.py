@@ -31,7 +31,7 @@ from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_value
 @gluon.jit
 def forward(
     Q, K, V, P,
-    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, TAKEN_BEFORE, OUT, LSE, SHIFT_AFTER, TAKEN,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, TAKEN_BEFORE, OUT, LSE, TAKEN,
     F: gl.constexpr, T: gl.constexpr, BATCH: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """One program for each multiprocessor. Programs take turns from the counter `TAKEN`, which begins at 0."""
@@ -68,8 +68,8 @@ def forward(
     if apart(F.value_dim):
         begin(shared.rest_full, 1)
     begin(shared.turns_full, 2)
-    BEFORE = (OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE)
-    AFTER = (OUT, LSE, SHIFT_AFTER)
+    BEFORE = (OUT_BEFORE, LSE_BEFORE)
+    AFTER = (OUT, LSE)
     ARRAYS = (Q, K, V, OUT)
     all_turns = T.rows * BATCH * F.heads
     if PLAN.consumers == 2:
@@ -148,7 +148,7 @@ def _consume(
         else:
             drawn = _drawn(shared, taken, P, batch, start, counter, head, False, F, PLAN)
         old_top, old_total = top, total
-        top, kept = continued_rows(BEFORE[1], BEFORE[2], start, batch, head_number, F, PLAN, OF_ROWS)
+        top, kept = continued_rows(BEFORE[1], start, batch, head_number, F, PLAN, OF_ROWS)
         total = in_parts(kept)
         s = warpgroup_mma_wait(pieces(F.value_dim), deps=[s])
         leave("keys", taken % PLAN.stages, PLAN)
@@ -163,8 +163,8 @@ def _consume(
         acc = no_sums(F.value_dim)
         if not PLAN.fresh:
             acc = loaded(BEFORE[0], start, batch, head_number, F)
-            # `kept` is 1, unless scores are bounded or the partial result has a shift.
-            factor = kept if PLAN.bounded else shrink * kept if PLAN.shifted else shrink
+            # `kept` is 1, unless scores are bounded.
+            factor = kept if PLAN.bounded else shrink
             if F.dropout:
                 factor = factor * (1.0 / F.keep_weight)
             acc = rescaled(acc, factor)

@@ -18,9 +18,7 @@ from .sums import first_of, layout_of, of_dims, pieces, width_of
 
 
 @gluon.jit
-def continued_rows(
-    LSE_BEFORE, SHIFT_BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr
-):
+def continued_rows(LSE_BEFORE, start, batch, head, F: gl.constexpr, PLAN: gl.constexpr, OF_ROWS: gl.constexpr):
     """The row maxima and sums of weights with which a turn begins, as `kernels.scores.continued_rows` gives them."""
     LEAST: gl.constexpr = F.fold / 2 if PLAN.bounded else -float("inf")
     least = gl.full([CONSUMER_ROWS], LEAST, gl.float32, OF_ROWS)
@@ -33,10 +31,7 @@ def continued_rows(
         if PLAN.bounded:
             return least, gl.exp2(before * LOG2_E - least)
         else:
-            shift = 0.0
-            if PLAN.shifted:
-                shift = gl.load(SHIFT_BEFORE + at, mask=rows < F.q_length, other=0.0)
-            return continued(before, shift, PLAN.shifted, F)
+            return continued(before)
 
 
 @gluon.jit
@@ -49,7 +44,7 @@ def written(
     If results are `stored`, it puts them in the place of the queries, and the producer writes them to memory. The
     numbers of the turn are read from shared memory again, so that they occupy no registers during the turn.
     """
-    OUT, LSE, SHIFT = AFTER
+    OUT, LSE = AFTER
     total = sum_of_parts(total, OF_ROWS)
     start = of_turn(shared, number, 0) + NUMBER * CONSUMER_ROWS
     batch = of_turn(shared, number, 1)
@@ -58,9 +53,7 @@ def written(
         leave("turns", number % 2, PLAN)
     rows = start + gl.arange(0, CONSUMER_ROWS, OF_ROWS)
     lse_at = (batch * F.heads + head).to(gl.int64) * F.q_length + rows
-    lse, shift, factor = final_rows(top, total, F)
-    if F.bias:
-        gl.store(SHIFT + lse_at, shift, mask=rows < F.q_length)
+    lse, factor = final_rows(top, total, F)
     gl.store(LSE + lse_at, lse, mask=rows < F.q_length)
     for piece in gl.static_range(len(acc)):
         out = (acc[piece] * of_dims(factor, acc[piece].shape[1])).to(OUT.dtype.element_ty)

@@ -20,8 +20,8 @@ class ForwardPlan:
     """How the forward kernel runs.
 
     `ordered`: consumers begin products in turn (`order`). `masked`: there are tiles to mask. `fresh`: there is no
-    partial result to continue. `shifted`: the partial result has a shift. `bounded`: no row maximum is subtracted from
-    scores. `stored`: results are written from shared memory.
+    partial result to continue. `bounded`: no row maximum is subtracted from scores. `stored`: results are written from
+    shared memory.
     """
 
     consumers: int
@@ -36,7 +36,6 @@ class ForwardPlan:
     """Places for queries in shared memory: with two, the queries of the next turn are fetched early."""
     masked: bool = False
     fresh: bool = False
-    shifted: bool = False
     bounded: bool = False
     stored: bool = False
 

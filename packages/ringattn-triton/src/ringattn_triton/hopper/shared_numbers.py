@@ -14,5 +14,5 @@ def write_number(place, number):
 
 @gluon.jit
 def read_number(place, WARPS: gl.constexpr):
-    """The number in a place, for all threads of a partition of `WARPS` warps."""
+    """Reads the number from shared memory; every thread of a partition of `WARPS` warps gets it."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)

@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..kernels.scores import LOG2_E, bent, in_log2, lost_by_distance
+from ..kernels.scores import bent, biased, lost_by_distance
 from ..kernels.tokens import visible
 from .dropout import kept
 from .schedules import CONSUMER_ROWS
@@ -30,7 +30,7 @@ def scored(
     if not (F.plain or folded(F)):
         s = s * F.unbend
     if F.bias:
-        s = s + bias.to(gl.float32)
+        s = biased(s, bias)
     offset = top
     if F.distances:
         lost = lost_by_distance(head, F, folded(F))
@@ -49,12 +49,11 @@ def scored(
         if ONE_SIDED:
             most = most - offset
         now = gl.maximum(top, most)
-        SLACK: gl.constexpr = 8.0 / LOG2_E if F.bias else 8.0
-        now = gl.where(now > top + SLACK, now, top)
+        now = gl.where(now > top + 8.0, now, top)
         base = now
         if MASKED or F.bias:
             base = gl.where(now == -float("inf"), 0.0, now)
-        shrink = gl.exp2(in_log2(top - base, F))
+        shrink = gl.exp2(top - base)
         if ONE_SIDED:
             base = base + offset
         return s, base, now, shrink
@@ -68,7 +67,7 @@ def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, 
         total = total + sums_of_parts(p)
     else:
         FOLD: gl.constexpr = fold_of(F)
-        p = gl.exp2(in_log2(s * FOLD - base[:, None], F))
+        p = gl.exp2(s * FOLD - base[:, None])
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, quad_layout(4)))[:, None] + sums_of_parts(p)
     if F.dropout:
         p = gl.where(kept(drawn[0], drawn[1], F, PLAN.kv_tile, SCORES), p, 0.0)
@@ -83,9 +82,7 @@ def folded(F):
 
 @gluon.constexpr_function
 def fold_of(F):
-    """The factor that converts scores to units of log2. It is 1 with a bias: `kernels.scores.in_log2` follows then."""
-    if F.bias:
-        return 1.0
+    """The factor that converts scores to units of log2."""
     return F.unbend * F.fold if folded(F) else F.fold
 
 

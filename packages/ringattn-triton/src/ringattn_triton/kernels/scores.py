@@ -12,14 +12,13 @@ from .. import kernel_inputs
 from .tokens import as_queries, visible, wide_rows
 
 LOG2_E: tl.constexpr = tl.constexpr(kernel_inputs.LOG2_E)
-SHIFT_BELOW: tl.constexpr = tl.constexpr(protocol.SHIFT_BELOW)
+BIAS_FORBIDS: tl.constexpr = tl.constexpr(protocol.BIAS_FORBIDS)
 
 
 class Head(NamedTuple):
-    """One head of one batch row: pointers to its bias, shifts and mask words, its slope, its dropout key."""
+    """One head of one batch row: pointers to its bias and mask words, its slope, its dropout key."""
 
     bias: Any
-    shift: Any
     slope: Any
     mask_words: Any
     dropout_key: Any
@@ -29,7 +28,6 @@ class Head(NamedTuple):
 def of_head(P, batch, head, F: tl.constexpr):
     """Loads the `Head` of a batch row and a query head."""
     bias = 0
-    shift = 0
     slope = 0.0
     mask_words = 0
     dropout_key = 0
@@ -37,8 +35,6 @@ def of_head(P, batch, head, F: tl.constexpr):
     wide_head = head.to(tl.int64)
     if F.bias:
         bias = P.bias + (wide_batch * F.bias_batch + wide_head * F.bias_head)
-    if F.shifted:
-        shift = P.shift + (wide_batch * F.heads + wide_head) * F.q_length
     if F.slopes:
         slope = tl.load(P.slopes + (batch * F.slopes_batch + head))
     if F.masks:
@@ -48,7 +44,7 @@ def of_head(P, batch, head, F: tl.constexpr):
         mask_words = P.mask_words + (wide_batch * F.mask_batch + mask * F.mask_head)
     if F.dropout:
         dropout_key = tl.load(P.dropout_keys + (batch * F.heads + head))
-    return Head(bias, shift, slope, mask_words, dropout_key)
+    return Head(bias, slope, mask_words, dropout_key)
 
 
 @triton.jit
@@ -80,10 +76,17 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
     if not F.plain:
         s = s * F.unbend
     if F.bias:
-        s = s + bias.to(tl.float32)
+        s = biased(s, bias)
     if F.distances:
         s = s - lost_by_distance(head, F, False) * distance(queries, keys)
     return s
+
+
+@triton.jit
+def biased(s, bias):
+    """`s + bias`, and -inf where the bias forbids."""
+    bias = bias.to(tl.float32)
+    return tl.where(bias < BIAS_FORBIDS, -float("inf"), s + bias)
 
 
 @triton.jit
@@ -123,70 +126,36 @@ def tanh(x, F: tl.constexpr):
 
 
 @triton.jit
-def in_log2(x, F: tl.constexpr):
-    """Converts differences of scores to units of log2. Without a bias they are in these units already.
-
-    With a bias, kernels subtract the row maximum first and convert the difference. At a bias of -1e9 float32 has no
-    digits after the point, so a multiplication that is fused with the subtraction would change the difference.
-    """
-    if F.bias:
-        return x * LOG2_E
-    else:
-        return x
-
-
-@triton.jit
-def continued_rows(lse, shift, SHIFTED: tl.constexpr, F: tl.constexpr):
-    """The row maxima and sums of weights from which the online softmax continues a result with `shift + lse`."""
-    nothing = lse == -float("inf")
-    if SHIFTED:
-        top = shift + lse
-        total = tl.where(nothing, 0.0, tl.exp2((lse - (top - shift)) * LOG2_E))
-        return top, total
-    elif F.bias:
-        return lse, tl.where(nothing, 0.0, 1.0)
-    else:
-        return lse * LOG2_E, tl.where(nothing, 0.0, 1.0)
+def continued_rows(lse):
+    """The row maxima, in units of log2, and the sums of weights from which the online softmax continues a result."""
+    return lse * LOG2_E, tl.where(lse == -float("inf"), 0.0, 1.0)
 
 
 @triton.jit
 def final_rows(top, total, F: tl.constexpr):
-    """`Partial.lse`, `Partial.shift` (0 without a bias), and the factor that makes a row's output of its sum.
-
-    The factor is 0 for a row that sees nothing.
-    """
+    """`Partial.lse`, and the factor that makes a row's output of its sum: 0 for a row that sees nothing."""
     nothing = total == 0.0
     divisor = tl.where(nothing, 1.0, total)
     factor = tl.where(nothing, 0.0, F.keep_weight / divisor)
-    shift = 0.0
-    if F.bias:
-        shift = tl.where((top < SHIFT_BELOW) & (total != 0.0), top, 0.0)
-        lse = (top - shift) + tl.log2(divisor) / LOG2_E
-    else:
-        lse = (top + tl.log2(divisor)) / LOG2_E
-    return tl.where(nothing, -float("inf"), lse), shift, factor
+    lse = (top + tl.log2(divisor)) / LOG2_E
+    return tl.where(nothing, -float("inf"), lse), factor
 
 
 @triton.jit
-def backward_rows(LSE, DELTA, head, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Loads `lse` (in units of log2), `delta` and `shift` of some queries. Past the end lse is +inf, so that p is 0."""
-    shift = 0.0
+def backward_rows(LSE, DELTA, at, rows, F: tl.constexpr, RAGGED: tl.constexpr, BY_KEYS: tl.constexpr):
+    """Loads `lse` (in units of log2) and `delta` of some queries. Past the end lse is +inf, so that p is 0."""
     if RAGGED:
         lse = tl.load(LSE + at, mask=rows < F.q_length, other=float("inf"))
         delta = tl.load(DELTA + at, mask=rows < F.q_length, other=0.0)
-        if F.shifted:
-            shift = as_queries(tl.load(head.shift + rows, mask=rows < F.q_length, other=0.0), BY_KEYS)
     else:
         lse = tl.load(LSE + at)
         delta = tl.load(DELTA + at)
-        if F.shifted:
-            shift = as_queries(tl.load(head.shift + rows), BY_KEYS)
-    return as_queries(lse, BY_KEYS), as_queries(delta, BY_KEYS), shift
+    return as_queries(lse, BY_KEYS), as_queries(delta, BY_KEYS)
 
 
 @triton.jit
 def derivatives(
-    bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
+    bend, dp, lse, delta, bias, keep, queries, keys, head, F: tl.constexpr, MASKED: tl.constexpr,
     KV_RAGGED: tl.constexpr,
 ):  # fmt: skip
     """The probabilities after dropout, the gradient of the scores, and that of the products, without the scale.
@@ -196,8 +165,6 @@ def derivatives(
     s = scored(bend, bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
-    if F.shifted:
-        s = s - shift
     p = tl.exp2(s * F.fold - lse)
     dropped = p
     if F.dropout:

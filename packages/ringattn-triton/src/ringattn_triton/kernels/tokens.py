@@ -94,7 +94,7 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
     if F.positions:
         found = tl.load(P.q_positions + (batch * F.q_positions_batch + row))
         position = as_queries(found, BY_KEYS)
-        first, last = _range_of(found, F)
+        first, last = range_of(found, F)
         low = as_queries(first, BY_KEYS)
         high = as_queries(last, BY_KEYS)
     if F.dropout:
@@ -107,7 +107,7 @@ def of_rows(P, batch, raw, counter, F: tl.constexpr, RAGGED: tl.constexpr, BY_KE
 
 
 @triton.jit
-def _range_of(position, F: tl.constexpr):
+def range_of(position, F: tl.constexpr):
     """The first and the last position that a query sees. Sums are limited so that they fit int32 for every window."""
     first = position
     last = position

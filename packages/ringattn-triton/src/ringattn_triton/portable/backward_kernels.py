@@ -99,10 +99,8 @@ def _added_to_keys(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
         dout_pointers + dout_to, rows[:, None], value_dims, F.q_length, F.value_dim, Q_RAGGED, F.value_dim != VALUE_DIM
     )
     dp = tl.dot(v, tl.trans(dout), input_precision=F.precision)
-    lse, delta, shift = backward_rows(LSE, DELTA, head, rows, rows, F, Q_RAGGED, True)
-    dropped, _, dproduct = derivatives(
-        bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, False
-    )  # fmt: skip
+    lse, delta = backward_rows(LSE, DELTA, rows, rows, F, Q_RAGGED, True)
+    dropped, _, dproduct = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, False)
     dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=F.precision)
     dk = tl.dot(narrowed(dproduct, q, F), q, dk, input_precision=F.precision)
     return dk, dv
@@ -150,7 +148,7 @@ def backward_queries(
     dout_at = first * F.value_dim + offset_of(rows, F.heads * F.value_dim, F.wide) + value_dims
     dout = vectors(DOUT + dout_at, rows, value_dims, F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED)
     row_at = (wide_batch * F.heads + head_number) * F.q_length + line
-    lse, delta, shift = backward_rows(LSE, DELTA, head, row_at, line, F, Q_RAGGED, False)
+    lse, delta = backward_rows(LSE, DELTA, row_at, line, F, Q_RAGGED, False)
 
     columns = tl.arange(0, KV_TILE)[:, None]
     k_pointers = K + wide_batch * F.k_batch + kv_head * F.k_head + (columns * F.k_token + dims)
@@ -164,7 +162,7 @@ def backward_queries(
     dhead = tl.zeros([Q_TILE], tl.float32)
     dq, dhead = over_visited(
         _added_to_queries, (dq, dhead),
-        (IN_STRIPS, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, queries, head, P, batch), visited, F, T,
+        (IN_STRIPS, q, dout, lse, delta, k_pointers, v_pointers, ds_at, queries, head, P, batch), visited, F, T,
     )  # fmt: skip
     dq = scaled(dq, q, F)
     if not FRESH:
@@ -182,7 +180,7 @@ def _added_to_queries(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     """Adds what a tile of keys contributes to dq and to the gradient of the per-head parameter."""
     dq, dhead = sums
     IN_STRIPS: tl.constexpr = given[0]
-    _, q, dout, lse, delta, shift, k_pointers, v_pointers, ds_at, queries, head, P, batch = given
+    _, q, dout, lse, delta, k_pointers, v_pointers, ds_at, queries, head, P, batch = given
     Q_TILE: tl.constexpr = q.shape[0]
     KV_TILE: tl.constexpr = k_pointers.shape[0]
     DIM: tl.constexpr = q.shape[1]
@@ -203,9 +201,7 @@ def _added_to_queries(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     at = offset_of(start, F.v_token, F.wide)
     v = vectors(v_pointers + at, columns, value_dims, F.kv_length, F.value_dim, KV_RAGGED, F.value_dim != VALUE_DIM)
     dp = tl.dot(dout, tl.trans(v), input_precision=F.precision)
-    _, ds, dproduct = derivatives(
-        bend, dp, lse, delta, shift, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED
-    )  # fmt: skip
+    _, ds, dproduct = derivatives(bend, dp, lse, delta, bias, keep, queries, keys, head, F, MASKED, KV_RAGGED)
     dhead = with_per_head_gradient(dhead, ds, queries, keys, F)
     if IN_STRIPS:
         keep_tile(ds_at + offset_of(tile, Q_TILE * KV_TILE, F.wide_scores), ds, F)

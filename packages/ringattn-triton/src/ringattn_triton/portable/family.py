@@ -29,28 +29,26 @@ def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
     refuse_large_heads(block, schedules.LARGEST_DIM, "triton")
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
-    before = [None] * 3 if partial is None else [partial.out, partial.lse, partial.shift]
+    before = [None] * 2 if partial is None else [partial.out, partial.lse]
     arrays = [*inputs.in_tiles(schedule.q_tile, schedule.kv_tile), table.bounds, table.tiles, *before]
-    out, lse, shift = launch(
+    out, lse = launch(
         forward_kernel,
         arrays,
         results(block),
         grid=(table.shape.rows * block.q.shape[0] * block.q.shape[2],),
-        aliases={len(arrays) - 3 + i: i for i, x in enumerate(before) if x is not None},
+        aliases={len(arrays) - 2 + i: i for i, x in enumerate(before) if x is not None},
         name="ringattn_forward",
         T=table.shape,
         FRESH=partial is None,
-        SHIFTED=before[2] is not None,
         **schedules.launch_options(constants, schedule),
     )
-    return Partial(out, lse, shift if constants.bias else None)
+    return Partial(out, lse)
 
 
 def results(block: Block) -> list[jax.ShapeDtypeStruct]:
-    """The outputs of a forward kernel: `out`, `lse`, and the shift, which is one element without a bias."""
+    """The outputs of a forward kernel: `out` and `lse`."""
     batch, length, heads, _ = block.q.shape
     return [
         jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype if block.final else jnp.float32),
         jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-        jax.ShapeDtypeStruct((batch, heads, length) if block.bias is not None else (1,), jnp.float32),
     ]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.dropout import weights
-from ..kernels.scores import bent, biases, continued_rows, final_rows, in_log2, of_head, scored
+from ..kernels.scores import bent, biases, continued_rows, final_rows, of_head, scored
 from ..kernels.tile_loop import in_registers, offset_of, over_visited, owned, vectors, visit
 from ..kernels.tokens import of_keys, of_queries, visible
 
@@ -14,14 +14,13 @@ from ..kernels.tokens import of_keys, of_queries, visible
 @triton.jit
 def forward(
     Q, K, V, P,
-    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, SHIFT_BEFORE, OUT, LSE, SHIFT_AFTER,
+    BOUNDS, TILES, OUT_BEFORE, LSE_BEFORE, OUT, LSE,
     F: tl.constexpr, T: tl.constexpr, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr, SHIFTED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, IN_REGISTERS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     """One program for each tile of queries of each head; the last tiles, which see most under a causal mask, first.
 
-    `FRESH`: there is no partial result to continue. `SHIFTED`: the partial result has a shift. `T` is
-    `visited_tiles.TableShape`.
+    `FRESH`: there is no partial result to continue. `T` is `visited_tiles.TableShape`.
     """
     turn, batch, head_number = owned(tl.program_id(0), T, F.heads)
     own = T.rows - 1 - turn
@@ -62,26 +61,19 @@ def forward(
             OUT_BEFORE + out_at, rows[:, None], value_dims[None, :], F.q_length, F.value_dim, Q_RAGGED, VALUE_RAGGED
         )
         lse_before = tl.load(LSE_BEFORE + lse_at, mask=rows < F.q_length, other=-float("inf"))
-        shift_before = 0.0
-        if SHIFTED:
-            shift_before = tl.load(SHIFT_BEFORE + lse_at, mask=rows < F.q_length, other=0.0)
-        top, total = continued_rows(lse_before, shift_before, SHIFTED, F)
+        top, total = continued_rows(lse_before)
         if F.dropout:
             acc = acc / F.keep_weight
-        if SHIFTED:
-            acc = acc * total[:, None]
 
     given = (q, k_pointers, v_pointers, queries, head, P, batch)
     acc, top, total = over_visited(_continued, (acc, top, total), given, visited, F, T)
-    lse, shift, factor = final_rows(top, total, F)
+    lse, factor = final_rows(top, total, F)
     out = (acc * factor[:, None]).to(OUT.dtype.element_ty)
     if Q_RAGGED or VALUE_RAGGED:
         tl.store(OUT + out_at, out, mask=(rows < F.q_length)[:, None] & (value_dims < F.value_dim)[None, :])
     else:
         tl.store(OUT + out_at, out)
     tl.store(LSE + lse_at, lse, mask=rows < F.q_length)
-    if F.bias:
-        tl.store(SHIFT_AFTER + lse_at, shift, mask=rows < F.q_length)
 
 
 @triton.jit
@@ -111,14 +103,13 @@ def _continued(sums, given, tile, F: tl.constexpr, MASKED: tl.constexpr):
     s = scored(bent(tl.dot(q, k, input_precision=F.precision), F), bias, queries, keys, head, F)
     if MASKED:
         s = tl.where(visible(queries, keys, head, F, KV_RAGGED, True), s, -float("inf"))
-    FOLD: tl.constexpr = 1.0 if F.bias else F.fold
-    now = tl.maximum(top, tl.max(s, 1) * FOLD)
+    now = tl.maximum(top, tl.max(s, 1) * F.fold)
     base = now
-    # A bias may be -inf, so a row may see nothing of a tile that needs no mask.
+    # A bias may forbid, so a row may see nothing of a tile that needs no mask.
     if MASKED or F.bias:
         base = tl.where(now == -float("inf"), 0.0, now)
-    p = tl.exp2(in_log2(s * FOLD - base[:, None], F))
-    shrink = tl.exp2(in_log2(top - base, F))
+    p = tl.exp2(s * F.fold - base[:, None])
+    shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(p, 1)
     if F.dropout:
         p = p * keep

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the Equinox module: the parameters and results of Equinox's own, over a ring and in batches."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from ringattn_adapters.equinox import RingMultiheadAttention
+from ringattn_core import errors, from_layout, to_layout
+
+B, T, C, N = 2, 16, 32, 4
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (B, T, C))
+CAUSAL = jnp.tril(jnp.ones((T, T), bool))
+SIZES = {"key_size": 12, "value_size": 20, "output_size": 24, "qk_size": 5, "vo_size": 7}
+BIASES = {"use_query_bias": True, "use_key_bias": True, "use_value_bias": True, "use_output_bias": True}
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "sp"))
+
+
+def gradients(module: Any, *inputs: jax.Array, **call: Any) -> Any:
+    """The output of a module, and the gradients of its parameters and inputs."""
+    parameters, structure = eqx.partition(module, eqx.is_inexact_array)
+
+    def loss(parameters: Any, inputs: Any) -> Any:
+        out = eqx.combine(parameters, structure)(*inputs, **call)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), found = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(parameters, inputs)
+    return jax.tree.leaves((out, found))
+
+
+def agree(got: Any, want: Any, atol: float = 5e-5) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=0, atol=atol * max(1.0, float(np.max(np.abs(other)))))
+
+
+@pytest.mark.parametrize("sizes", [{}, SIZES, BIASES, SIZES | BIASES], ids=["same", "sizes", "biases", "both"])
+def test_the_same_key_gives_the_parameters_and_the_results_of_equinox(sizes: dict[str, Any]):
+    ours, theirs = (kind(N, C, **sizes, key=KEY) for kind in (RingMultiheadAttention, eqx.nn.MultiheadAttention))
+    parameters = [
+        {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(eqx.filter(m, eqx.is_array))}
+        for m in (ours, theirs)
+    ]
+    assert parameters[0].keys() == parameters[1].keys()
+    for name, x in parameters[0].items():
+        np.testing.assert_array_equal(x, parameters[1][name])
+    key_ = jax.random.normal(jax.random.key(2), (24, sizes.get("key_size", C)))
+    value = jax.random.normal(jax.random.key(3), (24, sizes.get("value_size", C)))
+    agree(gradients(ours, X[0], key_, value), gradients(theirs, X[0], key_, value))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, jnp.stack([CAUSAL, CAUSAL.T] * 2)], ids=["all heads", "by head"])
+def test_masks_are_those_of_equinox(mask: jax.Array):
+    ours, theirs = (kind(N, C, key=KEY) for kind in (RingMultiheadAttention, eqx.nn.MultiheadAttention))
+    agree(gradients(ours, X[0], X[0], X[0], mask=mask), gradients(theirs, X[0], X[0], X[0], mask=mask))
+
+
+def test_a_batch_gives_the_result_of_each_example():
+    module = RingMultiheadAttention(N, C, key=KEY, causal=True)
+    together = gradients(module, X, X, X)
+    theirs = eqx.nn.MultiheadAttention(N, C, key=KEY)
+    one = jnp.stack([theirs(x, x, x, CAUSAL) for x in X])
+    np.testing.assert_allclose(together[0], one, atol=2e-5)
+    np.testing.assert_allclose(jax.vmap(module)(X, X, X), one, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_mesh_gives_what_one_device_gives_in_every_layout(layout: str):
+    options = {"num_key_heads": 2, "causal": True, "key": KEY}
+    spread = RingMultiheadAttention(N, C, **options, mesh=mesh(), axis_name="sp", layout=layout)
+    x = to_layout(X, layout, 4)
+    got, want = gradients(spread, x, x, x), gradients(RingMultiheadAttention(N, C, **options), X, X, X)
+    places = [0, *range(-3, 0)]  # the output and the gradients of the inputs are in layout order
+    for place in places:
+        got[place] = from_layout(got[place], layout, 4)
+    agree(got, want)
+
+
+def test_fewer_key_heads_give_the_result_of_repeated_key_heads():
+    few = RingMultiheadAttention(N, C, num_key_heads=2, key=KEY)
+    many = eqx.nn.MultiheadAttention(N, C, key=KEY)
+
+    def repeated(weight: jax.Array) -> jax.Array:
+        return jnp.repeat(weight.reshape(2, C // N, C), 2, 0).reshape(C, C)
+
+    many = eqx.tree_at(
+        lambda m: (m.query_proj, m.key_proj.weight, m.value_proj.weight, m.output_proj),
+        many,
+        (few.query_proj, repeated(few.key_proj.weight), repeated(few.value_proj.weight), few.output_proj),
+    )
+    np.testing.assert_allclose(few(X[0], X[0], X[0]), many(X[0], X[0], X[0]), atol=2e-5)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_process_heads_changes_query_key_and_value(batched: bool):
+    def halved(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, ...]:
+        return query / 2, key, value
+
+    x = X if batched else X[0]
+    plain = RingMultiheadAttention(N, C, key=KEY, softmax_scale=0.5 * (C // N) ** -0.5)
+    got = RingMultiheadAttention(N, C, key=KEY)(x, x, x, process_heads=halved)
+    np.testing.assert_allclose(got, plain(x, x, x), atol=2e-5)
+
+
+def test_options_that_are_arrays_are_passed_to_the_call():
+    module = RingMultiheadAttention(N, C, key=KEY)
+    ids = jnp.arange(T, dtype=jnp.int32) // 6
+    same = ids[:, None] == ids[None, :]
+    want = module(X[0], X[0], X[0], same)
+    np.testing.assert_allclose(module(X[0], X[0], X[0], q_segment_ids=ids), want, atol=2e-5)
+    many = module(X, X, X, q_segment_ids=jnp.stack([ids] * B))
+    np.testing.assert_allclose(many[0], want, atol=2e-5)
+    sunk = module(X[0], X[0], X[0], softmax_aux=jnp.full((N,), 50.0))
+    assert np.max(np.abs(sunk)) < 1e-6
+
+
+class TestDropout:
+    def test_the_key_decides_it_on_one_device_and_on_a_mesh(self):
+        options = {"dropout_p": 0.5, "key": KEY}
+        module = RingMultiheadAttention(N, C, **options)
+        spread = RingMultiheadAttention(N, C, **options, mesh=mesh(), axis_name="sp")
+        one, other = (module(X, X, X, key=jax.random.key(seed)) for seed in (1, 2))
+        np.testing.assert_allclose(spread(X, X, X, key=jax.random.key(1)), one, atol=2e-5)
+        assert np.max(np.abs(one - other)) > 1e-2
+
+    def test_inference_drops_nothing(self):
+        plain, dropping = (RingMultiheadAttention(N, C, dropout_p=p, key=KEY) for p in (0.0, 0.5))
+        np.testing.assert_array_equal(dropping(X, X, X, inference=True), plain(X, X, X))
+        np.testing.assert_array_equal(eqx.nn.inference_mode(dropping)(X, X, X), plain(X, X, X))
+
+    def test_it_needs_a_key(self):
+        with pytest.raises(errors.InputError, match=r"key: is missing with a dropout of 0\.5"):
+            RingMultiheadAttention(N, C, dropout_p=0.5, key=KEY)(X, X, X)
+
+
+class TestWhatItRefuses:
+    def test_heads_that_cannot_share_keys(self):
+        with pytest.raises(errors.InputError, match="num_key_heads: got 3 for 4 heads"):
+            RingMultiheadAttention(N, C, num_key_heads=3, key=KEY)
+
+    def test_settings_that_cannot_be_hashed(self):
+        with pytest.raises(
+            errors.InputError, match=r"cfg: is a dict, which cannot be hashed\. Pass a tuple, or a Ring"
+        ):
+            RingMultiheadAttention(N, C, key=KEY, cfg={})
+
+    def test_arrays_among_the_settings(self):
+        with pytest.raises(errors.InputError, match="q_segment_ids: is no option of this adapter"):
+            RingMultiheadAttention(N, C, key=KEY, q_segment_ids=jnp.zeros((1, T), jnp.int32))
+
+    def test_inputs_of_other_axes(self):
+        with pytest.raises(
+            errors.InputError, match=r"query, key_ and value: have shapes \(2, 16, 32\), \(16, 32\) and"
+        ):
+            RingMultiheadAttention(N, C, key=KEY)(X, X[0], X[0])
+
+    def test_inputs_of_another_size(self):
+        with pytest.raises(errors.InputError, match=r"key_: has shape \(2, 16, 3\)\. Its last axis must be the 32 of"):
+            RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X)
+
+    def test_a_layer_without_heads(self):
+        with pytest.raises(errors.InputError, match=r"num_heads: got 0\. It needs an integer of 1 or more"):
+            RingMultiheadAttention(0, C, key=KEY)
+
+    def test_a_mask_of_another_shape(self):
+        with pytest.raises(errors.InputError, match=r"^mask: has shape"):
+            RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3])
+
+
+def test_modules_with_equal_settings_have_equal_tree_structures():
+    """So that a program compiled for one module serves the other."""
+    one, other = (RingMultiheadAttention(N, C, key=KEY, causal=True, mesh=mesh(), axis_name="sp") for _ in range(2))
+    assert jax.tree.structure(one) == jax.tree.structure(other)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the drop-in for `jax.nn.dot_product_attention`: its names and defaults, its results and its gradients."""
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from ringattn_adapters.jax_nn import dot_product_attention
+from ringattn_core import errors, from_layout, to_layout
+
+B, T, S, N, K, H = 2, 16, 16, 4, 2, 8
+LENGTHS = jnp.array([16, 11], jnp.int32)
+
+
+def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def operands(dtype: Any = jnp.float32, keys: int = S) -> tuple[jax.Array, ...]:
+    return (
+        normal(0, B, T, N, H, dtype=dtype),
+        normal(1, B, keys, K, H, dtype=dtype),
+        normal(2, B, keys, K, H, dtype=dtype),
+    )
+
+
+def mesh(name: str = "sp") -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", name))
+
+
+def both(function: Any, arrays: tuple[jax.Array, ...], **options: Any) -> tuple[Any, Any]:
+    """Value and gradients of `function(output)`, with our attention and with JAX's."""
+
+    def of(attend: Any) -> Any:
+        return jax.value_and_grad(lambda arrays: function(attend(*arrays, **options)))
+
+    with jax.numpy_dtype_promotion("standard"):
+        # JAX's is not jitted as a whole: for float16 on a CPU it would then choose another matrix product.
+        return jax.jit(of(dot_product_attention))(arrays), of(jax.nn.dot_product_attention)(arrays)
+
+
+def loss(out: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+
+def agree(got: Any, want: Any, atol: float = 5e-5) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        scale = max(1.0, float(np.max(np.abs(np.float32(other)))))
+        np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=0, atol=atol * scale)
+
+
+def test_the_names_order_and_defaults_are_those_of_jax():
+    ours = list(inspect.signature(dot_product_attention).parameters.values())
+    theirs = list(inspect.signature(jax.nn.dot_product_attention).parameters.values())
+    for mine, its in zip(ours, theirs, strict=False):
+        assert (mine.name, mine.kind, mine.default) == (its.name, its.kind, its.default)
+    assert [p.name for p in ours[len(theirs) :]] == ["ring"]
+
+
+MASK = jax.random.bernoulli(jax.random.key(5), 0.6, (B, N, T, S)).at[..., 0].set(True)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "window": {"local_window_size": 3},
+    "sides": {"local_window_size": (5, 2)},
+    "causal-window": {"is_causal": True, "local_window_size": (4, 0)},
+    "mask": {"mask": MASK},
+    "mask-of-one-head": {"mask": MASK[:, :1]},
+    "mask-of-one-example": {"mask": MASK[:1]},
+    "mask-of-three-axes": {"mask": MASK[0]},
+    "mask-of-keys": {"mask": MASK[:, :1, :1]},
+    "mask-of-keys-of-one-example": {"mask": MASK[:1, :1, :1]},
+    "mask-of-keys-by-head": {"mask": MASK[:, :, :1]},
+    "mask-everywhere": {"mask": jnp.ones((1, 1, 1, 1), bool)},
+    "key-lengths": {"key_value_seq_lengths": LENGTHS},
+    "query-lengths": {"query_seq_lengths": LENGTHS},
+    "both-lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS[::-1], "is_causal": True},
+    "lengths-and-mask-of-keys": {"key_value_seq_lengths": LENGTHS, "mask": MASK[:, :1, :1]},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_value_and_gradients_are_those_of_jax(options: dict[str, Any]):
+    agree(*both(loss, operands(), **options))
+
+
+@pytest.mark.parametrize("shape", [(B, N, T, S), (1, N, T, S), (B, 1, 1, S), (1, 1, T, 1), (N, T, S)], ids=str)
+def test_a_bias_and_its_gradient_are_those_of_jax(shape: tuple[int, ...]):
+    agree(*both(loss, (*operands(), normal(3, *shape)), is_causal=True))
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 4e-2), (jnp.float16, 5e-3)], ids=["bfloat16", "float16"])
+def test_half_precision_is_that_of_jax(dtype: Any, atol: float):
+    agree(*both(loss, operands(dtype), is_causal=True), atol)
+
+
+def test_lengths_of_queries_and_keys_may_differ():
+    agree(*both(loss, operands(keys=24), is_causal=True, key_value_seq_lengths=LENGTHS, query_seq_lengths=LENGTHS))
+
+
+def test_arrays_without_a_batch_axis_give_an_output_without_one():
+    agree(*both(loss, tuple(x[0] for x in operands()), is_causal=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("axes", [3, 4])
+def test_the_residual_has_the_shape_the_dtype_and_the_missing_gradient_of_jax(dtype: Any, axes: int):
+    arrays = tuple(x if axes == 4 else x[0] for x in operands(dtype))
+
+    def of_both(result: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return loss(result[0]) + loss(result[1])
+
+    atol = 1e-4 if dtype == jnp.float32 else 0.5
+    agree(*both(of_both, arrays, is_causal=True, return_residual=True), atol)
+    got = dot_product_attention(*arrays, return_residual=True)[1]
+    assert got.shape == arrays[0].shape[:-1] and got.dtype == dtype
+
+
+def test_a_row_of_biases_of_minus_1e9_gets_zero_where_jax_gives_it_the_mean():
+    query, key, value = operands()
+    bias = jnp.zeros((1, 1, T, S)).at[:, :, 0].set(-1e9)
+    out, theirs = dot_product_attention(query, key, value, bias), jax.nn.dot_product_attention(query, key, value, bias)
+    assert (out[:, 0] == 0).all()
+    np.testing.assert_allclose(out[:, 1:], theirs[:, 1:], atol=1e-5)
+    np.testing.assert_allclose(theirs[:, 0], jnp.repeat(value.mean(1), N // K, 1), atol=1e-5)
+
+
+def test_a_query_that_sees_no_key_gets_zero_where_jax_gives_it_the_mean():
+    arrays = operands()
+    none = MASK.at[0, 0, 3].set(False)
+    assert (dot_product_attention(*arrays, mask=none)[0, 3, 0] == 0).all()
+    theirs = jax.nn.dot_product_attention(*arrays, mask=none)[0, 3, 0]
+    np.testing.assert_allclose(theirs, arrays[2][0, :, 0].mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("causal", "zigzag"),
+        ("mask", "striped"),
+        ("mask-of-keys", "zigzag"),
+        ("both-lengths", "contiguous"),
+        ("both-lengths", "striped"),
+        ("lengths-and-mask-of-keys", "zigzag"),
+    ],
+)
+def test_a_mesh_gives_what_one_device_gives_in_every_layout(name: str, layout: str):
+    options, there = dict(CASES[name]), mesh()
+    laid = tuple(to_layout(x, layout, 4) for x in operands())
+    if name == "mask":  # its rows are in layout order, like the queries
+        options["mask"] = to_layout(options["mask"], layout, 4, axis=2)
+
+    def ours(arrays: Any) -> jax.Array:
+        return loss(dot_product_attention(*arrays, **options, mesh=there, axis_name="sp", layout=layout))
+
+    got = jax.jit(jax.value_and_grad(ours))(laid)
+    want = jax.value_and_grad(lambda x: loss(jax.nn.dot_product_attention(*x, **CASES[name])))(operands())
+    agree((got[0], [from_layout(x, layout, 4) for x in got[1]]), (want[0], list(want[1])))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_mesh_of_set_mesh_is_the_mesh_of_the_call(jit: bool, kind: AxisType):
+    options = dict(CASES["lengths-and-mask-of-keys"])
+    laid = tuple(to_layout(x, "zigzag", 4) for x in operands())
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "sp"), axis_types=(kind,) * 2)):
+
+        def ours(*arrays: jax.Array) -> jax.Array:
+            return dot_product_attention(*arrays, **options, axis_name="sp", layout="zigzag")
+
+        got = (jax.jit(ours) if jit else ours)(*laid)
+    want = dot_product_attention(*operands(), **options)
+    np.testing.assert_allclose(from_layout(got, "zigzag", 4), want, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_inside_a_shard_map_lengths_and_masks_of_keys_are_those_of_the_whole_sequence(layout: str):
+    split, there = P("data", "sp"), mesh()
+    row = MASK[:, :1, :1]
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, row: jax.Array) -> jax.Array:
+        options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "mask": row, "is_causal": True}
+        named = {"axis_name": "sp", "batch_axis_name": "data"}
+        return dot_product_attention(query, key, value, **options, **named, layout=layout)
+
+    spread = jax.shard_map(local, mesh=there, in_specs=(split, split, split, P("data"), P("data")), out_specs=split)
+    out = jax.jit(spread)(*(to_layout(x, layout, 4) for x in operands()), LENGTHS, row)
+    one = dot_product_attention(
+        *operands(), query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS, mask=row, is_causal=True
+    )
+    np.testing.assert_allclose(from_layout(out, layout, 4), one, atol=2e-5)
+
+
+def test_lengths_and_segment_ids_are_anded():
+    ids = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 8)[None].repeat(B, 0)
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    got = dot_product_attention(*operands(), q_segment_ids=ids, key_value_seq_lengths=LENGTHS)
+    want = jax.nn.dot_product_attention(*operands(), mask=same, key_value_seq_lengths=LENGTHS)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_a_mask_of_keys_makes_no_array_of_the_square_of_the_length():
+    arrays = tuple(normal(seed, 1, 4096, 1, 8) for seed in range(3))
+    row = jnp.ones((1, 1, 1, 4096), bool)
+    text = str(jax.make_jaxpr(lambda *x: dot_product_attention(*x, mask=row))(*arrays))
+    assert "4096,4096" not in text
+    assert "4096,4096" in str(jax.make_jaxpr(lambda *x: jax.nn.dot_product_attention(*x, mask=row))(*arrays))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+        {"key_value_seq_lengths": LENGTHS, "mask": MASK[:, :1, :1]},
+        {"mask": MASK[0], "bias": jnp.ones((N, T, T))},
+        {"return_residual": True},
+    ],
+    ids=["lengths", "lengths and mask", "mask and bias", "residual"],
+)
+@pytest.mark.parametrize("ring", [False, True], ids=["one device", "mesh"])
+def test_no_rank_and_no_dtype_is_promoted(options: dict[str, Any], ring: bool):
+    there = {"mesh": mesh(), "axis_name": "sp"} if ring else {}
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.make_jaxpr(lambda *x: dot_product_attention(*x, **options, **there))(*operands())
+
+
+def test_a_warning_names_the_line_of_the_caller():
+    other = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("other", "sp"))
+    with pytest.warns(UserWarning, match="nothing is split") as caught:
+        dot_product_attention(*operands(), mesh=other, axis_name="sp")
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_dropout_takes_the_options_of_the_ring():
+    one, again, other = (dot_product_attention(*operands(), dropout_prob=0.5, dropout_seed=seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.max(np.abs(one - other)) > 1e-2
+
+
+def test_implementation_names_a_backend_of_the_ring():
+    got = dot_product_attention(*operands(), implementation="xla", is_causal=True)
+    np.testing.assert_array_equal(got, dot_product_attention(*operands(), is_causal=True))
+
+
+def test_a_kernel_of_jax_nn_is_no_backend_and_the_error_says_so():
+    with pytest.raises(errors.BackendNotFoundError, match="no ring-attention backend 'cudnn'") as caught:
+        dot_product_attention(*operands(), implementation="cudnn")
+    assert caught.value.__notes__[0].startswith("Here implementation names a ring backend; the kernels of jax.nn")
+
+
+class TestWhatItRefuses:
+    def test_an_option_under_its_name_in_ring_attention(self):
+        with pytest.raises(errors.InputError, match=r"causal: has another name here\. Pass is_causal"):
+            dot_product_attention(*operands(), causal=True)
+
+    def test_an_unknown_name(self):
+        with pytest.raises(
+            errors.InputError, match=r"unheard_of: is no option of this adapter\. Options: alibi_slopes, "
+        ):
+            dot_product_attention(*operands(), unheard_of="sp")
+
+    @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
+    def test_a_misspelt_name_and_suggests_the_right_one(self, name: str, meant: str):
+        with pytest.raises(errors.InputError, match=rf"{name}: is no option .*'{meant}'\?"):
+            dot_product_attention(*operands(), **{name: True})
+
+    def test_lengths_of_another_batch(self):
+        with pytest.raises(errors.InputError, match=r"query_seq_lengths: has shape \(3,\) and dtype int32. It needs"):
+            dot_product_attention(*operands(), query_seq_lengths=jnp.ones(3, jnp.int32))
+
+    def test_a_mask_of_numbers(self):
+        with pytest.raises(errors.InputError, match=r"^mask: has dtype float32"):
+            dot_product_attention(*operands(), mask=jnp.ones((1, 1, T, S)))
+
+    def test_a_mask_of_another_batch(self):
+        with pytest.raises(errors.InputError, match=r"^mask: has shape \(3, 1, 16, 16\)"):
+            dot_product_attention(*operands(), mask=jnp.ones((3, 1, 1, S), bool))
+
+    def test_an_axis_that_the_mesh_lacks(self):
+        with pytest.raises(errors.MeshError, match="'sp' is not an axis of the mesh"):
+            dot_product_attention(
+                *operands(), mesh=mesh("ring"), axis_name="sp", layout="zigzag", key_value_seq_lengths=LENGTHS
+            )
+
+
+def test_the_adapters_of_functions_import_no_other_library():
+    code = "import sys, ringattn_adapters.jax_nn, ringattn_adapters.flax as f; f.ring_attention_fn(); "
+    code += "sys.exit(bool({'flax', 'equinox', 'optax'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)

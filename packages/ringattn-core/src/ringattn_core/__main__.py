@@ -1,7 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Makes `python -m ringattn_core` the same as the command `ringattn`."""
-
-from .cli.main import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())

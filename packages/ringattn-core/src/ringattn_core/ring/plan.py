@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hops a ring makes: whose keys a rank has at each hop, and what it sends meanwhile."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..contract.rule import Rule
+from ..contract.visibility import position_masks
+from ..masks import Coordinates, all_of, any_of
+from ..placement.layout import Shards, pieces
+
+UNROLLED: Final = 8
+"""The most hops that are unrolled, which XLA overlaps best. More hops run in a `scan`, which keeps programs small."""
+FINEST: Final = 64
+"""Rows that travel are counted in tiles: a shard has about this number of them."""
+
+
+class Send(NamedTuple):
+    """One permute along a level: every rank sends a shard, or some `rows` of it, to the rank `shift` places on."""
+
+    shift: int
+    rows: tuple[int, int] | None = None
+    """The first row, and one more than the last."""
+
+
+class Step(NamedTuple):
+    """One hop: how far the keys that are here have travelled, and what is sent meanwhile.
+
+    `offset` counts ranks of the whole ring. `keys` sends the keys of the next hop, and `gradients` those of the keys of
+    the hop before; `None` sends nothing.
+    """
+
+    offset: Any
+    keys: Send | None
+    gradients: Send | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Round which mesh axes keys travel: at hop `t`, rank `r` has keys of rank `r - offsets[t]`; its own come first.
+
+    Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
+    their owner, and their gradients go straight home. `stride` is the distance of neighbours in the whole ring: the
+    product of the sizes of the levels inside this one.
+    """
+
+    axis: tuple[str, ...]
+    ranks: int
+    offsets: tuple[int, ...]
+    stride: int = 1
+    rows: tuple[tuple[int, int], ...] | None = None
+    """The rows of a shard that some rank sees at each hop."""
+
+    @property
+    def forward(self) -> tuple[Step, ...]:
+        """The hops of the forward pass."""
+        return tuple(Step(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.offsets)))
+
+    @property
+    def first(self) -> Send:
+        """The send before the first hop of the backward pass."""
+        return Send(self.offsets[1], self.rows and self.rows[1])
+
+    @property
+    def backward(self) -> tuple[Step, ...]:
+        """The hops of the backward pass with keys of other ranks."""
+        hops = range(1, len(self.offsets))
+        return tuple(Step(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
+
+    @property
+    def home(self) -> Step:
+        """The last hop of the backward pass, with a rank's own keys: the last gradients go home meanwhile."""
+        last = self.offsets[-1]
+        return Step(0, None, Send(self.ranks - last if self.rows is None else -last))
+
+    def _travelled(self, hop: int) -> int:
+        return self.offsets[hop] * self.stride
+
+    def _bringing(self, hop: int) -> Send | None:
+        """The send of the keys of `hop`, during the hop before."""
+        if hop == len(self.offsets):
+            return None
+        if self.rows is None:
+            return Send(self.offsets[hop] - self.offsets[hop - 1])
+        return Send(self.offsets[hop], self.rows[hop])
+
+    def _behind(self, hop: int) -> Send | None:
+        """The send, during `hop`, of the gradients of the hop before: behind their keys, or straight home."""
+        if hop == 1:
+            return None
+        return self._bringing(hop) if self.rows is None else Send(-self.offsets[hop - 1])
+
+    def pairs(self, shift: int) -> list[tuple[int, int]]:
+        """The sender and the receiver of each message of a permute by `shift` ranks."""
+        return [(rank, (rank + shift) % self.ranks) for rank in range(self.ranks)]
+
+    def each(self, hop: Callable[[Any, Step], Any], carry: Any, steps: Sequence[Step]) -> Any:
+        """`carry = hop(carry, step)` for each of the `steps`: unrolled, or all but the first and the last in a `scan`.
+
+        A `scan` needs steps that send the same; a hop of this level is `stride` hops of the whole ring.
+        """
+        between = steps[1:-1]
+        if (len(steps) - 1) * self.stride <= UNROLLED or len({step[1:] for step in between}) != 1:
+            return functools.reduce(hop, steps, carry)
+        offsets = jnp.asarray([step.offset for step in between], jnp.int32)
+        carry = hop(carry, steps[0])
+        carry, _ = jax.lax.scan(lambda carry, at: (hop(carry, between[0]._replace(offset=at)), None), carry, offsets)
+        return hop(carry, steps[-1])
+
+
+@functools.lru_cache(maxsize=256)
+def levels(
+    rule: Rule, shards: Shards, lengths: tuple[int, int], axis: tuple[str, ...], sizes: tuple[int, ...]
+) -> tuple[Level, ...]:
+    """The levels of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
+
+    A ring that makes all hops has a level for each axis. One that leaves out hops has one level for all axes, because
+    its few sends are shorter than a round of every axis; up to `UNROLLED` such hops send only the rows that some rank
+    sees. `lengths` are the numbers of queries and keys of a shard.
+    """
+    made = visits(rule, shards, lengths)
+    if len(made) == 1:
+        return ()
+    if len(made) < shards.count:
+        rows = tuple(made.values()) if len(made) - 1 <= UNROLLED else None
+        return (Level(axis, shards.count, tuple(made), rows=rows),)
+    found, stride = [], 1
+    for name, size in reversed([*zip(axis or ("",) * len(sizes), sizes, strict=True)]):
+        if size > 1:
+            found.append(Level((name,), size, tuple(range(size)), stride))
+        stride *= size
+    return tuple(found)
+
+
+def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
+    """How far keys have travelled at each hop of the forward pass."""
+    if not levels:
+        return (0,)
+    *inside, level = levels
+    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
+
+
+def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
+    """The rank whose keys have travelled `offset` to `rank`; either may be an array.
+
+    An offset is a number with a digit for each level, and each digit counts back round its own level.
+    """
+    for level in levels:
+        digit = rank // level.stride % level.ranks
+        rank = rank + ((digit - offset // level.stride) % level.ranks - digit) * level.stride
+    return rank
+
+
+def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
+    """The offsets at which some query may see some key, each with the rows of a shard that some rank sees.
+
+    Masks leave out hops only if they have bounds by position and `rule.increasing` is true; the engine sets it to false
+    for queries with an offset. Segment ids leave out none, because they are known only at run time. Where no hop is
+    left out, rows are those of whole shards: they are passed on from rank to rank, and some rank needs each.
+    """
+    others, whole = range(1, shards.count), (0, lengths[1])
+    if rule.increasing:
+        others = [offset for offset in others if visible_tiles(rule, shards, lengths, offset, 1)[0].any()]
+    if len(others) + 1 == shards.count:
+        return dict.fromkeys((0, *others), whole)
+    rows = {offset: _seen_rows(rule, shards, lengths, offset) for offset in others}
+    return {0: whole} | {offset: x for offset, x in rows.items() if x is not None}
+
+
+def _seen_rows(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int) -> tuple[int, int] | None:
+    """The rows of a shard that some rank sees when keys have travelled `offset`, in whole tiles; `None` for no row."""
+    some, _ = visible_tiles(rule, shards, lengths, offset, FINEST)
+    seen, tile = np.flatnonzero(some.any((0, 1))), lengths[1] // some.shape[-1]
+    return (int(seen[0]) * tile, (int(seen[-1]) + 1) * tile) if seen.size else None
+
+
+def visible_tiles(
+    rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tiles of each rank's queries see which tiles of the keys that have travelled `offset`.
+
+    A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. Returns whether any
+    pair may be visible and whether all are, each `[ranks, query tiles, key tiles]`, by bounds of positions.
+    """
+    masks = [*position_masks(rule)]
+    if rule.masks and all(mask.bounded for mask in rule.masks):
+        masks.append(any_of(rule.masks))
+    q, kv = (_tiles(shards, length, parts) for length in lengths)
+    shape = np.broadcast_shapes(q[:, :, :1].shape, (1, 1, kv.shape[1]))
+    kv = np.roll(kv, offset, 0)
+    found = [mask.tiles(Coordinates(q, q), Coordinates(kv, kv)) for mask in masks]
+    some, full = (
+        np.broadcast_to(np.asarray(all_of(x[which] for x in found) if found else True), shape) for which in (0, 1)
+    )
+    return some, full
+
+
+@functools.lru_cache(maxsize=16)
+def _tiles(shards: Shards, length: int, parts: int) -> np.ndarray:
+    """The indices of the first and the last token of each tile of each rank, `[ranks, tiles, 2]`: its bounds."""
+    count = pieces(shards.layout)
+    while 2 * count <= parts and length % (2 * count) == 0:
+        count *= 2
+    return shards.order(shards.count * length).reshape(shards.count, count, length // count)[..., [0, -1]]

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to a cache that is sharded over the ring: ranks merge their partial results, and send no keys."""
+
+import dataclasses
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from ..contract import batching
+from ..contract.call import Call
+from ..contract.merge import merged_over, with_sinks
+from ..contract.protocol import Block, BlockKernel, Partial
+from ..contract.varying import align, axes_of
+from ..errors import DerivativeError
+from ..placement import axes
+from ..placement.arrays import axes_with
+from ..placement.layout import order
+from ..ring.blocks import block
+from ..ring.engine import prepared, without_derivative
+from ..ring.forward import Result, sinks_of
+from ..ring.sends import Keys
+
+SHORTEST_CHUNK: Final = 1024
+"""The fewest keys in a chunk of a rank's cache."""
+PER_HEAD: Final = tuple(name for name in axes_with(Block, "N", "n") if name not in ("q", "head_index"))
+"""The optional arrays of a block that have a value for each query head."""
+MOST_CHUNKS: Final = 128
+"""The most chunks of all batch rows and key heads together: about the multiprocessors of a large GPU."""
+
+
+def attend(kernel: BlockKernel, call: Call) -> Result:
+    """`(out, lse)` of this rank's queries against the keys of all ranks.
+
+    If the call has a `query_offset`, queries are sharded like the cache: an all-gather gives all of them to every rank,
+    and each rank gets its share of the merged result. Otherwise every rank already has all queries, which are few.
+    """
+    with jax.debug_infs(False):  # -inf is a valid score and a valid lse
+        return _attend(kernel, call)
+
+
+def not_differentiable(call: Call) -> Call:
+    """Returns a call for `attend` with the same values; differentiating it raises `DerivativeError`."""
+    return (_few_queries if call.query_offset is None else _sharded_queries)(call)
+
+
+_few_queries = without_derivative(
+    lambda: DerivativeError("decode_attention has no derivative. For training, call ring_attention")
+)
+_sharded_queries = without_derivative(
+    lambda: DerivativeError("prefill_attention has no derivative where it sends the queries. Pass send='keys'")
+)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(kernel: BlockKernel, call: Call) -> Any:
+    sharded = call.query_offset is not None
+    everyone = _with_all_queries(call) if sharded else call
+    ring, location = prepared(kernel, everyone)
+    here, location = align((everyone, location), axes_of(everyone, location))
+    own = block(ring, here, location, Keys((here.key, here.value)), 0)
+    group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
+    asked = own if sharded else _chunked(_with_groups_as_rows(_with_increasing_positions(own), group), chunks)
+    partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
+    partial = with_sinks(_with_groups_as_heads(partial, group), sinks_of(everyone))
+    return partial.out.astype(call.query.dtype), partial.lse
+
+
+def _with_all_queries(call: Call) -> Call:
+    """The call with the queries of all ranks, in the order of the ranks, and their positions."""
+    assert call.axis_name is not None and call.query_offset is not None
+    ranks = axes.size("axis_name", call.axis_name)
+    index = order(call.layout, ranks, ranks * call.query.shape[1])
+    return dataclasses.replace(
+        call,
+        query=jax.lax.all_gather(call.query, call.axis_name, axis=1, tiled=True),
+        q_positions=call.query_offset.reshape(-1, 1) + index[None],
+        query_offset=None,
+    )
+
+
+def _with_increasing_positions(block: Block) -> Block:
+    """Tells kernels that positions increase, so that they need no list of the tiles to visit.
+
+    Queries are consecutive tokens. They have `q_positions`, so `Call.rule` could not know that.
+    """
+    return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=True))
+
+
+def _group(block: Block) -> int:
+    """How many query heads of a key head become rows: all, or 1 if another array has a value for each query head."""
+    return block.group if all(getattr(block, name) is None for name in PER_HEAD) else 1
+
+
+def _chunks(block: Block) -> int:
+    """The number of chunks that this rank's cache is cut into, so that a kernel occupies the whole device."""
+    most = min(block.kv_length // SHORTEST_CHUNK, MOST_CHUNKS // (block.q.shape[0] * block.kv_heads))
+    return next(count for count in range(max(most, 1), 0, -1) if block.kv_length % count == 0)
+
+
+def _chunked(block: Block, count: int) -> Block:
+    """The block with the chunks of its keys as batch rows. Keys and values are not moved in memory."""
+    batch, length = block.q.shape[0], block.kv_length // count
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] * count, length, *x.shape[2:])
+
+    of_keys = {name: jnp.tile(rows(getattr(block, name)), (batch, 1)) for name in ("kv_positions", "kv_index")}
+    of_queries = {name: jnp.repeat(getattr(block, name), count, 0) for name in ("q", "batch_index")}
+    if batch > 1:  # else the one row of positions serves all chunks
+        of_queries["q_positions"] = jnp.repeat(block.q_positions, count, 0)
+    return dataclasses.replace(block, kv=jax.tree.map(rows, block.kv), **of_keys, **of_queries)
+
+
+def _with_groups_as_rows(block: Block, group: int) -> Block:
+    """The block with the `group` query heads of each key head as rows of one head: kernels then read each key once."""
+    batch, length, heads, size = block.q.shape
+    q = block.q.reshape(batch, length, heads // group, group, size).swapaxes(2, 3)
+    rows = block.map_queries(lambda x, axis: jnp.repeat(x, group, axis))
+    return dataclasses.replace(
+        rows, q=q.reshape(batch, length * group, -1, size), head_index=block.head_index[: heads // group]
+    )
+
+
+def _with_groups_as_heads(partial: Partial, group: int) -> Partial:
+    """The inverse of `_with_groups_as_rows` for the result."""
+    batch, rows, heads, size = partial.out.shape
+    out = partial.out.reshape(batch, rows // group, group, heads, size).swapaxes(2, 3)
+    lse = jnp.moveaxis(partial.lse.reshape(batch, heads, rows // group, group), 3, 2)
+    return Partial(
+        out.reshape(batch, rows // group, heads * group, size), lse.reshape(batch, heads * group, rows // group)
+    )

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan leaves out hops and rows that no query can use; its sends bring every key and take every gradient home."""
+
+import itertools
+
+import numpy as np
+import pytest
+from ringattn_core import masks
+from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.visibility import position_masks
+from ringattn_core.masks import Coordinates
+from ringattn_core.placement.layout import LAYOUTS, Shards, order
+from ringattn_core.ring.plan import FINEST, Level, Send, levels, offsets, source, visits
+
+RULES = {
+    "full": Rule(1.0),
+    "causal": Rule(1.0, causal=True),
+    "window": Rule(1.0, sliding_window=(5, 5)),
+    "causal window": Rule(1.0, causal=True, sliding_window=(5, 5)),
+    "left of one shard": Rule(1.0, causal=True, sliding_window=(4, 0)),
+    "future only": Rule(1.0, sliding_window=(None, 3)),
+    "chunk": Rule(1.0, chunk_size=8),
+    "small chunk": Rule(1.0, chunk_size=3),
+    "prefix": Rule(1.0, masks=(masks.Prefix(6),), mask_of_head=(0,)),
+    "causal or prefix": Rule(1.0, masks=(masks.Causal() | masks.Prefix(2), masks.Local(1, 0)), mask_of_head=(0, 1)),
+}
+
+
+def seen(rule: Rule, layout: str, ranks: int, q_length: int, kv_length: int) -> set[tuple[int, int]]:
+    """The offsets at which some pair is visible, and the rows of its keys in their shard, by the dense mask."""
+    q, kv = (order(layout, ranks, ranks * n) for n in (q_length, kv_length))
+    everyone = [*position_masks(rule)] or [masks.Full()]
+    rows, columns = Coordinates(q, q).rows(), Coordinates(kv, kv).columns()
+    dense = np.ones((len(q), len(kv)), bool)
+    for mask in everyone:
+        dense = dense & np.asarray(mask.visible(rows, columns))
+    if rule.masks:
+        dense = dense & np.any([np.asarray(m.visible(rows, columns)) for m in rule.masks], axis=0)
+    reader, owner, row = np.nonzero(dense.reshape(ranks, q_length, ranks, kv_length).any(1))
+    return {(int(offset), int(row)) for offset, row in zip((reader - owner) % ranks, row, strict=True)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", RULES)
+def test_every_hop_that_some_query_can_use_is_made(name: str, layout: str):
+    for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4), (2, 4, 6)):
+        made = set(visits(RULES[name], Shards(layout, ranks), (q_length, kv_length)))
+        assert {offset for offset, _ in seen(RULES[name], layout, ranks, q_length, kv_length)} <= made
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_in_the_contiguous_layout_no_other_hop_is_made(name: str):
+    for ranks, q_length, kv_length in itertools.product((2, 3, 4, 8), (2, 4), (2, 4, 6)):
+        made = set(visits(RULES[name], Shards("contiguous", ranks), (q_length, kv_length)))
+        assert made == {offset for offset, _ in seen(RULES[name], "contiguous", ranks, q_length, kv_length)} | {0}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", RULES)
+def test_every_row_that_some_query_sees_travels(name: str, layout: str):
+    for ranks, q_length, kv_length in itertools.product((2, 3, 8), (4, 16), (8, 12, 16)):
+        rows = visits(RULES[name], Shards(layout, ranks), (q_length, kv_length))
+        for offset, row in seen(RULES[name], layout, ranks, q_length, kv_length):
+            assert rows[offset][0] <= row < rows[offset][1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "rows"),
+    [
+        ("contiguous", (5, 0), {1: (11, 16)}),
+        ("contiguous", (5, 3), {1: (11, 16), 7: (0, 3)}),
+        ("contiguous", (20, 0), {1: (0, 16), 2: (12, 16)}),
+        ("zigzag", (5, 0), {1: (3, 8), 7: (11, 16)}),
+    ],
+)
+def test_of_a_window_only_the_rows_within_its_reach_travel(
+    layout: str, window: tuple[int, int], rows: dict[int, tuple[int, int]]
+):
+    """Contiguous shards send their end. In zigzag order both chunks do: one onward, the other back."""
+    (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
+    assert dict(zip(level.offsets[1:], level.rows[1:], strict=True)) == rows
+    assert [step.keys for step in level.forward[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
+    back = [step.gradients for step in (*level.backward, level.home)]
+    assert back == [None, *(Send(-offset) for offset in rows)]
+
+
+def test_long_shards_send_whole_tiles():
+    (level,) = levels(Rule(1.0, sliding_window=(1000, 0)), Shards("contiguous", 4), (32768, 32768), ("sp",), (4,))
+    assert level.rows == ((0, 32768), (32768 - 1024, 32768)) and FINEST == 64
+
+
+def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
+    window = Rule(1.0, sliding_window=(1, 0), increasing=False)
+    anything = Rule(1.0, masks=(masks.Predicate(lambda i, j: i == j),), mask_of_head=(0,))
+    shards = Shards("contiguous", 4)
+    assert visits(window, shards, (8, 8)) == visits(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))
+
+
+def test_planning_a_long_ring_needs_nothing_of_the_size_of_its_square():
+    import tracemalloc
+
+    tracemalloc.start()
+    (level,) = levels(
+        Rule(1.0, causal=True, sliding_window=(4096, 0)), Shards("contiguous", 128), (8192, 8192), ("sp",), (128,)
+    )
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert level.offsets == (0, 1)
+    assert peak < 128 * 8192 * 64
+
+
+def travelled(level: Level, where: np.ndarray, send: Send) -> np.ndarray:
+    """What each rank has after a send round a level, if rank `r` had `where[r]`."""
+    rank, after = np.arange(where.size), where.copy()
+    for sender, receiver in level.pairs(send.shift):
+        digit = rank // level.stride % level.ranks
+        after[rank[digit == receiver]] = where[rank[digit == sender]]
+    return after
+
+
+@pytest.mark.parametrize("made", [(0, 1), (0, 1, 2), (0, 1, 7), (0, 7), tuple(range(8))])
+@pytest.mark.parametrize("straight", [False, True])
+def test_backward_brings_every_key_and_takes_every_gradient_home(made: tuple[int, ...], straight: bool):
+    """Whether keys are passed on, or come straight from their owner."""
+    level = Level(("sp",), 8, made, rows=((0, 4),) * len(made) if straight else None)
+    own = np.arange(8)
+    keys, behind = travelled(level, own, level.first), None
+    for step in (*level.backward, level.home):
+        keys = own if step == level.home else keys
+        np.testing.assert_array_equal(keys, source([level], own, step.offset))
+        if behind is not None:
+            np.testing.assert_array_equal(travelled(level, behind, step.gradients), own if straight else keys)
+        behind = keys
+        keys = keys if step.keys is None else travelled(level, own if straight else keys, step.keys)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2), (3, 5), (8, 2), (2, 3, 2), (1, 4), (4, 1)])
+def test_every_rank_sees_the_keys_of_all_ranks_once(sizes: tuple[int, ...]):
+    ranks = int(np.prod(sizes))
+    made = levels(Rule(1.0), Shards("contiguous", ranks), (4, 4), tuple("abc"[: len(sizes)]), sizes)
+    rank = np.arange(ranks)
+    assert offsets(made) == tuple(range(ranks))
+    sources = np.stack([source(made, rank, offset) for offset in offsets(made)])
+    assert (np.sort(sources, 0) == rank[:, None]).all() and (sources[0] == rank).all()
+    for level in made:
+        for step, following in zip(level.forward, level.forward[1:], strict=False):
+            there = travelled(level, source(made, rank, step.offset), step.keys)
+            np.testing.assert_array_equal(there, source(made, rank, following.offset))
+
+
+def test_a_ring_has_one_level_with_axes_of_one_rank_or_hops_to_leave_out():
+    def made(rule: Rule, axis: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Level, ...]:
+        return levels(rule, Shards("contiguous", int(np.prod(sizes))), (4, 4), axis, sizes)
+
+    whole, window, own = Rule(1.0), Rule(1.0, sliding_window=(4, 0)), Rule(1.0, chunk_size=4)
+    assert [level.ranks for level in made(whole, ("a", "b"), (2, 4))] == [4, 2]
+    assert [(level.axis, level.ranks) for level in made(window, ("a", "b"), (2, 4))] == [(("a", "b"), 8)]
+    assert made(whole, ("a", "b"), (1, 8)) == (Level(("b",), 8, tuple(range(8))),)
+    assert made(whole, ("a",), (1,)) == made(own, ("a",), (8,)) == ()
+
+
+def test_more_hops_than_are_unrolled_are_passed_on_also_where_others_are_left_out():
+    (level,) = levels(Rule(1.0, sliding_window=(40, 0)), Shards("contiguous", 16), (4, 4), ("sp",), (16,))
+    assert level.offsets == tuple(range(11)) and level.rows is None

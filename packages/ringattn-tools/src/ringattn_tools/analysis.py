@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analyses a call without running it: its backend, hops, tiles, messages and memory, by the engine's own functions."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from ringattn_core.backends import selection
+from ringattn_core.backends.discovery import Registration
+from ringattn_core.call.cache import bytes_to_send
+from ringattn_core.contract.features import Feature
+from ringattn_core.errors import BackendNotFoundError, RingAttnError
+from ringattn_core.strategies import choose
+
+from .abstract_call import AbstractCall
+from .engine import Hops
+from .memory import held, planned_by_xla
+from .output import Bytes, Rows
+from .shards import Shard, shard, tile_size, tile_states
+from .work import Work, data_bytes
+
+SKIPPED, MASKED, WHOLE = 0, 1, 2
+"""The states of a tile: not computed, computed with a mask, or computed without a mask."""
+_LEVELS: Final = "rg"
+"""The letters of a rank `r` of an inner ring, and of its group `g`."""
+
+_OF_PREFILL: Final = {
+    "causal", "query_offset", "softmax_aux", "sliding_window", "chunk_size", "logits_soft_cap", "softmax_scale",
+    "alibi_slopes", "layout", "precision", "return_lse",
+}  # fmt: skip
+"""The options of `ring_attention` that `prefill_attention` has too, or that it always sets."""
+
+
+class Hop(NamedTuple):
+    """A hop: every rank computes with keys that have travelled `offset`.
+
+    `keys_of` is the rank whose keys rank `r` computes with, such as `r - 2`. In a ring of two levels, the group of that
+    rank comes first, for a rank `r` of group `g`: `g - 1, r - 2`.
+    """
+
+    number: int
+    offset: int
+    keys_of: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CallAnalysis:
+    """The result of `analyse`.
+
+    `choice` is the backend that would run the call; without one, `refusal` gives the reason. `own_ring` means that this
+    backend drives its own ring; the hops are then those of core's engine. `strategy` is the strategy that the call
+    takes, and `not_possible` are those that it cannot take, with the reasons. `lengths` are the numbers of queries and
+    keys of one rank, padding included; `tile` is queries by keys. `skipped` are the offsets at which no query sees any
+    key. `gathered` is the number of bytes of ids and positions that each rank receives before the first hop. `prefill`
+    says what `prefill_attention` would send for the same queries, if they suit it. `states` are `SKIPPED`, `MASKED` or
+    `WHOLE`, `[ranks, hops, q tiles, key tiles]`, of the first batch row and all heads.
+    """
+
+    call: AbstractCall
+    platform: str
+    needs: tuple[str, ...]
+    backends: Rows
+    choice: str | None
+    refusal: str | None
+    own_ring: bool
+    strategy: str
+    not_possible: dict[str, str]
+    lengths: tuple[int, int]
+    tile: tuple[int, int]
+    hops: tuple[Hop, ...]
+    skipped: tuple[int, ...]
+    sent: Rows
+    gathered: int
+    prefill: Rows
+    memory: Rows
+    compiled: dict[str, Any] | None
+    shard: Shard
+    states: np.ndarray = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        return self.call.ring
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """The number of tiles that each rank computes at each hop, `[hops, ranks]`."""
+        return (self.states >= MASKED).sum((2, 3)).T
+
+    @property
+    def work(self) -> Work:
+        """The work of the call for the cost model: every pair in the tiles that this analysis counts."""
+        pairs = np.zeros((self.ranks, self.ranks))
+        pairs[np.arange(self.ranks), self.shard.hops.sources] = self.tiles * np.prod(self.tile)
+        return Work.of_call(self.shard.call, self.shard.hops, pairs)
+
+    @property
+    def tiles_of_ranks(self) -> list[int]:
+        """How many tiles each rank computes over all hops."""
+        return self.tiles.sum(0).tolist()
+
+    @property
+    def tiles_of_slowest(self) -> int:
+        """The tiles of the busiest rank of each hop, summed: the time of a ring whose ranks run in lockstep."""
+        return int(self.tiles.max(1).sum())
+
+
+def analyse(
+    call: AbstractCall,
+    platform: str,
+    backend: str | Sequence[str] | None = None,
+    tile: tuple[int, int] | None = None,
+    compiled: bool = False,
+) -> CallAnalysis:
+    """Analyses `call` on devices of `platform`; `backend` is as in `ring_attention`.
+
+    Raises what the call raises, unless no backend can run it: then `refusal` gives the reason.
+    """
+    bare = shard(call)
+    chosen, refusal = _choice(backend, bare.needs, platform)
+    strategy = choose.strategy_on(chosen, bare.call, call.ring, call.inner)
+    own_ring = chosen is not None and chosen.descriptor().kernel is None
+    local = shard(call, None if chosen is None or own_ring else chosen.implementation())
+    hops, size = local.hops, tile_size(local, tile)
+    work = Work.of_call(local.call, hops, np.zeros((call.ring, call.ring)))
+    gradients = chosen is not None and chosen.descriptor().supports(Feature.GRADIENTS)
+    states = tile_states(call, local, size)
+    return CallAnalysis(
+        call=call,
+        platform=platform,
+        needs=tuple(feature.name for feature in Feature if feature in bare.needs),
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(bare.needs, platform)],
+        choice=None if chosen is None else chosen.name,
+        refusal=refusal,
+        own_ring=own_ring,
+        strategy=strategy,
+        not_possible=choose.refusals(chosen, bare.call, call.ring, call.inner),
+        lengths=local.lengths,
+        tile=size,
+        hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),
+        skipped=tuple(offset for offset in range(call.ring) if offset not in hops.offsets),
+        sent=_sent(hops),
+        gathered=data_bytes((local.call.kv_segment_ids, local.call.kv_positions)) * (call.ring - 1),
+        prefill=_prefill(call, local),
+        memory=held(local, work),
+        compiled=planned_by_xla(call, chosen.name, gradients) if compiled and chosen else None,
+        shard=local,
+        states=states[np.arange(call.ring)[:, None], :, hops.sources.T],
+    )
+
+
+def _choice(
+    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str
+) -> tuple[Registration | None, str | None]:
+    """The backend that runs the call, or `None` and the reason. Raises for a name that is not registered."""
+    try:
+        return selection.select(backend, needs, platform), None
+    except RingAttnError as error:
+        if isinstance(error, BackendNotFoundError) and error.name is not None:
+            raise
+        return None, error.one_line()
+
+
+def _answer(chosen: Registration | None, registration: Registration, reason: str | None) -> dict[str, Any]:
+    descriptor = registration.backend
+    lacks = descriptor is None or not descriptor.supports(Feature.GRADIENTS)
+    return {
+        "chosen": registration is chosen,
+        "name": registration.name,
+        "distribution": f"{registration.distribution} {registration.version}",
+        "priority": descriptor.priority if descriptor else None,
+        "answer": reason or "runs this call" + (", without gradients" if lacks else ""),
+    }
+
+
+def _origin(hops: Hops, offset: int) -> str:
+    """`Hop.keys_of` of a hop: an offset has a digit for each level of the ring."""
+    digits = []
+    for letter, size in zip(_LEVELS, hops.sizes, strict=False):
+        digits.append(_rank(-(offset % size), letter))
+        offset //= size
+    return ", ".join(reversed(digits))
+
+
+def _sent(hops: Hops) -> Rows:
+    """The messages of each rank. Equal messages of a pass are one row."""
+    passes = {"forward": hops.forward, "backward": hops.backward}
+    return [
+        {"pass": phase, "times": times, "what": what, "to": _rank(distance, _LEVELS[level]), "bytes": Bytes(count)}
+        for phase, steps in passes.items()
+        for (what, level, distance, count), times in Counter(
+            message[:4] for step in steps for message in step.messages
+        ).items()
+    ]
+
+
+def _prefill(call: AbstractCall, shard: Shard) -> Rows:
+    """A row for keys and one for queries; none unless the call has an offset and suits `prefill_attention`."""
+    if call.ring == 1 or not {"causal", "query_offset"} <= call.said.keys() <= _OF_PREFILL:
+        return []
+    of_keys, of_queries = (Bytes((call.ring - 1) * count) for count in bytes_to_send(shard.call))
+    return [
+        {"chosen": of_keys <= of_queries, "send": "keys", "sent": of_keys, "hides": "behind kernels"},
+        {"chosen": of_keys > of_queries, "send": "queries", "sent": of_queries, "hides": "no"},
+    ]
+
+
+def _rank(distance: int, letter: str) -> str:
+    """The name of the rank `distance` onward from rank `r`, such as `r + 2`; with the letter "g", of a group."""
+    return f"{letter} {'+' if distance > 0 else '-'} {abs(distance)}" if distance else letter

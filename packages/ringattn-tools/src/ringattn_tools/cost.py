@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each strategy costs: seconds and bytes of its steps, which sends hide behind kernels, and memory.
+
+The costs follow from the rates and links of a device; nothing is measured. The model assumes that all ranks run in
+lockstep, so each step takes as long as on its busiest rank.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from . import engine
+from .devices import Device
+from .memory import engine_bytes
+from .work import Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A kernel that runs for `computes` seconds, beside a message of `sent` bytes that takes `sends` seconds.
+
+    Where the message `overlaps`, it travels while the kernel runs; else the kernel waits for it. It may also travel
+    during other steps, which take `beside` seconds.
+    """
+
+    name: str
+    computes: float
+    sent: int = 0
+    sends: float = 0.0
+    overlaps: bool = True
+    beside: float = 0.0
+
+    @property
+    def hides(self) -> bool | None:
+        """Whether kernels hide the message, so that it costs no time; `None` without a message."""
+        return self.overlaps and self.sends <= self.computes + self.beside if self.sent else None
+
+    @property
+    def waits(self) -> float:
+        """The seconds in which no kernel runs because of the message."""
+        return max(0.0, self.sends - self.computes - self.beside) if self.overlaps else self.sends
+
+    @property
+    def seconds(self) -> float:
+        return self.computes + self.waits
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The cost of one strategy. With "ulysses", groups of `inner` consecutive ranks exchange heads for tokens.
+
+    `memory` is the peak of one device in bytes, over both passes. `refusal` says why the call cannot use the strategy,
+    which then has no steps.
+    """
+
+    strategy: str
+    inner: int = 1
+    forward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] = ()
+    memory: int = 0
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The strategy; that of "ulysses" with the size of the groups."""
+        return f"ulysses of {self.inner}" if self.strategy == "ulysses" else self.strategy
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.forward + self.backward
+
+    @property
+    def seconds(self) -> float:
+        """The time of a forward and a backward pass."""
+        return total(self.steps)
+
+    @property
+    def waits(self) -> float:
+        return sum(step.waits for step in self.steps)
+
+    @property
+    def sent(self) -> int:
+        """The bytes that one rank sends in both passes."""
+        return sum(step.sent for step in self.steps)
+
+
+def total(steps: Sequence[Step]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def of_strategies(work: Work, device: Device, inner: int, refusals: Mapping[str, str]) -> tuple[Cost, ...]:
+    """The cost of every strategy on a ring whose last axis has `inner` ranks, or its refusal; one cost on one rank."""
+    if work.ranks == 1:
+        return (ring(work, device),)
+    reckoned = {
+        "ring": lambda: ring(work, device),
+        "all_gather": lambda: all_gather(work, device),
+        "ulysses": lambda: ulysses(work, device, inner),
+    }
+    return tuple(
+        Cost(name, inner, refusal=refusals[name]) if name in refusals else cost() for name, cost in reckoned.items()
+    )
+
+
+def ring(work: Work, device: Device) -> Cost:
+    """Keys travel round the ring; the sends of a hop hide behind its kernel, those between groups behind a round."""
+    kernels = _Kernels(work, device)
+    return Cost(
+        strategy="ring",
+        forward=tuple(_steps(kernels, work.hops.forward, kernels.forward)),
+        backward=tuple(_steps(kernels, work.hops.backward, kernels.backward)),
+        memory=_call_bytes(work) + engine_bytes(work),
+    )
+
+
+def all_gather(work: Work, device: Device) -> Cost:
+    """Every rank gathers all keys and runs one kernel; the backward pass gathers again and reduce-scatters dk,dv."""
+    link, ranks = device.link(work.ranks), work.ranks
+    kernels = _Kernels(work, device)
+    keys, pairs = work.itemsize * work.keys, work.of_hops.sum(0)
+    gather = Step("gather K,V", 0.0, (ranks - 1) * keys, link.gather(keys, ranks), overlaps=False)
+    scattered = link.gather(4 * work.keys, ranks)
+    scatter = Step("reduce-scatter dk,dv", 0.0, (ranks - 1) * 4 * work.keys, scattered, overlaps=False)
+    gathered = ranks * work.keys * (work.itemsize + 4)
+    return Cost(
+        strategy="all_gather",
+        forward=(gather, Step("kernel", kernels.forward(pairs, partial=False))),
+        backward=(gather, Step("kernel", kernels.backward(pairs)), scatter),
+        memory=_call_bytes(work) + gathered + 4 * work.queries + work.itemsize * work.outputs + 8 * work.rows,
+    )
+
+
+def ulysses(work: Work, device: Device, inner: int) -> Cost:
+    """Groups of `inner` consecutive ranks exchange heads for tokens; each group is then one rank of an outer ring."""
+    within, outer = device.link(inner), work.over_heads(inner)
+    to_heads = work.itemsize * (work.queries + outer.keys)
+    back = work.itemsize * work.outputs
+    # Gradients of key heads that ranks share travel in float32.
+    of_keys = 4 if math.lcm(work.kv_heads, inner) > work.kv_heads else work.itemsize
+    gradients = work.itemsize * work.queries + of_keys * outer.keys
+    # Neighbours of the outer ring are in different groups.
+    across = ring(outer, dataclasses.replace(device, near=device.link(work.ranks), far=device.link(work.ranks)))
+
+    def exchange(name: str, count: int) -> Step:
+        return Step(name, 0.0, count * (inner - 1) // inner, within.exchange(count, inner), overlaps=False)
+
+    return Cost(
+        strategy="ulysses",
+        inner=inner,
+        forward=(exchange("q,k,v to heads", to_heads), *across.forward, exchange("out back", back)),
+        backward=(exchange("dout to heads", back), *across.backward, exchange("dq,dk,dv back", gradients)),
+        memory=_call_bytes(work) + to_heads + back + engine_bytes(outer),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """The seconds of kernels and of the elementwise programs beside them, on the busiest rank."""
+
+    work: Work
+    device: Device
+
+    def forward(self, pairs: np.ndarray, partial: bool = True) -> float:
+        """The seconds of a forward kernel. If it continues a `partial` result, it reads and writes that in float32."""
+        moved = 8 * self.work.outputs * (partial and self.work.ranks > 1)
+        return self._seconds(0, pairs, moved)
+
+    def backward(self, pairs: np.ndarray) -> float:
+        """The seconds of a hop's backward kernel, of dq that it reads and writes in float32, and of adding up dk,dv."""
+        moved = 8 * self.work.queries + 12 * self.work.keys if self.work.ranks > 1 else 0
+        return self._seconds(1, pairs, moved)
+
+    def _seconds(self, phase: int, pairs: np.ndarray, moved: int) -> float:
+        computed = float(pairs.max()) * self.work.operations[phase] / self.device.rates[phase]
+        return self.device.launch + computed + moved / self.device.copy
+
+
+def _steps(
+    kernels: _Kernels, steps: Sequence[engine.Step], seconds_of: Callable[[np.ndarray], float]
+) -> Iterator[Step]:
+    """The steps of one pass; `seconds_of` gives the seconds of the kernel that computes some pairs.
+
+    A message between groups is a step of its own, without a kernel.
+    """
+    work, device = kernels.work, kernels.device
+    pairs = dict(zip(work.hops.offsets, work.of_hops, strict=True))
+    computes = [step.share * seconds_of(pairs[step.offset]) for step in steps]
+    reach = [math.prod(work.hops.sizes[: level + 1]) for level in range(len(work.hops.sizes))]
+    for number, step in enumerate(steps):
+        for message in step.messages:
+            if message.level:
+                sends = device.link(reach[message.level]).send(message.bytes)
+                beside = sum(computes[number : number + message.during])
+                yield Step("between groups", 0.0, message.bytes, sends, beside=beside)
+        sent = sum(message.bytes for message in step.messages if not message.level)
+        # Messages of one step leave together.
+        yield Step(_name(work, step), computes[number], sent, device.link(reach[0]).send(sent))
+
+
+def _name(work: Work, step: engine.Step) -> str:
+    if step.share == 0:
+        return "first keys"
+    return "kernel" if work.ranks == 1 else f"hop {work.hops.offsets.index(step.offset)}"
+
+
+def _call_bytes(work: Work) -> int:
+    """The bytes of the inputs and of the output of one rank."""
+    return work.itemsize * (work.queries + work.keys + work.outputs) + work.others

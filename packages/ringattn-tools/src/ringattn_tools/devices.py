@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast a device computes attention and sends: as measured here, as tuning measured it, or as the user says."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jax.numpy as jnp
+from ringattn_core.backends.discovery import on_clear
+from ringattn_core.errors import InputError
+from ringattn_core.tuning import cache
+from ringattn_core.tuning.policy import current
+from ringattn_core.tuning.problem import machine
+
+from .work import operations
+
+Rates = tuple[float, float]
+"""The floating-point operations a second of the forward and of the backward kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What connects the ranks of a ring. A message of `n` bytes takes `latency + n / bandwidth` seconds.
+
+    `bandwidth` is in bytes a second, out of one device in one direction. A collective of several steps pays `latency`
+    once and `step` seconds for each further step.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float = 0.0
+    step: float = 5e-6
+
+    def send(self, count: float) -> float:
+        """The seconds in which every rank sends `count` bytes to another one."""
+        return self.latency + count / self.bandwidth if count else 0.0
+
+    def gather(self, count: float, ranks: int) -> float:
+        """The seconds of an all-gather or a reduce-scatter; the share of each rank has `count` bytes."""
+        return self._collective((ranks - 1) * count, ranks)
+
+    def exchange(self, count: float, ranks: int) -> float:
+        """The seconds of an all-to-all in which every rank holds `count` bytes, and keeps its own part of them."""
+        return self._collective(count * (ranks - 1) / ranks, ranks)
+
+    def _collective(self, through: float, ranks: int) -> float:
+        """The seconds of a collective of `ranks - 1` steps, in which a rank sends `through` bytes."""
+        return self.latency + (ranks - 2) * self.step + through / self.bandwidth if ranks > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device and its links, for calls of one dtype and head size.
+
+    `launch` is the fixed time of a kernel, and `copy` the bytes a second that elementwise programs read and write.
+    `near` connects groups of up to `host` ranks, `far` larger ones.
+    """
+
+    name: str
+    rates: Rates
+    near: Link
+    far: Link
+    host: int
+    source: str
+    launch: float = 0.0
+    copy: float = math.inf
+
+    def link(self, ranks: int) -> Link:
+        """What connects a group of this many consecutive ranks: its slowest link."""
+        return self.near if ranks <= self.host else self.far
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The constants of a kind of device that benchmarks have measured; `rates` of half precision, by head size."""
+
+    platform: str
+    kind: str
+    rates: Mapping[int, Rates]
+    float32: Rates
+    launch: float
+    copy: float
+    link: Link
+    host: int
+
+    def rate(self, itemsize: int, head_dim: int) -> Rates:
+        """The rates of kernels for this size of dtype and head; a head has those of the next larger size."""
+        sizes = sorted(self.rates)
+        half = self.rates[next((size for size in sizes if size >= head_dim), sizes[-1])]
+        return self.float32 if itemsize == 4 else half
+
+
+NVLINK: Final = Link("nvlink", bandwidth=350e9, latency=200e-6)
+"""One permute through XLA and NCCL between H200s of one host took 172 us for 8 MiB, 513 us for 64 MiB and 1619 us for
+512 MiB. This line is within 35% of each."""
+MEASURED: Final = {
+    "h200": Measured(
+        platform="cuda",
+        kind="h200",
+        rates={64: (436e12, 456e12), 96: (516e12, 405e12), 128: (580e12, 528e12), 256: (630e12, 330e12)},
+        float32=(39e12, 30e12),
+        launch=8e-6,
+        copy=3.2e12,
+        link=NVLINK,
+        host=8,
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """The device that the command line names, and the call for which its rates are asked.
+
+    `device` is a name of `MEASURED`, or what else stands in a sentence; `here` is the kind of this machine's device if
+    it is that one. `rate` and `link` are those of the command line.
+    """
+
+    device: str
+    here: str | None
+    backend: str | None
+    itemsize: int
+    head_dim: int
+    ranks: int
+    inner: int
+    rate: Rates | None = None
+    link: tuple[Link, ...] | None = None
+
+
+def reckoned(asked: Question) -> Device | str:
+    """The device, or a sentence that says which of its numbers nobody has measured, and how to pass them."""
+    measured = MEASURED.get(asked.device)
+    rates, source = _rates(asked, measured)
+    links, host = _links(asked, measured)
+    lacking = {"--rate": rates is None, "--link": links is None}
+    missing = " and ".join(argument for argument, lacks in lacking.items() if lacks)
+    if rates is None or links is None:
+        what = {"--rate": "kernels", "--link": f"links between {asked.ranks} ranks"}
+        unknown = " or ".join(words for argument, words in what.items() if lacking[argument])
+        if asked.rate or asked.link:
+            raise InputError(missing, f"is needed: nobody has measured {unknown} of {asked.device}", "Pass it too")
+        return f"Nobody has measured {unknown} of {asked.device}: pass {missing}."
+    launch, copy = (measured.launch, measured.copy) if measured and not asked.rate else (0.0, math.inf)
+    return Device(asked.device, rates, links[0], links[-1], host, source, launch, copy)
+
+
+def _rates(asked: Question, measured: Measured | None) -> tuple[Rates | None, str]:
+    """The rates and a sentence about their source: the command line, else tuning here, else benchmarks."""
+    if asked.rate:
+        return asked.rate, "Kernel rates of the command line; their launches, and copies of sums, take no time"
+    tuned = None if asked.here is None else tuned_rates(asked.here, asked.backend, asked.itemsize, asked.head_dim)
+    if tuned:
+        return tuned, "Kernel rates that tuning measured on this machine"
+    if measured:
+        return measured.rate(asked.itemsize, asked.head_dim), f"Kernel rates measured on {asked.device}"
+    return None, ""
+
+
+def _links(asked: Question, measured: Measured | None) -> tuple[Sequence[Link] | None, int]:
+    """The near and the far link, and how many ranks the near one connects at most."""
+    if asked.link:
+        return asked.link, asked.inner
+    if asked.ranks == 1:
+        return [Link("none", math.inf)], 1
+    return ([measured.link], measured.host) if measured and asked.ranks <= measured.host else (None, 0)
+
+
+def parsed_rate(text: str) -> Rates:
+    """The rates of `FORWARD,BACKWARD` in 10^12 operations a second. Raises `ValueError` for other text."""
+    forward, backward = (1e12 * float(part) for part in text.split(","))
+    if not (0 < forward < math.inf and 0 < backward < math.inf):
+        raise ValueError(text)
+    return forward, backward
+
+
+def parsed_links(text: str) -> tuple[Link, ...]:
+    """The links of `LINK` or `NEAR,FAR`, each `nvlink` or `GB/s` or `GB/s@MICROSECONDS`. Raises `ValueError`."""
+    links = tuple(_parsed_link(part) for part in text.split(","))
+    if len(links) > 2:
+        raise ValueError(text)
+    return links
+
+
+def _parsed_link(text: str) -> Link:
+    if text == NVLINK.name:
+        return NVLINK
+    bandwidth, _, latency = text.partition("@")
+    link = Link(f"{text} of the command line", 1e9 * float(bandwidth), 1e-6 * float(latency or 0))
+    if not (0 < link.bandwidth < math.inf and 0 <= link.latency < math.inf):
+        raise ValueError(text)
+    return link
+
+
+def measured_name(kind: str) -> str | None:
+    """The name in `MEASURED` for JAX's `device_kind`, or `None`."""
+    return next((name for name, device in MEASURED.items() if re.search(device.kind, kind.lower())), None)
+
+
+_COUNTABLE: Final = {
+    "backend", "batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "platform",
+    "device", "versions", "ranks", "causal", "layout",
+}  # fmt: skip
+"""The fields of a tuned problem whose rates count. Other options mask keys out in a way that cannot be counted, or add
+work to the kernels."""
+
+
+def tuned_rates(kind: str, backend: str | None, itemsize: int, head_dim: int) -> Rates | None:
+    """The best rates that the backend reached in tuning of one rank on devices of this `kind`, if there are any.
+
+    A process reads the tuning cache once, so what it tunes itself counts only in later processes.
+    """
+    if backend is None or current() == "off":
+        return None
+    return _tuned(machine(kind), backend).get((itemsize, head_dim))
+
+
+@functools.cache
+def _tuned(device: str, backend: str) -> dict[tuple[int, int], Rates]:
+    """The best rates by itemsize and head size."""
+    best: dict[tuple[int, int], Rates] = {}
+    for entry in cache.entries():
+        told = entry.problem
+        here = (told.get("device"), told.get("backend"), told.get("ranks", 1)) == (device, backend, 1)
+        rates = _of_entry(entry) if here and set(told) <= _COUNTABLE else None
+        if rates is not None:
+            key = jnp.dtype(told["dtype"]).itemsize, max(told["head_dim"], told["value_dim"])
+            before = best.get(key, rates)
+            best[key] = max(before[0], rates[0]), max(before[1], rates[1])
+    return best
+
+
+on_clear.append(_tuned.cache_clear)
+
+
+def _of_entry(entry: cache.Entry) -> Rates | None:
+    """The operations a second of the chosen parameters, forward and backward; `None` if either was not timed."""
+    chosen = {"forward": entry.config.fwd_params.to_dict(), "backward": entry.config.bwd_params.to_dict()}
+    seconds = {
+        trial["part"]: trial["seconds"]
+        for trial in entry.trials
+        if trial.get("seconds") and trial.get("params") == chosen.get(trial.get("part", ""))
+    }
+    if len(seconds) < 2:
+        return None
+    told: Mapping[str, Any] = entry.problem
+    q, kv = told["q_length"], told["kv_length"]
+    below = min(q, kv)  # these queries see the keys up to their own position, the others all keys
+    pairs = below * (below + 1) // 2 + (q - below) * kv if told.get("causal") else q * kv
+    forward, backward = operations(*(told[name] for name in ("batch", "heads", "head_dim", "value_dim")))
+    return pairs * forward / seconds["forward"], pairs * backward / seconds["backward"]

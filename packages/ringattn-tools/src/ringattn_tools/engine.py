@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What core's ring engine does for a call, as plain data: its hops, its messages, and the blocks of its kernels.
+
+This is the only module here that imports `ringattn_core.ring`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ringattn_core.contract import packing
+from ringattn_core.contract.call import Call
+from ringattn_core.contract.protocol import Block, BlockKernel
+from ringattn_core.ring import engine
+from ringattn_core.ring.blocks import block
+from ringattn_core.ring.plan import Level, Send, offsets, source
+from ringattn_core.ring.sends import Keys
+from ringattn_core.ring.whole_keys import with_all_ids
+
+
+class Message(NamedTuple):
+    """Arrays of `bytes` that every rank sends to the rank `distance` onward along one level of the ring.
+
+    Level 0 is the innermost mesh axis of the ring. While the message travels, the kernels of the next `during` steps
+    run, beginning with that of the step that sends it.
+    """
+
+    what: str
+    level: int
+    distance: int
+    bytes: int
+    during: int = 1
+
+
+class Step(NamedTuple):
+    """A kernel over `share` of the heads, with the keys that have travelled `offset`, and messages that leave first.
+
+    A step with the share 0 runs no kernel, so nothing hides its messages.
+    """
+
+    offset: int
+    share: float
+    messages: tuple[Message, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hops:
+    """The hops of a ring in order, for each pass.
+
+    `sizes` are the ranks of each level, innermost first. `offsets` are the distances that keys have travelled at each
+    hop. `sources[hop, rank]` is the rank whose keys a rank then has.
+    """
+
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sources: np.ndarray = dataclasses.field(repr=False, compare=False)
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+    @property
+    def ranks(self) -> int:
+        return self.sources.shape[1]
+
+
+def hops_of_call(kernel: Any, call: Call, ranks: int, inner: int) -> Hops:
+    """The hops of the call of one shard on a ring of `ranks`, with `inner` ranks on the last level.
+
+    What the ring sends may depend on `kernel`; `None` is a kernel with nothing of its own.
+    """
+    sizes = (ranks // inner, inner) if 1 < inner < ranks else (ranks,)
+    ring, _ = engine.prepared(kernel, call, (0, *sizes))
+    shard = _Shard(call.key.shape[1], call.key.size + call.value.size, call.query.dtype.itemsize)
+    return _hops(ring.levels, ranks, shard)
+
+
+def hops_of_ring(ranks: int, offsets: tuple[int, ...], keys: int, itemsize: int) -> Hops:
+    """The hops of a ring of one level, which passes shards on; each has `keys` elements of keys and values."""
+    levels = (Level((), ranks, offsets),) if len(offsets) > 1 else ()
+    return _hops(levels, ranks, _Shard(1, keys, itemsize))
+
+
+class _Shard(NamedTuple):
+    """The rows of a shard, and the `elements` of its keys and values, of `itemsize` bytes."""
+
+    rows: int
+    elements: int
+    itemsize: int
+
+    def bytes(self, rows: tuple[int, int] | None, gradients: bool) -> int:
+        """The bytes of some rows, by default all, of keys and values, or of their gradients in float32."""
+        first, end = rows or (0, self.rows)
+        return self.elements * (end - first) // self.rows * (4 if gradients else self.itemsize)
+
+
+def _hops(levels: Sequence[Level], ranks: int, shard: _Shard) -> Hops:
+    travelled = offsets(levels)
+    return Hops(
+        sizes=tuple(level.ranks for level in levels) or (ranks,),
+        offsets=travelled,
+        sources=np.stack([source(levels, np.arange(ranks), offset) for offset in travelled]),
+        forward=_forward(levels, shard, 0),
+        backward=_backward(levels, shard, 0),
+    )
+
+
+def _forward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
+    """The steps of the forward pass, of the loop over the last of the `levels` round the loops over the others."""
+    if not levels:
+        return (Step(base, 1.0, ()),)
+    *inside, level = levels
+    steps: list[Step] = []
+    for step in level.forward:
+        steps += _sending(_forward(inside, shard, base + step.offset), _keys(len(inside), step.keys, shard))
+    return tuple(steps)
+
+
+def _backward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, ...]:
+    """The steps of the backward pass. Each loop begins with a send that no kernel of its own hides."""
+    if not levels:
+        return (Step(base, 1.0, ()),)
+    *inside, level = levels
+    number, steps = len(inside), [Step(base, 0.0, tuple(_keys(len(inside), level.first, shard)))]
+    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.offsets) - 1)))
+    for step, rows in zip((*level.backward, level.home), rows_before, strict=True):
+        messages = _keys(number, step.keys, shard)
+        if step.gradients is not None:
+            messages.append(Message("dk,dv", number, step.gradients.shift, shard.bytes(rows, True)))
+        steps += _sending(_backward(inside, shard, base + step.offset), messages)
+    return tuple(steps)
+
+
+def _keys(level: int, send: Send | None, shard: _Shard) -> list[Message]:
+    return [] if send is None else [Message("K,V", level, send.shift, shard.bytes(send.rows, False))]
+
+
+def _sending(steps: tuple[Step, ...], messages: list[Message]) -> list[Step]:
+    """The steps, the first of which sends `messages`, which all of them hide."""
+    first, *others = steps
+    added = tuple(message._replace(during=len(steps)) for message in messages)
+    return [first._replace(messages=(*added, *first.messages)), *others]
+
+
+def own_block(call: Call) -> Block:
+    """The block of a rank's queries and its own keys, inside a trace that has the call's axis."""
+    ring, location = engine.prepared(None, call)
+    whole = with_all_ids(ring, call, location)
+    return block(ring, whole, location, Keys(packing.pack(call.key, call.value)), 0)
+
+
+def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
+    """The blocks of the last of `ranks` ranks at the first `most` hops, without a mesh.
+
+    The ids and positions of keys in `call` are those of all ranks. Every block has this rank's keys and values.
+    """
+    ring, location = engine.prepared(kernel, call, (ranks - 1, ranks))
+    pair, found = (call.key, call.value), []
+    for hop, offset in enumerate(offsets(ring.levels)[:most]):
+        rows = ring.levels[0].rows if ring.levels else None
+        first, end = rows[hop] if rows else (0, call.key.shape[1])
+        k, v = (jax.lax.slice_in_dim(x, first, end, axis=1) for x in pair)
+        travelled = ring.passes_on or hop > 0
+        found.append(block(ring, call, location, Keys(packing.pack(k, v) if travelled else (k, v), first), offset))
+    return tuple(dataclasses.replace(each, final=not ring.levels) for each in found)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which candidate is fastest: candidates are timed in turn, slow ones drop out early, and medians decide."""
+
+import contextlib
+import dataclasses
+import math
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from ringattn_core.backends.discovery import Registration, get
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.errors import TuningError
+from ringattn_core.tuning import choice
+from ringattn_core.tuning.problem import Problem, machine, tunable
+
+from .trial import release, trial
+
+Params = TypeVar("Params", FwdParams, BwdParams)
+
+TIE: Final = 0.02
+"""A candidate replaces the default only if it is faster by more than this fraction."""
+DROPPING_OUT: Final = ((1, 2.0), (3, 1.3), (7, 1.1))
+"""`(rounds, factor)`: after `rounds`, a candidate drops out if its least time exceeds `factor` times the least of all.
+
+Least times are compared, because other work on the machine only adds to a time. The default never drops out.
+"""
+ROUNDS: Final = 15
+LEAST_SECONDS: Final = 0.01
+"""The least duration of one measurement: a faster program is called several times in a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """One candidate: the median seconds of its rounds, or why it did not run."""
+
+    part: str
+    params: FwdParams | BwdParams
+    seconds: float | None = None
+    rounds: int = 0
+    failure: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "params": self.params.to_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The chosen configuration, and the results of all candidates; the default is the first of them."""
+
+    config: RingAttentionConfig
+    forward: tuple[Timed, ...]
+    backward: tuple[Timed, ...]
+
+    @property
+    def trials(self) -> tuple[Timed, ...]:
+        return (*self.forward, *self.backward)
+
+
+def tune(problem: Problem, registration: Registration | None = None, keep: bool = True) -> Outcome:
+    """Times every candidate of the backend for `problem`; with `keep` later calls run with the fastest.
+
+    `registration` is that of the backend, by default the one that the problem names. Results are stored on the disk,
+    but not those of a backend that is registered in this process: it has no version.
+    """
+    registration = get(problem.backend) if registration is None else registration
+    outcome = fastest(registration, problem, choice.default(registration, problem))
+    if keep:
+        choice.store(registration, problem, outcome.config, [timed.to_dict() for timed in outcome.trials])
+    return outcome
+
+
+def fastest(registration: Registration, problem: Problem, default: RingAttentionConfig) -> Outcome:
+    """The fastest of the backend's candidates; the default if none is faster by more than `TIE`.
+
+    A candidate that does not compile, or runs out of memory, is recorded and skipped. All work runs in another thread,
+    because the caller's thread may be tracing a program, which must not capture it.
+    """
+    kernel = registration.implementation()
+    if not tunable(registration):
+        raise TuningError(
+            registration.name,
+            "it has no candidate_configs",
+            "Pass its parameters with cfg=, or name a backend that has them",
+        )
+    offered = kernel.candidate_configs(problem)
+    if not offered:
+        return Outcome(default, (), ())
+    candidates = [default, *offered]
+    stop = threading.Event()
+    device = _device(problem)
+
+    def measure() -> Outcome:
+        with jax.default_device(device), _progress_bar() as bar:
+            race = _Race(registration.name, stop, bar)
+            made = trial(kernel, problem, device)
+            forward, best = race.run("forward", [c.fwd_params for c in candidates], made.forward)
+            whole = made.forward(best)()
+            backward, backward_best = race.run(
+                "backward", [c.bwd_params for c in candidates], lambda params: made.backward(params, whole)
+            )
+            return Outcome(RingAttentionConfig(best, backward_best), forward, backward)
+
+    try:
+        with ThreadPoolExecutor(1, "ringattn-tuning") as pool:
+            try:
+                return pool.submit(measure).result()
+            finally:
+                stop.set()
+    finally:
+        release()
+
+
+def _progress_bar() -> Any:
+    """A context manager that gives a progress bar, or `None` without a terminal."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    # `auto_refresh` would start a thread, which would disturb the times.
+    return Progress(console=Console(stderr=True), transient=True, auto_refresh=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Race:
+    backend: str
+    stop: threading.Event
+    bar: Any
+
+    def run(
+        self, part: str, candidates: Sequence[Params], program: Callable[[Params], Callable[[], Any]]
+    ) -> tuple[tuple[Timed, ...], Params]:
+        """Times each distinct candidate; returns all results and the chosen parameters. The first is the default."""
+        candidates = list(dict.fromkeys(candidates))
+        task = None if self.bar is None else self.bar.add_task(part, total=len(candidates) + ROUNDS)
+        runs: dict[Params, Callable[[], Any]] = {}
+        failures: dict[Params, str] = {}
+        for params in candidates:
+            self._step(task, f"{part}: compiling {shown(params)}", 1)
+            try:
+                runs[params] = program(params)
+                jax.block_until_ready(runs[params]())
+            except Exception as error:
+                failures[params] = _failure(error)
+                runs.pop(params, None)
+        if not runs:
+            told = "; ".join(f"{shown(params)}: {failure}" for params, failure in failures.items())
+            raise TuningError(
+                self.backend, f"no candidate of its {part} ran ({told})", "Tune a smaller problem, or pass cfg="
+            )
+        seconds = self._timed(task, part, runs, candidates[0])
+        medians = {params: statistics.median(taken) for params, taken in seconds.items()}
+        timed = tuple(
+            Timed(part, params, medians.get(params), len(seconds.get(params, ())), failures.get(params))
+            for params in candidates
+        )
+        return timed, _chosen(candidates[0], medians, seconds)
+
+    def _timed(
+        self, task: Any, part: str, runs: Mapping[Params, Callable[[], Any]], default: Params
+    ) -> dict[Params, list[float]]:
+        """The seconds of each candidate in every round until it drops out."""
+        least = {params: _seconds(run, 1) for params, run in runs.items()}
+        calls = {params: max(1, math.ceil(LEAST_SECONDS / max(taken, 1e-6))) for params, taken in least.items()}
+        seconds: dict[Params, list[float]] = {params: [] for params in runs}
+        racing, factors = list(runs), dict(DROPPING_OUT)
+        for number in range(1, ROUNDS + 1):
+            for done, params in enumerate(racing if number % 2 else racing[::-1], 1):
+                self._step(task, f"{part}: round {number} of {ROUNDS}, {shown(params)}", done == len(racing))
+                seconds[params].append(_seconds(runs[params], calls[params]))
+                least[params] = min(least[params], seconds[params][-1])
+            if number in factors:
+                slowest = factors[number] * min(least.values())
+                racing = [params for params in racing if params == default or least[params] <= slowest]
+        return seconds
+
+    def _step(self, task: Any, what: str, steps: int) -> None:
+        if self.stop.is_set():
+            raise KeyboardInterrupt
+        if task is not None:
+            self.bar.update(task, description=what, advance=steps, refresh=True)
+
+
+def _chosen(default: Params, medians: Mapping[Params, float], seconds: Mapping[Params, Sequence[float]]) -> Params:
+    """The finalist with the least median time; the default unless that is faster by more than `TIE`.
+
+    Finalists are the candidates that did not drop out.
+    """
+    rounds = max(map(len, seconds.values()))
+    best = min((params for params in medians if len(seconds[params]) == rounds), key=medians.__getitem__)
+    return default if default in medians and medians[default] <= medians[best] * (1 + TIE) else best
+
+
+def shown(params: FwdParams | BwdParams) -> str:
+    """Parameters as short text."""
+    given = {**params.to_dict(), **dict(params.extra)}
+    given.pop("extra", None)
+    return " ".join(f"{name}={value}" for name, value in given.items()) or "as the kernel chooses"
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(calls)])
+    return (time.perf_counter() - start) / calls
+
+
+def _failure(error: Exception) -> str:
+    told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    short = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in told
+    return f"out of memory: {told}" if short else told
+
+
+def _device(problem: Problem) -> jax.Device:
+    try:
+        devices = jax.local_devices(backend=problem.platform)
+    except RuntimeError:
+        devices = []
+    for device in devices:
+        if machine(device.device_kind) == problem.device:
+            return device
+    raise TuningError(
+        problem.backend, f"this process has no device {problem.device!r}", "Tune on a machine that has one"
+    )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ringattn tune` and `ringattn cache`: find the fastest configuration for a call, and list what is stored."""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+
+import jax
+from ringattn_core.backends.discovery import Registration
+from ringattn_core.call.dispatch import chosen
+from ringattn_core.config import BwdParams, FwdParams
+from ringattn_core.contract.call import Call
+from ringattn_core.errors import InputError
+from ringattn_core.placement.axes import size
+from ringattn_core.strategies.choose import settled
+from ringattn_core.strategies.run import tuned_as
+from ringattn_core.tuning import cache
+from ringattn_core.tuning.problem import Problem, of_call
+
+from . import call_arguments, search
+from .abstract_call import AbstractCall
+from .output import Bytes, Rows, Title, show
+from .search import Timed, shown
+from .shards import trace
+from .work import data_bytes
+
+
+def add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs a backend's kernel with each of its candidate configurations, forward and backward, on arrays of these "
+        "shapes, on a device of this machine. Stores the fastest, and later calls use it."
+    )
+    call_arguments.add(parser, ring=1)
+    parser.add_argument(
+        "--segments", dest="documents", action="store_const", const=(), help="segment ids; their lengths do not matter"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="store nothing")
+    parser.set_defaults(run=run_tune)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Lists every configuration that tuning has stored for this user, the newest last."
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--clear", action="store_true", help="remove all of them")
+    asked.add_argument("--json", action="store_true", help="print everything that is stored, as JSON")
+    parser.set_defaults(run=run_cache)
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    call = AbstractCall.of(arguments)
+    _refuse_too_large(call)
+    asked: list[tuple[Registration, Problem]] = []
+
+    def on_one_rank(local: Call) -> None:
+        registration = chosen(arguments.backend, local)
+        run_as = tuned_as(dataclasses.replace(local, strategy=settled(registration, local)))
+        asked.append((registration, of_call(registration, run_as, size("axis_name", run_as.axis_name or ()))))
+
+    trace(call, on_one_rank)
+    registration, problem = asked[0]
+    _tune(registration, problem, keep=not arguments.dry_run)
+    return 0
+
+
+def _tune(registration: Registration, problem: Problem, keep: bool) -> None:
+    """Tunes one problem, prints every candidate, and stores the fastest if `keep`."""
+    outcome = search.tune(problem, registration, keep=keep)
+    show(f"{problem.backend} on {problem.device}: {problem.q_length} queries by {problem.kv_length} keys a rank")
+    for part, timed, best in (
+        ("forward", outcome.forward, outcome.config.fwd_params),
+        ("backward", outcome.backward, outcome.config.bwd_params),
+    ):
+        title = part if timed else f"{part}: the backend offers no candidates"
+        show("", Title(title), *([candidates(timed, best)] if timed else []))
+    stored = cache.read(problem) if keep else None
+    print(f"\nstored in {stored.path}" if stored else "\nnot stored")
+
+
+def _refuse_too_large(call: AbstractCall) -> None:
+    """Raises for arrays of one rank that alone exceed the memory of the device."""
+    stats, pages = jax.devices()[0].memory_stats(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = (stats or {}).get("bytes_limit", pages)
+    needed = data_bytes(call.floating) // call.ring
+    if needed > memory:
+        fact = f"the arrays of one rank take {Bytes(needed)}, and the device has {Bytes(memory)}"
+        raise InputError("--query", fact, "Pass smaller sizes, or a larger --ring")
+
+
+def candidates(timed: Sequence[Timed], best: FwdParams | BwdParams) -> Rows:
+    """A table of the candidates: by rounds, most first, then by time. The first of `timed` is the default."""
+    default = timed[0].seconds
+    return [
+        {
+            "chosen": x.params == best,
+            "parameters": shown(x.params),
+            "ms": "" if x.seconds is None else f"{1e3 * x.seconds:.3f}",
+            "of the default": "" if x.seconds is None or default is None else f"{x.seconds / default:.2f}",
+            "rounds": x.rounds or "",
+            "failure": x.failure or "",
+        }
+        for x in sorted(timed, key=lambda x: (-x.rounds, x.seconds or 0))
+    ]
+
+
+def run_cache(arguments: argparse.Namespace) -> int:
+    root = cache.directory()
+    if root is None:
+        print("there is no cache directory for this user")
+        return 1
+    if arguments.clear:
+        try:
+            print(f"removed {cache.clear()} from {root}")
+        except OSError as error:
+            print(f"cannot clear {root}: {error}")
+            return 1
+        return 0
+    entries = cache.entries()
+    if arguments.json:
+        print(json.dumps([entry.to_dict() for entry in entries], indent=2))
+    else:
+        print(f"{len(entries)} in {root}", *map(_text, entries), sep="\n\n")
+    return 0
+
+
+def _text(entry: cache.Entry) -> str:
+    """An entry as text: its file, its problem, and the chosen parameters."""
+    problem = dict(entry.problem)
+    versions = ", ".join(" ".join(pair) for pair in problem.pop("versions"))
+    told = ", ".join(f"{name} {value}" if value is not True else name for name, value in problem.items())
+    forward, backward = shown(entry.config.fwd_params), shown(entry.config.bwd_params)
+    return f"{entry.path.name}\n  {told}\n  {versions}\n  forward: {forward}\n  backward: {backward}"

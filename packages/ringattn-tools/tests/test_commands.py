@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the command line: each subcommand works, an error is one line and status 2, a closed pipe is no error."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from ringattn_core import errors, ring_attention
+from ringattn_core.call.options import OPTIONS
+from ringattn_core.contract.features import Feature
+from ringattn_tools.call_arguments import option_arguments
+from ringattn_tools.main import COMMANDS, main
+
+CALL = ["explain", "--query", "1,64,4,8", "--ring", "4"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    return status, *capsys.readouterr()
+
+
+def line_of(text: str, start: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.split()[:1] == [start]]
+    return found
+
+
+def test_list_says_of_each_backend_where_it_is_from_and_whether_it_can_run(add, capsys) -> None:
+    add("good", priority=7)
+    add("lame", platforms=("tpu",), probe="lame_block:unsound")
+    add("sick", source="import of_nobody")
+    status, out, _ = said(capsys, "list")
+    assert status == 0
+    for part in ("made-good 2.5", "cpu", "7", f"{len(Feature) - 1} of {len(Feature)}", "available"):
+        assert part in line_of(out, "good")
+    assert "tpu" in line_of(out, "lame") and line_of(out, "lame").endswith(" no")
+    assert line_of(out, "lame:").endswith("no such device in the house")
+    assert "No module named 'of_nobody'" in out[out.index("sick:") :]
+    good, lame, sick = json.loads(said(capsys, "list", "--json")[1])
+    assert (good["distribution"], good["version"], good["priority"], good["available"]) == ("made-good", "2.5", 7, True)
+    assert good["features"].keys() == {feature.name for feature in Feature}
+    assert good["features"]["DROPOUT"] == "not declared"
+    assert not lame["broken"] and sick["broken"] and "of_nobody" in sick["reason"]
+
+
+def test_list_loads_no_kernel(add, capsys) -> None:
+    add("good")
+    assert said(capsys, "list")[0] == 0
+    assert "good_block" not in sys.modules
+    assert said(capsys, "info", "good")[0] == 0
+    assert "good_block" in sys.modules, "this test would not see a kernel that is loaded"
+
+
+def test_without_any_backend_list_says_how_to_get_one(add, capsys) -> None:
+    assert said(capsys, "list") == (2, "", f"ringattn list: {errors.BackendNotFoundError(None, ())}\n")
+    assert said(capsys, "list", "--json") == (0, "[]\n", "")
+
+
+def test_info_shows_the_kernel_the_probe_and_every_feature(add, capsys) -> None:
+    add("good")
+    status, out, _ = said(capsys, "info", "good")
+    assert status == 0
+    facts = {"door": "kernel", "implementation": "good_block:KERNEL", "available": "yes", "distribution": "made-good"}
+    for name, fact in facts.items():
+        assert line_of(out, name).split() == [name, fact]
+    for feature in Feature:
+        word = "not declared" if feature is Feature.DROPOUT else "supported"
+        assert word in line_of(out, feature.name) and feature.value.split()[0] in line_of(out, feature.name)
+    assert json.loads(said(capsys, "info", "good", "--json")[1])["implementation"] == "good_block:KERNEL"
+
+
+@pytest.mark.parametrize("json_too", [(), ("--json",)])
+def test_info_of_a_backend_that_cannot_run_says_why_and_exits_with_1(add, capsys, json_too) -> None:
+    add("lame", probe="lame_block:unsound", door="ring", kernel="RING")
+    add("sick", source="import of_nobody")
+    status, out, _ = said(capsys, "info", "lame", *json_too)
+    assert status == 1 and "no such device in the house" in out and "lame_block:RING" in out
+    status, out, _ = said(capsys, "info", "sick", *json_too)
+    assert status == 1 and "of_nobody" in out
+
+
+def test_an_unknown_backend_is_refused_in_one_line_that_has_the_nearest_name(add, capsys) -> None:
+    add("good")
+    for command in (["info", "goof"], [*CALL, "--backend", "goof"]):
+        status, out, err = said(capsys, *command)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"ringattn {command[0]}: no ring-attention backend 'goof' (did you mean 'good'?)")
+
+
+WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "layout": (["--layout", "spiral"], {"layout": "spiral"}),
+    "length": (["--query", "1,60,4,8", "--layout", "zigzag"], {"query": (1, 60, 4, 8), "layout": "zigzag"}),
+    "heads": (["--kv", "64,3"], {"key": (1, 64, 3, 8), "value": (1, 64, 3, 8)}),
+    "empty": (["--query", "1,64,0,8"], {"query": (1, 64, 0, 8)}),
+    "window": (["--window", "-5"], {"sliding_window": (-5, -5)}),
+    "chunk": (["--chunk", "0"], {"chunk_size": 0}),
+    "dropout": (["--dropout", "1.5"], {"dropout_prob": 1.5, "dropout_seed": 0}),
+    "soft cap": (["--soft-cap", "-1"], {"logits_soft_cap": -1.0}),
+    "bias": (["--bias", "1,3,1,64"], {"bias": (1, 3, 1, 64)}),
+    "precision": (["--precision", "exact"], {"precision": "exact"}),
+    "strategy": (["--query", "1,64,6,8", "--strategy", "ulysses"], {"query": (1, 64, 6, 8), "strategy": "ulysses"}),
+}
+
+
+BUILDERS = {
+    "exits_at_import": "raise SystemExit(3)",
+    "exits_when_called": "def f(*_): raise SystemExit(3)",
+    "says_nothing": "class E(Exception):\n  def __str__(self): raise E\ndef f(*_): raise E",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_call_that_the_library_refuses_is_refused_in_its_words(name: str, capsys) -> None:
+    arguments, options = WRONG[name]
+    given = dict(options)
+    dtype, query = given.pop("dtype", "bfloat16"), given.pop("query", (1, 64, 4, 8))
+    shapes = (query, given.pop("key", query), given.pop("value", query))
+    more = [jnp.zeros(given.pop("bias"), dtype)] if "bias" in given else []
+    with pytest.raises(errors.RingAttnError) as refused:
+        mesh = Mesh(np.array(jax.devices()[:4]), ("ring",))
+        operands = [jnp.zeros(shape, dtype) for shape in shapes]
+        ring_attention(*operands, *([None, *more] if more else []), **given, mesh=mesh, axis_name="ring")
+    status, out, err = said(capsys, *CALL, *arguments)
+    assert (status, out, err) == (2, "", f"ringattn explain: {refused.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--ring", "0"], "--ring: got 0. Pass the number of ranks, from 1 to 4096"),
+        (["--ring", "1000000"], "--ring: got 1000000. Pass the number of ranks, from 1 to 4096"),
+        (["--mask-builder", "os:getcwd"], "mask_builder: called with (64, 64, 4, 0, 1) it raised TypeError: "),
+        (["--restart-positions"], "--restart-positions: is given without documents. Pass --documents too"),
+        (
+            ["--query", f"1,{2**20},4,8", "--tile", "4,4"],
+            f"--tile: 4,4 makes {2**36} tiles. At most {2**26} can be shown",
+        ),
+        (["--tile", "0,8"], "--tile: got 0,8. Pass positive lengths of queries and keys"),
+        (
+            ["--mask-builder", "json:nothing"],
+            "--mask-builder: cannot load 'json:nothing' (AttributeError: module 'json' has no attribute",
+        ),
+        (["--mask-builder", "nothing"], "--mask-builder: got 'nothing'. Pass MODULE:FUNCTION"),
+        (["--mask-builder", "os"], "--mask-builder: got 'os'. Pass MODULE:FUNCTION"),
+        (
+            ["--mask-builder", "exits_at_import:f"],
+            "--mask-builder: cannot load 'exits_at_import:f' (SystemExit: 3)",
+        ),
+        (
+            ["--mask-builder", "exits_when_called:f"],
+            "mask_builder: called with (64, 64, 4, 0, 1) it raised SystemExit: 3",
+        ),
+        (
+            ["--mask-builder", "says_nothing:f"],
+            "mask_builder: called with (64, 64, 4, 0, 1) it raised E: its message cannot",
+        ),
+        (["--documents", "40,40"], "lengths: row 0 sums to 80, more than total=64"),
+        (
+            ["--documents", "9", "--kv", "32,4"],
+            "--documents: packs queries and keys alike, and there are 64 queries",
+        ),
+        (
+            ["--query", "1,60,4,8", "--documents", "9", "--layout", "zigzag"],
+            "layout: 'zigzag' on 4 ranks needs lengths",
+        ),
+        (["--query", f"1,{2**30 - 1},4,8"], f"--query: {2**30 - 1} tokens are too many for documents, layouts, and"),
+        (["--kv", f"{2**30 - 1},4"], f"--kv: {2**30 - 1} tokens are too many"),
+        (["--query", f"1,{2**29},4,8", "--layout", "striped"], f"--query: {2**29} tokens are too many"),
+        (["--query", f"1,{2**29},4,8", "--documents", "3"], f"--query: {2**29} tokens are too many"),
+        (["--query", f"{2**20},{2**20},4,{2**20}"], "query: 1048576x1048576x4x1048576 has more than 2^48 elements"),
+        (["--alibi-slopes", "--bias", f"1,4,{2**29},{2**29}"], "bias: 1x4x536870912x536870912 has more than 2^48"),
+        (["--svg", os.sep.join(("", "proc", "nowhere", "x.svg"))], "--svg: cannot write"),
+    ],
+)
+def test_mistakes_of_the_command_line_alone_are_one_line(arguments, fault, capsys, tmp_path, monkeypatch) -> None:
+    for name, source in BUILDERS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, err = said(capsys, *CALL, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"ringattn explain: {fault}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--query", "1,2"], "argument --query: got 2 numbers, it needs B,T,N,H"),
+        (["--query", "1,2,3,x"], "argument --query: got '1,2,3,x', it needs B,T,N,H in whole numbers"),
+        (["--kv", "64"], "argument --kv: got 1 numbers, it needs S,K or S,K,Hv"),
+        (["--query", "1,-2,3,4"], "argument --query: got -2, it needs lengths from 0 to"),
+        (["--query", f"1,{10**13},4,8"], "argument --query: got 10000000000000, it needs lengths from 0 to"),
+        (["--sinks", "-1"], "argument --softmax-aux/--sinks: got -1, it needs lengths from 0 to"),
+        (["--backend", "xla,"], "argument --backend: got 'xla,', it needs NAME or NAME,NAME"),
+        (["--backend", ""], "argument --backend: got '', it needs NAME or NAME,NAME"),
+        (["--platform", "mars"], "argument --platform: invalid choice: 'mars'"),
+        (["--dtype", "float64"], "argument --dtype: invalid choice: 'float64'"),
+        (["--window", "1,2,3"], "argument --sliding-window/--window: got '1,2,3', it needs W or L,R"),
+        (["--prefix", "3", "--mask-builder", "a:b"], "argument --mask-builder: not allowed with argument --prefix"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_named(arguments, fault, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*CALL, *arguments])
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and err.count("\n") == 1 and err.startswith(f"ringattn explain: {fault}")
+
+
+def test_the_command_line_takes_every_option_of_a_call() -> None:
+    named = {name for name, _ in option_arguments()}
+    options = {option.name for option in OPTIONS}
+    otherwise = {"q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "mask_builder", "layout"}
+    never = {"attention_mask"}
+    never |= {"axis_name", "batch_axis_name", "head_axis_name", "fwd_params", "bwd_params"}
+    assert named | otherwise | never | {"dropout_seed"} == options
+
+
+def test_a_side_of_a_window_may_be_unbounded(capsys) -> None:
+    for window in ("-,5", "none,5"):
+        status, out, _ = said(capsys, *CALL, "--window", window)
+        assert status == 0 and "sliding window -,5;" in out
+
+
+def test_several_backends_are_tried_in_order_and_only_the_answer_is_printed(add, capsys) -> None:
+    add("good")
+    status, out, err = said(capsys, *CALL, "--backend", "triton, good")
+    assert (status, err) == (0, "") and line_of(out, "->").split()[1] == "good"
+    status, out, err = said(capsys, *CALL, "--backend", "absent,gone")
+    assert (status, err) == (1, "") and "none: no ring-attention backend can run this call on 'cpu': absent:" in out
+
+
+def test_a_padded_length_is_told_from_segment_ids_that_were_given(capsys) -> None:
+    for arguments, padding in (
+        ((), "each rank holds 16 queries and 16 keys\n"),
+        (("--query", "1,61,4,8"), ", with padding (which needs SEGMENT_IDS)\n"),
+        (("--query", "1,61,4,8", "--documents", "9"), ", with padding\n"),
+    ):
+        assert padding in said(capsys, *CALL, *arguments)[1]
+
+
+def test_help_says_what_each_command_does(capsys) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        out = capsys.readouterr().out
+        assert left.value.code == 0 and f"usage: ringattn {name}" in out
+        assert max(map(len, out.splitlines())) <= 100, "a line that no terminal holds"
+
+
+def shell(code: str, **options: Any) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["expalin"], []])
+def test_help_and_mistakes_are_answered_without_loading_jax(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from ringattn_tools.main import main
+try:
+    main({arguments!r})
+finally:
+    print([name for name in ("jax", "numpy") if name in sys.modules])
+"""
+    assert shell(code).stdout.splitlines()[-1] == "[]"
+    assert shell(code.replace("finally:", "finally:\n    import numpy")).stdout.splitlines()[-1] == "['numpy']"
+
+
+def test_the_module_and_the_script_are_one_program() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ringattn_tools", "--version"], capture_output=True, text=True, check=True
+    )
+    versions = [f"{name} {metadata.version(name)}" for name in ("ringattn-tools", "ringattn-core")]
+    assert run.stdout == f"{', '.join(versions)}\n"
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"ringattn": f"{main.__module__}:{main.__name__}"}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_error(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "ringattn_tools", *CALL]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert run.stdout and run.stderr
+    run.stdout.close()
+    complaint = run.stderr.read()
+    assert (run.wait(60), complaint) == (141, "")
+
+
+def test_an_error_says_where_the_name_came_from_and_nothing_of_jax(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RINGATTN_BACKEND", "goof")
+    status, _, err = said(capsys, *CALL)
+    assert status == 2 and err.endswith("The backend was named by RINGATTN_BACKEND.\n")
+    error = errors.InputError("x", "got 1", "Pass 2")
+    error.add_note("It was\nasked for.")
+    error.add_note("-----\nJAX has removed frames.")
+    assert error.one_line() == "x: got 1. Pass 2. It was asked for."

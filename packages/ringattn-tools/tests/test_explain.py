@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of what `ringattn explain` shows: pictures, tables and JSON agree with the analysis of the call."""
+
+import base64
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from matplotlib.colors import to_rgb
+from ringattn_core.backends import discovery
+from ringattn_core.contract.backend import Backend
+from ringattn_core.contract.features import Feature
+from ringattn_tools import picture, report
+from ringattn_tools.abstract_call import AbstractCall
+from ringattn_tools.analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, analyse
+from ringattn_tools.main import main, parsed
+
+STATES = arrays(
+    np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])
+)
+CALL = ["explain", "--query", "1,64,4,8", "--ring", "4", "--causal", "--tile", "4,4"]
+
+
+def explained(ring: int = 4, tokens: int = 64, words: str = "", tile: Any = (4, 4)) -> CallAnalysis:
+    call = parsed(f"explain --query 1,{tokens},4,8 --ring {ring} --causal {words}".split())
+    return analyse(AbstractCall.of(call), "cpu", tile=tile)
+
+
+@pytest.fixture(scope="module")
+def found() -> CallAnalysis:
+    return explained()
+
+
+def text(found: CallAnalysis, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    report.report(found, picture.text(found))
+    return capsys.readouterr().out
+
+
+@given(STATES, st.integers(1, 12), st.integers(1, 12))
+def test_a_cell_is_whole_or_skipped_only_where_all_its_tiles_are(states, rows: int, columns: int) -> None:
+    cells = picture.shrunk(states, rows, columns)
+    assert cells.shape == (rows, columns)
+    covered = np.zeros(states.shape, int)
+    for row in range(rows):
+        for column in range(columns):
+            part = states[_span(row, rows, states.shape[0]), _span(column, columns, states.shape[1])]
+            covered[_span(row, rows, states.shape[0]), _span(column, columns, states.shape[1])] += 1
+            assert cells[row, column] == (part.flat[0] if (part == part.flat[0]).all() else MASKED)
+    assert covered.all(), "a tile is in no cell"
+
+
+def _span(cell: int, cells: int, tiles: int) -> slice:
+    first, following = cell * tiles // cells, (cell + 1) * tiles // cells
+    return slice(first, max(following, first + 1))
+
+
+def image_of(svg: Path) -> np.ndarray:
+    """The RGBA pixels of the only image in the picture."""
+    (image,) = ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}image")
+    assert "pixelated" in image.get("style", ""), "a viewer would blur the tiles"
+    data = image.get("{http://www.w3.org/1999/xlink}href", "").partition("base64,")[2]
+    return matplotlib.image.imread(io.BytesIO(base64.b64decode(data)))
+
+
+def test_the_image_has_the_tiles_of_every_rank_and_hop(found: CallAnalysis, tmp_path: Path) -> None:
+    picture.save(found, tmp_path / "ring.svg", "svg")
+    image = image_of(tmp_path / "ring.svg")
+    panel = len(image) // found.ranks
+    for rank in range(found.ranks):
+        for number in range(len(found.hops)):
+            pixels = image[rank * panel : (rank + 1) * panel, number * panel : (number + 1) * panel]
+            opaque = np.flatnonzero(pixels[panel // 2, :, 3])
+            assert opaque[0] > 0 and opaque[-1] < panel - 1, "there is no gap between panels"
+            drawn = pixels[opaque[0] : opaque[-1] + 1, opaque[0] : opaque[-1] + 1, :3]
+            size = len(drawn) // 4
+            for row, column in np.ndindex(4, 4):
+                state = found.states[rank, number][row, column]
+                tile = drawn[row * size : (row + 1) * size, column * size : (column + 1) * size]
+                np.testing.assert_allclose(tile, np.broadcast_to(to_rgb(picture.COLOURS[state]), tile.shape), atol=0.01)
+
+
+def words_of(found: CallAnalysis, path: Path) -> set[str]:
+    picture.save(found, path, "svg")
+    root = ElementTree.parse(path).getroot()
+    return {"".join(item.itertext()).strip() for item in root.iter("{http://www.w3.org/2000/svg}text")}
+
+
+def test_the_words_of_an_svg_are_text(found: CallAnalysis, tmp_path: Path) -> None:
+    words = words_of(found, tmp_path / "ring.svg")
+    counts = map(str, found.tiles_of_ranks)
+    shown = ("rank 3", "hop 3", "keys of rank r", "keys of rank r - 3", *counts, "tiles computed")
+    assert {*shown, report.title(found), report.balance(found), report.totals(found)} <= words
+
+
+def test_the_same_call_gives_the_same_svg(found: CallAnalysis, tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        picture.save(found, tmp_path / name, "svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_in_a_file_the_picture_is_ascii(found: CallAnalysis, capsys) -> None:
+    said = text(found, capsys)
+    assert said.isascii() and max(map(len, said.splitlines())) <= 100
+    panels = [line for line in said.splitlines() if re.fullmatch(r"(rank \d)? +([.+#]{16} ?){4}", line)]
+    assert len(panels) == 4 * 8
+    for rank in range(4):
+        for number in range(4):
+            drawn = [line[7:].split()[number] for line in panels[8 * rank : 8 * rank + 8]]
+            assert drawn == _lettered(picture.shrunk(found.states[rank, number], 8, 16))
+
+
+def _lettered(cells: np.ndarray) -> list[str]:
+    return ["".join({SKIPPED: ".", MASKED: "+", WHOLE: "#"}[cell] for cell in row) for row in cells.tolist()]
+
+
+@pytest.mark.parametrize("ring", [1, 2, 16, 64])
+def test_the_picture_fits_a_page(ring: int) -> None:
+    lines = picture.text(explained(ring, 256)).splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) <= 48
+    if ring <= 2:
+        assert sum(line.count(mark) for line in lines[2:] for mark in ".+#") == ring * ring * 8 * 16
+    else:
+        assert "too large for a picture" in lines[0]
+
+
+def test_the_tiles_of_a_large_ring_are_extremes_with_equal_hops_in_one_row(capsys, tmp_path: Path) -> None:
+    found = explained(64, 1024)
+    said = text(found, capsys)
+    assert re.search(r"least +mean +busiest\n0 +r +10 +10.0 +10\n", said)
+    assert re.search(r"\n63 +r - 63 +0 +0.2 +16\n *sum +10 +514.0 +1018\n", said), said
+    assert re.search(r"\n1 to 63 +r - 1 to r - 63 +8 +8.0 +8\n", text(explained(64, 1024, "--layout zigzag"), capsys))
+    full = report.as_json(found, full=True)["tiles"]
+    assert [row["rank 63"] for row in full] == [10, *[16] * 63, 1018] and len(full) == 65
+    picture.save(found, tmp_path / "ring.svg", "svg")
+    assert image_of(tmp_path / "ring.svg").shape[0] >= 64 * 8
+
+
+def test_a_ring_of_1024_needs_little_memory(tmp_path: Path) -> None:
+    found = explained(1024, 2**20, tile=None)
+    assert found.states.nbytes <= 2**22
+    picture.save(found, tmp_path / "ring.svg", "svg")
+    assert image_of(tmp_path / "ring.svg").shape[:2] == (2048, 2048) and (tmp_path / "ring.svg").stat().st_size < 10**6
+    assert len(report.as_json(found)["tiles"]) <= 1025
+
+
+def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnalysis, capsys) -> None:
+    said = text(found, capsys)
+    lines = [re.split(r" {2,}", line) for line in said.splitlines()]
+    assert ["hop", "keys of", *(f"rank {number}" for number in range(4)), "busiest"] in lines
+    for number, keys in enumerate(("r", "r - 1", "r - 2", "r - 3")):
+        counts = [(found.states[rank, number] > 0).sum() for rank in range(4)]
+        assert [f"{number}", keys, *map(str, counts), f"{max(counts)}"] in lines
+    assert ["sum", "10", "26", "42", "58", "58"] in lines
+    said = " ".join(said.split())
+    assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
+
+
+def test_as_json_it_has_the_tables_of_the_text(found: CallAnalysis, capsys) -> None:
+    assert main([*CALL, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "pass --rate and --link" in said.pop("not_reckoned"), "nobody has measured this machine"
+    assert said == json.loads(json.dumps(report.as_json(found)))
+    assert said["choice"] == "xla" and said["call"]["query"] == [1, 64, 4, 8] and said["call"]["causal"] is True
+    assert said["tiles"] == report.tiles(found) and said["memory"] == found.memory and said["sent"] == found.sent
+    assert said["tiles_of_ranks"] == [10, 26, 42, 58] and said["tiles_of_slowest"] == 58
+    assert list(said) == [
+        "call", "platform", "needs", "backends", "choice", "refusal", "own_ring", "strategy", "lengths", "tile",
+        "skipped", "sent", "gathered", "memory", "compiled", "tiles", "tiles_of_ranks", "tiles_of_slowest",
+    ]  # fmt: skip
+
+
+def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gives(capsys) -> None:
+    features = frozenset(Feature) - {Feature.CAUSAL}
+    for name, platforms in (("acausal", ("cpu",)), ("elsewhere", ("tpu",))):
+        backend = Backend(name, 1, platforms, features, kernel="nowhere:KERNEL", priority=5)
+        with discovery.registered(backend, object()):
+            reasons = {row["name"]: row["answer"] for row in explained().backends}
+            assert reasons["xla"] == "runs this call"
+            assert ("CAUSAL (not declared)" if name == "acausal" else "it serves tpu, not cpu") in reasons[name]
+            status = main([*CALL, "--backend", name])
+            out = capsys.readouterr().out
+            assert status == 1 and "none:" in out and "hop 3" in out, "the plan is core's, and is shown all the same"
+
+
+def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
+    backend = Backend("acausal", 1, ("tpu",), {}, kernel="nowhere:KERNEL", priority=5)
+    with discovery.registered(backend, object()):
+        assert main([*CALL, "--backend", "acausal,xla", "--platform", "tpu"]) == 0
+    out = capsys.readouterr().out
+    assert "Backends on tpu" in out and re.search(r"^    acausal .* it does not support BFLOAT16", out, re.MULTILINE)
+    assert re.search(r"^->  xla .* runs this call$", out, re.MULTILINE)
+
+
+def test_the_report_says_that_a_backend_drives_its_own_ring(capsys) -> None:
+    def ring(query: Any, key: Any, value: Any, **options: Any) -> Any: ...
+
+    backend = Backend("own", 1, ("cpu",), frozenset(Feature), ring="nowhere:ring", priority=5)
+    with discovery.registered(backend, ring):
+        found = explained()
+    assert found.choice == "own" and found.own_ring and "own drives its own ring" in text(found, capsys)
+
+
+def test_the_picture_is_written_where_it_is_asked_for(tmp_path: Path, capsys) -> None:
+    assert main([*CALL, "--svg", str(tmp_path / "ring.svg"), "--png", str(tmp_path / "ring.png")]) == 0
+    assert ElementTree.parse(tmp_path / "ring.svg").getroot().tag.endswith("svg")
+    pixels = matplotlib.image.imread(tmp_path / "ring.png")
+    assert (np.abs(pixels[..., :3] - to_rgb(picture.COLOURS[WHOLE])).max(-1) < 0.01).mean() > 0.05
+
+
+CHUNK = "explain --query 2,{tokens},4,16 --kv 64,2,8 --ring 4 --dtype bf16 --causal --query-offset 16"
+
+
+def told(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    assert main(f"{words} --backend xla --json".split()) == 0
+    return json.loads(capsys.readouterr()[0])
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(8, "queries"), (32, "keys")])
+def test_it_sends_what_is_fewer_bytes(capsys: pytest.CaptureFixture[str], tokens: int, chosen: str) -> None:
+    rows = told(capsys, CHUNK.format(tokens=tokens))["prefill"]
+    assert [row["send"] for row in rows if row["chosen"]] == [chosen]
+    # Three other ranks; a token of the cache has 2 heads of 16 and 8, and one of the chunk 4 heads.
+    assert {row["send"]: row["sent"] for row in rows} == {
+        "keys": 3 * 2 * 16 * 2 * (16 + 8) * 2,
+        "queries": 3 * 2 * tokens // 4 * 4 * (16 * 2 + 8 * 4 + 12),
+    }
+
+
+def test_the_keys_are_those_that_the_ring_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, CHUNK.format(tokens=8))
+    (forward,) = (row for row in found["sent"] if row["pass"] == "forward")
+    assert [row["sent"] for row in found["prefill"] if row["send"] == "keys"] == [forward["times"] * forward["bytes"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "explain --query 2,8,4,16 --kv 64,2 --ring 4 --causal",
+        "explain --query 2,8,4,16 --kv 64,2 --ring 4 --query-offset 16",
+        "explain --query 2,8,4,16 --kv 64,2 --ring 1 --causal --query-offset 16",
+        f"{CHUNK.format(tokens=8)} --bias 1,1,1,64",
+        f"{CHUNK.format(tokens=8)} --dropout 0.1",
+    ],
+)
+def test_calls_that_it_cannot_make_are_not_mentioned(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert "prefill" not in told(capsys, words)
+
+
+def test_the_text_names_what_travels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(CHUNK.format(tokens=8).split()) == 0
+    text = capsys.readouterr()[0]
+    assert "causal, query offset 16; each rank holds 2 queries and 16 keys" in text
+    assert "By default it sends the queries, which is fewer bytes." in text

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of the plans in `ringattn explain`: nothing is guessed, rows add up, and faster devices cost no time."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from ringattn_core.backends import discovery
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.tuning import cache
+from ringattn_core.tuning.problem import Problem, machine
+from ringattn_tools import analysis, cost, devices
+from ringattn_tools.abstract_call import AbstractCall
+from ringattn_tools.cost import Step
+from ringattn_tools.devices import MEASURED, NVLINK, Device, Link
+from ringattn_tools.engine import hops_of_ring
+from ringattn_tools.main import main, parsed
+from ringattn_tools.memory import TOGETHER
+from ringattn_tools.work import Work
+
+CALL = "explain --query 1,16384,16,64 --kv 16384,8 --ring 8 --causal --layout zigzag"
+GIVEN = "--rate 500,400 --link 100@10"
+DEVICE = Device("fast", (5e14, 4e14), Link("near", 1e11, 1e-5), Link("far", 2e10, 1e-4), 8, "made up", 1e-5, 2e12)
+
+
+def said(capsys: pytest.CaptureFixture[str], words: str) -> tuple[int, str, str]:
+    status = main(f"{CALL} {words}".split())
+    return status, *capsys.readouterr()
+
+
+def told(capsys: pytest.CaptureFixture[str], words: str) -> dict[str, Any]:
+    return json.loads(said(capsys, f"--json {words}")[1])
+
+
+class TestNothingIsGuessed:
+    def test_a_device_that_was_measured_needs_not_be_here(self, capsys) -> None:
+        found = told(capsys, "--device h200")
+        assert found["platform"] == "cuda" and found["device"]["name"] == "h200"
+        assert found["device"]["rates"] == list(MEASURED["h200"].rates[64])
+        assert found["device"]["near"]["name"] == NVLINK.name
+
+    @pytest.mark.parametrize(
+        ("words", "missing"),
+        [
+            ("", "pass --rate and --link."),
+            ("--platform tpu", "pass --rate and --link."),
+            ("--device h200 --ring 16", "pass --link."),
+            ("--ring 1", "pass --rate."),
+        ],
+    )
+    def test_of_others_it_asks_for_what_nobody_has_measured(self, words: str, missing: str, capsys) -> None:
+        status, out, _ = said(capsys, words)
+        assert status == 0 and " ".join(out.split()).endswith(missing)
+        assert told(capsys, words)["not_reckoned"].endswith(missing) and "plans" not in told(capsys, words)
+
+    @pytest.mark.parametrize(
+        ("words", "line"),
+        [
+            ("--device h200 --platform tpu", "h200 is a device of cuda, and --platform is tpu"),
+            ("--inner 3", "--inner: got 3. Pass a divisor of the ring of 8"),
+            ("--rate 500,400", "--link: is needed: nobody has measured links between 8 ranks of these cpu devices"),
+            ("--link 100", "--rate: is needed: nobody has measured kernels of these cpu devices"),
+        ],
+    )
+    def test_a_mistake_is_one_line(self, capsys, words: str, line: str) -> None:
+        status, out, err = said(capsys, words)
+        assert status == 2 and not out and line in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "words", ["--rate 500", "--rate 0,1", "--rate nan,1", "--link fast", "--link -3", "--link 1,2,3", "--link 1@x"]
+    )
+    def test_a_rate_or_link_that_cannot_be_read_is_named(self, capsys, words: str) -> None:
+        with pytest.raises(SystemExit) as left:
+            main(f"{CALL} {words}".split())
+        assert left.value.code == 2 and f"argument {words.split()[0]}: got" in capsys.readouterr().err
+
+    def test_of_two_links_the_first_connects_the_ranks_of_the_last_axis(self, capsys) -> None:
+        found = told(capsys, "--rate 500,400 --link nvlink,40@250 --inner 4")["device"]
+        assert (found["near"], found["host"]) == (dataclasses.asdict(NVLINK), 4)
+        assert (found["far"]["bandwidth"], found["far"]["latency"]) == (40e9, pytest.approx(250e-6))
+
+
+class TestWhatTuningMeasuredHere:
+    CHOSEN = RingAttentionConfig(FwdParams(q_blocksize=64), BwdParams(q_blocksize=32))
+
+    @pytest.fixture(autouse=True)
+    def _empty_cache(self, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RINGATTN_CACHE_DIR", str(tmp_path))
+
+    def tuned(self, seconds: tuple[float, float] = (1e-3, 4e-3), **changes: Any) -> None:
+        """Stores what tuning of a causal call on one device would."""
+        given: dict[str, Any] = {
+            "backend": "xla", "batch": 2, "q_length": 4096, "kv_length": 4096, "heads": 8, "kv_heads": 2,
+            "head_dim": 64, "value_dim": 64, "dtype": "bfloat16", "platform": "cpu", "device": machine("cpu"),
+            "versions": (), "causal": True, "options": (("layout", "contiguous"),),
+        }  # fmt: skip
+        trials = [
+            {"part": "forward", "params": FwdParams(q_blocksize=16).to_dict(), "seconds": 1e-9},
+            {"part": "forward", "params": self.CHOSEN.fwd_params.to_dict(), "seconds": seconds[0]},
+            {"part": "backward", "params": self.CHOSEN.bwd_params.to_dict(), "seconds": seconds[1]},
+        ]
+        assert cache.write(Problem(**{**given, **changes}), self.CHOSEN, trials) is not None
+        discovery.clear()
+
+    def test_is_the_rate_of_the_chosen_parameters(self, capsys) -> None:
+        self.tuned()
+        self.tuned((2e-3, 2e-3))
+        forward, backward = told(capsys, "--link 100")["device"]["rates"]
+        pairs = 2 * 8 * 4096 * 4097 / 2
+        assert forward == pytest.approx(pairs * 4 * 64 / 1e-3) or forward == pytest.approx(pairs * 4 * 64 / 2e-3)
+        assert backward / forward == pytest.approx(10 / 4 / 4) or backward / forward == pytest.approx(10 / 4)
+        assert "tuning measured on this machine" in " ".join(said(capsys, "--link 100")[1].split())
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"backend": "other"}, {"head_dim": 128}, {"dtype": "float32"}, {"ranks": 8}, {"device": "another"},
+            {"window": (9, 0)}, {"options": (("bias", True),)},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_counts_only_for_kernels_like_those_of_the_call(self, changes: dict[str, Any], capsys) -> None:
+        self.tuned(**changes)
+        assert said(capsys, "--link 100")[0] == 2
+        assert said(capsys, "--platform tpu --link 100")[0] == 2
+
+    def test_is_not_read_with_the_policy_off(self, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tuned()
+        assert said(capsys, "--link 100")[0] == 0
+        monkeypatch.setenv("RINGATTN_AUTOTUNE", "off")
+        assert said(capsys, "--link 100")[0] == 2
+
+
+class TestTheTables:
+    def test_the_marked_plan_is_that_of_the_call(self, capsys) -> None:
+        for strategy, taken in (("ring", "ring"), ("all_gather", "all_gather"), ("ulysses", "ulysses of 8")):
+            found = told(capsys, f"{GIVEN} --strategy {strategy}")
+            assert [row["plan"] for row in found["plans"] if row["chosen"]] == [taken]
+            assert found["strategy"] == strategy
+
+    @pytest.mark.parametrize(
+        ("words", "taken"), [("", "ulysses of 8"), ("--window 3000,0", "ring"), ("--kv 16384,4", "ring")]
+    )
+    def test_auto_is_what_the_rule_of_core_says(self, words: str, taken: str, capsys) -> None:
+        (auto,) = [row for row in told(capsys, f"{GIVEN} --strategy auto {words}")["plans"] if row["chosen"]]
+        assert auto["plan"] == taken
+        assert f"strategy='auto' takes {taken} by its rule" in said(capsys, f"{GIVEN} --strategy auto {words}")[1]
+
+    def test_a_strategy_that_the_call_cannot_use_has_a_reason_and_no_time(self, capsys) -> None:
+        (row,) = [x for x in told(capsys, f"{GIVEN} --query 1,16384,12,64 --kv 16384,4")["plans"] if x["refused"]]
+        assert row["plan"] == "ulysses of 8" and row["forward"] is None
+        assert row["refused"] == "12 query heads do not divide by 8 ranks"
+
+    @pytest.mark.parametrize("words", ["", "--inner 4"])
+    def test_a_row_of_several_steps_stands_for_all_of_them(self, words: str, capsys) -> None:
+        found = told(capsys, f"{GIVEN} {words}")
+        for plan in found["plans"]:
+            rows = [row for row in found["steps"] if row["plan"] == plan["plan"]]
+            assert sum((row["sent"] or 0) * row["times"] for row in rows) == plan["sent"], plan["plan"]
+
+
+CALLS = {
+    "causal": "--query 1,16384,16,64 --kv 16384,4 --ring 4 --causal",
+    "window": "--query 2,16384,16,64 --ring 8 --causal --window 3000,0",
+    "documents, float32": "--query 1,16384,8,64 --ring 4 --documents 9000,3000 --dtype f32",
+    "two levels": "--query 1,16384,16,64 --kv 16384,4 --ring 8 --inner 2 --causal --layout zigzag",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bytes_and_memory_are_those_of_the_analysis(name: str) -> None:
+    found = analysis.analyse(AbstractCall.of(parsed(f"explain {CALLS[name]}".split())), "cpu", "xla")
+    ring = cost.ring(found.work, DEVICE)
+    for phase in ("forward", "backward"):
+        listed = sum(row["times"] * row["bytes"] for row in found.sent if row["pass"] == phase)
+        assert sum(step.sent for step in getattr(ring, phase)) == listed
+    held = {(row["pass"], row["arrays"]): row["bytes"] for row in found.memory}
+    call = sum(count for (phase, _), count in held.items() if phase == "call")
+    assert ring.memory == call + max(held["forward", TOGETHER], held["backward", TOGETHER])
+    assert (found.work.of_hops == found.tiles * math.prod(found.tile)).all()
+
+
+def work(ranks: int = 4, length: int = 4096, heads: int = 16, kv_heads: int = 16, inner: int | None = None) -> Work:
+    """A call without masks; on two levels if `inner` is given."""
+    words = f"--query 1,{ranks * length},{heads},128 --kv {ranks * length},{kv_heads} --ring {ranks}"
+    words = f"explain {words} --tile {length},{length}" + (f" --inner {inner}" if inner else "")
+    return analysis.analyse(AbstractCall.of(parsed(words.split())), "cpu", "xla", (length, length)).work
+
+
+def test_a_send_hides_exactly_when_it_takes_no_longer_than_its_kernel() -> None:
+    assert Step("a", 2.0, 8, 2.0).hides is True
+    assert Step("a", 2.0, 8, 2.0).seconds == 2.0
+    assert Step("a", 2.0, 8, 2.5).hides is False
+    assert Step("a", 2.0, 8, 2.5).waits == 0.5
+    assert Step("a", 2.0).hides is None
+    apart = Step("a", 2.0, 8, 1.0, overlaps=False)
+    assert (apart.hides, apart.seconds) == (False, 3.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_faster_links_and_kernels_and_fewer_tokens_never_cost_time(ranks: int) -> None:
+    def seconds(device: Device, length: int = 1024) -> list[float]:
+        return [plan.seconds for plan in cost.of_strategies(work(ranks, length), device, ranks, {})]
+
+    def faster(link: Link) -> Link:
+        return dataclasses.replace(link, bandwidth=2 * link.bandwidth, latency=link.latency / 2)
+
+    base = seconds(DEVICE)
+    better = {
+        "links": dataclasses.replace(DEVICE, near=faster(DEVICE.near), far=faster(DEVICE.far)),
+        "launch": dataclasses.replace(DEVICE, launch=0.0),
+        "rate": dataclasses.replace(DEVICE, rates=(1e16, 1e16)),
+    }
+    for name, device in better.items():
+        assert all(a <= b for a, b in zip(seconds(device), base, strict=True)), name
+        if name == "rate" or ranks > 1:
+            assert seconds(device)[-1] < base[-1], name
+    assert all(a < b for a, b in zip(seconds(DEVICE, 512), base, strict=True))
+
+
+def test_two_levels_hide_behind_a_round_what_a_flat_ring_waits_for_at_every_hop() -> None:
+    slow = dataclasses.replace(DEVICE, far=Link("slow", 3e9, 1e-3), host=4)
+    flat, levels = (cost.ring(work(16, inner=inner), slow) for inner in (None, 4))
+    between = [step for step in levels.forward if step.name == "between groups"]
+    assert len(between) == 3 and all(step.beside > 0 for step in between)
+    assert levels.waits < flat.waits
+
+
+def test_every_strategy_computes_the_same_pairs() -> None:
+    whole = work(8, heads=16, kv_heads=8)
+    outer = whole.over_heads(4)
+    assert outer.ranks == 2 and outer.hops.offsets == (0, 1)
+    assert outer.pairs.sum() == whole.pairs.sum()
+    assert (outer.heads, outer.kv_heads, outer.q_length) == (4, 2, 4 * 4096)
+    assert whole.over_heads(8).kv_heads == 1
+    assert outer.pairs.sum() * outer.operations[0] * 4 == whole.pairs.sum() * whole.operations[0]
+
+
+def test_nothing_is_sent_on_one_device() -> None:
+    (only,) = cost.of_strategies(work(1), DEVICE, 1, {})
+    assert only.sent == 0 and only.waits == 0.0 and [step.name for step in only.steps] == ["kernel", "kernel"]
+
+
+def test_a_ring_that_leaves_out_hops_sends_keys_as_often_as_it_has_hops() -> None:
+    hops = hops_of_ring(8, (0, 1, 7), 100, 2)
+    assert [sum("K,V" in message.what for message in step.messages) for step in hops.forward] == [1, 1, 0]
+    assert sum(message.bytes for step in hops.forward for message in step.messages) == 2 * 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", None), ("TPU v5p", None), ("cpu", None)]
+)
+def test_devices_are_found_by_the_kind_that_jax_gives(kind: str, name: str | None) -> None:
+    assert devices.measured_name(kind) == name
+
+
+def test_a_head_size_has_the_rate_of_the_next_larger_kernel() -> None:
+    h200 = MEASURED["h200"]
+    assert h200.rate(2, 80) == h200.rates[96]
+    assert h200.rate(2, 512) == h200.rates[256]
+    assert h200.rate(4, 64) == h200.float32

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promises of tuning: it finds the fastest candidate, keeps the default on a tie, and skips candidates that fail."""
+
+import concurrent.futures
+import dataclasses
+import io
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ringattn_core import ring_attention
+from ringattn_core.backends import discovery
+from ringattn_core.call.validation import validated
+from ringattn_core.config import BwdParams, FwdParams, RingAttentionConfig
+from ringattn_core.contract.backend import Backend
+from ringattn_core.contract.features import Feature
+from ringattn_core.contract.merge import empty
+from ringattn_core.contract.protocol import Gradients, Partial
+from ringattn_core.errors import TuningError
+from ringattn_core.tuning import Problem
+from ringattn_core.tuning.problem import machine
+from ringattn_tools import search
+
+SIZES = (8, 16, 32, 64)
+DEFAULT = RingAttentionConfig(FwdParams(8), BwdParams(8))
+
+
+def problem(**changes: Any) -> Problem:
+    q, kv = (jnp.ones((1, changes.get(name, 4), 1, 2)) for name in ("q_length", "kv_length"))
+    call = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), validated(q, kv, kv))
+    fields: dict[str, Any] = {
+        "backend": "mine", "batch": 1, "q_length": 4, "kv_length": 4, "heads": 1, "kv_heads": 1, "head_dim": 2,
+        "value_dim": 2, "dtype": "float32", "platform": "cpu", "device": machine("cpu"), "versions": (), "call": call,
+    }  # fmt: skip
+    return Problem(**{**fields, **changes})
+
+
+class Kernel:
+    """A kernel that computes nothing. `failing` maps (part, block size) to the exception that its trace raises."""
+
+    def __init__(self, failing: Mapping[tuple[str, int | None], Exception] | None = None):
+        self.failing = dict(failing or {})
+        self.traced: list[tuple[str, FwdParams | BwdParams]] = []
+
+    def forward(self, block: Any, partial: Partial | None) -> Partial:
+        self._trace("forward", block.rule.fwd_params)
+        partial = empty(block) if partial is None else partial
+        return Partial(partial.out + block.q.sum(), partial.lse + 1)
+
+    def backward(self, block: Any, dout: Any, lse: Any, delta: Any, dq: Any) -> Gradients:
+        self._trace("backward", block.rule.bwd_params)
+        return Gradients(
+            jnp.ones(block.q.shape) if dq is None else dq + 1, jnp.zeros(block.k.shape), jnp.zeros(block.v.shape)
+        )
+
+    def candidate_configs(self, problem: Problem) -> list[RingAttentionConfig]:
+        return [RingAttentionConfig(FwdParams(size), BwdParams(size)) for size in SIZES]
+
+    def _trace(self, part: str, params: FwdParams | BwdParams) -> None:
+        self.traced.append((part, params))
+        if (part, params.q_blocksize) in self.failing:
+            raise self.failing[part, params.q_blocksize]
+
+
+@dataclasses.dataclass
+class Clock:
+    """Replaces the clock: `takes` says how long a candidate of a given block size runs."""
+
+    takes: Callable[[str, int, int], float]
+    measured: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+
+    def seconds(self, run: Any, calls: int) -> float:
+        jax.block_until_ready(run())
+        params = inspected(run)
+        asked = "forward" if isinstance(params, FwdParams) else "backward", params.q_blocksize or 0
+        self.measured[asked] = self.measured.get(asked, -1) + 1
+        return self.takes(*asked, self.measured[asked])
+
+
+def inspected(run: Any) -> Any:
+    """The kernel parameters of a program, read from the blocks that it closes over."""
+    blocks = next(cell.cell_contents for cell in run.__closure__ if isinstance(cell.cell_contents, list))
+    forward = "partial" in run.__code__.co_varnames
+    return blocks[0].rule.fwd_params if forward else blocks[0].rule.bwd_params
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int, int], float]], Clock]:
+    def use(takes: Callable[[str, int, int], float]) -> Clock:
+        clock = Clock(takes)
+        monkeypatch.setattr(search, "_seconds", clock.seconds)
+        return clock
+
+    return use
+
+
+@pytest.fixture
+def mine() -> Iterator[Callable[..., discovery.Registration]]:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def register(kernel: Any) -> discovery.Registration:
+            backend = Backend("mine", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
+            registration = discovery.Registration("mine", backend, "ringattn-mine", "1", None, kernel)
+            patch.setitem(discovery._in_process, "mine", registration)
+            return registration
+
+        yield register
+
+
+def steady(forward: Mapping[int, float], backward: Mapping[int, float]) -> Callable[[str, int, int], float]:
+    return lambda part, size, number: (forward if part == "forward" else backward)[size]
+
+
+class TestTheFastestIsChosen:
+    def test_of_forward_and_backward_separately(self, mine: Any, times: Any) -> None:
+        times(steady({8: 4.0, 16: 3.0, 32: 1.0, 64: 2.0}, {8: 4.0, 16: 1.0, 32: 3.0, 64: 2.0}))
+        outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
+        assert outcome.config == RingAttentionConfig(FwdParams(32), BwdParams(16))
+
+    @pytest.mark.parametrize(("gain", "chosen"), [(0.9 * search.TIE, 8), (2 * search.TIE, 32)])
+    def test_a_tie_keeps_the_default(self, gain: float, chosen: int, mine: Any, times: Any) -> None:
+        takes = {8: 1.0, 16: 1.2, 32: 1.0 / (1 + gain), 64: 1.2}
+        times(steady(takes, takes))
+        outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
+        assert outcome.config == RingAttentionConfig(FwdParams(chosen), BwdParams(chosen))
+
+    def test_a_slow_minute_that_hits_one_candidate_does_not_decide(self, mine: Any, times: Any) -> None:
+        # The fastest candidate is slow in a third of its rounds, by far more than its lead.
+        takes = {8: 1.0, 16: 0.95, 32: 0.8, 64: 0.95}
+        times(lambda part, size, number: takes[size] * (50.0 if size == 32 and number % 3 == 1 else 1.0))
+        outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
+        assert outcome.config == RingAttentionConfig(FwdParams(32), BwdParams(32))
+
+    def test_a_slow_candidate_leaves_early_and_the_default_stays(self, mine: Any, times: Any) -> None:
+        takes = {8: 5.0, 16: 1.0, 32: 1.04, 64: 3.0}
+        times(steady(takes, takes))
+        outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
+        rounds = {timed.params.q_blocksize: timed.rounds for timed in outcome.forward}
+        assert rounds == {8: search.ROUNDS, 16: search.ROUNDS, 32: search.ROUNDS, 64: 1}
+
+    def test_every_candidate_is_measured_once_a_round_in_turn(self, mine: Any, times: Any) -> None:
+        takes = dict.fromkeys(SIZES, 1.0)
+        clock = times(steady(takes, takes))
+        search.fastest(mine(Kernel()), problem(), DEFAULT)
+        assert set(clock.measured.values()) == {search.ROUNDS}
+
+    def test_a_candidate_that_is_the_default_is_tried_once(self, mine: Any, times: Any) -> None:
+        times(lambda *_: 1.0)
+        outcome = search.fastest(mine(Kernel()), problem(), DEFAULT)
+        assert [timed.params.q_blocksize for timed in outcome.forward] == list(SIZES)
+
+    def test_where_nothing_is_offered_it_is_the_default_and_nothing_runs(self, mine: Any) -> None:
+        kernel = Kernel()
+        kernel.candidate_configs = lambda problem: []  # pyright: ignore[reportAttributeAccessIssue]
+        assert search.fastest(mine(kernel), problem(), DEFAULT) == search.Outcome(DEFAULT, (), ())
+        assert kernel.traced == []
+
+    def test_the_kernel_itself_runs_with_what_is_measured(self, mine: Any, times: Any) -> None:
+        times(lambda *_: 1.0)
+        kernel = Kernel()
+        search.fastest(mine(kernel), problem(), DEFAULT)
+        assert {params.q_blocksize for part, params in kernel.traced if part == "forward"} == set(SIZES)
+        assert {params.q_blocksize for part, params in kernel.traced if part == "backward"} >= set(SIZES)
+
+
+class TestACandidateThatFails:
+    @pytest.mark.parametrize("part", ["forward", "backward"])
+    def test_is_recorded_and_passed_over(self, part: str, mine: Any, times: Any) -> None:
+        times(steady(dict.fromkeys(SIZES, 1.0) | {16: 0.1, 32: 0.5}, dict.fromkeys(SIZES, 1.0) | {16: 0.1, 32: 0.5}))
+        outcome = search.fastest(mine(Kernel({(part, 16): ValueError("no such tile\nmore")})), problem(), DEFAULT)
+        timed = {t.params.q_blocksize: t for t in getattr(outcome, part)}
+        assert timed[16].failure == "ValueError: no such tile"
+        assert timed[16].seconds is None
+        assert timed[32].failure is None
+        chosen = outcome.config.fwd_params if part == "forward" else outcome.config.bwd_params
+        assert chosen.q_blocksize == 32
+
+    @pytest.mark.parametrize(
+        "error", [MemoryError("of the host"), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")]
+    )
+    def test_for_want_of_memory_says_so(self, error: Exception, mine: Any, times: Any) -> None:
+        times(lambda *_: 1.0)
+        outcome = search.fastest(mine(Kernel({("forward", 64): error})), problem(), DEFAULT)
+        assert outcome.forward[-1].failure == f"out of memory: {type(error).__name__}: {error}"
+
+    def test_may_be_the_default(self, mine: Any, times: Any) -> None:
+        times(steady({16: 1.0, 32: 0.5, 64: 1.0}, dict.fromkeys(SIZES, 1.0)))
+        outcome = search.fastest(mine(Kernel({("forward", 8): ValueError("not here")})), problem(), DEFAULT)
+        assert outcome.config.fwd_params == FwdParams(32)
+
+    def test_with_all_others_is_an_error_that_says_why(self, mine: Any) -> None:
+        failing = {("backward", size): ValueError(f"never {size}") for size in SIZES}
+        with pytest.raises(TuningError, match=r"no candidate of its backward ran .*never 8; .*never 64"):
+            search.fastest(mine(Kernel(failing)), problem(), DEFAULT)
+
+    def test_returns_a_wrong_result_is_skipped_too(self, mine: Any, times: Any) -> None:
+        times(lambda *_: 1.0)
+        kernel = Kernel()
+        right = kernel.forward
+        kernel.forward = lambda block, partial: (  # pyright: ignore[reportAttributeAccessIssue]
+            None if block.rule.fwd_params.q_blocksize == 16 else right(block, partial)
+        )
+        outcome = search.fastest(mine(kernel), problem(), DEFAULT)
+        assert "KernelError" in (outcome.forward[1].failure or "")
+
+
+class TestWhatCannotBeTuned:
+    def test_a_kernel_without_candidates(self, mine: Any) -> None:
+        class Plain:
+            forward, backward = Kernel.forward, Kernel.backward
+
+        with pytest.raises(TuningError, match="it has no candidate_configs"):
+            search.fastest(mine(Plain()), problem(), DEFAULT)
+
+    @pytest.mark.parametrize("elsewhere", [{"device": "NVIDIA H200"}, {"platform": "cuda"}])
+    def test_a_problem_of_another_device(self, elsewhere: dict[str, str], mine: Any) -> None:
+        with pytest.raises(TuningError, match="this process has no device"):
+            search.fastest(mine(Kernel()), problem(**elsewhere), DEFAULT)
+
+    def test_a_problem_that_was_not_made_from_a_call(self, mine: Any) -> None:
+        with pytest.raises(TuningError, match="its problem was not made from a call"):
+            search.fastest(mine(Kernel()), problem(call=None), DEFAULT)
+
+
+class TestWhereItRuns:
+    def test_no_trace_of_the_caller_captures_it(self, mine: Any, times: Any) -> None:
+        times(lambda *_: 1.0)
+        registration = mine(Kernel())
+
+        @jax.jit
+        def traced(x: jax.Array) -> jax.Array:
+            assert search.fastest(registration, problem(), DEFAULT).config == DEFAULT
+            return x
+
+        with jax.checking_leaks():
+            text = traced.lower(jnp.ones(3)).as_text()
+        assert "stablehlo.add" not in text
+
+    def test_an_interrupt_ends_it_before_the_next_step(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernel, begun = Kernel(), threading.Event()
+        traced = []
+
+        def trace(_: Any, *what: Any) -> None:
+            traced.append(what)
+            begun.set()
+            time.sleep(0.3)
+
+        monkeypatch.setattr(Kernel, "_trace", trace)
+        result = concurrent.futures.Future.result
+
+        def interrupted(future: Any, *_: Any) -> Any:
+            if begun.wait(60):
+                raise KeyboardInterrupt
+            return result(future)
+
+        monkeypatch.setattr(concurrent.futures.Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            search.fastest(mine(kernel), problem(q_length=8), DEFAULT)
+        assert len(traced) <= 2 < len(SIZES)
+        assert not [t for t in threading.enumerate() if t.name.startswith("ringattn-tuning")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestTheProgressBar:
+    @pytest.fixture
+    def terminal(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+        def use() -> Terminal:
+            stream = Terminal()
+            monkeypatch.setattr(sys, "stderr", stream)
+            return stream
+
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "200")
+        return use
+
+    def test_a_terminal_shows_it_and_then_it_is_erased(self, terminal: Any, mine: Any, times: Any) -> None:
+        times(lambda *_: 1.0)
+        stream = terminal()
+        search.fastest(mine(Kernel()), problem(), DEFAULT)
+        for part in ("forward", "backward"):
+            assert f"{part}: round {search.ROUNDS} of {search.ROUNDS}" in stream.getvalue()
+        assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the last line of the bars is not erased"
+
+    def test_it_ends_full_also_where_candidates_fail_or_drop_out(self, terminal: Any, mine: Any, times: Any) -> None:
+        takes = {8: 1.0, 16: 9.0, 32: 1.2, 64: 1.0}
+        times(steady(takes, takes))
+        stream = terminal()
+        search.fastest(mine(Kernel({("forward", 64): ValueError("no")})), problem(), DEFAULT)
+        assert stream.getvalue().count("100%") >= 2
+
+    def test_a_failure_erases_it_too(self, terminal: Any, mine: Any) -> None:
+        failing = {("forward", size): ValueError("never") for size in SIZES}
+        stream = terminal()
+        with pytest.raises(TuningError):
+            search.fastest(mine(Kernel(failing)), problem(), DEFAULT)
+        assert "compiling" in stream.getvalue() and stream.getvalue().endswith("\x1b[1A\x1b[2K")
+
+    def test_without_a_terminal_there_is_none(self, mine: Any, times: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        times(lambda *_: 1.0)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        search.fastest(mine(Kernel()), problem(), DEFAULT)
+        assert sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_fast_program_is_called_often_enough_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(search, "_seconds", lambda run, calls: asked.append(calls) or search.LEAST_SECONDS / 10)
+    race = search._Race("mine", threading.Event(), None)
+    race.run("forward", [FwdParams(8)], lambda params: lambda: None)
+    assert asked == [1, *[math.ceil(10 - 1e-9)] * search.ROUNDS]
+
+
+def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
+    monkeypatch.setenv("RINGATTN_CACHE_DIR", os.devnull)
+    monkeypatch.setattr(search, "ROUNDS", 1)
+    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
+    kernel, x = SimpleKernel(), jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+    backend = Backend("real", 1, ("cpu",), frozenset(Feature), kernel="gone:KERNEL")
+    with discovery.registered(backend, kernel), jax.checking_leaks():
+        got = jax.jit(lambda x: ring_attention(x, x, x, causal=True, backend="real"))(x)
+    assert {rule.fwd_params.q_blocksize for rule in kernel.rules} == {None, 2, 4}
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(x, x, x, is_causal=True), atol=2e-5)
+
+
+class SimpleKernel:
+    """The kernel of `xla` with two candidates."""
+
+    def __init__(self) -> None:
+        self.rules: list[Any] = []
+
+    def forward(self, block: Any, partial: Any) -> Any:
+        from ringattn_xla.block import KERNEL
+
+        self.rules.append(block.rule)
+        return KERNEL.forward(block, partial)
+
+    def backward(self, block: Any, *arrays: Any) -> Any:
+        from ringattn_xla.block import KERNEL
+
+        return KERNEL.backward(block, *arrays)
+
+    def candidate_configs(self, problem: Any) -> list[RingAttentionConfig]:
+        return [RingAttentionConfig(FwdParams(size)) for size in (2, 4)]
