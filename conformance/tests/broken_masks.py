@@ -100,10 +100,11 @@ def without_tail(size: int, when: Condition = always) -> Dense:
 
 def local_builder(block: Block, right: np.ndarray) -> np.ndarray:
     """The mask of a builder by the places in the shard."""
-    assert block.case.builder is not None
+    builder = block.case.masks_of_heads
+    assert builder is not None
     (rows, columns), heads = (block.q_index.size, block.kv_index.size), block.q.shape[2]
     i, j = np.arange(rows)[None, :, None], np.arange(columns)[None, None]
-    each = [block.case.builder.seen(i, j, i[0], j[0], head) for head in range(heads)]
+    each = [builder.seen(i, j, i[0], j[0], head) for head in range(heads)]
     return np.stack([np.broadcast_to(one, (1, rows, columns)) for one in each], 1)
 
 
@@ -149,10 +150,6 @@ WINDOWS: Final = {
         "With grouped heads the window is ignored.", lost("window", lambda block: block.group > 1)
     ),
     "window-lost-with-ids": Break("With segment ids the window is ignored.", lost("window", has("q_ids"))),
-    "window-lost-both-ways": Break(
-        "On a ring that sends keys both ways the window is ignored.",
-        lost("window", lambda block: block.placement.two_way),
-    ),
     "open-window-misread": Break(
         "A side of a window that is `None` is taken for 0.",
         with_window(lambda sides: tuple(side or 0 for side in sides), lambda block: None in block.window),

@@ -214,7 +214,7 @@ def whole(case: Case, placement: Placement) -> tuple[Block, Inputs]:
         q_positions, kv_positions, np.arange(problem.q.shape[1]), np.arange(problem.k.shape[1]), q_ids, kv_ids,
         None if problem.bias is None else problem.bias.astype(np.float64), inputs.dense_mask,
         None if problem.slopes is None else problem.slopes.astype(np.float64),
-        None if case.builder is None else case.builder.dense(problem),
+        None if case.masks_of_heads is None else case.masks_of_heads.dense(problem),
         oracle.kept(problem) if case.dropout else None,
         case.causal, window, case.chunk, case.soft_cap,
         case.head_dim**-0.5 if case.scale is None else case.scale,
@@ -272,7 +272,7 @@ def run(case: Case, placement: Placement, kernel: Dense) -> Arrays:
             )
             weight = -part.sum((0, 2)) if weight is None else weight - part.sum((0, 2))
         dq = None
-        for each in blocks:
+        for each in () if case.forward else blocks:
             found = kernel.backward(each, dout[:, mine], lse, delta, dq)
             dq = found["dq"]
             got["dk"][:, each.kv_index] += found["dk"]
@@ -283,12 +283,17 @@ def run(case: Case, placement: Placement, kernel: Dense) -> Arrays:
                 got["dbias"][at] += found["dbias"]
             if "dslopes" in found:
                 got["dslopes"] += found["dslopes"]
-        got["dq"][:, mine] = dq
+        if not case.forward:
+            got["dq"][:, mine] = dq
     if weight is not None:
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != case.heads
         got["dsinks"] = weight.sum(0) if shared else weight.reshape(problem.sinks.shape)
+    if case.bias_fixed:
+        got.pop("dbias", None)
     if not case.lse:
         del got["lse"]
+    if case.forward:
+        got = {name: got[name] for name in ("out", "lse") if name in got}
     dtypes = {"lse": np.float32, "dsinks": np.float32, "dslopes": np.float32}
     if problem.bias is not None:
         dtypes["dbias"] = problem.bias.dtype

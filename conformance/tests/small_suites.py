@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ringattn_conformance import collection, coverage
+from ringattn_conformance import collection, results
 
 CONFTEST = """
 from pathlib import Path
-from ringattn_conformance import collection, coverage
+from ringattn_conformance import collection, results
 collection.SUITE = Path(__file__).parent / "suite"
-coverage.untried = lambda declared, passes: []  # these few tests try hardly anything
+results.untried = lambda declared, tests: []  # these few tests try hardly anything
 """
 SUITE = {
     "test_first": """
@@ -112,7 +112,7 @@ class SmallSuite:
             patch.chdir(self.folder)
             patch.syspath_prepend(self.folder)
             patch.setattr(collection, "SUITE", collection.SUITE)  # the conftest.py sets both
-            patch.setattr(coverage, "untried", coverage.untried)
+            patch.setattr(results, "untried", results.untried)
             self.capsys.readouterr()
             code = pytest.main(["-p", "no:faulthandler", "-p", "no:xdist", *line])
             for name, module in list(sys.modules.items()):

@@ -1,50 +1,163 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named cases: each in one place of the full tier, and together on every ring and in every layout."""
+"""The calls of `cases.json`: where they run, what they have together, and that each option matters."""
 
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 import pytest
-from ringattn_conformance import tiers
-from ringattn_conformance.cases import CASES, NAMED
-from ringattn_conformance.lattice import LAYOUTS, RINGS, Point, one_place, points
+from ringattn_conformance import case_inputs, oracle, tiers
+from ringattn_conformance.cases import CASES, ENTRIES, NAMED
+from ringattn_conformance.lattice import LAYOUTS, Point, mixtures, points
+from ringattn_conformance.tiers import RINGS
+from ringattn_conformance.tolerances import allowed
+from ringattn_core.contract.features import Feature
+
+ALL = frozenset(Feature)
+DTYPES = {Feature.FLOAT32, Feature.FLOAT16, Feature.BFLOAT16}
+MIXED = mixtures(ALL)
+MASKS = ("causal", "window", "chunk", "segments", "positions", "builder", "dense_mask")
+OPTIONS = (*MASKS, "soft_cap", "sinks", "bias", "slopes", "dropout", "lse", "fused_backward")
+HEAD_DIMS = (64, 21, 128, 80, 192, 96, 256)
+KEY_HEADS = ("groups of 2", "groups of 3", "no groups", "groups of 1")
+WITHOUT: dict[str, dict[str, Any]] = {
+    "causal": {"causal": False},
+    "window": {"window": None},
+    "chunk": {"chunk": None},
+    "segments": {"q_segments": None, "kv_segments": None},
+    "positions": {"q_positions": None, "kv_positions": None},
+    "soft_cap": {"soft_cap": None},
+    "scale": {"scale": None},
+    "sinks": {"sinks": None},
+    "bias": {"bias": None},
+    "slopes": {"slopes": None},
+    "dropout": {"dropout": 0.0},
+}
+"""By option, the fields of a problem without it."""
+IMPLIED = {("causal", "chunk")}
+"""A chunk is causal anyway."""
 
 
-def of(tier: str, largest: int = RINGS[-1]) -> list[Point]:
-    return [point for point in points(largest) if tiers.contains(tier, point.tier)]
+def within(tier: str, among: Iterable[Point]) -> list[Point]:
+    return [point for point in among if tiers.contains(tier, point.tier)]
 
 
-def test_every_case_is_in_one_place_of_the_full_tier():
-    assert [point.case.name for point in of(tiers.FULL)] == [case.name for case in CASES]
+def needs(point: Point) -> frozenset[Feature]:
+    return point.case.needs | point.placement.needs
 
 
-def test_the_places_are_every_ring_of_several_ranks_in_every_layout():
-    met = {(point.placement.ring, point.placement.layout) for point in of(tiers.FULL)}
+def grouping(case: Any) -> str:
+    return "no groups" if case.kv_heads == case.heads else f"groups of {case.kv_heads}"
+
+
+def test_every_case_is_in_one_place_of_the_full_tier_on_rings_of_several_ranks_in_every_layout():
+    full = within(tiers.FULL, points())
+    assert [point.case.name for point in full] == [case.name for case in CASES]
+    met = {(point.placement.ring, point.placement.layout) for point in full}
     assert met == {(ring, layout) for ring in RINGS if ring > 1 for layout in LAYOUTS}
-    assert {point.placement.check_vma for point in of(tiers.FULL)} == {True, False}
-
-
-def test_a_case_is_on_the_ring_that_it_needs():
-    needed = {case.name: (case.ring, one_place(case)[0]) for case in CASES if case.ring}
-    assert needed and not {name: both for name, both in needed.items() if both[0] != both[1]}
-
-
-def test_the_core_tier_has_the_cases_that_are_marked():
-    assert {point.case for point in of(tiers.CORE)} == {case for case in CASES if case.core}
-
-
-@pytest.mark.parametrize("largest", [1, 2, 3, 4])
-def test_rings_may_be_bounded(largest: int):
-    assert {point.placement.ring for point in of(tiers.FULL, largest)} <= {ring for ring in RINGS if ring <= largest}
-    assert {one_place(case, largest)[0] <= largest for case in CASES} == {True}
+    assert {point.placement.check_vma for point in full} == {True, False}
 
 
 def test_the_exhaustive_tier_holds_every_point_once():
-    every = [str(point) for point in points()]
-    assert len(every) == len(set(every))
-    assert every == [str(point) for point in of(tiers.EXHAUSTIVE)]
+    names = [str(point) for point in points()]
+    assert len(names) == len({*names}) > 5 * len(CASES)
 
 
-def test_a_bound_on_the_rings_changes_no_name():
-    assert [str(point) for point in points(2)] == [str(point) for point in points()]
+@pytest.mark.parametrize("largest", [1, 2, 3, 4])
+def test_rings_may_be_bounded_and_no_name_changes(largest: int):
+    bounded = [*points(largest), *mixtures(ALL, largest)]
+    assert {point.placement.ring for point in bounded} == {ring for ring in RINGS if ring <= largest}
+    assert all(point.case.fits(point.placement.ring, point.placement.layout) for point in bounded)
+    assert {str(point) for point in bounded} <= {str(point) for point in (*points(), *MIXED)}
+    assert [point.case for point in within(tiers.FULL, points(largest))] == [*CASES]
 
 
-def test_the_cases_are_named_once():
-    assert len(NAMED) == len({*NAMED}) and len({case.name for case in CASES}) == len(CASES)
+def test_every_call_is_named_once_and_fits_its_ring():
+    assert len(NAMED) == len(ENTRIES["named"]) + len(ENTRIES["elsewhere"])
+    assert len({str(one) for one in MIXED}) == len(MIXED) == len(ENTRIES["mixtures"])
+    assert {one.placement.ring for one in MIXED} == {*RINGS}
+    assert all(one.case.fits(one.placement.ring, one.placement.layout) for one in (*points(), *MIXED))
+
+
+def test_every_feature_that_a_call_can_need_is_in_a_mixture_of_the_core_tier_in_every_dtype():
+    assert frozenset().union(*map(needs, MIXED)) | {Feature.GRADIENTS} == ALL
+    for feature in ALL - DTYPES - {Feature.GRADIENTS, Feature.PRECISION}:
+        with_it = [needs(one) for one in within(tiers.CORE, MIXED) if feature in needs(one)]
+        assert frozenset().union(*with_it) >= DTYPES, feature
+
+
+def test_every_two_features_meet():
+    met = {frozenset(pair) for one in MIXED for pair in itertools.combinations(needs(one), 2)}
+    missing = {frozenset(pair) for pair in itertools.combinations(ALL - {Feature.GRADIENTS}, 2)} - met
+    halves = {frozenset({Feature.PRECISION, dtype}) for dtype in (Feature.FLOAT16, Feature.BFLOAT16)}
+    apart = {frozenset(pair) for pair in itertools.combinations(DTYPES, 2)}
+    assert missing == halves | apart | {frozenset({Feature.ZIGZAG, Feature.STRIPED})}
+
+
+def test_any_three_masks_meet_in_the_core_tier():
+    masks = [{name for name in MASKS if getattr(one.case, name)} for one in within(tiers.CORE, MIXED)]
+    for three in itertools.combinations(MASKS, 3):
+        assert any(found.issuperset(three) for found in masks), three
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {Feature.GRADIENTS, Feature.FLOAT32, Feature.CAUSAL},
+        {Feature.BFLOAT16, Feature.SEGMENT_IDS, Feature.GROUPED_HEADS},
+        ALL - {Feature.RETURN_LSE, Feature.FLOAT32, Feature.PRECISION},
+    ],
+    ids=["three features", "bfloat16 alone", "without lse and float32"],
+)
+def test_a_backend_gets_mixtures_of_what_it_declares_under_the_same_names(features: set[Feature]):
+    found = mixtures(features)
+    assert frozenset().union(*map(needs, found)) == {*features} - {Feature.GRADIENTS}
+    assert {str(one) for one in found} <= {str(one) for one in MIXED}
+    met = {frozenset(pair) for one in found for pair in itertools.combinations(needs(one), 2)}
+    every = {frozenset(pair) for one in MIXED for pair in itertools.combinations(needs(one), 2)}
+    assert met >= {pair for pair in every if pair <= features - DTYPES}
+
+
+def test_a_backend_of_no_dtype_gets_none():
+    assert mixtures({Feature.CAUSAL}) == []
+
+
+def test_every_option_is_in_every_dtype_with_every_head_size_and_grouping_and_on_one_rank():
+    """Kernels may have code of their own for each. On one rank the calls of the full tier are meant."""
+    seen: set[tuple[str, str, Any]] = set()
+    for one in MIXED:
+        case = one.case
+        places = [case.head_dim, grouping(case)]
+        places += ["one rank"] if one.tier == tiers.FULL and one.placement.ring == 1 else []
+        seen |= {(name, case.dtype, place) for name in OPTIONS if getattr(case, name) for place in places}
+    dtypes = [dtype.name.lower() for dtype in DTYPES]
+    assert seen == set(itertools.product(OPTIONS, dtypes, [*HEAD_DIMS, *KEY_HEADS, "one rank"]))
+
+
+def matters(mixture: Point, option: str) -> bool:
+    """Whether a kernel that ignores the option is beyond the tolerance."""
+    case = mixture.case
+    problem, want = case.inputs.problem, case.answer
+    out = oracle.attend(dataclasses.replace(problem, **WITHOUT[option])).out
+    tolerance = allowed("out", case.dtype, want.out, want.largest, want.uncapped)
+    return float(np.abs(out - want.out).max()) > 5 * tolerance
+
+
+def test_an_option_that_is_ignored_beside_another_or_in_one_dtype_shows_in_the_core_tier():
+    """An option matters in some mixture with each other option, in each dtype, and with each head size and group."""
+    seen: set[tuple[str, Any]] = set()
+    for one in within(tiers.CORE, MIXED):
+        present = [option for option in WITHOUT if getattr(one.case, option) not in (None, False, 0.0)]
+        beside = [*present, one.case.dtype, one.case.head_dim, grouping(one.case)]
+        seen |= {(option, other) for option in present if matters(one, option) for other in beside}
+    sizes = [*(dtype.name.lower() for dtype in DTYPES), *HEAD_DIMS, *KEY_HEADS]
+    wanted = {(option, other) for option in WITHOUT for other in (*WITHOUT, *sizes) if other != option}
+    assert wanted - seen - IMPLIED == set()
+
+
+def test_every_token_of_scattered_positions_has_its_own():
+    """With one position for many keys, the gradient of ALiBi slopes could be zero, and rounding alone would show."""
+    for length in range(1, 500):
+        assert len(np.unique(case_inputs.scattered(1, length, length)[0])) == length

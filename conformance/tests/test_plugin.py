@@ -20,6 +20,11 @@ until_the_end = contextlib.ExitStack()
 until_the_end.enter_context(registered(backend))
 missing = Backend("missing", 1, ("cpu",), (), kernel="nowhere:KERNEL", probe="os:getcwd")
 until_the_end.enter_context(registered(missing))
+float32 = {Feature.FLOAT32}
+elsewhere = Backend("elsewhere", 1, ("CPU",), float32, kernel="nowhere:KERNEL")
+until_the_end.enter_context(registered(elsewhere))
+dtypeless = Backend("dtypeless", 1, ("cpu",), {Feature.CAUSAL}, kernel="nowhere:KERNEL")
+until_the_end.enter_context(registered(dtypeless))
 """
 COUNTS = """
 def test_devices(ringattn_backend):
@@ -92,7 +97,13 @@ def test_the_header_names_versions_backends_and_variables(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("owm", "did you mean 'own'"), ("missing", "--ringattn-backend missing: /")]
+    ("name", "message"),
+    [
+        ("owm", "did you mean 'own'"),
+        ("missing", "--ringattn-backend missing: /"),
+        ("elsewhere", "its descriptor names the platform 'CPU'. JAX has cpu, cuda"),
+        ("dtypeless", "its descriptor declares no dtype. Declare at least one of FLOAT32"),
+    ],
 )
 def test_a_backend_that_cannot_be_certified_stops_the_run(tmp_path: Path, name: str, message: str):
     done = _pytest(tmp_path, COUNTS, "--ringattn-backend", name)
@@ -113,6 +124,6 @@ def test_a_backend_named_twice_is_certified_once(tmp_path: Path):
 def test_a_test_file_of_somebody_else_is_one_import(tmp_path: Path):
     modules = ("test_block", "test_ring", "test_mixtures")
     imports = "\n".join(f"from ringattn_conformance.suite.{module} import *" for module in modules)
-    options = ("--ringattn-backend", "xla", "--ringattn-largest-ring", "2", "-k", "gqa and other_way")
+    options = ("--ringattn-backend", "xla", "--ringattn-largest-ring", "2", "-k", "gqa and all_gather")
     done = _pytest(tmp_path, imports, *options, JAX_PLATFORMS="cpu")
     assert "1 passed" in done.stdout, done.stdout

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from ringattn_conformance import tolerance_factor, tolerances
+from ringattn_conformance import tolerance_factor, tolerances, wrong
 from ringattn_conformance.cases import Case
 from ringattn_conformance.oracle import attend
 
@@ -66,8 +66,8 @@ def test_the_factor_of_the_run_multiplies_every_tolerance(monkeypatch: pytest.Mo
 def test_a_difference_names_the_worst_element_and_the_tolerance():
     want = np.zeros((2, 3))
     got = np.array([[0, 0, 0.5], [0, -2, 0]], np.float32)
-    (fault,) = tolerances.difference("dq", got, want, 0.1)
-    assert "dq: worst at [1, 1]: got -2, want 0, error 2, tolerance 0.1; 2 of 6 elements beyond it, 0 NaN" in fault
+    (fault,) = wrong.difference("dq", got, want, 0.1)
+    assert "dq: worst at [1, 1]: got -2, want 0, error 2, tolerance 0.1; 2 of 6 elements beyond it" in fault
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_difference_names_the_worst_element_and_the_tolerance():
     ],
 )
 def test_nan_and_infinities_must_be_equal_place_for_place(got, want, equal):
-    assert (not tolerances.difference("out", np.array([got]), np.array([want]), 0.01)) is equal
+    assert (not wrong.difference("out", np.array([got]), np.array([want]), 0.01)) is equal
 
 
 def test_a_failure_names_the_case_and_every_fault():
@@ -95,7 +95,7 @@ def test_a_failure_names_the_case_and_every_fault():
     with pytest.raises(AssertionError) as failure:
         tolerances.check({"out": -right["out"], "dk": right["dk"].astype(np.float16)}, answer, case, inputs, "on ring9")
     message = str(failure.value)
-    assert message.startswith("case 'named' on ring9\n  out: worst at [")
+    assert message.startswith("case 'named' on ring9: causal=True\n  out: worst at [")
     assert "dk: got dtype float16, want float32" in message or "dk: worst at" in message
     with pytest.raises(AssertionError, match=r"out: got shape \(1,\), want"):
         tolerances.check({"out": np.zeros(1)}, answer, case, inputs)
@@ -117,3 +117,34 @@ def test_only_the_gradient_of_a_bias_that_is_not_broadcast_may_be_rounded_to_hal
     rounded = answer.gradients["dbias"].astype(np.float16).astype(np.float32)
     found = tolerances.rounded_to_half({"dbias": rounded}, answer)
     assert len(found) == faults and all("rounded to float16" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("at", "told"),
+    [
+        (np.s_[:, :, :, 37:], ""),
+        (np.s_[0, 37:, 3], ": batch row 0, queries 37.., head 3 (the last of 4)"),
+        (np.s_[1, 5:9, :2], ": batch row 1 (the last of 2), queries 5..8, heads 0..1"),
+        (np.s_[:, 7::8], ": every 8th query from 7 on"),
+        (np.s_[:, [1, 5, 6]], ": queries 1, 5, 6"),
+        (np.s_[:, [1, 5, 6, 8, 40]], ": 5 of 64 queries from 1 to 40"),
+    ],
+)
+def test_a_difference_names_the_rows_and_heads_that_are_wrong(at, told):
+    got, want = np.zeros((2, 64, 4, 8)), np.zeros((2, 64, 4, 8))
+    got[at] = 1
+    if not told:
+        got[:] = 1
+    (fault,) = wrong.difference("out", got, want, 0.1)
+    assert fault.partition("elements beyond it")[2] == told
+
+
+def test_nan_in_rows_that_see_no_key_is_named_as_such():
+    problem = Case("late", segments="unseen-ranks").inputs.problem
+    answer = attend(problem)
+    got = np.where(np.swapaxes(answer.empty, 1, 2)[..., None], np.nan, answer.out)
+    (fault,) = wrong.difference("out", got, answer.out, 0.1, answer.empty)
+    assert fault.endswith(": queries 0..23; 768 NaN, all in rows that see no key")
+    got[0, -1] = np.nan
+    (fault,) = wrong.difference("out", got, answer.out, 0.1, answer.empty)
+    assert fault.endswith("784 NaN")

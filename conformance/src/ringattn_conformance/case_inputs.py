@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment ids, positions and masks of the cases; of each mask one version for core and one for the oracle."""
+"""Segment ids, positions and masks, by the names that `cases.json` uses; each mask also in a version for the oracle."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,10 +11,8 @@ from ringattn_core import masks
 from .oracle import Problem, positions
 
 Pair = tuple[np.ndarray, np.ndarray]
-Ids = Callable[[int, int, int], Pair]
-"""A function of batch, query and key length that gives both ids, `[B, T]` and `[B, S]`."""
-Positions = Callable[[int, int, int], Pair]
-"""The same for positions, `[T]` or `[B, T]`."""
+Draw = Callable[[int, int, int], Pair]
+"""A function of batch, query and key length that gives ids, `[B, T]` and `[B, S]`, or positions, `[T]` or `[B, T]`."""
 
 
 def _documents(batch: int, length: int, shares: tuple[float, ...]) -> np.ndarray:
@@ -125,6 +123,14 @@ def backward_rows(batch: int, rows: int, columns: int) -> Pair:
     return q[:, ::-1], kv[:, ::-1]
 
 
+def edge_ids(batch: int, rows: int, columns: int) -> Pair:
+    """The ends of int32 and their neighbours, in random order; all negative ids are padding, also those below -100."""
+    names = np.array([0, 1, 2**31 - 1, 2**31 - 2, 2**30, -1, -100, -101, -(2**31)])
+    draw = np.random.default_rng(rows)
+    q_ids, kv_ids = (names[draw.integers(0, len(names), (batch, length))] for length in (rows, columns))
+    return q_ids.astype(np.int32), kv_ids.astype(np.int32)
+
+
 def crossed(batch: int, rows: int, columns: int) -> Pair:
     return _documents(batch, rows, (0.5, 0.3)), _documents(batch, columns, (0.2, 0.3))
 
@@ -154,6 +160,11 @@ def later_keys(batch: int, rows: int, columns: int) -> Pair:
     return np.arange(rows, dtype=np.int32), np.arange(columns, dtype=np.int32) + rows
 
 
+def at_the_end(batch: int, rows: int, columns: int) -> Pair:
+    """Queries are the last tokens of the keys' sequence, as in decoding."""
+    return np.arange(rows, dtype=np.int32) + np.int32(columns - rows), np.arange(columns, dtype=np.int32)
+
+
 Build = Callable[[int, int, int, int, int], Any]
 """A `mask_builder`: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`."""
 
@@ -180,6 +191,15 @@ def _of_heads(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: 
 
 def _seen_by_heads(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
     return (j <= i, (j >= i - 15) & (j <= i + 3), (j >= i - 2) & (j <= i + 40))[head % 3]
+
+
+def _seven(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
+    """Seven masks, so that a kernel cannot keep all of a few."""
+    return masks.Local(3 + 5 * (head_idx % 7), 40)
+
+
+def _seen_by_seven(i: Any, j: Any, q_index: Any, kv_index: Any, head: int) -> Any:
+    return (j >= i - 3 - 5 * (head % 7)) & (j <= i + 40)
 
 
 def _algebra(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: int) -> masks.Mask:
@@ -214,7 +234,19 @@ def _indexed(q_len: int, kv_len: int, num_heads: int, head_idx: int, num_reps: i
     return Indexed((q_len, kv_len))
 
 
-OF_HEADS: Final = Builder(_of_heads, _seen_by_heads)
-ALGEBRA: Final = Builder(_algebra, _seen_by_algebra)
-PREDICATE: Final = Builder(_predicate, lambda i, j, qi, ki, head: _scattered(i, j))
-INDEXED: Final = Builder(_indexed, lambda i, j, qi, ki, head: _scattered(qi, ki))
+SEGMENTS: Final[dict[str, Draw]] = {
+    "packed": packed, "padding": padding, "unseen-ranks": unseen_ranks, "padding-among-tokens": padding_among_tokens,
+    "large-ids": large_ids, "interleaved": interleaved, "scattered-padding": scattered_padding, "crossed": crossed,
+    "edge-ids": edge_ids,
+}  # fmt: skip
+POSITIONS: Final[dict[str, Draw]] = {
+    "far": far, "far-rows": far_rows, "later-rows": later_rows, "scattered": scattered, "backward-rows": backward_rows,
+    "restarting": restarting, "spread": spread, "extreme": extreme, "later-keys": later_keys, "at-the-end": at_the_end,
+}  # fmt: skip
+BUILDERS: Final = {
+    "of-heads": Builder(_of_heads, _seen_by_heads),
+    "seven": Builder(_seven, _seen_by_seven),
+    "algebra": Builder(_algebra, _seen_by_algebra),
+    "predicate": Builder(_predicate, lambda i, j, qi, ki, head: _scattered(i, j)),
+    "indexed": Builder(_indexed, lambda i, j, qi, ki, head: _scattered(qi, ki)),
+}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ringattn-conformance`: runs the suite, draws a badge from a report, compares two reports."""
+"""The command `ringattn-conformance`: runs the suite against one backend and exits with the verdict."""
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -10,11 +11,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from ringattn_core.errors import in_one_line
 
-from . import badge, comparison, run_options
+from . import run_options
 from .collection import SUITE
-from .schema import Report, read, write
+from .results import Results, write
 
 CERTIFIED: Final = 0
 FAILED: Final = 1
@@ -26,30 +26,19 @@ CODES: Final = f"""exit codes:
   {UNUSABLE}  nothing ran: an argument, the backend or its pyproject.toml cannot be used
   {NOT_CERTIFIED}  nothing failed, but no certificate is given: the last line says why
 """
-OF_COMPARE: Final = """exit codes:
-  0  nothing is worse in the second report
-  1  a test fails that did not, or a feature or the certificate is lost
-  2  a report cannot be read
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns its exit code, which the help lists. Wrong arguments exit with 2."""
     parser, line = _parser(), list(sys.argv[1:] if arguments is None else arguments)
     end = line.index("--") if "--" in line else len(line)
-    given = parser.parse_args(line[:end])
-    given.pytest = line[end + 1 :]
     try:
-        return given.command(given)
-    except (ValueError, OSError) as error:
+        return run(parser.parse_args(line[:end]), line[end + 1 :])
+    except OSError as error:
         parser.exit(UNUSABLE, f"{parser.prog}: {error}\n")
-    except (LookupError, TypeError, AttributeError) as error:
-        if given.command is run:
-            raise
-        parser.exit(UNUSABLE, f"{parser.prog}: a report is damaged ({in_one_line(error)}). Run the suite again\n")
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace, more: Sequence[str]) -> int:
     """Runs the suite against one backend; ignores the pytest settings of the current folder."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "report.json")
@@ -59,48 +48,27 @@ def run(given: argparse.Namespace) -> int:
         line += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         asked = {name: getattr(given, name) for name in run_options.OPTIONS}
         line += run_options.in_pytest(asked | {"report": written})
-        code = pytest.main([*line, *given.pytest])
+        code = pytest.main([*line, *more])
         if not written.is_file():
             return UNUSABLE if code else NOT_CERTIFIED
-        report = read(written)
+        found = json.loads(written.read_text())
     if given.report:
-        write(given.report, report)
-    return exit_code(report)
+        write(given.report, found)
+    return exit_code(found)
 
 
-def exit_code(report: Report) -> int:
-    """The exit code of a run with this report."""
-    backends = report["backends"].values()
-    bad = any(one["failed"] or one["unexpected_passes"] or one["unknown_expectations"] for one in backends)
-    if bad or report["crashes"]:
+def exit_code(found: Results) -> int:
+    """The exit code of a run with these results."""
+    backends = found["backends"].values()
+    if any(one[what] for one in backends for what in ("failed", "unexpected_pass", "unknown", "crashed")):
         return FAILED
     given = [one["certificate"]["given"] for one in backends]
     return CERTIFIED if given and all(given) else NOT_CERTIFIED
 
 
-def draw(given: argparse.Namespace) -> int:
-    report = read(given.report)
-    names = list(report["backends"])
-    name = given.backend or (names[0] if len(names) == 1 else None)
-    if name not in names:
-        told = "several backends" if given.backend is None else f"no backend {name!r}"
-        raise ValueError(f"{given.report} has {told}: {', '.join(names) or 'it is empty'}. Name one with --backend")
-    image = badge.svg(name, report["backends"][name], report)
-    given.output.write_text(image, encoding="utf-8")
-    return 0
-
-
-def compare(given: argparse.Namespace) -> int:
-    before, after = read(given.before), read(given.after)
-    print("\n".join(comparison.lines(before, after)))
-    worse = comparison.worse(before, after)
-    print("\n" + "\n".join(["for the worse:", *(f"  {one}" for one in worse)] if worse else ["nothing is worse"]))
-    return 1 if worse else 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("ringattn-conformance", description="Certify ring-attention backends.")
-    commands = parser.add_subparsers(required=True, metavar="run | badge | compare")
+    commands = parser.add_subparsers(required=True, metavar="run")
     raw = argparse.RawDescriptionHelpFormatter
     one = commands.add_parser("run", help="run the suite against one backend", epilog=CODES, formatter_class=raw)
     one.description = "Run the suite against one backend, and judge it. What follows -- goes to pytest."
@@ -109,18 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("-n", dest="workers", default="0", metavar="N", help=workers)
     for name, how in run_options.OPTIONS.items():
         one.add_argument(f"--{name}", dest=name, **how)
-    one.set_defaults(command=run)
-    image = commands.add_parser("badge", help="draw a report as an SVG badge")
-    image.add_argument("report", type=Path, metavar="REPORT.json")
-    image.add_argument("-o", dest="output", type=Path, required=True, metavar="BADGE.svg")
-    image.add_argument("--backend", metavar="NAME", help="which one, where the report has several")
-    image.set_defaults(command=draw)
-    two = commands.add_parser(
-        "compare", help="what changed between two reports", epilog=OF_COMPARE, formatter_class=raw
-    )
-    two.add_argument("before", type=Path, metavar="BEFORE.json")
-    two.add_argument("after", type=Path, metavar="AFTER.json")
-    two.set_defaults(command=compare)
     return parser
 
 

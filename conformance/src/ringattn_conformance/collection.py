@@ -33,6 +33,8 @@ def name_of(item: pytest.Item) -> Name | None:
     """The name of a test of the suite, or of another test that takes a backend; `None` for other tests."""
     spec = getattr(item, "callspec", None)
     backend = spec.params.get(PARAMETER) if spec is not None else None
+    if not isinstance(backend, str):  # pytest has a placeholder where there are no parameters
+        backend = None
     if backend is None and not in_suite(item.path):
         return None
     parameters = spec.id if spec is not None else ""

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring sizes and layouts in which each named case runs, and the tier of each combination."""
+"""Where each case of `cases.json` runs: its ring, its layout and its tier, for what a backend declares."""
 
 import dataclasses
 import itertools
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
 
-from . import tiers
-from .cases import CASES, Case
+from ringattn_core.contract.features import Feature
+
+from . import domains, tiers
+from .cases import DTYPES, ENTRIES, Case, of_entry
 from .ranks import Placement
 from .tiers import RINGS
 
@@ -15,44 +18,77 @@ LAYOUTS: Final = ("contiguous", "zigzag", "striped")
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A case with a ring size and a layout, and the smallest tier that holds it; `None` if no tier does."""
+    """A case with a ring and a layout, and the smallest tier that holds it. Its name is the same in every run."""
 
+    name: str
     case: Case
     placement: Placement
-    tier: str | None
+    tier: str
 
     def __str__(self) -> str:
-        return f"{self.case}-ring{self.placement.ring}-{self.placement.layout}"
-
-
-def places(case: Case, largest: int = RINGS[-1]) -> list[tuple[int, str]]:
-    """All pairs of a ring size up to `largest` and a layout that the case divides into; one rank has one layout."""
-    every = itertools.product([ring for ring in RINGS if ring <= largest], LAYOUTS)
-    return [(ring, layout) for ring, layout in every if case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])]
+        return self.name
 
 
 def points(largest: int = RINGS[-1]) -> list[Point]:
-    """Every named case on every ring and in every layout; rings of more than `largest` ranks are in no tier.
+    """Every named case on every ring of at most `largest` ranks and in every layout.
 
-    The full tier has each case in one place, the core tier has the cases that are marked so, and the exhaustive tier
-    has all points.
+    The tiers core and full have each case in one place, which `cases.json` names; the exhaustive tier has all.
     """
     found = []
-    for case in CASES:
-        possible, chosen = places(case, largest), one_place(case, largest)
-        for turn, place in enumerate(places(case), start=case.number):
-            own = (tiers.CORE if case.core else tiers.FULL) if place == chosen else tiers.EXHAUSTIVE
-            found.append(Point(case, Placement(*place, check_vma=turn % 2 == 0), own if place in possible else None))
+    for entry in ENTRIES["named"]:
+        chosen = _point(entry, largest)
+        everywhere = (
+            _at(chosen.case, ring, layout, (ring + place) % 2 == 0)
+            for ring, (place, layout) in itertools.product(RINGS, enumerate(LAYOUTS))
+            if ring <= largest and chosen.case.fits(ring, layout) and (ring > 1 or layout == LAYOUTS[0])
+        )
+        found += [chosen, *(one for one in everywhere if one.name != chosen.name)]
     return found
 
 
-def one_place(case: Case, largest: int = RINGS[-1]) -> tuple[int, str]:
-    """The ring and the layout of a case in the tiers core and full: by `case.ring`, or else a hash of its name.
+def mixtures(features: Collection[Feature], largest: int = RINGS[-1]) -> list[Point]:
+    """The calls with many options at once, for a backend with these features."""
+    return drawn(ENTRIES["mixtures"], features, largest)
 
-    So a new case moves no other. The ring has several ranks where the lengths allow.
+
+def values(features: Collection[Feature], seed: int) -> list[Point]:
+    """The calls drawn from the domains of all values: those of the release, and those that the seed draws."""
+    return drawn((*ENTRIES["values"], *domains.today(seed)), features, 1)
+
+
+def drawn(entries: Iterable[Mapping[str, Any]], features: Collection[Feature], largest: int) -> list[Point]:
+    """The calls without what a backend does not declare; of those that are then the same, the first.
+
+    A call of an undeclared dtype has a declared one instead, so that all its options still meet.
     """
-    every, number = places(case, largest), case.number
-    rings = list(dict.fromkeys(ring for ring, _ in every if ring > 1)) or [1]
-    rings = [case.ring] if case.ring in rings else rings
-    possible = [place for place in every if place[0] == rings[number % len(rings)]]
-    return possible[(number >> 8) % len(possible)]
+    dtypes = [name for name in DTYPES if Feature[name.upper()] in features]
+    found: dict[Any, Point] = {}
+    for number, entry in enumerate(entries if dtypes else ()):
+        point = _point(entry, largest)
+        case, placement = point.case, point.placement
+        if case.dtype not in dtypes:
+            case = dataclasses.replace(case, dtype=dtypes[number % len(dtypes)])
+        case = case.within(features)
+        if not placement.needs <= set(features):
+            placement = dataclasses.replace(placement, layout=LAYOUTS[0])
+        alike = (*case.changes.items(), placement.ring, placement.layout)
+        found.setdefault(alike, dataclasses.replace(point, case=case, placement=placement))
+    return list(found.values())
+
+
+def _point(entry: Mapping[str, Any], largest: int) -> Point:
+    """The case of an entry in its own place; if that ring is too large, on the largest that the lengths fit."""
+    case, layout = of_entry(entry), entry["layout"]
+    name = f"{case}-ring{entry['ring']}-{layout}"
+    ring = entry["ring"] if entry["ring"] <= largest else _largest(case, layout, largest)
+    placement = Placement(ring, layout if ring > 1 else LAYOUTS[0], check_vma=entry["check_vma"])
+    return Point(name, case, placement, entry["tier"])
+
+
+def _at(case: Case, ring: int, layout: str, check_vma: bool) -> Point:
+    return Point(f"{case}-ring{ring}-{layout}", case, Placement(ring, layout, check_vma=check_vma), tiers.EXHAUSTIVE)
+
+
+def _largest(case: Case, layout: str, largest: int) -> int:
+    rings: Iterable[int] = reversed([ring for ring in RINGS if ring <= largest])
+    return next(ring for ring in rings if ring == 1 or case.fits(ring, layout))

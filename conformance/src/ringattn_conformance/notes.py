@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from typing import Any, Final
 
-_NOTES: Final[dict[str, Any]] = {"needed": set(), "refused": set(), "rings": set(), "worst": {}}
+_NOTES: Final[dict[str, Any]] = {"needed": set(), "rings": set(), "worst": {}}
 """What the current test has recorded. `worst` has, by dtype and result, the error that is the largest part of its
 tolerance, and that tolerance."""
 
@@ -12,11 +12,6 @@ tolerance, and that tolerance."""
 def needs(features: Iterable[Any]) -> None:
     """Records that the test needs these features."""
     _NOTES["needed"].update(feature.name for feature in features)
-
-
-def refuses(features: Iterable[Any]) -> None:
-    """Records that the backend must refuse, because it lacks these features."""
-    _NOTES["refused"].update(feature.name for feature in features)
 
 
 def ring(ranks: int, emulated: bool) -> None:
@@ -41,7 +36,6 @@ def take() -> dict[str, Any]:
     """Returns what the current test has recorded so far, as plain data, and clears it for the next test."""
     found = {
         "needed": sorted(_NOTES["needed"]),
-        "refused": sorted(_NOTES["refused"]),
         "rings": [list(one) for one in sorted(_NOTES["rings"])],
         "worst": dict(_NOTES["worst"]),
     }

@@ -44,6 +44,7 @@ class Answer:
 
     `largest` is the magnitude of the largest score that a row sees. `uncapped` is the same before the soft cap, and 0
     without one: it says how large the products are that float32 rounds.
+    `empty` are the rows that see no key, `[B, N, T]`.
     `delta` may come from the output as rounded to its dtype. `slack` says by how much that moves the gradients that are
     sums over all queries, where the effects of all rows add up.
     """
@@ -54,6 +55,7 @@ class Answer:
     gradients: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     slack: dict[str, float] = dataclasses.field(default_factory=dict)
     uncapped: float = 0.0
+    empty: np.ndarray | None = None
 
 
 def philox_4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -171,7 +173,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     if problem.slopes is not None:
         s = s - np.asarray(problem.slopes, np.float64)[None, :, None, None] * distances(problem)
     largest = float(np.max(np.abs(s), where=seen, initial=0.0))
-    s = np.where(seen, s, -np.inf)
+    s, empty = np.where(seen, s, -np.inf), np.asarray(~seen.any(-1))
 
     highest = s.max(-1, initial=-np.inf)
     sinks = None if problem.sinks is None else sinks_of_heads(np.asarray(problem.sinks), heads)
@@ -188,7 +190,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
     keep = kept(problem) / keep_probability(problem) if problem.dropout else np.ones_like(p)
     out = np.einsum("bnts,bsnh->btnh", p * keep, v_heads)
     if dout is None:
-        return Answer(out, lse, largest, uncapped=uncapped)
+        return Answer(out, lse, largest, uncapped=uncapped, empty=empty)
 
     dout = np.asarray(dout, np.float64)
     dlse = np.zeros(lse.shape) if dlse is None else np.asarray(dlse, np.float64)
@@ -217,7 +219,7 @@ def _attend(problem: Problem, dout: np.ndarray | None, dlse: np.ndarray | None) 
         slack["dsinks"] = float(np.abs(np.sum(weight * rounding[..., None], (0, 2))).max())
         shared = problem.sinks.ndim == 1 and problem.sinks.shape[0] != heads
         gradients["dsinks"] = of_heads.sum(0) if shared else of_heads.reshape(problem.sinks.shape)
-    return Answer(out, lse, largest, gradients, slack, uncapped)
+    return Answer(out, lse, largest, gradients, slack, uncapped, empty)
 
 
 def _summed_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -24,9 +24,13 @@ def lacking(backend: str, features: Iterable[Feature]) -> list[Feature]:
     return [feature for feature in features if not descriptor.supports(feature)]
 
 
+def features_of(backend: str) -> frozenset[Feature]:
+    return frozenset(filter(discovery.get(backend).descriptor().supports, Feature))
+
+
 def declared(backend: str, case: Case, *kept: Feature) -> Case:
     """The case without options that the backend does not declare, so that a test of something else still runs."""
-    return case.within({feature for feature in Feature if supports(backend, feature)}.union(kept))
+    return case.within(features_of(backend).union(kept))
 
 
 @contextlib.contextmanager
@@ -41,7 +45,6 @@ def owed(backend: str, features: Iterable[Feature]) -> Iterator[bool]:
         notes.needs(features)
         yield True
         return
-    notes.refuses(missing)
     with pytest.raises(UnsupportedFeatureError) as refusal:
         yield False
     assert refusal.value.backend == backend
@@ -62,7 +65,7 @@ def agrees(
     `needs` are features beside those of the case and of the placement.
     """
     case, placement, inputs = placed.case, placed.placement, placed.inputs
-    gradients = supports(placed.backend, Feature.GRADIENTS) if gradients is None else gradients
+    gradients = supports(placed.backend, Feature.GRADIENTS) and not case.forward if gradients is None else gradients
     asked = {*needs, Feature.GRADIENTS} if gradients else {*needs}
     with owed(placed.backend, case.needs | placement.needs | asked) as right:
         got = run(placed, gradients, local)

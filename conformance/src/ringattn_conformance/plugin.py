@@ -6,17 +6,20 @@ Nothing here imports JAX before the suite is asked for.
 
 import functools
 from collections.abc import Iterable, Sequence
+from datetime import date
 from typing import Any, Final
 
 import pytest
 
-from . import devices, environment, expectations, run_options, tiers, tolerance_factor
+from . import devices, expectations, results, run_options, tiers, tolerance_factor
 from .collection import PARAMETER
 from .recorder import Recorder
+from .results import DTYPES
 
-STEPS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_forward_mixture": 6}
+STEPS: Final = {"ringattn_point": 1, "ringattn_mixture": 1, "ringattn_value": 1, "ringattn_forward_mixture": 6}
 """The test parameters that are calls. The number says which of them run: every one, or every sixth. Mixtures without
 gradients compile as another program, so only every sixth runs."""
+PLATFORMS: Final = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
 SUITE: Final = "ringattn_conformance"
 RECORDER: Final = "ringattn_recorder"
 
@@ -47,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
         devices.set_environment()
         config.add_cleanup(functools.partial(setattr, tolerance_factor, "factor", tolerance_factor.factor))
         tolerance_factor.factor = config.option.ringattn_tolerance_factor
+        if config.option.ringattn_seed is None:  # before workers start, which get the options of this process
+            config.option.ringattn_seed = int(date.today().strftime("%Y%m%d"))
         expected = expectations.read(config.option.ringattn_expectations, config.invocation_params.dir)
         config.pluginmanager.register(Recorder(config, expected, lambda: backends(config)), RECORDER)
 
@@ -60,15 +65,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     recorder = config.pluginmanager.get_plugin(RECORDER)
     if recorder is None:
         return []
-    options, versions = config.option, environment.versions()
+    options, versions = config.option, results.versions()
     lines = [f"ringattn: {', '.join(f'{name} {version}' for name, version in versions.items())}"]
     lines += [f"ringattn backend: {described(name)}" for name in backends(config)]
-    lines.append(f"ringattn tier: {options.ringattn_tier}, rings of up to {options.ringattn_largest_ring} by turns")
+    lines.append(f"ringattn tier: {options.ringattn_tier}, rings of up to {options.ringattn_largest_ring}, "
+                 f"seed {options.ringattn_seed}")  # fmt: skip
     if options.ringattn_tolerance_factor != 1:
         lines.append(f"ringattn tolerances: TIMES {options.ringattn_tolerance_factor:g}")
     expected = sum(len(recorder.expected.of(name)) for name in backends(config))
     lines += [f"ringattn expected failures: {expected}"] if expected else []
-    variables = ", ".join(f"{name}={value}" for name, value in environment.variables().items())
+    variables = ", ".join(f"{name}={value}" for name, value in results.variables().items())
     return [*lines, "ringattn environment: " + (variables or "nothing set")]
 
 
@@ -78,23 +84,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = [
             pytest.param(backend, point, id=f"{backend}-{point}", marks=tiers.mark(point.tier))
             for backend in backends(metafunc.config)
-            for point in _points(name, backend, metafunc.config.option.ringattn_largest_ring)[:: STEPS[name]]
+            for point in _points(name, backend, metafunc.config.option)[:: STEPS[name]]
         ]
         metafunc.parametrize((PARAMETER, name), found)
     elif PARAMETER in metafunc.fixturenames:
         metafunc.parametrize(PARAMETER, backends(metafunc.config))
 
 
-def _points(name: str, backend: str, largest: int) -> Sequence[Any]:
-    from ringattn_core.backends import discovery
-    from ringattn_core.contract.features import Feature
+def _points(name: str, backend: str, options: Any) -> Sequence[Any]:
+    from . import lattice
+    from .outcomes import features_of
 
-    from .lattice import points
-    from .mixtures import mixtures
-
-    if name == "ringattn_point":
-        return points(largest)
-    return mixtures(frozenset(filter(discovery.get(backend).descriptor().supports, Feature)), largest)
+    largest, features = options.ringattn_largest_ring, features_of(backend)
+    if name == "ringattn_value":
+        return lattice.values(features, options.ringattn_seed)
+    return lattice.points(largest) if name == "ringattn_point" else lattice.mixtures(features, largest)
 
 
 @pytest.fixture
@@ -106,16 +110,10 @@ def ringattn_largest_ring(request: pytest.FixtureRequest) -> int:
 def backends(config: pytest.Config) -> list[str]:
     """The backends named on the command line, or every installed one that is available on this machine."""
     from ringattn_core.backends import discovery
-    from ringattn_core.errors import RingAttnError, from_clone
-
-    def reason(name: str) -> str | None:
-        try:
-            return discovery.get(name).why_unavailable()
-        except RingAttnError as error:
-            return str(error)
+    from ringattn_core.errors import from_clone
 
     named = list(dict.fromkeys(config.getoption("ringattn_backends") or ()))
-    reasons = {name: reason(name) for name in named or discovery.registrations()}
+    reasons = {name: unusable(name) for name in named or discovery.registrations()}
     for name in named:
         if reasons[name] is not None:
             raise pytest.UsageError(f"{run_options.BACKEND} {name}: {reasons[name]}")
@@ -125,6 +123,27 @@ def backends(config: pytest.Config) -> list[str]:
         remedy = f"To add one: {from_clone('ringattn-xla')}"
         raise pytest.UsageError(f"no ring-attention backend can run here ({why}). {remedy}")
     return available
+
+
+def unusable(name: str) -> str | None:
+    """Why a backend cannot be certified here: it is not available, or its descriptor is wrong."""
+    import jax
+    from ringattn_core.backends import discovery
+    from ringattn_core.errors import RingAttnError
+
+    try:
+        found = discovery.get(name)
+        if (why := found.why_unavailable()) is not None:
+            return why
+        descriptor = found.descriptor()
+    except RingAttnError as error:
+        return str(error)
+    unknown = {*descriptor.platforms} - PLATFORMS - {jax.devices()[0].platform}
+    if unknown:
+        return f"its descriptor names the platform {min(unknown)!r}. JAX has {', '.join(sorted(PLATFORMS))}"
+    if not any(dtype.name in DTYPES for dtype in descriptor.features):
+        return f"its descriptor declares no dtype. Declare at least one of {', '.join(DTYPES)}"
+    return None
 
 
 def described(name: str) -> str:

@@ -37,7 +37,7 @@ Local = Callable[[Arrays, Arrays], tuple[jax.Array, ...]]
 class Placement:
     """A ring size and a layout, in a mesh that may also split the batch (`data`) and the `heads`.
 
-    Emulated, one device plays all ranks of the ring by `vmap`. With `two_way` half of the keys go round the other way.
+    Emulated, one device plays all ranks of the ring by `vmap`.
     """
 
     ring: int = 4
@@ -46,14 +46,12 @@ class Placement:
     heads: int = 1
     check_vma: bool = True
     emulated: bool = False
-    two_way: bool = False
     strategy: str = "ring"
 
     def __str__(self) -> str:
         parts = [f"ring{self.ring}", self.layout]
         parts += [f"data{self.data}"] if self.data > 1 else []
         parts += [f"heads{self.heads}"] if self.heads > 1 else []
-        parts += ["two-way"] if self.two_way else []
         parts += [] if self.strategy == "ring" else [self.strategy]
         parts += [] if self.check_vma or self.emulated else ["unchecked"]
         return "-".join([*parts, "emulated"] if self.emulated else parts)
@@ -64,9 +62,7 @@ class Placement:
 
     @property
     def needs(self) -> frozenset[Feature]:
-        of_layout = {"zigzag": Feature.ZIGZAG, "striped": Feature.STRIPED}
-        asked = [of_layout[self.layout]] if self.layout in of_layout else []
-        asked += [Feature.TWO_WAY] if self.two_way else []
+        asked = {"zigzag": [Feature.ZIGZAG], "striped": [Feature.STRIPED]}.get(self.layout, [])
         return frozenset([*asked, Feature.CROSS_LENGTHS] if self.strategy == "all_gather" else asked)
 
     @property
@@ -92,12 +88,13 @@ class Placed:
     @property
     def operands(self) -> Arrays:
         problem = self.inputs.problem
-        given = {name: getattr(problem, name) for name in OPERANDS}
+        given = {name: getattr(problem, name) for name in OPERANDS if not (name == "bias" and self.case.bias_fixed)}
         return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items() if x is not None}
 
     @property
     def fixed(self) -> Arrays:
-        given = self.inputs.fixed
+        bias = self.inputs.problem.bias
+        given = self.inputs.fixed | ({"bias": bias} if self.case.bias_fixed and bias is not None else {})
         return {name: jnp.asarray(self.laid_out(name, x)) for name, x in given.items()}
 
     @property
@@ -134,8 +131,6 @@ class Placed:
         options |= {KEYWORDS[name]: x for name, x in (operands | fixed).items()}
         if placement.layout != "contiguous":
             options["layout"] = placement.layout
-        if placement.two_way:
-            options["two_way"] = True
         if placement.strategy != "ring":
             options["strategy"] = placement.strategy
         if placement.data > 1:
@@ -220,7 +215,7 @@ def static_options(case: Case) -> dict[str, Any]:
         "causal": case.causal, "sliding_window": case.window, "chunk_size": case.chunk,
         "logits_soft_cap": case.soft_cap, "softmax_scale": case.scale, "dropout_prob": case.dropout or None,
         "return_lse": case.lse, "fused_backward": case.fused_backward, "precision": case.precision,
-        "mask_builder": case.builder.build if case.builder else None,
+        "mask_builder": case.masks_of_heads.build if case.masks_of_heads else None,
         "cfg": RingAttentionConfig(sizes, sizes) if sizes else None,
     }  # fmt: skip
     return {name: x for name, x in given.items() if x is not None and x is not False}

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder of a run of pytest: it selects the tier, collects outcomes and writes the report."""
+"""The recorder of a run of pytest: it selects the tier, collects outcomes and writes the results."""
 
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import pytest
 
-from . import notes, run_options, summary, tiers
+from . import notes, results, run_options, tiers
 from .collection import Collection, Name, in_suite, name_of
 from .expectations import Expectations
-from .report import Run, document
-from .schema import Options, Outcome, Report, write
+from .results import Ran, Results
+from .wrong import Wrong
 
 NAME: Final = "ringattn_name"
 NOTES: Final = "ringattn_notes"
@@ -25,9 +25,11 @@ class Recorder:
 
     def __init__(self, config: pytest.Config, expected: Expectations, backends: Callable[[], list[str]]) -> None:
         self.config, self.expected, self.backends = config, expected, backends
-        self.run, self.collection = Run(), Collection()
+        self.collection = Collection()
+        self.tests: dict[str, Ran] = {}
+        self.crashed: list[str] = []
         self.workers: list[Any] = []
-        self.report: Report | None = None
+        self.results: Results = {"backends": {}}
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
@@ -72,6 +74,8 @@ class Recorder:
             item.user_properties.append((NOTES, notes.take()))
         done = yield
         if done.failed and name is not None and name.backend:
+            if call.excinfo is not None and isinstance(call.excinfo.value, Wrong):
+                done.longrepr = str(call.excinfo.value)  # where the suite raised it says nothing of the backend
             done.sections.append(("run this alone", self.alone(item, name.backend)))
         return done
 
@@ -82,42 +86,58 @@ class Recorder:
         line = f"pytest --pyargs '{where}::{item.name}' {run_options.BACKEND} {backend}"
         asked = {name: getattr(options, run_options.field(name)) for name in ("tier", "tolerance-factor")}
         changed = {name: x for name, x in asked.items() if x != run_options.OPTIONS[name]["default"]}
+        changed |= {"seed": options.ringattn_seed} if "today-" in item.name else {}
         return " ".join([line, *run_options.in_pytest(changed)])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: Any = dict(report.user_properties)
         if NAME in properties and (report.when == "call" or not report.passed):
-            self.run.add(report.nodeid, Name(*properties[NAME]), outcome_of(report), properties.get(NOTES, {}))
+            before = self.tests.get(report.nodeid)
+            if before is None or before.outcome != "failed":  # a later phase overwrites no failure
+                known = properties.get(NOTES) or (before.notes if before else {})
+                self.tests[report.nodeid] = Ran(Name(*properties[NAME]), outcome_of(report), known)
         elif report.failed and report.when not in PHASES:
-            self.run.crashes.append(report.nodeid)
+            self.crashed.append(report.nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Writes the report, in the main process only: under pytest-xdist all outcomes arrive there."""
-        if hasattr(self.config, "workerinput") or self.config.option.collectonly:
+        """Judges the run and writes the results, in the main process only: all outcomes arrive there."""
+        option = self.config.option
+        if hasattr(self.config, "workerinput") or option.collectonly:
             return
         collections = [getattr(worker, "workeroutput", {}).get(COLLECTION) for worker in self.workers]
         collection = next((Collection(**found) for found in collections if found), self.collection)
-        expected = {name: self.expected.of(name) for name in self.backends()}
-        options: Options = {
-            "tier": self.config.option.ringattn_tier,
-            "largest_ring": self.config.option.ringattn_largest_ring,
-            "tolerance_factor": self.config.option.ringattn_tolerance_factor,
-        }
-        unknown = any(collection.unknown(reasons) for reasons in expected.values())
-        if unknown and exitstatus == pytest.ExitCode.OK:
+        backends = {name: self._of_backend(name, collection) for name in self.backends()}
+        if exitstatus == pytest.ExitCode.OK and any(one["unknown"] for one in backends.values()):
             exitstatus = session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        self.report = document(self.run, collection, expected, options, int(exitstatus))
-        if self.config.option.ringattn_report:
-            write(self.config.option.ringattn_report, self.report)
+        options = {name.replace("-", "_"): getattr(option, run_options.field(name)) for name in run_options.RECORDED}
+        self.results = results.of_run(options, backends, int(exitstatus))
+        if option.ringattn_report:
+            results.write(option.ringattn_report, self.results)
+
+    def _of_backend(self, name: str, collection: Collection) -> Results:
+        tests, reasons = [ran for ran in self.tests.values() if ran.name.concerns(name)], self.expected.of(name)
+        lists = {
+            "unknown": collection.unknown(reasons),
+            "deselected": collection.left_out(name),
+            "not_run": collection.not_run(name, self.tests),
+            "uncollected": collection.uncollected,
+            "crashed": self.crashed,
+        }
+        return results.of_backend(name, tests, lists, reasons)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.report is None:
-            return
-        for name, backend in self.report["backends"].items():
-            terminalreporter.write_sep("=", summary.title(name, backend, self.report))
-            for line in summary.lines(backend, self.report):
+        for name, backend in self.results["backends"].items():
+            terminalreporter.write_sep("=", name)
+            for line in results.lines(backend, self.results):
                 terminalreporter.write_line(line)
+
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """Ends the run with one line for each backend, after all that pytest says."""
+        reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+        for name, backend in self.results["backends"].items():
+            about = results.title(name, backend, self.results)
+            reporter.write_line(f"{about}: {results.verdict(backend)}", bold=True)
 
 
 def _within(tier: str, node: Any) -> bool:
@@ -125,10 +145,10 @@ def _within(tier: str, node: Any) -> bool:
     return name is None or tiers.contains(tier, tiers.tier_of(node, name.parameters))
 
 
-def outcome_of(report: pytest.TestReport) -> Outcome:
-    """The outcome that a report has for a test report of pytest."""
+def outcome_of(report: pytest.TestReport) -> str:
+    """The key of `results.WORDS` for a test report of pytest."""
     if report.skipped:
         return "expected_failure" if hasattr(report, "wasxfail") else "skipped"
     if report.failed and str(report.longrepr).startswith("[XPASS(strict)]"):
         return "unexpected_pass"
-    return cast(Outcome, report.outcome)
+    return report.outcome

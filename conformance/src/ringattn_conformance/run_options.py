@@ -34,13 +34,20 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "the backend's pyproject.toml, whose [tool.ringattn-conformance] names the failures that are expected "
         "(default: ./pyproject.toml, where there is one)",
     },
+    "seed": {
+        "type": int,
+        "metavar": "N",
+        "help": "what the calls of the day are drawn by (default: today, as in 20261126)",
+    },
     "report": {
         "type": Path,
         "metavar": "FILE",
-        "help": "write what was tried, on what, and the worst errors, as JSON",
+        "help": "write the results as JSON",
     },
 }
 """The name of each option, and the arguments of `add_argument` for it."""
+RECORDED: Final = ("tier", "largest-ring", "tolerance-factor", "seed")
+"""The options that the results list."""
 
 
 def field(name: str) -> str:

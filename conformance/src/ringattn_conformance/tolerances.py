@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest error that a result may have, and the message of a failure."""
+"""The largest error that a result may have, and the comparison with the oracle."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from . import notes, tolerance_factor
+from . import notes, tolerance_factor, wrong
 from .cases import DTYPES, OPERANDS, Case, Inputs
 from .oracle import Answer
 
@@ -45,7 +45,7 @@ def check(got: Mapping[str, Any], answer: Answer, case: Case, inputs: Inputs, wh
     for name, x in got.items():
         faults += _dtype_fault(name, np.asarray(x).dtype, case, inputs)
     faults += rounded_to_half({name: got[name] for name in ("lse",) if name in got}, answer)
-    fail_if(faults, f"case {case.name!r}{where and ' ' + where}")
+    wrong.fail_if(faults, wrong.told(case.name, case.changes, where))
 
 
 def dtype_of(case: Case) -> str:
@@ -65,10 +65,10 @@ def against_oracle(got: Mapping[str, Any], answer: Answer, dtype: str, values: f
         dtypes = {dtype, str(np.asarray(x).dtype)} & DTYPES.keys()
         tolerance = max(allowed(name, one, wanted[name], answer.largest, answer.uncapped) for one in dtypes)
         tolerance = tolerance * (values if name == "out" else 1.0) + answer.slack.get(name, 0.0)
-        found = difference(name, x, wanted[name], tolerance)
+        found = wrong.difference(name, x, wanted[name], tolerance, answer.empty)
         faults += found
         if not found:
-            notes.error(dtype, name, float(_errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
+            notes.error(dtype, name, float(wrong.errors(np.asarray(x), wanted[name]).max(initial=0.0)), tolerance)
     return faults
 
 
@@ -94,36 +94,6 @@ def _narrowed(x: Any, half: str) -> np.ndarray:
     """`x` rounded to half precision."""
     with np.errstate(over="ignore"):
         return np.asarray(x, np.float32).astype(DTYPES[half]).astype(np.float32)
-
-
-def difference(name: str, got: Any, want: np.ndarray, tolerance: float) -> list[str]:
-    """A line if `got` differs from `want`: where, and by how much. NaN and infinities must stand in the same places."""
-    got = np.asarray(got)
-    if got.shape != want.shape:
-        return [f"{name}: got shape {got.shape}, want {want.shape}"]
-    error, seen = _errors(got, want), got.astype(np.float64)
-    beyond = int((error > tolerance).sum())
-    if not beyond:
-        return []
-    worst = np.unravel_index(int(np.argmax(error)), error.shape)
-    return [
-        f"{name}: worst at [{', '.join(map(str, worst))}]: got {seen[worst]:.8g}, want {want[worst]:.8g}, "
-        f"error {error[worst]:.3g}, tolerance {tolerance:.3g}; {beyond} of {error.size} elements beyond it, "
-        f"{int(np.isnan(seen).sum())} NaN"
-    ]
-
-
-def _errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    seen = got.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        error = np.where((seen == want) | (np.isnan(seen) & np.isnan(want)), 0.0, np.abs(seen - want))
-    return np.where(np.isnan(error), np.inf, error)
-
-
-def fail_if(faults: list[str], subject: str) -> None:
-    """Raises one failure that lists all faults; the plugin adds the line that runs the test alone."""
-    if faults:
-        raise AssertionError(subject + "".join(f"\n  {fault}" for fault in faults))
 
 
 def _dtype_fault(name: str, dtype: np.dtype, case: Case, inputs: Inputs) -> list[str]:

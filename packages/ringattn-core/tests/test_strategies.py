@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from ringattn_conformance import case_inputs, tolerances
+from ringattn_conformance import tolerances
 from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, place, with_gradients
 from ringattn_core import Backend, Feature, ring_attention
@@ -20,14 +20,14 @@ OUTER, INNER = "outer", "inner"
 # Together the cases use every option that a strategy moves between ranks.
 MASKS = Case(
     "masks", batch=1, heads=8, kv_heads=2, kv_length=96, value_dim=12, window=(30, 9), dense_mask="BNT",
-    segments=case_inputs.scattered_padding, builder=case_inputs.OF_HEADS, lse=True,
+    segments="scattered-padding", builder="of-heads", lse=True,
 )  # fmt: skip
 SCORES = Case(
-    "scores", heads=8, kv_heads=4, causal=True, positions=case_inputs.far_rows, bias="BNT", slopes=True, sinks="each",
+    "scores", heads=8, kv_heads=4, causal=True, positions="far-rows", bias="BNT", slopes=True, sinks="each",
     dropout=0.2, soft_cap=2.0,
 )  # fmt: skip
 BROADCAST = Case(
-    "broadcast", heads=8, causal=True, segments=case_inputs.large_ids, bias="T", dense_mask="NT", sinks="head",
+    "broadcast", heads=8, causal=True, segments="large-ids", bias="T", dense_mask="NT", sinks="head",
     dtype="bfloat16",
 )  # fmt: skip
 OF_HEADS = Case("of-heads", heads=6, kv_heads=3, bias="N", dense_mask="T", dropout=0.1, causal=True, lse=True)

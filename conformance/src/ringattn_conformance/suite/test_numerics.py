@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerance_factor, tolerances
-from ringattn_conformance.case_inputs import packed
+from ringattn_conformance import oracle, tiers, tolerance_factor, tolerances, wrong
 from ringattn_conformance.cases import DTYPES, NAMED, Case, Inputs
 from ringattn_conformance.outcomes import agrees, declared, owed, supports
 from ringattn_conformance.ranks import Placed, Placement, place, run
@@ -22,7 +21,7 @@ RMS_OF_ROUNDING = 1.8
 """The largest error on one device, by that of the exact result rounded to bfloat16. It is 1.6 where probabilities and
 derivatives of the scores are rounded before they are multiplied, and 2 or more in `dk` and `dv` where the products
 of six tiles are summed in bfloat16."""
-POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments=packed, heads=4, kv_heads=2)
+POISONED = Case("poisoned", lse=True, causal=True, window=(11, 0), segments="packed", heads=4, kv_heads=2)
 POISONS = {"nan": np.nan, "inf": np.inf}
 IN_PADDING = {
     "q": (1e3, -300.0),
@@ -70,7 +69,7 @@ def test_the_error_of_a_bfloat16_ring_of_eight_is_that_of_one_device(ringattn_ba
                 *_beyond(one, least, RMS_OF_ROUNDING * twice, "on one device", "of the exact result in bfloat16"),
                 *_beyond(eight, one, RMS_GROWTH * twice, "on 8 devices", "on one"),
             ]
-            tolerances.fail_if(faults, "bfloat16 ring")
+            wrong.fail_if(faults, "bfloat16 ring")
 
 
 def _beyond(errors: dict[str, float], least: dict[str, float], most: float, where: str, of: str) -> list[str]:
@@ -136,7 +135,7 @@ def test_a_non_finite_value_reaches_every_row_that_sees_it(ringattn_backend: str
             bad = {"out": rows, "dq": rows, "lse": np.swapaxes(rows, 1, 2), "dk": keys, "dv": keys}
             exempt = ("lse", "dv") if operand == "v" else ("dv",)  # exp(s - inf) is 0
             faults = [fault for name, x in got.items() for fault in _hidden(name, x, bad[name], answer, name in exempt)]
-            tolerances.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
+            wrong.fail_if(faults, f"{poison} in {operand} on {placed.placement}")
 
 
 def _first(wrong: np.ndarray) -> list[int]:
@@ -151,7 +150,7 @@ def _hidden(name: str, got: np.ndarray, bad: np.ndarray, answer: oracle.Answer, 
     left_out = bad.reshape(*bad.shape, *[1] * (got.ndim - bad.ndim)) | ~np.isfinite(got)
     rest = np.where(left_out, 0, got), np.where(left_out, 0, want)
     tolerance = tolerances.allowed(name, "float32", want, answer.largest, answer.uncapped)
-    return faults + tolerances.difference(name, *rest, tolerance)
+    return faults + wrong.difference(name, *rest, tolerance)
 
 
 @tiers.core

@@ -12,21 +12,17 @@ from ringattn_conformance.cases import CASES, DTYPES, Case
 from ringattn_conformance.outcomes import owed, supports
 from ringattn_conformance.ranks import Placed, Placement, place, with_gradients
 
-OF_PLACEMENTS = {
-    Feature.ZIGZAG: {"layout": "zigzag"},
-    Feature.STRIPED: {"layout": "striped"},
-    Feature.TWO_WAY: {"two_way": True},
-}
+OF_LAYOUTS = {Feature.ZIGZAG: "zigzag", Feature.STRIPED: "striped"}
 
 
 def _call(feature: Feature, backend: str) -> Placed:
     """The call that needs the feature and fewest others, in a dtype that the backend declares."""
-    wanted = [case for case in CASES if feature in case.needs and feature not in OF_PLACEMENTS]
+    wanted = [case for case in CASES if feature in case.needs and feature not in OF_LAYOUTS]
     case = min(wanted, key=lambda case: len(case.needs), default=Case("short"))
     dtypes = [name for name in DTYPES if supports(backend, Feature[name.upper()])]
     if dtypes and feature.name.lower() not in DTYPES:
         case = dataclasses.replace(case, dtype=dtypes[0])
-    return place(case, Placement(2, emulated=True, **OF_PLACEMENTS.get(feature, {})), backend)
+    return place(case, Placement(2, OF_LAYOUTS.get(feature, "contiguous"), emulated=True), backend)
 
 
 def _trace(placed: Placed, feature: Feature) -> None:

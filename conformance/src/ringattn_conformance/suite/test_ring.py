@@ -22,16 +22,6 @@ def test_one_device_may_play_all_ranks(ringattn_backend: str, name: str):
     agrees(place(NAMED[name], placement, ringattn_backend))
 
 
-@pytest.mark.parametrize("name", ["gqa", "sinks-each"])
-def test_half_of_the_keys_may_go_round_the_other_way(ringattn_backend: str, name: str, ringattn_largest_ring: int):
-    """On the largest ring; mixtures of smaller rings go both ways with every option."""
-    agrees(place(NAMED[name], Placement(ringattn_largest_ring, two_way=True), ringattn_backend))
-
-
-def test_keys_go_both_ways_where_the_mesh_splits_the_heads_too(ringattn_backend: str):
-    agrees(place(NAMED["split-heads"], Placement(4, "striped", heads=2, two_way=True), ringattn_backend))
-
-
 @tiers.core
 @pytest.mark.parametrize(("name", "strategy"), [("gqa", "all_gather"), ("causal-bfloat16", "ulysses")])
 def test_keys_may_be_gathered_at_once_and_heads_exchanged_for_tokens(ringattn_backend: str, name: str, strategy: str):

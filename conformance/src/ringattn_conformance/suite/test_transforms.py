@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ringattn_core.contract.features import Feature
 
-from ringattn_conformance import oracle, tiers, tolerances
+from ringattn_conformance import oracle, tiers, tolerances, wrong
 from ringattn_conformance.cases import NAMED, OPERANDS, Case
 from ringattn_conformance.outcomes import agrees, declared, owed
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place
@@ -76,8 +76,8 @@ def test_a_scan_over_layers_is_the_layers_one_by_one(ringattn_backend: str):
         if right:
             for name, a, b in zip(("dx", "dsinks"), *found, strict=True):
                 b = np.asarray(b, np.float64)
-                faults = tolerances.difference(name, a, b, tolerances.allowed(name, "float32", b, 0.0))
-                tolerances.fail_if(faults, "scan against layers one by one")
+                faults = wrong.difference(name, a, b, tolerances.allowed(name, "float32", b, 0.0))
+                wrong.fail_if(faults, "scan against layers one by one")
 
 
 @tiers.mark(tiers.CORE, "checked")
@@ -105,19 +105,18 @@ def test_grad_inside_shard_map(ringattn_backend: str, check_vma: bool):
             _check(placed, found, "grad inside shard_map")
 
 
-PLACEMENTS = (
-    Placement(2, data=2, heads=2),
-    Placement(2, "zigzag", data=2, heads=2, check_vma=False),
-    Placement(4, "striped", heads=2),
-    Placement(4, data=2, check_vma=False),
-)
+MESHES = {
+    Placement(2, data=2, heads=2): BUSY,
+    Placement(2, "zigzag", data=2, heads=2, check_vma=False): BUSY,
+    Placement(4, "striped", heads=2): NAMED["split-heads"],
+    Placement(4, data=2, check_vma=False): SHARED,
+}
 
 
 @tiers.mark(tiers.CORE, "ring2-contiguous-data2-heads2")
-@pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda number: str(PLACEMENTS[number]))
-def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, number: int):
-    case = declared(ringattn_backend, (BUSY, SHARED)[number // 2])
-    agrees(place(case, PLACEMENTS[number], ringattn_backend))
+@pytest.mark.parametrize("placement", MESHES, ids=str)
+def test_a_mesh_that_splits_batch_and_heads_too(ringattn_backend: str, placement: Placement):
+    agrees(place(declared(ringattn_backend, MESHES[placement]), placement, ringattn_backend))
 
 
 def _examples(backend: str) -> list[Placed]:
@@ -157,7 +156,7 @@ def test_one_more_axis_by_vmap(ringattn_backend: str, order: str):
             if sinks.ndim == 1:
                 total = np.sum([answer.gradients["dsinks"] for answer in answers], 0)
                 tolerance = tolerances.allowed("dsinks", "float32", total, 0.0)
-                tolerances.fail_if(tolerances.difference("dsinks", sinks, total, tolerance), order)
+                wrong.fail_if(wrong.difference("dsinks", sinks, total, tolerance), order)
             for number, (placed, answer) in enumerate(zip(examples, answers, strict=True)):
                 mine = {OPERANDS[name]: x[number] for name, x in found.items()}
                 mine |= {"dsinks": sinks[number]} if sinks.ndim > 1 else {}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws calls by a seed, from the domains of all options and sizes that `domains.json` lists, edges included.
+
+A kernel may be wrong for some values only: a chunk above 64, a third key head, the last key of 65. So a value that a
+user may pass comes from its whole range. Most of these calls are on one rank, where they compile fast; long ones
+compare the forward pass alone. The draw of a release is frozen in `cases.json`, and every run draws a few of its own
+day.
+"""
+
+import random
+from typing import Any, Final
+
+from .cases import load
+
+Entry = dict[str, Any]
+"""A call as `cases.json` has it."""
+
+_TABLE: Final = load("domains.json")
+SIZES: Final[dict[str, tuple[Any, ...]]] = _TABLE["sizes"]
+OPTIONS: Final[dict[str, tuple[Any, ...]]] = _TABLE["options"]
+BESIDE: Final[dict[str, dict[str, tuple[Any, ...]]]] = _TABLE["beside"]
+"""What is drawn beside an option that a call has."""
+NARROW: Final = (0, 1, (0, 1), (0, None), (None, 0))
+MASKS: Final = ("window", "chunk", "segments", "positions", "builder", "dense_mask")
+MOST_MASKS: Final = 2
+SHARE: Final = 0.3
+"""How often a call has an option."""
+SCORES: Final = 2**21
+"""The most scores of a call: batch rows times heads times queries times keys."""
+SCORES_WITH_GRADIENTS: Final = 2**18
+ELEMENTS: Final = 2**22
+"""The most elements of queries, keys or values."""
+
+
+def draw(seed: int) -> Entry:
+    """One call, drawn by the seed."""
+    rng = random.Random(seed)
+    entry: Entry = {"seed": seed & 0xFFFFFFFF, "ring": 1, "layout": "contiguous", "check_vma": bool(seed % 2)}
+    sizes = {name: rng.choice(values) for name, values in SIZES.items()}
+    on = [name for name in OPTIONS if rng.random() < SHARE]
+    for mask in rng.sample(masks := [name for name in MASKS if name in on], len(masks))[MOST_MASKS:]:
+        on.remove(mask)
+    for name in on:
+        entry[name] = rng.choice(OPTIONS[name])
+        for other, values in BESIDE.get(name, {}).items():
+            entry[other] = rng.choice(values)
+    reach = max(_reach(entry.get("window")), _reach(entry.get("chunk")))
+    sizes["lengths"] = rng.choice([one for one in SIZES["lengths"] if max(one) > reach])
+    if max(sizes["lengths"]) > 2000:  # so large an index matters to dropout alone, where most keys are seen
+        entry = {name: x for name, x in entry.items() if name not in MASKS} | {"dropout": 0.5}
+    elif sizes["lengths"][0] == 1:
+        entry.setdefault("positions", "at-the-end")  # at the start a causal query sees one key
+    if entry.get("builder") == "seven":
+        sizes["heads"] = rng.choice([one for one in SIZES["heads"] if one[0] >= 7])
+    if isinstance(sides := entry.get("window"), tuple) and 2**31 - 1 in sides:
+        entry["positions"] = "extreme"  # a position less the side is below int32
+    return _with_effect(entry | _fitting(sizes, rng))
+
+
+def _reach(x: Any) -> int:
+    """The largest number of a window or a chunk that some sequence exceeds."""
+    numbers = x if isinstance(x, tuple) else (x,)
+    return max((number for number in numbers if number and number <= 1000), default=0)
+
+
+def _fitting(sizes: dict[str, Any], rng: random.Random) -> Entry:
+    """The sizes, of which others are drawn again while there are too many scores or elements."""
+    while True:
+        (rows, columns), (heads, kv_heads) = sizes["lengths"], sizes["heads"]
+        tokens, widest = sizes["batch"] * max(rows, columns), max(sizes["head_dim"], sizes["value_dim"] or 0)
+        if sizes["batch"] * heads * rows * columns <= SCORES and tokens * heads * widest <= ELEMENTS:
+            break
+        name = rng.choice(("heads", "batch", "head_dim", "value_dim"))
+        sizes[name] = rng.choice(SIZES[name])
+    sizes = {name: x for name, x in sizes.items() if name not in ("lengths", "heads")}
+    sizes["value_dim"] = sizes["value_dim"] or sizes["head_dim"]
+    return sizes | {"q_length": rows, "kv_length": columns, "heads": heads, "kv_heads": kv_heads}
+
+
+def _with_effect(entry: Entry) -> Entry:
+    """The call with scores that its options act on, and without what cannot be judged.
+
+    Where rows see one key their gradients are zero, and show only how `delta` rounds in half precision.
+    """
+    half = entry["dtype"] != "float32"
+    if cap := entry.get("soft_cap"):
+        entry |= {"gain": max(1.0, cap / 2), "lse": True}
+        entry.pop("scale", None)
+    if half:
+        entry.pop("precision", None)
+    elif entry.get("gain") or entry.get("scale"):
+        entry["nonzero"] = 16
+    if entry.get("positions") == "extreme" or max(entry["q_length"], entry["kv_length"]) > 2000:
+        entry.pop("slopes", None)  # distances of 2^31 leave one key with any weight
+    few = entry["kv_length"] < 4 or entry.get("chunk", 9) < 9 or entry.get("window") in NARROW
+    overflowing = entry["dtype"] == "float16" and entry.get("gain", 1.0) > 50
+    scores = entry["batch"] * entry["heads"] * entry["q_length"] * entry["kv_length"]
+    if scores > SCORES_WITH_GRADIENTS or overflowing or (half and few):
+        entry["forward"] = True
+        entry.pop("fused_backward", None)
+    return {name: x for name, x in entry.items() if x is not None}
+
+
+def today(seed: int) -> list[Entry]:
+    """The calls of a day, by their tiers: each holds those of the smaller ones."""
+    tiers = ["core"] * 4 + ["full"] * 8 + ["exhaustive"] * 48
+    return [{"name": f"today-{number}", "tier": tier} | draw(1000 * seed + number) for number, tier in enumerate(tiers)]

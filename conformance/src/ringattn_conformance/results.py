@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results of a run as plain data, whether they earn the certificate, and the lines that say so."""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from . import notes
+from .collection import Name
+from .tiers import RINGS
+
+FORMAT: Final = 3
+"""The version of the file: raised when a field is removed or changes its meaning, not when one is added."""
+DTYPES: Final = ("FLOAT32", "FLOAT16", "BFLOAT16")
+SPOILING: Final = {
+    "failed": "failed",
+    "unexpected_pass": "passed unexpectedly",
+    "unknown": "expected to fail and not in the suite",
+    "deselected": "deselected",
+    "skipped": "skipped",
+    "not_run": "selected and not run",
+    "crashed": "crashed the process",
+}
+"""The lists of a backend's tests that spoil the certificate, and what those tests did."""
+WORDS: Final = {"passed": "passed", "expected_failure": "failed as expected"} | SPOILING
+LISTED: Final = 20
+"""The most test ids that are printed of a list; the file has all of them."""
+_COMPLETE: Final = (0, 1)
+"""The exit statuses of pytest runs that were completed."""
+_REPORTED: Final = ("jax", "jaxlib", "numpy", "ml-dtypes", "pytest", "pytest-xdist")
+_VARIABLES: Final = re.compile(r"RINGATTN_|JAX_|XLA_FLAGS$|XLA_PYTHON_CLIENT_PREALLOCATE$")
+_NAME: Final = re.compile(r"[\w.-]+")
+
+Results = dict[str, Any]
+"""Plain data, as JSON holds it."""
+
+
+@dataclasses.dataclass
+class Ran:
+    """One finished test. `outcome` is a key of `WORDS`."""
+
+    name: Name
+    outcome: str
+    notes: Mapping[str, Any]
+
+
+def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_status: int) -> Results:
+    """The whole file; `backends` has what `of_backend` gives. It decides on every certificate."""
+    import jax
+
+    seen = jax.devices()
+    required = {name for one in backends.values() for name in _required(one["distribution"])}
+    found = {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(required),
+        "environment": variables(),
+        "devices": {"platform": seen[0].platform, "kind": seen[0].device_kind, "count": len(seen)},
+        "options": dict(options),
+        "exit_status": exit_status,
+    }
+    for one in backends.values():
+        one["certificate"] = judged(one, found)
+    return found | {"backends": dict(backends)}
+
+
+def of_backend(name: str, tests: Iterable[Ran], lists: Mapping[str, Collection[str]], reasons: Any) -> Results:
+    """What is known of one backend. `lists` has what did not run; `reasons` the failures that are expected."""
+    from ringattn_core.backends import discovery
+    from ringattn_core.contract.features import Feature
+
+    registration, tests = discovery.registrations()[name], list(tests)
+    descriptor = registration.descriptor()
+    declared = [feature.name for feature in Feature if descriptor.supports(feature)]
+    ids = {outcome: sorted(ran.name.test for ran in tests if ran.outcome == outcome) for outcome in WORDS}
+    expected = ids.pop("expected_failure")
+    passed = len(ids.pop("passed"))
+    return {
+        "distribution": registration.distribution,
+        "version": registration.version,
+        "api": descriptor.api,
+        "kind": "ring function" if descriptor.kernel is None else "block kernel",
+        "half_partials": descriptor.half_partials,
+        "declared": declared,
+        "passed": passed,
+        "expected_failure": {test: reasons.get(test, "") for test in expected},
+        **ids,
+        **{what: sorted(tests) for what, tests in lists.items()},
+        "untried": untried(declared, tests),
+        "rings": _rings(tests),
+        "worst": _worst(tests),
+    }
+
+
+def untried(declared: Collection[str], tests: Iterable[Ran]) -> list[str]:
+    """Each declared feature and declared dtype that no passing test compared with the oracle together."""
+    met = [set(ran.notes["needed"]) for ran in tests if ran.outcome == "passed" and ran.notes.get("worst")]
+    halves = [("PRECISION", dtype) for dtype in DTYPES[1:]]
+    pairs = [(one, dtype) for one in declared if one not in DTYPES for dtype in DTYPES if dtype in declared]
+    found = [f"{one} in {dtype.lower()}" for one, dtype in pairs
+             if (one, dtype) not in halves and not any({one, dtype} <= needed for needed in met)]  # fmt: skip
+    return found + [one for one in declared if one in DTYPES and not any(one in needed for needed in met)]
+
+
+def _rings(tests: Iterable[Ran]) -> dict[str, dict[str, int]]:
+    """The number of tests by the size of the ring: on real devices, and emulated on one."""
+    counts = Counter((ranks, how) for ran in tests for ranks, how in ran.notes.get("rings", ()))
+    sizes = sorted({ranks for ranks, _ in counts})
+    return {str(ranks): {how: counts[ranks, how] for how in ("real", "emulated")} for ranks in sizes}
+
+
+def _worst(tests: Iterable[Ran]) -> dict[str, dict[str, Any]]:
+    """By dtype and result, of all errors the one that is the largest part of its tolerance, and its test."""
+    worst: dict[str, dict[str, Any]] = {}
+    for ran in tests:
+        for dtype, results in ran.notes.get("worst", {}).items():
+            known = worst.setdefault(dtype, {})
+            for result, error in results.items():
+                if result not in known or notes.share(error) > notes.share(known[result]):
+                    known[result] = {**error, "test": ran.name.test}
+    return worst
+
+
+def judged(backend: Results, run: Results) -> Results:
+    """Decides on the certificate. Expected failures with a reason do not prevent it; they are listed with it."""
+    options = run["options"]
+    found = [(len(backend[key]), what) for key, what in SPOILING.items() if backend[key]]
+    reasons = [f"{count} test{'s' * (count > 1)} {what}" for count, what in found]
+    reasons += ["declared, not tried: " + ", ".join(backend["untried"])] if backend["untried"] else []
+    reasons += [f"{module} was not collected" for module in backend["uncollected"]]
+    if (factor := options["tolerance_factor"]) > 1:
+        reasons.append(f"every tolerance was multiplied by {factor:g}")
+    if (largest := options["largest_ring"]) < RINGS[-1]:
+        reasons.append(f"no case was tried on a ring of more than {largest} by turns")
+    if run["exit_status"] not in _COMPLETE:
+        reasons.append(f"pytest ended with exit status {run['exit_status']}")
+    return {"given": not reasons, "tier": options["tier"], "spoiled_by": reasons}
+
+
+def lines(backend: Results, run: Results) -> list[str]:
+    """What the end of a run says of one backend, before the verdict."""
+    found = [
+        "rings: " + (", ".join(f"{ranks} {_kinds(counts)}" for ranks, counts in backend["rings"].items()) or "none")
+    ]
+    if run["options"]["tolerance_factor"] != 1:
+        found.append(f"EVERY TOLERANCE TIMES {run['options']['tolerance_factor']:g}")
+    for key, what in SPOILING.items():
+        found += _listed(what, backend[key])
+    found += _listed("declared, not tried", backend["untried"])
+    found += _listed("expected to fail", [f"{test}: {why}" for test, why in backend["expected_failure"].items()])
+    counts = {what: backend[key] if key == "passed" else len(backend[key]) for key, what in WORDS.items()}
+    found.append(", ".join(f"{count} {what}" for what, count in counts.items() if count) or "nothing ran")
+    return found
+
+
+def title(name: str, backend: Results, run: Results) -> str:
+    """What the verdict is about."""
+    of, options, jax = run["devices"], run["options"], run["versions"]["jax"]
+    where = f"{of['count']} {of['kind']} with JAX {jax}, {run['date'][:10]}, seed {options['seed']}"
+    return f"{name} {backend['version']} on {where}"
+
+
+def verdict(backend: Results) -> str:
+    """Whether the certificate is given, and why not."""
+    certificate, expected = backend["certificate"], len(backend["expected_failure"])
+    if certificate["given"]:
+        half = ", with partial results in half precision" if backend["half_partials"] else ""
+        but = half + (f", with {expected} expected failure{'s' * (expected > 1)}" if expected else "")
+        return f"CERTIFIED for the {certificate['tier']} tier{but}"
+    return f"NOT CERTIFIED for the {certificate['tier']} tier: {'; '.join(certificate['spoiled_by'])}"
+
+
+def _listed(what: str, tests: Collection[str]) -> list[str]:
+    more = [f"  and {len(tests) - LISTED} more"] if len(tests) > LISTED else []
+    return [f"{what}:", *(f"  {test}" for test in list(tests)[:LISTED]), *more] if tests else []
+
+
+def _kinds(counts: Mapping[str, int]) -> str:
+    return " and ".join(how for how, count in counts.items() if count)
+
+
+def write(path: Path, found: Results) -> None:
+    """The results as a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    partial.replace(path)
+
+
+def versions(more: Iterable[str] = ()) -> dict[str, str | None]:
+    """The versions of Python, of the suite's dependencies, of every `ringattn-*` distribution, and of some more."""
+    family = {name.lower() for one in metadata.distributions() if (name := one.name).lower().startswith("ringattn-")}
+    names = dict.fromkeys([*_REPORTED, *sorted({*family, *more})])
+    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that can change results."""
+    return {name: x for name, x in sorted(os.environ.items()) if _VARIABLES.match(name)}
+
+
+def _required(distribution: str) -> list[str]:
+    """What a distribution requires, without extras."""
+    try:
+        requirements = metadata.requires(distribution) or ()
+    except metadata.PackageNotFoundError:
+        return []
+    return [match[0] for line in requirements if "extra ==" not in line and (match := _NAME.match(line))]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a result, in words: by how much, and in which rows, heads and keys."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+AXES: Final = {
+    "out": ("batch row", "query", "head", "value component"),
+    "lse": ("batch row", "head", "query"),
+    "dq": ("batch row", "query", "head", "component"),
+    "dk": ("batch row", "key", "key head", "component"),
+    "dv": ("batch row", "key", "key head", "value component"),
+    "dbias": ("batch row", "head", "query", "key"),
+    "dslopes": ("head",),
+}
+"""What the axes of each result count."""
+LISTED: Final = 4
+"""The most places of an axis that are listed one by one."""
+
+
+class Wrong(AssertionError):
+    """A backend gives a wrong result. The message says all; where the suite raised it says nothing of the backend."""
+
+
+def fail_if(faults: Iterable[str], subject: str) -> None:
+    """Raises one failure that lists all faults; the plugin adds the line that runs the test alone."""
+    lines = [f"\n  {fault}" for fault in faults]
+    if lines:
+        raise Wrong(subject + "".join(lines))
+
+
+def told(name: str, options: Mapping[str, Any], where: str = "") -> str:
+    """A case and its options that differ from the defaults, in one line."""
+    differ = ", ".join(f"{option}={x!r}" for option, x in options.items())
+    return f"case {name!r}{where and ' ' + where}" + (f": {differ}" if differ else "")
+
+
+def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """How far each element is off; infinite where NaN or an infinity is not in its place."""
+    seen = got.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        error = np.where((seen == want) | (np.isnan(seen) & np.isnan(want)), 0.0, np.abs(seen - want))
+    return np.where(np.isnan(error), np.inf, error)
+
+
+def difference(name: str, got: Any, want: np.ndarray, tolerance: float, empty: np.ndarray | None = None) -> list[str]:
+    """A line if `got` differs from `want`. NaN and infinities must stand in the same places.
+
+    `empty` are the rows `[B, N, T]` that see no key: a NaN there is named as such.
+    """
+    got = np.asarray(got)
+    if got.shape != want.shape:
+        return [f"{name}: got shape {got.shape}, want {want.shape}"]
+    error, seen = errors(got, want), got.astype(np.float64)
+    beyond = error > tolerance
+    if not beyond.any():
+        return []
+    worst = np.unravel_index(int(np.argmax(error)), error.shape)
+    return [
+        f"{name}: worst at [{', '.join(map(str, worst))}]: got {seen[worst]:.8g}, want {want[worst]:.8g}, "
+        f"error {error[worst]:.3g}, tolerance {tolerance:.3g}; {int(beyond.sum())} of {error.size} elements beyond it"
+        f"{places(name, beyond)}{_nan(name, np.isnan(seen) & beyond, empty)}"
+    ]
+
+
+def places(name: str, wrong: np.ndarray) -> str:
+    """The places of the wrong elements along each axis where not all are wrong."""
+    found = []
+    for number, axis in enumerate(AXES.get(name, ())[: wrong.ndim]):
+        at = np.flatnonzero(wrong.any(tuple(other for other in range(wrong.ndim) if other != number)))
+        if at.size < wrong.shape[number]:
+            found.append(_pattern(axis, at, wrong.shape[number]))
+    return ": " + ", ".join(found) if found else ""
+
+
+def _pattern(axis: str, at: np.ndarray, length: int) -> str:
+    """The places in words, such as "queries 37..", "every 64th key from 63 on", "head 3"."""
+    first, last = int(at[0]), int(at[-1])
+    steps = set(np.diff(at).tolist())
+    many = "queries" if axis == "query" else f"{axis}s"
+    if at.size == 1:
+        return f"{axis} {first}" + (f" (the last of {length})" if first == length - 1 > 0 else "")
+    if steps == {1}:
+        return f"{many} {first}.." + ("" if last == length - 1 else str(last))
+    if at.size <= LISTED:
+        return f"{many} {', '.join(map(str, at))}"
+    if len(steps) == 1:
+        return f"every {steps.pop()}th {axis} from {first} on"
+    return f"{at.size} of {length} {many} from {first} to {last}"
+
+
+def _nan(name: str, nan: np.ndarray, empty: np.ndarray | None) -> str:
+    count = int(nan.sum())
+    if not count:
+        return ""
+    rows = None if empty is None else empty if name == "lse" else np.swapaxes(empty, 1, 2)[..., None]
+    in_empty = name in ("out", "lse", "dq") and rows is not None and not (nan & ~rows).any()
+    return f"; {count} NaN" + (", all in rows that see no key" if in_empty else "")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls drawn from the domains catch kernels that are wrong for some values only, and pass right ones."""
+
+import functools
+
+import numpy as np
+import pytest
+from broken_values import VALUES
+from draw_release import values
+from numpy_ring import Dense, OneAfterAnother
+from ringattn_conformance import domains, tiers, tolerance_factor
+from ringattn_conformance.cases import ENTRIES
+from ringattn_conformance.lattice import Point, drawn
+from ringattn_core import Feature
+from test_broken_blocks_are_caught import catches, size
+
+SEED = 20261126
+
+
+@functools.cache
+def calls(tier: str) -> list[Point]:
+    """The calls of the release in a tier, small ones first."""
+    every = drawn(ENTRIES["values"], frozenset(Feature), 1)
+    return sorted(
+        (one for one in every if tiers.contains(tier, one.tier)), key=lambda one: size((one.case, one.placement))
+    )
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_kernel_that_is_wrong_for_some_values_is_caught(name: str):
+    broken = VALUES[name]
+
+    def caught(tier: str) -> bool:
+        among = [one for one in calls(tier) if broken.when(one.case)]
+        return any(catches((one.case, one.placement), broken.kernel) for one in among)
+
+    assert caught(tiers.CORE) or not broken.core, f"core: {broken.fault}"
+    assert caught(tiers.FULL), f"full: {broken.fault}"
+
+
+def test_every_value_of_every_domain_is_in_the_release():
+    met = {pair for entry in ENTRIES["values"] for pair in values(entry)}
+    every = {(name, x) for table in (domains.SIZES, domains.OPTIONS) for name, some in table.items() for x in some}
+    assert {pair for pair in every if pair[1] is not None} - met == set()
+
+
+@pytest.mark.parametrize("kernel", [Dense(), OneAfterAnother()], ids=["exact", "rounding"])
+def test_right_kernels_have_half_of_every_tolerance_left(kernel: Dense, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tolerance_factor, "factor", 0.5)
+    today = drawn(domains.today(SEED)[:12], frozenset(Feature), 1)
+    wrong = [str(one) for one in (*calls(tiers.FULL), *today) if catches((one.case, one.placement), kernel)]
+    assert wrong == []
+
+
+def test_a_seed_always_draws_the_same_calls_and_another_seed_others():
+    assert domains.today(SEED) == domains.today(SEED) != domains.today(SEED + 1)
+    with np.errstate(all="raise"):
+        assert len({entry["name"] for entry in domains.today(SEED)}) == len(domains.today(SEED))
