@@ -58,6 +58,11 @@ class Level:
     """The rows of a shard that some rank sees at each hop."""
 
     @property
+    def straight(self) -> bool:
+        """Whether keys come straight from their owner, and are not passed on from rank to rank."""
+        return self.rows is not None
+
+    @property
     def forward(self) -> tuple[Step, ...]:
         """The hops of the forward pass."""
         return tuple(Step(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.offsets)))
