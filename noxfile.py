@@ -53,13 +53,11 @@ ONLY_BEFORE_JAX_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 TPU = "packages/ringattn-tpu"
 LIBTPU = tuple(f"{TPU}/tests/test_{name}.py" for name in ("compile", "device_order"))
 ALL_BUT_TPU = ("packages", f"--ignore={TPU}")
-# Without a GPU or TPU these kernels are interpreted, and no case that rotates over ring sizes uses a ring of eight.
+# Without a GPU or TPU these kernels are interpreted.
 INTERPRETED = ("triton", "tpu")
 SUITE = "ringattn_conformance.suite"
-MODULES = tuple(sorted(f"{SUITE}.{path.stem}" for path in ROOT.glob("conformance/src/*/suite/test_*.py")))
-# The modules about a kernel's own arithmetic run in the full tier, the others in the core tier.
+# The modules about a kernel's own arithmetic, which run in the full tier too.
 OF_KERNELS = tuple(f"{SUITE}.test_{name}" for name in ("block", "numerics"))
-TIERS = {"full": OF_KERNELS, "core": tuple(module for module in MODULES if module not in OF_KERNELS)}
 # Minutes of each part of `nox -s conformance` on two idle cores.
 MINUTES = {"build": 1, "xla": 4, "triton": 4, "tpu": 5}
 # The examples of third-party backends, by the name that each registers.
@@ -187,22 +185,25 @@ def build(session: nox.Session) -> None:
 def conformance(session: nox.Session, backend: str) -> None:
     """The suite against one backend that is installed from wheels, with nothing that they do not declare."""
     announce(session, backend)
+    if backend == "triton" and not sys.platform.startswith("linux"):
+        session.skip("Triton has wheels for Linux alone")
     wheels = [str(*DIST.glob(f"ringattn_{name}-*.whl")) for name in ("core", backend, "conformance")]
     pins = group("triton-3-6") if backend == "triton" else ()
     session.install(*group("jax"), *pins, *wheels)
     session.chdir(session.create_tmp())
     quick, interpreted = hurried(session), backend in INTERPRETED
-    chosen = ("--ringattn-backend", backend, *(("--ringattn-largest-ring", "4") if interpreted else ()))
+    chosen = ("pytest", "-n", "2", "--ringattn-backend", backend)
     environment = quick | {f"RINGATTN_{backend.upper()}_INTERPRET": "1"} if interpreted else WORKERS
-    whole = [(environment, (SUITE,))]
+    if session.posargs:
+        session.run(*chosen, "--pyargs", SUITE, *session.posargs, env=environment)
+        return
     # XLA's optimiser takes part in the arithmetic of `xla`, which the full tier judges; the core tier does without.
-    tiers = [(quick | environment if tier == "core" else environment, ("--ringattn-tier", tier, *modules))
-             for tier, modules in TIERS.items()]  # fmt: skip
-    for environment, part in whole if session.posargs else tiers:
-        session.run("pytest", "-n", "2", "--pyargs", *part, *chosen, *session.posargs, env=environment)
-    if backend == BACKENDS[0] and not session.posargs:
+    session.run(*chosen, "--ringattn-tier", "full", "--pyargs", *OF_KERNELS, env=environment)
+    if backend == BACKENDS[0]:
         # One worker judges all saboteurs, in one process.
         session.run("pytest", str(ROOT / "conformance" / "tests"), "-n", "2", "--dist", "loadfile", env=quick)
+    # Last, the whole suite: its last line is the verdict.
+    session.run(*chosen, "--ringattn-tier", "core", "--pyargs", SUITE, env=quick | environment)
 
 
 @nox.session(requires=["build"], python=NEWEST)

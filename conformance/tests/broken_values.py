@@ -250,6 +250,4 @@ VALUES: Final = {
                                         slopes=lambda block: 0 * block.slopes),
     "small-scale-ignored": with_fields("A scale below 0.1 is taken for 0.", lambda case: 0 < (case.scale or 0) < 0.1,
                                        scale=lambda block: 0.0),
-    "mask-of-all-queries-lost": without_mask("mask", "A dense mask that all queries share is ignored.",
-                                             lambda case: case.dense_mask in ("", "N", "B")),
 }  # fmt: skip

@@ -54,6 +54,8 @@ _DECODE: Final = "test_inference::test_decoding_from_a_cache[{}-%s]"
 _MESH: Final = "test_transforms::test_a_mesh_that_splits_batch_and_heads_too[{}-ring2-contiguous-data2-heads2]"
 _VMAP: Final = "test_transforms::test_one_more_axis_by_vmap[{}-vmap-of-grad]"
 _SCAN: Final = "test_transforms::test_a_scan_over_layers_is_the_layers_one_by_one[{}]"
+_WELL_FORMED: Final = "test_protocol::test_what_is_registered_is_well_formed[{}]"
+_INERT: Final = "test_protocol::test_importing_the_descriptor_imports_no_kernel_and_touches_no_device[{}]"
 _PLAIN: Final = _point("causal")
 _ON_ONE_RANK: Final = _mixture(lambda one: one.placement.ring == 1)
 _DROPOUT: Final = _mixture(lambda one: one.case.dropout and one.placement.ring > 1)
@@ -78,6 +80,8 @@ SABOTEURS: Final[dict[str, Sabotage]] = {
     "dropout-by-local-index": Sabotage(broken.LocalDropout(), (_DROPOUT,), _ON_ONE_RANK),
     "other-dropout-in-half": Sabotage(broken.OtherDropoutInHalf(), (_HALF_DROPOUT,), _DROPOUT),
     "bias-gradient-dropped": Sabotage(broken.BiasGradientDropped(), (_point("bias"),), _PLAIN),
+    "fixed-bias-forgotten": Sabotage(broken.FixedBiasForgotten(), (_point("bias-fixed"),), _PLAIN),
+    "hash-of-the-moment": Sabotage(broken.HashOfTheMoment(), (_WELL_FORMED,), _INERT),
     "last-hop-missing": Sabotage(broken.LastHopMissing(), (_point("gqa"),), _ON_ONE_RANK),
     "nan-hidden": Sabotage(broken.NanHidden(), (_NAN % "k-nan",), _PLAIN),
     "soft-cap-ignored": Sabotage(broken.SoftCapIgnored(), (_point("soft-cap"),), _PLAIN),

@@ -116,6 +116,7 @@ def test_it_says_with_what_it_is_given(changes: dict[str, Any], more: str):
         ({"uncollected": ["test_ring"]}, "test_ring was not collected", cli.NOT_CERTIFIED),
         ({"tolerance_factor": 1.5}, "every tolerance was multiplied by 1.5", cli.NOT_CERTIFIED),
         ({"largest_ring": 4}, "no case was tried on a ring of more than 4 by turns", cli.NOT_CERTIFIED),
+        ({"platforms": ["cuda", "rocm"]}, "it ran on cpu, and declares cuda, rocm", cli.NOT_CERTIFIED),
         ({"exit_status": 2}, "pytest ended with exit status 2", cli.NOT_CERTIFIED),
     ],
 )
@@ -128,3 +129,6 @@ def test_each_of_these_spoils_it_and_is_its_reason(changes: dict[str, Any], reas
 def test_all_reasons_are_told_at_once():
     found = of_run(failed=["a"], deselected=["b"])["backends"]["xla"]
     assert results.verdict(found) == "NOT CERTIFIED for the core tier: 1 test failed; 1 test deselected"
+    assert results.verdict(of_run(deselected=["b"])["backends"]["xla"]) == (
+        "NOT CERTIFIED for the core tier, though 1 tests passed and none failed: 1 test deselected"
+    )

@@ -28,6 +28,15 @@ KEYWORDS: Final = {
     "kv_positions": "kv_positions", "mask": "attention_mask", "seed": "dropout_seed",
 }  # fmt: skip
 """The arrays of a call, and their names in `ring_attention`."""
+FEATURES: Final = {
+    "causal": Feature.CAUSAL, "window": Feature.SLIDING_WINDOW, "chunk": Feature.CHUNKED,
+    "segments": Feature.SEGMENT_IDS, "positions": Feature.POSITIONS, "builder": Feature.MASK_BUILDER,
+    "dense_mask": Feature.ATTENTION_MASK,
+    "soft_cap": Feature.SOFT_CAP, "sinks": Feature.SINKS, "bias": Feature.BIAS, "slopes": Feature.ALIBI,
+    "dropout": Feature.DROPOUT, "lse": Feature.RETURN_LSE, "fused_backward": Feature.FUSED_BACKWARD,
+    "precision": Feature.PRECISION,
+}  # fmt: skip
+"""The options of a case and the features that they need."""
 LARGEST_VALUE: Final = 2.75
 """Values are clipped to this, before `value_gain`, and are smaller where dropout divides by less than 0.7. So without a
 gain no output reaches 4. From 4 on the rounding of the exact result to float16 alone is 0.98 of the tolerance; below,
@@ -113,28 +122,13 @@ class Case:
     @property
     def needs(self) -> frozenset[Feature]:
         """The features that the call needs."""
-        wanted = {
-            Feature[self.dtype.upper()]: True,
-            Feature.CAUSAL: self.causal,
-            Feature.SLIDING_WINDOW: self.window is not None,
-            Feature.CHUNKED: self.chunk is not None,
-            Feature.SEGMENT_IDS: self.segments is not None,
-            Feature.POSITIONS: self.positions is not None,
-            Feature.MASK_BUILDER: self.builder is not None,
-            Feature.ATTENTION_MASK: self.dense_mask is not None,
+        given = {feature for name, feature in FEATURES.items() if name in self.changes}
+        sizes = {
             Feature.GROUPED_HEADS: self.kv_heads != self.heads,
             Feature.UNEQUAL_VALUE_DIM: self.value_dim != self.head_dim,
             Feature.CROSS_LENGTHS: self.q_length != self.kv_length,
-            Feature.SOFT_CAP: self.soft_cap is not None,
-            Feature.SINKS: self.sinks is not None,
-            Feature.BIAS: self.bias is not None,
-            Feature.ALIBI: self.slopes > 0,
-            Feature.DROPOUT: self.dropout > 0,
-            Feature.RETURN_LSE: self.lse,
-            Feature.FUSED_BACKWARD: self.fused_backward,
-            Feature.PRECISION: self.precision is not None,
         }
-        return frozenset(feature for feature, needed in wanted.items() if needed)
+        return frozenset([Feature[self.dtype.upper()], *given, *(feature for feature, need in sizes.items() if need)])
 
     def within(self, features: Collection[Feature]) -> "Case":
         """The case without the options that need other features. Its dtype stays."""
@@ -252,8 +246,8 @@ def load(name: str) -> Any:
 
 ENTRIES: Final[dict[str, tuple[dict[str, Any], ...]]] = load("cases.json")
 """`named` has every option alone, edge cases and combinations; `elsewhere` the cases of tests that look at one thing;
-`mixtures` calls with many options at once; `values` calls drawn from `domains.json`. An entry has fields of `Case` and
-of `lattice.Point`; `why` is for readers.
+`mixtures` calls with many options at once; `values` calls drawn from `domains.json`; `cache` those of decoding and
+prefill. An entry has fields of `Case` and of `lattice.Point`; `why` is for readers.
 """
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from . import run_options
 from .collection import SUITE
-from .results import Results, write
+from .results import FAILING, Results, write
 
 CERTIFIED: Final = 0
 FAILED: Final = 1
@@ -60,7 +60,7 @@ def run(given: argparse.Namespace, more: Sequence[str]) -> int:
 def exit_code(found: Results) -> int:
     """The exit code of a run with these results."""
     backends = found["backends"].values()
-    if any(one[what] for one in backends for what in ("failed", "unexpected_pass", "unknown", "crashed")):
+    if any(one[what] for one in backends for what in FAILING):
         return FAILED
     given = [one["certificate"]["given"] for one in backends]
     return CERTIFIED if given and all(given) else NOT_CERTIFIED

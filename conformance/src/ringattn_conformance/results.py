@@ -30,6 +30,8 @@ SPOILING: Final = {
     "crashed": "crashed the process",
 }
 """The lists of a backend's tests that spoil the certificate, and what those tests did."""
+FAILING: Final = ("failed", "unexpected_pass", "unknown", "crashed")
+"""Those that are failures."""
 WORDS: Final = {"passed": "passed", "expected_failure": "failed as expected"} | SPOILING
 LISTED: Final = 20
 """The most test ids that are printed of a list; the file has all of them."""
@@ -55,6 +57,7 @@ class Ran:
 def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_status: int) -> Results:
     """The whole file; `backends` has what `of_backend` gives. It decides on every certificate."""
     import jax
+    from ringattn_core.placement.platforms import platform_of
 
     seen = jax.devices()
     required = {name for one in backends.values() for name in _required(one["distribution"])}
@@ -63,7 +66,7 @@ def of_run(options: Mapping[str, Any], backends: Mapping[str, Results], exit_sta
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(required),
         "environment": variables(),
-        "devices": {"platform": seen[0].platform, "kind": seen[0].device_kind, "count": len(seen)},
+        "devices": {"platform": platform_of(None, ()), "kind": seen[0].device_kind, "count": len(seen)},
         "options": dict(options),
         "exit_status": exit_status,
     }
@@ -89,6 +92,7 @@ def of_backend(name: str, tests: Iterable[Ran], lists: Mapping[str, Collection[s
         "api": descriptor.api,
         "kind": "ring function" if descriptor.kernel is None else "block kernel",
         "half_partials": descriptor.half_partials,
+        "platforms": list(descriptor.platforms),
         "declared": declared,
         "passed": passed,
         "expected_failure": {test: reasons.get(test, "") for test in expected},
@@ -131,7 +135,7 @@ def _worst(tests: Iterable[Ran]) -> dict[str, dict[str, Any]]:
 
 def judged(backend: Results, run: Results) -> Results:
     """Decides on the certificate. Expected failures with a reason do not prevent it; they are listed with it."""
-    options = run["options"]
+    options, platform = run["options"], run["devices"]["platform"]
     found = [(len(backend[key]), what) for key, what in SPOILING.items() if backend[key]]
     reasons = [f"{count} test{'s' * (count > 1)} {what}" for count, what in found]
     reasons += ["declared, not tried: " + ", ".join(backend["untried"])] if backend["untried"] else []
@@ -140,6 +144,8 @@ def judged(backend: Results, run: Results) -> Results:
         reasons.append(f"every tolerance was multiplied by {factor:g}")
     if (largest := options["largest_ring"]) < RINGS[-1]:
         reasons.append(f"no case was tried on a ring of more than {largest} by turns")
+    if not {platform, "gpu" if platform == "cuda" else platform} & {*backend["platforms"]}:
+        reasons.append(f"it ran on {platform}, and declares {', '.join(backend['platforms'])}")
     if run["exit_status"] not in _COMPLETE:
         reasons.append(f"pytest ended with exit status {run['exit_status']}")
     return {"given": not reasons, "tier": options["tier"], "spoiled_by": reasons}
@@ -175,7 +181,9 @@ def verdict(backend: Results) -> str:
         half = ", with partial results in half precision" if backend["half_partials"] else ""
         but = half + (f", with {expected} expected failure{'s' * (expected > 1)}" if expected else "")
         return f"CERTIFIED for the {certificate['tier']} tier{but}"
-    return f"NOT CERTIFIED for the {certificate['tier']} tier: {'; '.join(certificate['spoiled_by'])}"
+    failed = any(backend[what] for what in FAILING)
+    though = "" if failed else f", though {backend['passed']} tests passed and none failed"
+    return f"NOT CERTIFIED for the {certificate['tier']} tier{though}: {'; '.join(certificate['spoiled_by'])}"
 
 
 def _listed(what: str, tests: Collection[str]) -> list[str]:

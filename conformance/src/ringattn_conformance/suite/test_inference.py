@@ -13,33 +13,15 @@ from ringattn_core.backends import discovery
 from ringattn_core.contract.features import Feature
 
 from ringattn_conformance import tiers
-from ringattn_conformance.cases import KEYWORDS, NAMED, Case
+from ringattn_conformance.cases import ENTRIES, KEYWORDS, of_entry
 from ringattn_conformance.lattice import LAYOUTS
 from ringattn_conformance.outcomes import agrees
 from ringattn_conformance.ranks import RING, Arrays, Placed, Placement, place, static_options
 
 LENGTHS: Final = np.array([45, 11])
 """The tokens of each row of a cache with room for 48. In the second row some of 16 queries have negative positions."""
-PLAIN: Final = Case("cache", q_length=16, kv_length=48, heads=4, kv_heads=2, causal=True, lse=True)
-CACHE_LACKS: Final = {
-    Feature.SEGMENT_IDS, Feature.POSITIONS, Feature.MASK_BUILDER, Feature.ATTENTION_MASK, Feature.BIAS, Feature.DROPOUT,
-}  # fmt: skip
-"""What a call on a cache has no option for."""
-OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "plain": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "window": {"window": (13, 0)},
-    "float16": {"dtype": "float16", "head_dim": 16, "value_dim": 16},
-    "chunk": {"chunk": 12},
-    "one-key-head": {"kv_heads": 1, "sinks": "shared"},
-    "heads-alike": {"kv_heads": 4},
-    "bfloat16-sinks": {"dtype": "bfloat16", "sinks": "each", "window": (21, 0)},
-}
-CASES: Final = {name: dataclasses.replace(PLAIN, name=f"cache-{name}", **more) for name, more in OPTIONS.items()} | {
-    "everything": dataclasses.replace(
-        NAMED["everything"].within(set(Feature) - CACHE_LACKS), name="cache-everything", q_length=PLAIN.q_length
-    )
-}
+QUERIES: Final = 16
+CASES: Final = {entry["name"]: of_entry(entry) for entry in ENTRIES["cache"]}
 RINGS: Final = (4, 2, 8, 1)
 
 
@@ -51,7 +33,7 @@ class WholeQueries(Placed):
         return PartitionSpec(*(None if x == RING else x for x in split)) if name in ("q", "out", "lse") else split
 
 
-def _placed(name: str, backend: str, largest: int, tokens: int = PLAIN.q_length) -> Placed:
+def _placed(name: str, backend: str, largest: int, tokens: int = QUERIES) -> Placed:
     """The case of that name, with this number of queries. Rings and layouts differ from one case to the next."""
     number = list(CASES).index(name)
     ring = min(RINGS[number % len(RINGS)], largest)
@@ -79,7 +61,7 @@ def _from_cache(function: Any, placed: Placed, arrays: Arrays, **more: Any) -> t
 @pytest.mark.parametrize("name", CASES)
 def test_an_offset_places_queries_in_a_longer_sequence(ringattn_backend: str, name: str, ringattn_largest_ring: int):
     placed = _placed(name, ringattn_backend, ringattn_largest_ring)
-    _agrees(placed, lambda arrays: placed.local(arrays, {}, query_offset=LENGTHS - PLAIN.q_length))
+    _agrees(placed, lambda arrays: placed.local(arrays, {}, query_offset=LENGTHS - QUERIES))
 
 
 @tiers.mark(tiers.CORE, "plain")

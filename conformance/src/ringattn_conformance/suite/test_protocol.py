@@ -41,4 +41,5 @@ def test_what_is_registered_is_well_formed(ringattn_backend: str):
     """Core raises for a wrong field, a class, a kernel without its methods, or a ring function of another signature."""
     found = discovery.get(ringattn_backend)
     assert any(found.descriptor().supports(dtype) for dtype in DTYPES), "it supports no dtype at all"
-    found.implementation()
+    kernel = found.implementation()
+    assert hash(kernel) == hash(kernel) and kernel == kernel, "it is compiled anew for every call: its hash changes"
