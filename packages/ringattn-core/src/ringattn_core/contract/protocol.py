@@ -147,7 +147,7 @@ class Block:
 LETTERS: Final = letters_of(Block)
 """The letters of the axes of each array of a block, except `kv`, whose form varies."""
 BIAS_FORBIDS: Final = -1e5
-"""A bias below this is a mask, as -inf is: libraries write -1e9 or the least float32 and mean that."""
+"""A bias below this is a mask, as -inf is. Libraries write -1e9 or the least float32 and mean that."""
 
 
 @jax.tree_util.register_dataclass
