@@ -13,7 +13,7 @@ import nox
 
 nox.needs_version = ">=2025.11.12"
 nox.options.default_venv_backend = "uv|virtualenv"
-nox.options.sessions = ["lint", "types", "tests", "conformance", "docs"]
+nox.options.sessions = ["lint", "types", "tests", "newest_jax", "conformance", "docs"]
 # An interpreter that is not there is reported as skipped; it is never downloaded.
 nox.options.error_on_missing_interpreters = False
 nox.options.download_python = "never"
@@ -31,11 +31,19 @@ BACKENDS = ("xla", "triton", "tpu")
 BENCHMARKS = tuple(f"benchmarks/{name}.py" for name in ("import_time", "compile_time", "ring_memory"))
 # The dependency groups of the suites of benchmarks that need a device.
 DEVICES = {"gpu": "on-gpus", "gpus": "on-gpus", "tpu": "on-tpus"}
-# (Python, JAX, groups of compilers). `nox -s tests` uses the first, and `nox -s exhaustive` the others.
+# (Python, JAX, groups of compilers). `nox -s tests` uses the first, `nox -s newest_jax` the second, and
+# `nox -s exhaustive` all but the first. CONTRIBUTING says how a new JAX is taken in.
 SUPPORTED = (
     ("3.11", "0.10.2", ("triton-3-6", "libtpu")),
+    ("3.12", "0.12.0.1", ("triton-3-9",)),
     ("3.12", "0.11.2", ("triton-3-9",)),
     ("3.11", "0.10.0", ()),
+)
+# The tests that break first when JAX changes: meshes, `shard_map`, transforms, and the program of a whole ring.
+MOVING = ("batching", "meshes", "options", "pipelines", "remat", "ring*", "shard*", "strict_flags")
+ON_THE_NEWEST = (
+    *(path for name in MOVING for path in sorted(map(str, ROOT.glob(f"packages/ringattn-core/tests/test_{name}.py")))),
+    "packages/ringattn-xla",
 )
 CPU = {"JAX_PLATFORMS": "cpu"}
 # The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.
@@ -123,6 +131,13 @@ def tests(session: nox.Session) -> None:
     _, jax, compilers = SUPPORTED[0]
     install_for_tests(session, jax, compilers)
     run_tests(session, LIBTPU, (TPU, *(f"--ignore={path}" for path in LIBTPU)), ("tests",), ALL_BUT_TPU)
+
+
+@nox.session(python=SUPPORTED[1][0])
+def newest_jax(session: nox.Session) -> None:
+    """Those tests of core and xla that depend most on JAX, on the newest JAX."""
+    install_for_tests(session, SUPPORTED[1][1], ())
+    run_tests(session, ON_THE_NEWEST)
 
 
 @nox.session(default=False)

@@ -105,7 +105,7 @@ class TestOfJax:
     REFUSED = {  # noqa: RUF012
         "cudnn": ({"implementation": "cudnn"}, BackendNotFoundError, "no ring-attention backend 'cudnn'"),
         "float64": ({"dtype": jnp.float64}, InputError, "query: has dtype float64"),
-        "traced scale": ({"scale": jnp.float32(2.0)}, InputError, "softmax_scale: is traced"),
+        "traced scale": ({"scale": jnp.float32(2.0)}, InputError, "scale: is traced"),
     }
     """cudnn runs on one device; no backend has float64; the scale is static, because kernels are compiled for it."""
 
