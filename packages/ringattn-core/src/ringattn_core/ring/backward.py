@@ -61,7 +61,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
     travel = ring.levels or ring.gathers
     summed = travel or {*call.wide} - ({"bias"} if bias_fixed else set())
 
-    def body(keys: Keys, offset: Any, sums: Sums) -> tuple[Keys, Sums]:
+    def one_block(keys: Keys, offset: Any, sums: Sums) -> tuple[Keys, Sums]:
         keys = packed(keys) if ring.passes_on else keys
         visited = block(ring, call, location.after(keys) if ring.levels else location, keys, offset)
         visited = dataclasses.replace(visited, bias_fixed=bias_fixed, out=rows.out, final=not summed)
@@ -70,6 +70,7 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
         others = _added(ring, call, sums.others, found, (owner(ring, location, offset), keys.first))
         return Keys(kv, keys.first), Sums(found.dq, others)
 
+    body: Body = one_block
     for level in ring.levels:
         body = around(level, body, ring.tie)
     if ring.gathers:

@@ -41,11 +41,12 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
     call = whole_keys.with_all_ids(ring, call.narrowed(), location)
     kernel, own = batching.forward(ring.kernel), Keys((call.key, call.value))
 
-    def body(keys: Keys, offset: Any, partial: Partial | None) -> Partial:
+    def one_block(keys: Keys, offset: Any, partial: Partial | None) -> Partial:
         here = location if partial is None else location.after(partial.lse)
         visited = block(ring, call, here, keys, offset)
         return kernel(dataclasses.replace(visited, final=not ring.levels and call.softmax_aux is None), partial)
 
+    body: Body = one_block
     for level in ring.levels:
         body = around(level, body, ring.tie)
     if ring.gathers:

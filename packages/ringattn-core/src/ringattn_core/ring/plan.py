@@ -70,7 +70,7 @@ class Level:
     @property
     def first(self) -> Send:
         """The send before the first hop of the backward pass."""
-        return Send(self.offsets[1], self.rows and self.rows[1])
+        return Send(self.offsets[1], None if self.rows is None else self.rows[1])
 
     @property
     def backward(self) -> tuple[Step, ...]:

@@ -43,9 +43,9 @@ def sent(level: Level, keys: Keys | None, send: Send | None) -> Keys | None:
     """The keys, or gradients, that arrive at this rank by `send`; `None` if there is nothing to send."""
     if keys is None or send is None:
         return None
-    if send.rows is not None and send.rows != (0, keys.length):
-        kv = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, *send.rows, axis=x.ndim - 3), keys.kv)
-        keys = Keys(kv, send.rows[0])
+    first, end = send.rows or (0, keys.length)
+    if end - first < keys.length:
+        keys = Keys(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, first, end, axis=x.ndim - 3), keys.kv), first)
     return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(keys))
 
 
