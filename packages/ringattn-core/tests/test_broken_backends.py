@@ -28,7 +28,7 @@ PLUGIN = """
         @priority.setter
         def priority(self, value): ...
     FIELDS = dict(
-        name="bad", api=1, platforms=("cpu",), features=dict.fromkeys(Feature, FULL), kernel="bad_kernel:KERNEL",
+        name="bad", api=1, platforms=("cpu",), features=frozenset(Feature), kernel="bad_kernel:KERNEL",
         priority=50,
     )
 """
@@ -103,6 +103,8 @@ FIELDS = {
     "variables of None": ("variables=None", "variables=None must be"),
     "a variable that is a list": ("variables=([],)", "variables=([],) must be"),
     "partials of None": ("half_partials=None", "half_partials=None must be True or False"),
+    "heads of text": ("largest_head='256'", "largest_head='256' must be a positive integer or None"),
+    "heads of nothing": ("largest_head=0", "largest_head=0 must be a positive integer or None"),
     "a field that is unknown": ("colour=1", "TypeError: Backend.__init__() got an unexpected keyword argument"),
     "a long repr": ("platforms=[0] * 999", "platforms=[" + "0, " * 26 + "0... must be a tuple"),
 }

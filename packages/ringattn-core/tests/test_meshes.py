@@ -136,7 +136,9 @@ def test_inside_a_manual_axis_of_a_pipeline(kind: str, check_vma: bool, length: 
         return jnp.sum(jnp.sin(out)), out
 
     with jax.set_mesh(mesh):
-        same(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*x, sinks), of_one_device(length))
+        # `jax.shard_map` takes explicit arrays only in the sharding that its `in_specs` name.
+        placed = [jax.device_put(array, P("pp")) for array in x]
+        same(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*placed, sinks), of_one_device(length))
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])

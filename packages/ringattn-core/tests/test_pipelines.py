@@ -85,8 +85,9 @@ def test_a_pipeline_with_scans_and_checkpoints_has_the_gradients_of_one_device(
     mesh = mesh_of(kind)
     weights, *x = arrays()
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(array, P(None, None, "sp")) for array in x]
-        found = gradients(pipeline(mesh, policy, check_vma))(weights, *placed)
+        # `jax.shard_map` takes explicit arrays only in the sharding that its `in_specs` name.
+        placed = jax.device_put(weights, P("pp")), *(jax.device_put(array, P(None, None, "sp")) for array in x)
+        found = gradients(pipeline(mesh, policy, check_vma))(*placed)
     for mine, wanted in zip(
         jax.tree.leaves(found), jax.tree.leaves(gradients(without_pipeline)(*arrays())), strict=True
     ):

@@ -84,6 +84,13 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
     assert back == [None, *(Send(-offset) for offset in rows)]
 
 
+def test_a_ring_of_two_sends_only_the_rows_that_its_window_sees():
+    (level,) = levels(Rule(1.0, sliding_window=(5, 0)), Shards("contiguous", 2), (16, 16), ("sp",), (2,))
+    assert level.rows == ((0, 16), (11, 16))
+    (level,) = levels(Rule(1.0, causal=True), Shards("contiguous", 2), (16, 16), ("sp",), (2,))
+    assert level.rows is None
+
+
 def test_long_shards_send_whole_tiles():
     (level,) = levels(Rule(1.0, sliding_window=(1000, 0)), Shards("contiguous", 4), (32768, 32768), ("sp",), (4,))
     assert level.rows == ((0, 32768), (32768 - 1024, 32768)) and FINEST == 64

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
+from ringattn_core import ring_attention
 from ringattn_core.backends import discovery, selection
 from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
@@ -131,6 +133,32 @@ class TestAName:
     def test_an_empty_name_or_a_wrong_type_is_refused(self, backend: Any) -> None:
         with pytest.raises(InputError, match="Pass the name of a backend, or a sequence of names"):
             chosen(backend)
+
+
+class TestLargeHeads:
+    @pytest.fixture(autouse=True)
+    def _small_and_any(self, install: Any) -> Iterator[None]:
+        """Backend `small` takes heads of up to 64, and `any` heads of any size."""
+        small = Backend("small", 1, ("cuda",), ALL, kernel="gone:KERNEL", priority=10, largest_head=64)
+        with discovery.registered(small, Kernel()), installed("any", "cuda"):
+            yield
+
+    @pytest.mark.parametrize("backend", [None, ("small", "any")])
+    def test_a_backend_whose_kernel_cannot_run_them_is_passed_over_with_the_reason(self, backend: Any) -> None:
+        assert selection.select(backend, CAUSAL, "cuda", (64, 64)).name == "small"
+        assert selection.select(backend, CAUSAL, "cuda", (64, 72)).name == "any"
+        reasons = {r.name: reason for r, reason in selection.candidates(CAUSAL, "cuda", (64, 72))}
+        assert reasons == {"small": "it takes heads of up to 64, and value has heads of size 72", "any": None}
+
+    def test_a_named_backend_refuses_them_and_names_the_fallback(self) -> None:
+        with pytest.raises(InputError, match=r"query: has heads of size 72.*up to 64.*backend=\('small', 'any'\)") as e:
+            selection.select("small", CAUSAL, "cuda", (72, 64))
+        assert e.value.argument == "query"
+
+    def test_a_call_asks_before_it_runs(self) -> None:
+        x = jnp.ones((1, 8, 2, 72))
+        with pytest.raises(InputError, match="query: has heads of size 72"):
+            ring_attention(x, x, x, backend="small")
 
 
 @pytest.mark.usefixtures("fast_and_safe", "dead")

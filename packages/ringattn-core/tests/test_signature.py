@@ -52,6 +52,7 @@ def test_the_function_of_a_shard_is_a_ring_kernel():
 
 @pytest.mark.parametrize("function", [ring_attention, decode_attention, prefill_attention, per_shard("xla")])
 def test_an_option_that_is_left_out_is_off_in_the_canonical_call(function: Any):
+    assert all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     off = {field.name: field.default for field in dataclasses.fields(Call)}
     of_operands = ("query", "key", "value", "softmax_scale", "fwd_params", "bwd_params")
     given = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.name not in of_operands}

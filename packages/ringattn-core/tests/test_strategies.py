@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from ringattn_conformance import tolerances
 from ringattn_conformance.cases import OPERANDS, Case
 from ringattn_conformance.ranks import DATA, HEADS, RING, Placed, Placement, place, with_gradients
-from ringattn_core import Backend, Feature, Support, ring_attention
+from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.contract import packing
 from traced_calls import forget_traced_calls
@@ -187,7 +187,7 @@ def test_auto_counts_the_ranks_of_the_last_axis(axes: dict[str, int], wanted: st
 
 
 def test_auto_is_the_ring_of_a_backend_that_drives_its_own():
-    own = Backend("own", 1, ("cpu",), dict.fromkeys(Feature, Support.FULL), ring="nowhere:RING")
+    own = Backend("own", 1, ("cpu",), tuple(Feature), ring="nowhere:RING")
     seen = []
     mesh = jax.make_mesh((4,), ("sp",), axis_types=(AxisType.Explicit,))
     x = jnp.ones((1, 64, 4, 8))

@@ -23,6 +23,7 @@ from ringattn_tools import picture, report
 from ringattn_tools.abstract_call import AbstractCall
 from ringattn_tools.analysis import MASKED, SKIPPED, WHOLE, CallAnalysis, analyse
 from ringattn_tools.main import main, parsed
+from ringattn_xla.block import KERNEL
 
 STATES = arrays(
     np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([SKIPPED, MASKED, WHOLE])
@@ -193,12 +194,27 @@ def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gi
 
 
 def test_the_platform_and_an_ordered_fallback_can_be_named(capsys) -> None:
-    backend = Backend("acausal", 1, ("tpu",), {}, kernel="nowhere:KERNEL", priority=5)
+    backend = Backend("acausal", 1, ("tpu",), (), kernel="nowhere:KERNEL", priority=5)
     with discovery.registered(backend, object()):
         assert main([*CALL, "--backend", "acausal,xla", "--platform", "tpu"]) == 0
     out = capsys.readouterr().out
     assert "Backends on tpu" in out and re.search(r"^    acausal .* it does not support BFLOAT16", out, re.MULTILINE)
     assert re.search(r"^->  xla .* runs this call$", out, re.MULTILINE)
+
+
+def test_a_head_size_that_a_backend_cannot_run_is_named_and_the_next_one_runs_it(capsys) -> None:
+    backend = Backend("narrow", 1, ("cpu",), frozenset(Feature), kernel="nowhere:KERNEL", priority=5, largest_head=64)
+    call = ["explain", "--query", "1,64,4,576", "--kv", "64,4,32", "--ring", "4"]
+    with discovery.registered(backend, KERNEL):
+        assert main([*CALL, "--backend", "narrow"]) == 0
+        for names, status in (("narrow,xla", 0), ("narrow", 1)):
+            capsys.readouterr()
+            assert main([*call, "--json", "--backend", names]) == status
+            found = json.loads(capsys.readouterr().out)
+            reasons = {row["name"]: row["answer"] for row in found["backends"]}
+            assert reasons["narrow"] == "it takes heads of up to 64, and query has heads of size 576"
+            assert found["choice"] == ("xla" if status == 0 else None)
+        assert "query: has heads of size 576" in found["refusal"]
 
 
 def test_the_report_says_that_a_backend_drives_its_own_ring(capsys) -> None:

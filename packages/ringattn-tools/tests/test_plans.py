@@ -117,7 +117,7 @@ class TestWhatTuningMeasuredHere:
         "changes",
         [
             {"backend": "other"}, {"head_dim": 128}, {"dtype": "float32"}, {"ranks": 8}, {"device": "another"},
-            {"window": (9, 0)}, {"options": (("bias", True),)},
+            {"sliding_window": (9, 0)}, {"options": (("bias", True),)},
         ],
         ids=str,
     )  # fmt: skip

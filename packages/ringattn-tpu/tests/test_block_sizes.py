@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from ringattn_core.contract.protocol import Block, Partial
+from ringattn_core.contract.protocol import Block
 from ringattn_core.errors import InputError
 from ringattn_tpu import block_sizes, steps
-from ringattn_tpu.block import KERNEL
 from ringattn_tpu.block_sizes import Sizes
 from tpu_blocks import make_block
 
@@ -99,16 +98,3 @@ def test_a_part_is_the_longest_that_divides_its_tile(asked: int | None, tile: in
 def test_a_part_that_is_no_number_of_tokens_is_refused(part: Any):
     with pytest.raises(InputError, match=r'extra=\{"part": .*got .*number of tokens'):
         chosen(shaped(256, params={"extra": {"part": part}}))
-
-
-def test_heads_that_were_not_planned_for_are_refused_forward_and_backward():
-    block = shaped(256, dim=264)
-    out, rows = block.q.shape, (1, 1, 256)
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, rows)]
-    message = "has heads of size 264.*'tpu' takes heads of up to 256; the backend 'xla' takes any"
-    with pytest.raises(InputError, match=message):
-        jax.eval_shape(KERNEL.forward, block, Partial(*arrays))
-    dout = jax.ShapeDtypeStruct(out, jnp.bfloat16)
-    with pytest.raises(InputError, match=message):
-        jax.eval_shape(KERNEL.backward, block, dout, arrays[1], arrays[1], arrays[0])
-    assert chosen(shaped(256, dim=256)).q_tile == 256

@@ -312,14 +312,6 @@ def test_who_asks_for_tiles_of_documents_has_the_others_of_a_large_program(asked
     assert found == Schedule(64, 128, 8, 3)
 
 
-@pytest.mark.parametrize(("dim", "value_dim", "named"), [(257, 8, "query"), (8, 300, "value")])
-def test_heads_beyond_256_are_refused_with_the_way_out(dim: int, value_dim: int, named: str) -> None:
-    block = make_block(1, 4, 4, dim=dim, value_dim=value_dim)
-    rows = jnp.zeros((1, 2, 4))
-    with pytest.raises(InputError, match=rf"{named}: has heads of size {max(dim, value_dim)}.*up to 256.*'xla'"):
-        KERNEL.backward(block, jnp.zeros((1, 4, 2, value_dim)), rows, rows, jnp.zeros((1, 4, 2, dim)))
-
-
 @pytest.mark.parametrize(
     ("params", "said"),
     [

@@ -197,12 +197,6 @@ def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
         assert least <= np.abs(np.asarray(got.out - exact.out)).max() <= most, precision
 
 
-def test_heads_beyond_256_are_refused_with_the_way_out() -> None:
-    block = make_block(1, 4, 4, dim=257)
-    with pytest.raises(InputError, match=r"query: has heads of size 257.*up to 256.*'xla'"):
-        KERNEL.forward(block, None)
-
-
 @pytest.mark.parametrize(
     ("params", "said"),
     [

@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax.numpy as jnp
 from ringattn_core.backends.discovery import on_clear
-from ringattn_core.errors import InputError
 from ringattn_core.tuning import cache
 from ringattn_core.tuning.policy import current
 from ringattn_core.tuning.problem import machine
@@ -110,61 +109,20 @@ MEASURED: Final = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """The device that the command line names, and the call for which its rates are asked.
+def rates_of(
+    name: str, backend: str | None, itemsize: int, head_dim: int, here: str | None
+) -> tuple[Rates, str] | None:
+    """The rates of kernels for this size of dtype and head, with their source; `None` if nobody has measured them.
 
-    `device` is a name of `MEASURED`, or what else stands in a sentence; `here` is the kind of this machine's device if
-    it is that one. `rate` and `link` are those of the command line.
+    `name` is that of a device, and `here` the `device_kind` of this machine if it has such a device: what tuning has
+    measured here goes before what benchmarks have.
     """
-
-    device: str
-    here: str | None
-    backend: str | None
-    itemsize: int
-    head_dim: int
-    ranks: int
-    inner: int
-    rate: Rates | None = None
-    link: tuple[Link, ...] | None = None
-
-
-def reckoned(asked: Question) -> Device | str:
-    """The device, or a sentence that says which of its numbers nobody has measured, and how to pass them."""
-    measured = MEASURED.get(asked.device)
-    rates, source = _rates(asked, measured)
-    links, host = _links(asked, measured)
-    lacking = {"--rate": rates is None, "--link": links is None}
-    missing = " and ".join(argument for argument, lacks in lacking.items() if lacks)
-    if rates is None or links is None:
-        what = {"--rate": "kernels", "--link": f"links between {asked.ranks} ranks"}
-        unknown = " or ".join(words for argument, words in what.items() if lacking[argument])
-        if asked.rate or asked.link:
-            raise InputError(missing, f"is needed: nobody has measured {unknown} of {asked.device}", "Pass it too")
-        return f"Nobody has measured {unknown} of {asked.device}: pass {missing}."
-    launch, copy = (measured.launch, measured.copy) if measured and not asked.rate else (0.0, math.inf)
-    return Device(asked.device, rates, links[0], links[-1], host, source, launch, copy)
-
-
-def _rates(asked: Question, measured: Measured | None) -> tuple[Rates | None, str]:
-    """The rates and a sentence about their source: the command line, else tuning here, else benchmarks."""
-    if asked.rate:
-        return asked.rate, "Kernel rates of the command line; their launches, and copies of sums, take no time"
-    tuned = None if asked.here is None else tuned_rates(asked.here, asked.backend, asked.itemsize, asked.head_dim)
-    if tuned:
+    tuned = None if here is None else tuned_rates(here, backend, itemsize, head_dim)
+    if tuned is not None:
         return tuned, "Kernel rates that tuning measured on this machine"
-    if measured:
-        return measured.rate(asked.itemsize, asked.head_dim), f"Kernel rates measured on {asked.device}"
-    return None, ""
-
-
-def _links(asked: Question, measured: Measured | None) -> tuple[Sequence[Link] | None, int]:
-    """The near and the far link, and how many ranks the near one connects at most."""
-    if asked.link:
-        return asked.link, asked.inner
-    if asked.ranks == 1:
-        return [Link("none", math.inf)], 1
-    return ([measured.link], measured.host) if measured and asked.ranks <= measured.host else (None, 0)
+    if name in MEASURED:
+        return MEASURED[name].rate(itemsize, head_dim), f"Kernel rates measured on {name}"
+    return None
 
 
 def parsed_rate(text: str) -> Rates:

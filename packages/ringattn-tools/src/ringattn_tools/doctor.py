@@ -40,6 +40,7 @@ class BackendStatus:
     door: str | None
     implementation: str | None
     probe: str | None
+    largest_head: int | None
     reason: str | None
     broken: bool
     features: dict[str, str]
@@ -99,6 +100,7 @@ def backend_of(registration: Registration, load: bool = False) -> BackendStatus:
         door=None if descriptor is None else "kernel" if descriptor.kernel else "ring",
         implementation=(descriptor.kernel or descriptor.ring) if descriptor else None,
         probe=descriptor.probe if descriptor else None,
+        largest_head=descriptor.largest_head if descriptor else None,
         reason=registration.why_unavailable() if broken is None else str(broken),
         broken=broken is not None,
         features=features,

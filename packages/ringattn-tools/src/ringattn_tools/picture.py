@@ -35,15 +35,15 @@ def shrunk(
     return np.where(lowest == highest, lowest, MASKED).astype(np.uint8)
 
 
-def text(found: CallAnalysis) -> str:
+def text(analysis: CallAnalysis) -> str:
     """Rows of ranks and columns of hops, a letter for each cell. Each panel has queries down and keys across."""
-    hops, margin = len(found.hops), len(f"rank {found.ranks - 1} ")
-    rows = min(_ROWS, _LINES // found.ranks - 1, ((PAGE - margin + 1) // hops - 1) // 2)
+    hops, margin = len(analysis.hops), len(f"rank {analysis.ranks - 1} ")
+    rows = min(_ROWS, _LINES // analysis.ranks - 1, ((PAGE - margin + 1) // hops - 1) // 2)
     if rows < 2:
         return "The ring is too large for a picture here; --svg and --png draw it."
     lines = ["   ".join(f"{LETTERS[state]} {word}" for state, word in WORDS.items()), ""]
-    lines.append(" " * margin + " ".join(f"hop {hop.number}".ljust(2 * rows) for hop in found.hops))
-    for number, of_rank in enumerate(shrunk(found.states, rows, 2 * rows)):
+    lines.append(" " * margin + " ".join(f"hop {hop.number}".ljust(2 * rows) for hop in analysis.hops))
+    for number, of_rank in enumerate(shrunk(analysis.states, rows, 2 * rows)):
         for row, cells in enumerate(of_rank.swapaxes(0, 1).tolist()):
             name = "" if row else f"rank {number}"
             lines.append(name.ljust(margin) + " ".join("".join(LETTERS[x] for x in panel) for panel in cells))
@@ -51,54 +51,57 @@ def text(found: CallAnalysis) -> str:
     return "\n".join(lines)
 
 
-def save(found: CallAnalysis, path: Path, kind: str) -> None:
+def save(analysis: CallAnalysis, path: Path, kind: str) -> None:
     """Writes the picture as `kind`, "svg" or "png"."""
     import matplotlib as mpl  # takes half a second, which other commands need not wait for
 
-    metadata = {"Title": title(found)} | ({"Date": None, "Creator": None} if kind == "svg" else {"Software": None})
+    metadata = {"Title": title(analysis)} | ({"Date": None, "Creator": None} if kind == "svg" else {"Software": None})
     # A fixed salt makes equal calls give equal files; with "none", text stays text.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringattn", "font.size": 9}):
         try:
-            figure(found).savefig(path, format=kind, dpi=150, metadata=metadata)
+            figure(analysis).savefig(path, format=kind, dpi=150, metadata=metadata)
         except OSError as error:
             raise InputError(f"--{kind}", f"cannot write {path}: {error.strerror}", "Name another file") from error
 
 
-def figure(found: CallAnalysis) -> Any:
+def figure(analysis: CallAnalysis) -> Any:
     """A matplotlib figure: rows of ranks and columns of hops, and beside it the tiles of each rank."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    hops, side = len(found.hops), min(1.4, 13 / max(len(found.hops), found.ranks))
+    hops, side = len(analysis.hops), min(1.4, 13 / max(len(analysis.hops), analysis.ranks))
     beside = max(2, hops // 8)
-    size = max(7.5, side * (hops + beside) + 1), side * found.ranks + 2.4
+    size = max(7.5, side * (hops + beside) + 1), side * analysis.ranks + 2.4
     made = Figure(size, layout="constrained", facecolor="white")
     tiles, bars = made.subplots(1, 2, sharey=True, width_ratios=(hops, beside))
     colours = ListedColormap([COLOURS[state] for state in (SKIPPED, MASKED, WHOLE)])
-    extent = (-0.5, hops - 0.5, found.ranks - 0.5, -0.5)
-    tiles.imshow(_mosaic(found), colours, vmin=0, vmax=2, interpolation="none", extent=extent, aspect="auto")
+    extent = (-0.5, hops - 0.5, analysis.ranks - 0.5, -0.5)
+    tiles.imshow(_mosaic(analysis), colours, vmin=0, vmax=2, interpolation="none", extent=extent, aspect="auto")
     named = range(0, hops, _every(hops))
-    names = [f"hop {hop.number}\nkeys of rank {hop.keys_of}" if side > 1 else f"{hop.number}" for hop in found.hops]
+    names = [f"hop {hop.number}\nkeys of rank {hop.keys_of}" if side > 1 else f"{hop.number}" for hop in analysis.hops]
     tiles.set_xticks(named, [names[number] for number in named])
     tiles.xaxis.tick_top()
     tiles.set_title("" if side > 1 else "hop", fontsize="medium", color=MUTED, loc="left")
-    named = range(0, found.ranks, _every(found.ranks))
+    named = range(0, analysis.ranks, _every(analysis.ranks))
     tiles.set_yticks(named, [f"rank {number}" for number in named])
-    bars.hlines(range(found.ranks), 0, found.tiles_of_ranks, COLOURS[WHOLE], linewidth=72 * side / 5)
+    bars.hlines(range(analysis.ranks), 0, analysis.tiles_of_ranks, COLOURS[WHOLE], linewidth=72 * side / 5)
     for number in named:
-        count = found.tiles_of_ranks[number]
+        count = analysis.tiles_of_ranks[number]
         bars.annotate(f"{count}", (count, number), (3, 0), textcoords="offset points", va="center", color=MUTED)
     bars.set_title("tiles computed", fontsize="medium", color=MUTED, loc="left")
     bars.set_xticks([])
-    bars.set_xlim(0, 1.5 * max(1, *found.tiles_of_ranks))
+    bars.set_xlim(0, 1.5 * max(1, *analysis.tiles_of_ranks))
     for axes in (tiles, bars):
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    by = f"by {found.choice}" if found.choice else "by no installed backend"
-    each = "each panel is {} x {} tiles of {} queries by {} keys".format(*found.states.shape[2:], *found.tile)
-    made.suptitle(f"{title(found)}\n{described(found)}\n{by} on {found.platform}; {each}", x=0.01, ha="left")
-    words, patches = f"{balance(found)}\n{totals(found)}", [Patch(color=COLOURS[x], label=WORDS[x]) for x in WORDS]
+    by = f"by {analysis.choice}" if analysis.choice else "by no installed backend"
+    each = "each panel is {} x {} tiles of {} queries by {} keys".format(*analysis.states.shape[2:], *analysis.tile)
+    made.suptitle(f"{title(analysis)}\n{described(analysis)}\n{by} on {analysis.platform}; {each}", x=0.01, ha="left")
+    words, patches = (
+        f"{balance(analysis)}\n{totals(analysis)}",
+        [Patch(color=COLOURS[x], label=WORDS[x]) for x in WORDS],
+    )
     made.legend(handles=patches, title=words, alignment="left", loc="outside lower left", ncols=3, frameon=False)
     return made
 
@@ -108,12 +111,12 @@ def _every(count: int) -> int:
     return 1 if count <= 32 else count // 16
 
 
-def _mosaic(found: CallAnalysis) -> np.ma.MaskedArray:
+def _mosaic(analysis: CallAnalysis) -> np.ma.MaskedArray:
     """All panels as one image of cells, with masked gaps between them if there is room."""
-    panels, gaps = max(found.ranks, len(found.hops)), 255
+    panels, gaps = max(analysis.ranks, len(analysis.hops)), 255
     cells = max(1, min(64, 512 // panels), min(2, 2048 // panels))
     gap = -(-cells // 16) if cells >= 8 else 0
-    rows, columns = (min(cells, tiles) for tiles in found.states.shape[2:])
-    states = shrunk(found.states, rows, columns).repeat(-(-cells // rows), 2).repeat(-(-cells // columns), 3)
+    rows, columns = (min(cells, tiles) for tiles in analysis.states.shape[2:])
+    states = shrunk(analysis.states, rows, columns).repeat(-(-cells // rows), 2).repeat(-(-cells // columns), 3)
     apart = np.pad(states, ((0, 0), (0, 0), (gap, gap), (gap, gap)), constant_values=gaps)
     return np.ma.masked_equal(np.concatenate(np.concatenate(apart, 1), 1), gaps)

@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from ringattn_core.placement import platforms
 from . import cost, devices
 from .analysis import CallAnalysis
 from .cost import Cost, Step, total
-from .devices import MEASURED, Device, Question, measured_name
+from .devices import MEASURED, Device, Link, measured_name, rates_of
 from .output import Bytes, Rows, Seconds, Title
 
 _HIDES: Final = {True: "yes", False: "no", None: None}
@@ -71,68 +72,81 @@ def platform_of(arguments: argparse.Namespace) -> str:
     return platform
 
 
-def reckoning(found: CallAnalysis, arguments: argparse.Namespace) -> Reckoning | str:
+def reckoning(analysis: CallAnalysis, arguments: argparse.Namespace) -> Reckoning | str:
     """The costs of the analysed call on the device of the command line, or a sentence about what is not known of it."""
-    here = platforms.device_of(None, ()).device_kind
-    if found.platform != platforms.platform_of(None, ()) or arguments.device not in (None, measured_name(here)):
-        here = None
-    work = found.work
-    device = devices.reckoned(
-        Question(
-            device=arguments.device or (measured_name(here) if here else None) or f"these {found.platform} devices",
-            here=here,
-            backend=found.choice,
-            itemsize=work.itemsize,
-            head_dim=max(work.head_dim, work.value_dim),
-            ranks=work.ranks,
-            inner=found.call.inner,
-            rate=arguments.rate,
-            link=arguments.link,
-        )
-    )
+    device = _device(analysis, arguments)
     if isinstance(device, str):
         return device
-    plans = cost.of_strategies(work, device, found.call.inner, found.not_possible)
-    taken = next((plan for plan in plans if plan.strategy == found.strategy), plans[0])
+    plans = cost.of_strategies(analysis.work, device, analysis.call.inner, analysis.not_possible)
+    taken = next((plan for plan in plans if plan.strategy == analysis.strategy), plans[0])
     return Reckoning(device, plans, taken, arguments.strategy == "auto")
 
 
-def report(found: Reckoning | str) -> Iterator[Any]:
+def _device(analysis: CallAnalysis, arguments: argparse.Namespace) -> Device | str:
+    """The device, or a sentence that says what nobody has measured, and how to pass it.
+
+    Raises if the command line gives a rate or a link, and the other one is not known.
+    """
+    here, work = platforms.device_of(None, ()).device_kind, analysis.work
+    if analysis.platform != platforms.platform_of(None, ()) or arguments.device not in (None, measured_name(here)):
+        here = None
+    name = arguments.device or (measured_name(here) if here else None) or f"these {analysis.platform} devices"
+    measured, launch, copy = MEASURED.get(name), 0.0, math.inf
+    links, host = arguments.link, analysis.call.inner
+    if links is None and work.ranks == 1:
+        links = (Link("none", math.inf),)
+    elif links is None and measured and work.ranks <= measured.host:
+        links, host = (measured.link,), measured.host
+    rates = arguments.rate, "Kernel rates of the command line; their launches, and copies of sums, take no time"
+    if arguments.rate is None:
+        rates = rates_of(name, analysis.choice, work.itemsize, max(work.head_dim, work.value_dim), here)
+        launch, copy = (measured.launch, measured.copy) if measured else (launch, copy)
+    lacking = {"--rate": "kernels"} if rates is None else {}
+    lacking |= {"--link": f"links between {work.ranks} ranks"} if links is None else {}
+    if rates and links:
+        return Device(name, rates[0], links[0], links[-1], host, rates[1], launch, copy)
+    missing, unknown = " and ".join(lacking), " or ".join(lacking.values())
+    if arguments.rate or arguments.link:
+        raise InputError(missing, f"is needed: nobody has measured {unknown} of {name}", "Pass it too")
+    return f"Nobody has measured {unknown} of {name}: pass {missing}."
+
+
+def report(reckoned: Reckoning | str) -> Iterator[Any]:
     """Headings, tables and sentences for `show`."""
-    if isinstance(found, str):
+    if isinstance(reckoned, str):
         yield Title("Plans")
-        yield found
+        yield reckoned
         return
-    yield Title(f"Plans on {found.device.name}")
-    near, far = found.device.near.name, found.device.far.name
-    yield f"Reckoned, not measured. {found.device.source}; links: {near if near == far else f'{near}, then {far}'}."
-    yield costs(found)
-    if len(found.plans) == 1:
+    yield Title(f"Plans on {reckoned.device.name}")
+    near, far = reckoned.device.near.name, reckoned.device.far.name
+    yield f"Reckoned, not measured. {reckoned.device.source}; links: {near if near == far else f'{near}, then {far}'}."
+    yield costs(reckoned)
+    if len(reckoned.plans) == 1:
         yield "One device needs no plan."
-    elif found.by_rule:
-        yield _choice(found)
-    listed = steps(found)
+    elif reckoned.by_rule:
+        yield _choice(reckoned)
+    listed = steps(reckoned)
     if listed:
         yield ""
         yield Title("Steps of each plan")
         yield listed
 
 
-def as_json(found: Reckoning | str) -> dict[str, Any]:
+def as_json(reckoned: Reckoning | str) -> dict[str, Any]:
     """Plain data: the tables, and the rates and links; without a device only why there are none."""
-    if isinstance(found, str):
-        return {"not_reckoned": found}
-    return {"plans": costs(found), "steps": steps(found), "device": dataclasses.asdict(found.device)}
+    if isinstance(reckoned, str):
+        return {"not_reckoned": reckoned}
+    return {"plans": costs(reckoned), "steps": steps(reckoned), "device": dataclasses.asdict(reckoned.device)}
 
 
-def costs(found: Reckoning) -> Rows:
+def costs(reckoned: Reckoning) -> Rows:
     """One row for each strategy: its times, what it sends, its memory, and why the call cannot use it."""
 
     def row(plan: Cost) -> dict[str, Any]:
         sends = [step for step in plan.steps if step.sent]
         usable = plan.refusal is None
         return {
-            "chosen": plan is found.taken,
+            "chosen": plan is reckoned.taken,
             "plan": plan.name,
             "forward": Seconds(total(plan.forward)) if usable else None,
             "backward": Seconds(total(plan.backward)) if usable else None,
@@ -143,10 +157,10 @@ def costs(found: Reckoning) -> Rows:
             "refused": plan.refusal,
         }
 
-    return [row(plan) for plan in found.plans]
+    return [row(plan) for plan in reckoned.plans]
 
 
-def steps(found: Reckoning) -> Rows:
+def steps(reckoned: Reckoning) -> Rows:
     """One row for each kind of step of each strategy that the call can use: steps with equal cells share a row."""
 
     def row(plan: Cost, phase: str, step: Step) -> dict[str, Any]:
@@ -162,7 +176,7 @@ def steps(found: Reckoning) -> Rows:
         }
 
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for plan in found.plans:
+    for plan in reckoned.plans:
         for phase in ("forward", "backward"):
             for step in getattr(plan, phase):
                 made = row(plan, phase, step)
@@ -181,11 +195,11 @@ def _span(first: str, last: str) -> str:
     return first if first == last else f"{first} to {last.split()[-1]}"
 
 
-def _choice(found: Reckoning) -> str:
+def _choice(reckoned: Reckoning) -> str:
     """A sentence about the strategy that "auto" takes."""
-    fastest = min((plan for plan in found.plans if plan.refusal is None), key=lambda plan: plan.seconds)
-    taken = f"strategy='auto' takes {found.taken.name} by its rule"
-    if fastest is found.taken:
+    fastest = min((plan for plan in reckoned.plans if plan.refusal is None), key=lambda plan: plan.seconds)
+    taken = f"strategy='auto' takes {reckoned.taken.name} by its rule"
+    if fastest is reckoned.taken:
         return f"{taken}."
-    times = f"{Seconds(fastest.seconds)} for both passes, {Seconds(found.taken.seconds)} with {found.taken.name}"
+    times = f"{Seconds(fastest.seconds)} for both passes, {Seconds(reckoned.taken.seconds)} with {reckoned.taken.name}"
     return f"{taken}. By this table {fastest.name} is faster: {times}."

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 from ringattn_core import BwdParams, FwdParams
-from ringattn_core.contract.head_sizes import refuse_large_heads
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.tiles import near_equal
 from ringattn_core.contract.visibility import span
@@ -17,7 +16,6 @@ from . import steps
 LANES: Final = 128
 """Tile lengths are multiples of this number of lanes, because the visiting side lies along the lanes."""
 SUBLANES: Final = 8
-LARGEST_HEAD: Final = 256
 _LONGEST: Final = 1024
 _SHORTEST: Final = 256
 _PART: Final = 512
@@ -44,7 +42,6 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Sizes:
     Tiles are long, so that the pipeline hides its transfers behind products, but no longer than half of what a window
     lets a query see; near equal, so that padding wastes little; and so few that the list of steps has room.
     """
-    refuse_large_heads(block, LARGEST_HEAD, "tpu")
     wide = block.q.dtype == jnp.float32 or max(block.q.shape[-1], block.value_dim) > LANES
     rule = block.rule
     seen = span(rule.causal, rule.sliding_window, rule.chunk_size) // 2 // LANES * LANES

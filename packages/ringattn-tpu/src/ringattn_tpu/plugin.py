@@ -25,4 +25,5 @@ BACKEND: Final = Backend(
     kernel="ringattn_tpu.block:KERNEL",
     probe="ringattn_tpu.availability:why_unavailable",
     variables=(INTERPRET_VARIABLE,),
+    largest_head=256,
 )

@@ -43,4 +43,5 @@ BACKEND: Final = Backend(
     kernel="ringattn_triton.block_kernel:KERNEL",
     probe="ringattn_triton.availability:why_unavailable",
     variables=(INTERPRET_VARIABLE,),
+    largest_head=256,
 )

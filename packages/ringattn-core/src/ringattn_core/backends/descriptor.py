@@ -79,6 +79,7 @@ _FIELDS: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
     ("probe", _PATH_EXAMPLE, _is_path),
     ("priority", "an integer", lambda value: type(value) is int),
     ("variables", "a tuple of names of environment variables", _are_names),
+    ("largest_head", "a positive integer or None", lambda value: value is None or (type(value) is int and value > 0)),
     ("half_partials", "True or False", lambda value: isinstance(value, bool)),
 )
 """Field, what it must be, and the check."""

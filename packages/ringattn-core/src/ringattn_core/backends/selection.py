@@ -21,6 +21,7 @@ from ..errors import (
     RingAttnError,
     UnsupportedFeatureError,
     did_you_mean,
+    from_clone,
 )
 from . import discovery
 from .discovery import Registration
@@ -35,7 +36,13 @@ _context: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("ring
 discovery.on_clear.append(_log_once.cache_clear)
 
 
-def select(backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str) -> Registration:
+Heads = tuple[int, int]
+"""The sizes of the query heads and of the value heads of a call; 0 is a call of which nothing is known."""
+
+
+def select(
+    backend: str | Sequence[str] | None, required: frozenset[Feature], platform: str, heads: Heads = (0, 0)
+) -> Registration:
     """The backend for a call that needs `required` on devices of `platform`, with its implementation imported.
 
     One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known
@@ -45,18 +52,18 @@ def select(backend: str | Sequence[str] | None, required: frozenset[Feature], pl
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
     if backend is not None:
-        return _among(_names(backend, "backend"), required, platform)
+        return _among(_names(backend, "backend"), required, platform, heads)
     for source, names in (("use_backend", _context.get()), (BACKEND_VARIABLE, _of_environment())):
         if names:
             try:
-                return _among(names, required, platform)
+                return _among(names, required, platform, heads)
             except RingAttnError as error:
                 error.add_note(f"The backend was named by {source}.")
                 raise
     ranked = _ranked()
     if not ranked:
         raise BackendNotFoundError(None, ())
-    return _first(ranked, required, platform)
+    return _first(ranked, required, platform, heads)
 
 
 @contextlib.contextmanager
@@ -78,12 +85,14 @@ def use_backend(backend: str | Sequence[str]) -> Iterator[None]:
         _context.reset(token)
 
 
-def candidates(required: frozenset[Feature], platform: str) -> list[tuple[Registration, str | None]]:
+def candidates(
+    required: frozenset[Feature], platform: str, heads: Heads = (0, 0)
+) -> list[tuple[Registration, str | None]]:
     """Every registered backend with the reason why it cannot run this call, or `None` if it can.
 
     Backends that failed to load come first. The others follow in the order in which a call tries them.
     """
-    return [(registration, _why_not(registration, required, platform)) for registration in _ranked()]
+    return [(registration, _why_not(registration, required, platform, heads)) for registration in _ranked()]
 
 
 def _registered(names: tuple[str, ...]) -> list[Registration]:
@@ -98,12 +107,14 @@ def _registered(names: tuple[str, ...]) -> list[Registration]:
     return found
 
 
-def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str) -> Registration:
-    named = _registered(names)
-    return _exactly(named[0], required) if len(named) == 1 else _first(named, required, platform, named=True)
+def _among(names: tuple[str, ...], required: frozenset[Feature], platform: str, heads: Heads) -> Registration:
+    registrations = _registered(names)
+    if len(registrations) == 1:
+        return _exactly(registrations[0], required, heads)
+    return _first(registrations, required, platform, heads, named=True)
 
 
-def _exactly(registration: Registration, required: frozenset[Feature]) -> Registration:
+def _exactly(registration: Registration, required: frozenset[Feature], heads: Heads) -> Registration:
     broken = registration.why_broken()
     if broken is not None:
         raise discovery.again(broken)
@@ -112,6 +123,12 @@ def _exactly(registration: Registration, required: frozenset[Feature]) -> Regist
         raise BackendUnavailableError(registration.name, reason)
     if _missing(descriptor, required):
         raise refusal(registration, required)
+    too_large = _too_large(descriptor, heads)
+    if too_large is not None:
+        name, others = registration.name, _others(registration, required, heads)
+        takes = f"The backend {name!r} takes heads of up to {descriptor.largest_head}"
+        other = f"pass backend=({name!r}, {others[0]!r})" if others else f"install {from_clone('ringattn-xla')}"
+        raise InputError(*too_large, f"{takes}; to allow a fallback, {other}")
     registration.implementation()
     return registration
 
@@ -119,19 +136,28 @@ def _exactly(registration: Registration, required: frozenset[Feature]) -> Regist
 def refusal(registration: Registration, required: frozenset[Feature]) -> UnsupportedFeatureError:
     """The error for a backend that lacks a feature in `required`; it lists the backends that can run the call."""
     name = registration.name
-    others = [r.name for r in _ranked() if r.name != name and _why_not(r, required, None) is None]
+    others = _others(registration, required, (0, 0))
     features, supports = zip(*_missing(registration.descriptor(), required), strict=True)
     installed = tuple(discovery.registrations())
     return UnsupportedFeatureError(name, ", ".join(features), ", ".join(supports), others, installed)
 
 
+def _others(registration: Registration, required: frozenset[Feature], heads: Heads) -> list[str]:
+    """The names of the other backends that can run the call."""
+    return [r.name for r in _ranked() if r is not registration and _why_not(r, required, None, heads) is None]
+
+
 def _first(
-    registrations: list[Registration], required: frozenset[Feature], platform: str, named: bool = False
+    registrations: list[Registration],
+    required: frozenset[Feature],
+    platform: str,
+    heads: Heads,
+    named: bool = False,
 ) -> Registration:
     """The first that can run the call, on any platform if it was `named`. Logs why those before it cannot."""
     reasons = {}
     for registration in registrations:
-        reason = _why_not(registration, required, None if named else platform)
+        reason = _why_not(registration, required, None if named else platform, heads)
         if reason is None:
             return registration
         reasons[registration.name] = reason
@@ -140,7 +166,9 @@ def _first(
     raise NoBackendError(platform, reasons, tuple(discovery.registrations()))
 
 
-def _why_not(registration: Registration, required: frozenset[Feature], platform: str | None) -> str | None:
+def _why_not(
+    registration: Registration, required: frozenset[Feature], platform: str | None, heads: Heads
+) -> str | None:
     """Why a backend cannot run a call, or `None` where it can. `platform=None` accepts every platform."""
     backend = registration.backend
     if registration.error is not None or backend is None:
@@ -150,11 +178,22 @@ def _why_not(registration: Registration, required: frozenset[Feature], platform:
     missing = _missing(backend, required)
     if missing:
         return "it does not support " + ", ".join(f"{feature} ({support})" for feature, support in missing)
+    too_large = _too_large(backend, heads)
+    if too_large is not None:
+        return f"it takes heads of up to {backend.largest_head}, and {' '.join(too_large)}"
     unavailable = registration.why_unavailable()
     if unavailable is not None and registration.why_broken() is None:
         return f"it cannot run here: {unavailable}"
     broken = registration.why_broken(load=True)
     return None if broken is None else str(broken)
+
+
+def _too_large(backend: Backend, heads: Heads) -> tuple[str, str] | None:
+    """An array whose heads are too large for the kernel, and the fact; `None` if there is none."""
+    for name, size in zip(("query", "value"), heads, strict=True):
+        if backend.largest_head is not None and size > backend.largest_head:
+            return name, f"has heads of size {size}"
+    return None
 
 
 def _missing(backend: Backend, required: frozenset[Feature]) -> list[tuple[str, str]]:

@@ -80,13 +80,25 @@ def ring_attention(
             the heads, split the first axis of `[N, n]` alike, and leave a single axis whole: `N` counts all heads.
         bias: Added to the scores, `[b, n, t, S_global]`. Its columns are all keys of the sequence, in natural order. An
             entry below -1e5 forbids its pair, as -inf does.
+        causal: A query sees no key after it.
+        sliding_window: `(left, right)`, how far a query sees to each side, both ends inclusive. `None` is unbounded.
+            One number is both sides.
+        chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.
         q_segment_ids: `[B, T]` integers. A query sees the keys with its own id; a negative id is padding.
         kv_segment_ids: `[B, S]` integers. If only one of the two is given, it serves both.
         q_positions: `[T]` or `[B, T]` integers, which masks and ALiBi compare. By default, the index in the
             sequence.
         kv_positions: `[S]` or `[B, S]`. If only one of the two is given, it serves both.
         query_offset: The position of the first query: an integer, which may be traced, or one for each row, `[B]`.
+        mask_info: A `MaskInfo`: segment ids, positions and a dense mask as one pytree.
+        attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
+        mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
+            lengths. See `ringattn_core.masks`.
+        softmax_scale: The factor of the scores, by default `H ** -0.5`.
+        logits_soft_cap: Scores become `cap * tanh(score / cap)`. A cap is at most 1e30.
         alibi_slopes: `[N]`. `slope * |i - j|` is subtracted from the score of positions `i` and `j`.
+        dropout_prob: The probability of dropping an attention weight, rounded down to a multiple of 2^-16.
+        dropout_seed: One integer. The same seed drops the same weights on every ring, layout and backend.
         axis_name: The mesh axis that splits the sequence: the ring. With strategy "ring", a tuple of names is a ring
             of two levels: an inner ring over the last axis, which should have the fastest links, and an outer ring
             over all others.
@@ -100,27 +112,15 @@ def ring_attention(
             `return_lse`, the spec of the lse may follow it in a tuple.
         layout: The order of the tokens in the arrays: "contiguous", "zigzag" or "striped". `to_layout` reorders arrays.
         strategy: "ring", "all_gather" (a rank gathers all keys at once), "ulysses" (ranks exchange heads for tokens) or
-            "auto" (the ring if masks by position leave out hops; else "ulysses" if the ranks of the last axis divide
+            "auto" (the ring if masks by position leave out keys; else "ulysses" if the ranks of the last axis divide
             the key heads; else the ring).
-        mask_builder: `(q_len, kv_len, num_heads, head_idx, num_reps) -> mask`, called for every head with global
-            lengths. See `ringattn_core.masks`.
-        chunk_size: A query sees the keys of its own chunk of this many positions, and none after itself.
-        logits_soft_cap: Scores become `cap * tanh(score / cap)`. A cap is at most 1e30.
         precision: The precision of float32 matrix products: "default", "high" or "highest". By default, products are as
             exact as sums in float32.
         fused_backward: Allows a backward pass in one kernel that may add in any order, so that the last bits differ
             from run to run.
-        cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
-        causal: A query sees no key after it.
-        sliding_window: `(left, right)`, how far a query sees to each side, both ends inclusive. `None` is unbounded.
-            One number is both sides.
-        softmax_scale: The factor of the scores, by default `H ** -0.5`.
-        backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
-        mask_info: A `MaskInfo`: segment ids, positions and a dense mask as one pytree.
-        attention_mask: A dense mask, true where a query sees a key, `[b, n, T, S_global]`.
-        dropout_prob: The probability of dropping an attention weight, rounded down to a multiple of 2^-16.
-        dropout_seed: One integer. The same seed drops the same weights on every ring, layout and backend.
         return_lse: Also returns the natural logarithm of the denominator of the softmax.
+        backend: The name of a backend, or several names to try in order. By default, the best one that is installed.
+        cfg: A `RingAttentionConfig`, or a dict of its fields: tile sizes.
 
     Returns:
         The output `[B, T, N, Hv]`, in the dtype of the query. With `return_lse`, `(out, lse)` with `lse` `[B, N, T]` in

@@ -44,25 +44,9 @@ def roles_of(call: Call, mesh: Any, in_specs: Any, out_specs: Any) -> Roles:
 def mesh_of(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
     """The mesh of a call: as given, else that of an operand with explicit axes, or that of `jax.set_mesh`.
 
-    The mesh of `jax.set_mesh` counts only if it has an axis that the options name. If they give no axis name at all,
-    not even `()`, this warns. The result is `None` if arrays are local.
-    """
-    found = mesh_around(mesh, options, operands)
-    if found is None and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
-        unused = [name for name, size in jax.sharding.get_abstract_mesh().shape.items() if size > 1]
-        if unused:
-            _warn(
-                f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
-                f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= "
-                f"if none does. axis_name=() says that the arrays are local"
-            )
-    return found
-
-
-def mesh_around(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) -> Any:
-    """The mesh of a call, as `mesh_of` finds it, but without a warning.
-
-    Axes that a surrounding `shard_map` made manual do not count: over them, arrays are local.
+    The mesh of `jax.set_mesh` counts only if it has an axis that the options name, and that no surrounding `shard_map`
+    has made manual: over such axes, arrays are local. If the options give no axis name at all, not even `()`, this
+    warns. The result is `None` if arrays are local.
     """
     if mesh is not None:
         if not isinstance(mesh, (Mesh, AbstractMesh)):
@@ -74,7 +58,16 @@ def mesh_around(mesh: Any, options: Mapping[str, Any], operands: Iterable[Any]) 
             return typed.mesh if isinstance(x, jax.core.Tracer) else x.sharding.mesh
     named = {name for argument in AXIS_NAMES for name in axes.names(options.get(argument), argument)}
     context = jax.sharding.get_abstract_mesh()
-    return context if named & (set(context.axis_names) - axes.manual()) else None
+    if named & (set(context.axis_names) - axes.manual()):
+        return context
+    unused = [name for name, size in context.shape.items() if size > 1]
+    if unused and all(options.get(argument) is None for argument in AXIS_NAMES) and not axes.manual():
+        _warn(
+            f"jax.set_mesh has set a mesh with the axes {', '.join(map(repr, unused))}, and the call names none of "
+            f"them, so it is not split over the mesh. Pass axis_name=, the axis that splits the sequence, or mesh= if "
+            f"none does. axis_name=() says that the arrays are local"
+        )
+    return None
 
 
 def check_mesh(call: Call, mesh: Any) -> None:

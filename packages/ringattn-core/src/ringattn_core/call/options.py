@@ -90,6 +90,11 @@ def needs(call: Call) -> frozenset[Feature]:
     return frozenset(found | ({_LAYOUTS[call.layout]} if call.layout in _LAYOUTS else set()))
 
 
+def head_sizes(call: Call) -> tuple[int, int]:
+    """The sizes of the query heads and of the value heads of a call."""
+    return call.query.shape[3], call.value.shape[3]
+
+
 def canonical(given: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The options that are `given`, each checked and in its canonical form, and the scale, which depends on `sizes`."""
     rows = {option.name: option for option in OPTIONS}

@@ -26,6 +26,7 @@ class Backend:
     core warns of one that nothing installed declares.
     `half_partials` says that the kernel rounds the results of each block to half precision where the inputs have it:
     the conformance suite then allows larger errors there, and its certificate says so.
+    `largest_head` is the size of the largest query or value head that the kernel takes; `None` is any size.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Backend:
     reasons: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
     variables: tuple[str, ...] = ()
     half_partials: bool = False
+    largest_head: int | None = None
 
     def __post_init__(self) -> None:
         if (self.kernel is None) == (self.ring is None):

@@ -134,7 +134,9 @@ IN_BLOCK: Final = {
     "alibi_slopes": "slopes",
     "dropout_seed": "seed",
 }
-"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`. (No block has sinks or
-an offset: it adds to the positions of queries.)"""
+"""The arrays of a call, each with its name in a `Block` and, after a `d`, in `Gradients`.
+
+A block has the letters and short words of the mathematics, in which kernels are written. (No block has sinks or an
+offset: it adds to the positions of queries.)"""
 _STATIC = [field.name for field in dataclasses.fields(Call) if field.name not in IN_BLOCK]
 jax.tree_util.register_dataclass(Call, data_fields=list(IN_BLOCK), meta_fields=_STATIC)

@@ -82,31 +82,32 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
 
 def around(level: Level, body: Body, tie: Any) -> Body:
-    """`body` for the keys of every rank that a level brings here, this rank's own last.
+    """`body` for the keys of every rank that a level brings here. This rank's own come last, and hide the last send.
 
-    The gradients of keys leave one hop after their keys have arrived, and each rank adds its own.
+    Gradients leave one hop after the kernel that computed them. If keys are passed on, their gradients follow them, and
+    each rank adds its own (`total`). If rows came straight from their owner, the gradients go straight home (`home`).
     """
 
     def loop(own: Keys, base: Any, sums: Sums) -> tuple[Keys, Sums]:
-        def hop(carry: tuple[Keys, tuple[Keys, ...], Sums], step: Step) -> Any:
-            keys, gradients, sums = carry
+        def hop(carry: tuple[Keys, Keys | None, tuple[Keys, ...], Sums], step: Step) -> Any:
+            keys, behind, home, sums = carry
             keys = after(tie, keys, sums.dq)  # no send, and no kernel, before the kernels of the hop before
-            leaving = keys if level.rows is None else after(tie, own, sums.dq)
-            behind = after(tie, gradients[0], keys) if gradients else None
+            behind = after(tie, behind, keys)
+            leaving = after(tie, own, sums.dq) if level.straight else keys
             arriving, returning = sent(level, leaving, step.keys), sent(level, behind, step.gradients)
             if arriving is None:
                 keys = after(tie, keys, behind)  # the kernels of this hop hide the send of gradients alone
             sums = sums._replace(dq=after_on_cpu(sums.dq, (arriving, returning)))
-            found, sums = body(keys, base + step.offset, sums)
+            gradients, sums = body(keys, base + step.offset, sums)
             returning = after(tie, returning, arriving)
-            if level.rows is None:  # of the keys that are here; else of this rank's own
-                return arriving, (total(found, returning),), sums
-            return arriving, (found, *gradients[1:], *([] if returning is None else [returning])), sums
+            if level.straight and returning is not None:
+                return arriving, gradients, (*home, returning), sums
+            return arriving, total(gradients, returning), home, sums
 
         first = sent(level, after(tie, own, sums.dq), level.first)
-        _, gradients, sums = level.each(hop, (first, (), sums), level.backward)
-        _, (mine, *at_home), sums = hop((own, gradients, sums), level.home)
-        return functools.reduce(total, at_home, mine), sums
+        _, behind, home, sums = level.each(hop, (first, None, (), sums), level.backward)
+        _, gradients, home, sums = hop((own, behind, home, sums), level.home)
+        return functools.reduce(total, home, gradients), sums
 
     return loop
 

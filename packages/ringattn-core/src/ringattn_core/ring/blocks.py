@@ -43,7 +43,7 @@ class Ring:
     @property
     def passes_on(self) -> bool:
         """Whether keys are passed on from rank to rank, packed; a rank's own keys are then packed too."""
-        return any(level.rows is None for level in self.levels)
+        return any(not level.straight for level in self.levels)
 
     @property
     def tie(self) -> Any:

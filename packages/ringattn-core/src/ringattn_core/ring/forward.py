@@ -64,7 +64,7 @@ def around(level: Level, body: Body, tie: Any) -> Body:
             keys, partial = carry
             if partial is not None:
                 keys = after(tie, keys, partial.lse)  # no send, and no kernel, before the kernels of the hop before
-            leaving = keys if level.rows is None else after(tie, own, partial and partial.lse)
+            leaving = after(tie, own, partial and partial.lse) if level.straight else keys
             arriving = sent(level, leaving, step.keys)
             return arriving, body(keys, base + step.offset, partial)
 

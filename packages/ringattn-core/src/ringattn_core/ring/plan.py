@@ -58,6 +58,11 @@ class Level:
     """The rows of a shard that some rank sees at each hop."""
 
     @property
+    def straight(self) -> bool:
+        """Whether keys come straight from their owner, and are not passed on from rank to rank."""
+        return self.rows is not None
+
+    @property
     def forward(self) -> tuple[Step, ...]:
         """The hops of the forward pass."""
         return tuple(Step(self._travelled(hop), self._bringing(hop + 1)) for hop in range(len(self.offsets)))
@@ -120,14 +125,14 @@ def levels(
 ) -> tuple[Level, ...]:
     """The levels of a ring over mesh axes of these `sizes`, innermost first; none if no rank needs another's keys.
 
-    A ring that makes all hops has a level for each axis. One that leaves out hops has one level for all axes, because
-    its few sends are shorter than a round of every axis; up to `UNROLLED` such hops send only the rows that some rank
-    sees. `lengths` are the numbers of queries and keys of a shard.
+    A ring that needs the whole shards of all ranks has a level for each axis. One that leaves out hops or rows has one
+    level for all axes: its few sends are shorter than a round of every axis. `lengths` are the numbers of queries and
+    keys of a shard.
     """
     made = visits(rule, shards, lengths)
     if len(made) == 1:
         return ()
-    if len(made) < shards.count:
+    if len(made) < shards.count or {*made.values()} != {(0, lengths[1])}:
         rows = tuple(made.values()) if len(made) - 1 <= UNROLLED else None
         return (Level(axis, shards.count, tuple(made), rows=rows),)
     found, stride = [], 1
@@ -160,14 +165,15 @@ def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
 def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
     """The offsets at which some query may see some key, each with the rows of a shard that some rank sees.
 
-    Masks leave out hops only if they have bounds by position and `rule.increasing` is true; the engine sets it to false
-    for queries with an offset. Segment ids leave out none, because they are known only at run time. Where no hop is
-    left out, rows are those of whole shards: they are passed on from rank to rank, and some rank needs each.
+    Masks leave out hops and rows only if they have bounds by position and `rule.increasing` is true; the engine sets it
+    to false for queries with an offset. Segment ids leave out none, because they are known only at run time. With more
+    than `UNROLLED` hops, rows are those of whole shards.
     """
     others, whole = range(1, shards.count), (0, lengths[1])
-    if rule.increasing:
-        others = [offset for offset in others if visible_tiles(rule, shards, lengths, offset, 1)[0].any()]
-    if len(others) + 1 == shards.count:
+    if not rule.increasing:
+        return dict.fromkeys((0, *others), whole)
+    others = [offset for offset in others if visible_tiles(rule, shards, lengths, offset, 1)[0].any()]
+    if len(others) > UNROLLED:
         return dict.fromkeys((0, *others), whole)
     rows = {offset: _seen_rows(rule, shards, lengths, offset) for offset in others}
     return {0: whole} | {offset: x for offset, x in rows.items() if x is not None}

@@ -39,18 +39,19 @@ def strategy_on(registration: Registration | None, call: Call, ranks: int, inner
 
 
 def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
-    """The rule of "auto": the ring where masks by position leave out hops; else "ulysses" if key heads divide evenly.
+    """The rule of "auto": the ring where masks by position leave out keys; else "ulysses" if key heads divide evenly.
 
     The ranks of the last mesh axis exchange the heads, so they must divide the number of key heads.
     """
-    return inner > 1 and call.key.shape[2] % inner == 0 and not _leaves_out_hops(call, ranks)
+    return inner > 1 and call.key.shape[2] % inner == 0 and not _leaves_out_keys(call, ranks)
 
 
-def _leaves_out_hops(call: Call, ranks: int) -> bool:
-    """Whether the ring would leave out a hop, because by their positions no query sees any key of that hop."""
+def _leaves_out_keys(call: Call, ranks: int) -> bool:
+    """Whether the ring would leave out hops, or rows of keys, because by their positions no query sees them."""
     # The offset of queries may be traced, so the masks then leave out none.
     rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
-    return len(visits(rule, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))) < ranks
+    rows = visits(rule, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    return len(rows) < ranks or {*rows.values()} != {rows[0]}
 
 
 def refusals(registration: Registration | None, call: Call, ranks: int, inner: int) -> dict[str, str]:

@@ -86,7 +86,7 @@ def scored(bend, bias, queries, keys, head, F: tl.constexpr):
 def biased(s, bias):
     """`s + bias`, and -inf where the bias forbids."""
     bias = bias.to(tl.float32)
-    return tl.where(bias < BIAS_FORBIDS, -float("inf"), s + bias)
+    return s + tl.where(bias < BIAS_FORBIDS, -float("inf"), bias)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ another one writes.
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
-from ringattn_core.contract.head_sizes import refuse_large_heads
 from ringattn_core.contract.protocol import Block, Gradients
 
 from .. import kernel_inputs, visited_tiles
@@ -32,7 +31,6 @@ def backward(
 ) -> Gradients:
     """The gradients of the block; `dq` continues the one given."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
-    refuse_large_heads(block, schedules.LARGEST_DIM, "triton")
     # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]
     dq, dheads, dbias = _of_queries(block, inputs, rows, dq, target)

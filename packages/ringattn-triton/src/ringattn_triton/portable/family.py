@@ -3,7 +3,6 @@
 
 import jax
 import jax.numpy as jnp
-from ringattn_core.contract.head_sizes import refuse_large_heads
 from ringattn_core.contract.protocol import Block, Partial
 
 from .. import kernel_inputs, visited_tiles
@@ -23,10 +22,9 @@ def why_not_backward(block: Block, target: Target) -> None:
 
 
 def forward(block: Block, partial: Partial | None, target: Target) -> Partial:
-    """Continues `partial` with the keys of a block. Raises on heads of more than 256."""
+    """Continues `partial` with the keys of a block."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     constants = inputs.constants
-    refuse_large_heads(block, schedules.LARGEST_DIM, "triton")
     schedule = schedules.forward(constants, block.q.dtype.itemsize, block.rule.fwd_params, target)
     table = visited_tiles.table(inputs, block, schedule.q_tile, schedule.kv_tile)
     before = [None] * 2 if partial is None else [partial.out, partial.lse]

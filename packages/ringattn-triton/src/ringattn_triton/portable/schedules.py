@@ -10,7 +10,6 @@ from ringattn_core.errors import InputError
 from ..kernel_inputs import BlockConstants, padded_dim
 from ..launch.target import Target
 
-LARGEST_DIM: Final = 256
 _SMALLEST_TILE: Final = 16
 _WIDE_PRODUCTS: Final = (90, 100, 103)
 """Compute capabilities whose tensor cores multiply 64 rows at once and can read both operands from shared memory."""
