@@ -205,9 +205,10 @@ def write(path: Path, found: Results) -> None:
 
 def versions(more: Iterable[str] = ()) -> dict[str, str | None]:
     """The versions of Python, of the suite's dependencies, of every `ringattn-*` distribution, and of some more."""
-    family = {name.lower() for one in metadata.distributions() if (name := one.name).lower().startswith("ringattn-")}
+    installed = {one.name.lower().replace("_", "-"): one.version for one in metadata.distributions()}
+    family = [name for name in installed if name.startswith("ringattn-")]
     names = dict.fromkeys([*_REPORTED, *sorted({*family, *more})])
-    return {"python": platform.python_version()} | {name: _version(name) for name in names}
+    return {"python": platform.python_version()} | {name: installed.get(name) for name in names}
 
 
 def variables() -> dict[str, str]:
@@ -222,10 +223,3 @@ def _required(distribution: str) -> list[str]:
     except metadata.PackageNotFoundError:
         return []
     return [match[0] for line in requirements if "extra ==" not in line and (match := _NAME.match(line))]
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
