@@ -26,12 +26,11 @@ _TOGETHER: Final = 512
 """The turns of all heads that run side by side: few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
-1.3 times as long as with 16, because the cache does not hold so many heads (docs/kernels.md)."""
+1.3 times as long as with 16, because the cache does not hold so many heads."""
 _WIDE_TOGETHER_IN_ORDER: Final = 4
 """The same for heads of more than 128: with 8, the kernel takes 1.1 times as long."""
 _LONG: Final = 16
-"""The least number of steps of a turn for each turn of its key head that runs at the same time: they begin one after
-another, about 1.5 steps apart. More heads run side by side where turns are shorter."""
+"""The least number of steps of a turn for each turn of its key head that runs at once: they begin 1.5 steps apart."""
 _WIDE_LONG: Final = 31
 """The same for heads of more than 128, whose turns begin farther apart."""
 _STEPS: Final = 8
@@ -72,8 +71,7 @@ def _in_order(block: Block, constants: BlockConstants, plan: BackwardPlan) -> bo
     """Whether turns add to dq in order: where the caller wants the same bits at every run, or where it is faster.
 
     On an H100 the order takes 0.83 of the time with 8 heads in a group, because turns share tiles in the cache, and
-    0.94 with 2k tokens or 0.92 with documents, because dq needs no zeros; it takes 1.02 with 16k tokens
-    (docs/kernels.md).
+    0.94 with 2k tokens or 0.92 with documents, because dq needs no zeros; it takes 1.02 with 16k tokens.
     """
     faster = constants.group >= 8 or constants.q_length <= 2048 or constants.segments
     return not block.rule.fused_backward or (faster and not plan.wide and _enough_heads(block, constants, plan))
@@ -89,8 +87,7 @@ def _heads_in_order(constants: BlockConstants, plan: BackwardPlan) -> int:
     """How many key heads have turns side by side where turns wait for each other.
 
     They share query tiles in the cache while they are in step. Under a causal mask they stay in step if half of the
-    turns of these heads run at once: each program then takes a long turn and a short one, and all begin the next heads
-    together. With 16 query heads to a key head this is 1.08 times as fast as turns of fewer heads.
+    turns run at once: each program then takes a long turn and a short one, and all begin the next heads together.
     """
     most, long = (_WIDE_TOGETHER_IN_ORDER, _WIDE_LONG) if plan.wide else (_TOGETHER_IN_ORDER, _LONG)
     turns = -(-constants.kv_length // plan.kv_tile)
@@ -133,12 +130,9 @@ def backward(
     )
     masked = any((constants.below, constants.above, constants.segments, constants.padded, constants.masks))
     masked = masked or length % plan.q_tile != 0 or constants.kv_length % plan.kv_tile != 0
-    kinds = {
-        "distance": constants.distances,
-        "position": constants.below or constants.above,
-        "segment": constants.segments,
-    }
-    of_queries = tuple(kind for kind, needed in kinds.items() if needed)
+    compared = constants.below or constants.above
+    kinds = ("distance", constants.distances), ("position", compared), ("segment", constants.segments)
+    of_queries = tuple(kind for kind, needed in kinds if needed)
     plan = dataclasses.replace(plan, masked=masked, ordered=ordered, of_queries=of_queries)
     bias = None if block.bias_fixed else block.bias
     counters = table.counters

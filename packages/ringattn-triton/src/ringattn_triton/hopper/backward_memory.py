@@ -13,9 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..kernels.tile_loop import owned
-from .hardware_barriers import FIRST_FREE
+from .hardware_barriers import FIRST_FREE, read_number
 from .head_tiles import places_of_heads
-from .shared_numbers import read_number
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
 """Both consumers have written ds; in `wide_products`, the one that computes it has. This number and those below are

@@ -34,10 +34,9 @@ from .backward_memory import (
 )
 from .backward_scores import bias_of, derivatives, head_sums, probabilities, tile_of, weights, with_head_sums
 from .backward_turns import heads_inside
-from .hardware_barriers import arrive_at, hardware_barrier
+from .hardware_barriers import arrive_at, hardware_barrier, read_number
 from .head_tiles import opaque_zero, product_count, product_of_heads
 from .results import places
-from .shared_numbers import read_number
 from .sums import layout_of
 
 _DESCRIPTORS_COME_EARLY = gl.constexpr(triton_version() > (3, 6))

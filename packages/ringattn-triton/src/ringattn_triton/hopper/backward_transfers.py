@@ -33,9 +33,8 @@ from .backward_memory import (
 )
 from .backward_turns import after_step, steps_of, take_turn, tile_at
 from .bias_tiles import group_of
-from .hardware_barriers import hardware_barrier
+from .hardware_barriers import hardware_barrier, write_number
 from .head_tiles import fetch, fetch_heads, padded_size, place_of, store
-from .shared_numbers import write_number
 
 
 @builtin
@@ -188,7 +187,7 @@ def add_dq(
     The two writers take alternate steps. Where the plan is `ordered`, a query tile has a counter of the turns that
     have added to it. A turn waits until the counter equals its rank among the turns that visit the tile. It raises the
     counter when its addition has reached memory. That takes about as long as a step: one writer alone would hold
-    consumers up. The release is needed: without it, bits differed in 5 of 20 runs (`docs/kernels.md`).
+    consumers up. The release is needed: without it, bits differed in 5 of 20 runs.
 
     No turn waits for ever. Ranks follow the numbers of turns, and running programs take turns in that order, one after
     the other. So a turn waits only for turns that a running program has begun, and the lowest turn that is not done

@@ -64,7 +64,7 @@ def steps_of(row, batch, turns, T: gl.constexpr, PLAN: gl.constexpr):
     time then reach each shared tile one after another, in the order in which they may add to it. They stay within a
     step or two of each other, so that the cache serves all but the first: 96 KiB a step from memory would be 5.5 TB/s
     for all programs. Orders in which turns never wait put the turns of one head far apart. Then the cache does not
-    serve them, and the kernel takes 1.6 times as long (`docs/kernels.md`).
+    serve them, and the kernel takes 1.6 times as long.
     """
     visited = visit(turns.bounds, turns.tiles, batch, row, T)
     whole = visited.full_to - visited.full_from

@@ -4,7 +4,7 @@
 
 A piece of a tile, 64 queries by 64 dimensions, is added to memory in the order in which the registers of four warps
 hold it: 16 bytes a thread, 16 KiB in one piece. Rows of 256 bytes at the stride of a token would be slower, by 7 to 12%
-of the whole backward pass (`docs/kernels.md`).
+of the whole backward pass.
 """
 
 import triton

@@ -123,7 +123,7 @@ def _plan(block: Block, constants: BlockConstants, partial: Partial | None) -> s
     alike = block.final and constants.head_dim == constants.value_dim
     return dataclasses.replace(
         plan,
-        # Documents are faster without an order, by 2.6% (docs/kernels.md).
+        # Documents are faster without an order, by 2.6%.
         ordered=plan.ordered and not constants.segments,
         # With a bias, the bias takes the room of the next turn's queries.
         q_places=1 if constants.bias else plan.q_places,

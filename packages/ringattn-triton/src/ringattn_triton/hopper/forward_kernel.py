@@ -16,14 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..kernels.scores import of_head
 from ..kernels.tokens import of_columns, of_rows
 from .dropout import counter_of_queries, draws
-from .handover import leave
+from .forward_barriers import leave, pass_order, softmax_first, wait_for_order
+from .hardware_barriers import read_number
 from .head_tiles import apart, place_of, places_of_heads, product_of_heads
-from .order import pass_order, softmax_first, wait_for_order
 from .pipeline import ForwardMemory, begin, next_turn, of_turn, produce
 from .positions import of_keys, of_queries
 from .results import continued_rows, loaded, written
 from .schedules import CONSUMER_ROWS
-from .shared_numbers import read_number
 from .softmax import in_parts, packed, scored, sums_of_parts, weighed
 from .sums import finished, no_sums, pieces, rescaled, rest_finished, with_values
 

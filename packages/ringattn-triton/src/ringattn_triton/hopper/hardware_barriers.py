@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false
-# pyright: reportOperatorIssue=false
-"""Hardware barriers: they synchronise groups of warps on Hopper without shared memory.
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+"""How groups of warps on Hopper synchronise by hardware barriers, and hand numbers on in shared memory.
 
 Before a thread arrives at a barrier in shared memory, Triton makes all four warps of a group wait for each other, and
 often once more afterwards. At a hardware barrier each warp arrives for itself. There are 16 of them. They have no
 phases: no warp may arrive a second time before all have arrived once.
 """
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 
 FIRST_FREE = 4
@@ -44,3 +46,15 @@ def arrive_at(FIRST, place, THREADS, _semantic=None):
     )
     result = _semantic.builder.get_int32_ty()
     _semantic.builder.create_inline_asm(assembly, "=r,r,~{memory}", [at], [result], False, 1)
+
+
+@gluon.jit
+def write_number(place, number):
+    """Writes one number to a place, by a partition of one warp."""
+    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def read_number(place, WARPS: gl.constexpr):
+    """The number in a place, for all threads of a partition of `WARPS` warps."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..kernels.tile_loop import full_tile, masked_tile, owned, visit
 from .bias_tiles import group_of, tiles_of_bias
-from .handover import wait_until_left
+from .forward_barriers import wait_until_left
+from .hardware_barriers import read_number, write_number
 from .head_tiles import (
     apart,
     fetch,
@@ -26,17 +27,16 @@ from .head_tiles import (
 )
 from .positions import loaded_of_keys, origin_of, place_of_positions
 from .schedules import CONSUMER_ROWS
-from .shared_numbers import read_number, write_number
 
 
 class ForwardMemory(NamedTuple):
     """The shared memory through which the producer feeds the consumers.
 
-    The producer or its fetches arrive at the `full` barrier of a place; hardware barriers say that a place is empty
-    (`handover`). Queries, keys and values are tuples of pieces of heads (`head_tiles`); `rest_full` is for the only
-    place of the second piece of values. `tiles` holds the number of each tile of keys; the `bias` of a tile is fetched
-    with its keys. A turn has five numbers in `turns`: its first query, its batch row, its head, the number of tiles
-    that need a mask, and the number of tiles that need none.
+    The producer or its fetches arrive at the `full` barrier of a place; `forward_barriers` say that it is empty.
+    Queries, keys and values are tuples of pieces of heads (`head_tiles`); `rest_full` is for the only place of the
+    second piece of values. `tiles` holds the number of each tile of keys; the `bias` of a tile is fetched with its
+    keys. A turn has five numbers in `turns`: its first query, its batch row, its head, the number of tiles that need a
+    mask, and the number of tiles that need none.
     """
 
     q: Any

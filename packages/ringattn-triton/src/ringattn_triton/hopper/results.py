@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..kernels.scores import LOG2_E, final_rows
 from ..kernels.scores import continued_rows as continued
-from .handover import leave
+from .forward_barriers import leave
 from .head_tiles import apart, dims_of
 from .pipeline import of_turn
 from .schedules import CONSUMER_ROWS

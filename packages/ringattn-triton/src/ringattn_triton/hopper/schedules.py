@@ -19,7 +19,7 @@ CONSUMER_ROWS: Final = tl.constexpr(64)
 class ForwardPlan:
     """How the forward kernel runs.
 
-    `ordered`: consumers begin products in turn (`order`). `masked`: there are tiles to mask. `fresh`: there is no
+    `ordered`: consumers begin products in turn. `masked`: there are tiles to mask. `fresh`: there is no
     partial result to continue. `bounded`: no row maximum is subtracted from scores. `stored`: results are written from
     shared memory.
     """

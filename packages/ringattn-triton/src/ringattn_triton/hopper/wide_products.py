@@ -44,9 +44,8 @@ from .backward_memory import (
 from .backward_products import in_register_order, write_gradient
 from .backward_scores import probabilities, tile_of
 from .backward_turns import heads_inside
-from .hardware_barriers import arrive_at, hardware_barrier
+from .hardware_barriers import arrive_at, hardware_barrier, read_number
 from .head_tiles import dims_of, opaque_zero, place_of, product_of_heads
-from .shared_numbers import read_number
 from .sums import finished, first_of, no_sums, pieces, with_product
 
 
