@@ -34,14 +34,6 @@ class TestParams:
         assert a == b
         assert hash(a) == hash(b)
 
-    def test_different_values_differ(self, params: Any) -> None:
-        assert params(q_blocksize=128) != params(q_blocksize=64)
-        assert params(extra={"a": 1}) != params(extra={"a": 2})
-
-    def test_they_are_frozen(self, params: Any) -> None:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            params().q_blocksize = 1
-
     @pytest.mark.parametrize("field", ["q_blocksize", "kv_blocksize", "num_warps", "num_stages"])
     @pytest.mark.parametrize("value", [0, -1, 1.5, "128", True])
     def test_a_size_that_is_not_a_positive_integer_is_refused_by_name(
@@ -80,18 +72,10 @@ class TestParams:
         assert params.of(foreign) == params(q_blocksize=128, extra=(("blocksize_m", 64), ("blocksize_n", 32)))
         assert params.of(ForeignParams(blocksize_m=64)) == params(extra=(("blocksize_m", 64),))
 
-    def test_the_same_foreign_fields_are_taken_from_a_mapping(self, params: Any) -> None:
-        foreign = ForeignParams(blocksize_n=32, q_blocksize=128)
-        assert params.of(dataclasses.asdict(foreign)) == params.of(foreign)
-
     @pytest.mark.parametrize("value", [128, "128", ForeignParams, [("q_blocksize", 8)]])
     def test_anything_else_is_refused(self, params: Any, value: Any) -> None:
         with pytest.raises(InputError, match=f"Pass a {params.__name__}, a dict of its fields, or None"):
             params.of(value)
-
-    def test_they_round_trip_through_plain_data(self, params: Any) -> None:
-        given = params(kv_blocksize=64, extra={"order": (1, 2)})
-        assert params.of(given.to_dict()) == given
 
 
 def test_forward_and_backward_parameters_are_different_types() -> None:
@@ -116,17 +100,9 @@ class TestRingAttentionConfig:
         assert other != FULL
         assert len({other, FULL}) == 2
 
-    def test_it_is_frozen(self) -> None:
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            FULL.backend = "xla"  # pyright: ignore[reportAttributeAccessIssue]
-
     def test_it_round_trips_through_json(self) -> None:
         assert RingAttentionConfig.from_json(FULL.to_json()) == FULL
         assert RingAttentionConfig.from_json(RingAttentionConfig().to_json()) == RingAttentionConfig()
-
-    def test_a_copy_with_one_field_replaced_keeps_the_others(self) -> None:
-        copy = dataclasses.replace(FULL, backend="xla")
-        assert (copy.fwd_params, copy.bwd_params, copy.backend) == (FULL.fwd_params, FULL.bwd_params, "xla")
 
     def test_an_unknown_key_is_refused_by_name(self) -> None:
         with pytest.raises(InputError, match=r"unknown field 'fwd_parms' \(did you mean 'fwd_params'\?\)"):

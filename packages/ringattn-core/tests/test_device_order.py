@@ -80,26 +80,6 @@ def test_two_links_are_used_only_where_no_search_finds_a_way_with_one():
         assert device_order.closes(box) == has_a_cycle(box), box
 
 
-def test_a_ring_on_a_plane_of_even_size_has_no_long_hop_but_the_naive_order_has():
-    naive = devices(8, 8)
-    assert max(hops(naive)) == 14
-    assert hops(list(ring_mesh(naive).devices)) == [1] * 64
-
-
-def test_both_cores_of_a_chip_follow_one_another():
-    ring = list(ring_mesh(devices(2, 2, 2, cores=2)).devices)
-    assert hops(ring) == [0, 1] * 8
-
-
-def test_a_line_of_chips_with_two_cores_goes_out_over_one_and_back_over_the_other():
-    ring = list(ring_mesh(devices(4, 1, 1, cores=2)).devices)
-    assert hops(ring) == [1, 1, 1, 0, 1, 1, 1, 0]
-
-
-def test_a_line_is_folded():
-    assert [device.coords[0] for device in ring_mesh(devices(8, 1)).devices] == [0, 2, 4, 6, 7, 5, 3, 1]
-
-
 @pytest.mark.parametrize("box", [(8, 8, 1), (4, 8, 2), (16, 16, 1), (2, 4, 12), (4, 4, 4), (3, 4, 1)], ids=str)
 @pytest.mark.parametrize("cores", [1, 2])
 def test_every_ring_size_tiles_the_grid_with_boxes_of_the_shortest_hops(box: tuple[int, ...], cores: int):
@@ -194,8 +174,3 @@ def test_what_makes_no_ring_is_refused(name: str):
     given, options, message = REFUSED[name]
     with pytest.raises(MeshError, match=message):
         ring_mesh(given, **options)
-
-
-def test_the_refusal_of_a_grid_counts_its_cores():
-    with pytest.raises(MeshError, match=r"do not fill the 2x2 \(times 2 cores\) grid"):
-        ring_mesh(devices(2, 2, cores=2)[1:])

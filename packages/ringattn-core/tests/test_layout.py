@@ -39,12 +39,6 @@ class TestWhereTokensAre:
             assert (np.diff(layouts.indices(layout, ranks, rank, 6)) > 0).all()
 
     @NAMES
-    @RANKS
-    def test_the_whole_order_is_that_of_the_ranks_one_after_another(self, layout: str, ranks: int) -> None:
-        held = np.concatenate([layouts.indices(layout, ranks, rank, 6) for rank in range(ranks)])
-        np.testing.assert_array_equal(layouts.order(layout, ranks, 6 * ranks), held)
-
-    @NAMES
     def test_the_rank_may_be_traced(self, layout: str) -> None:
         for rank in range(4):
             traced = jax.jit(lambda r: layouts.indices(layout, 4, r, 6))(rank)
@@ -89,13 +83,6 @@ class TestReordering:
         x = reorder.to_layout(np.arange(length, dtype=np.int32)[None], layout, ranks)
         for rank, part in enumerate(np.split(x[0], ranks)):
             np.testing.assert_array_equal(part, layouts.indices(layout, ranks, rank, length // ranks))
-
-    def test_the_alias_means_the_same(self) -> None:
-        x = np.arange(16)[None]
-        np.testing.assert_array_equal(reorder.to_layout(x, "dual_chunk_swap", 4), reorder.to_layout(x, "zigzag", 4))
-
-    def test_lists_are_taken_too(self) -> None:
-        np.testing.assert_array_equal(reorder.to_layout([[0, 1, 2, 3]], "striped", 2), [[0, 2, 1, 3]])
 
     def test_natural_order_needs_no_even_split(self) -> None:
         np.testing.assert_array_equal(reorder.to_layout(np.arange(7)[None], "contiguous", 4), np.arange(7)[None])
@@ -161,14 +148,6 @@ class TestColumns:
                 np.testing.assert_array_equal(
                     layouts.columns(put, layout, ranks, other), layouts.columns(whole, layout, ranks, other)
                 )
-
-    @NAMES
-    def test_all_ranks_together_rebuild_the_whole(self, layout: str) -> None:
-        whole = jnp.arange(24.0)[None]
-        rebuilt = jnp.zeros_like(whole)
-        for rank in range(4):
-            rebuilt = layouts.put_columns(rebuilt, layouts.columns(whole, layout, 4, rank), layout, 4, rank)
-        np.testing.assert_array_equal(rebuilt, whole)
 
 
 class TestShardsOfNeighbours:

@@ -30,10 +30,6 @@ class TestSegments:
         np.testing.assert_array_equal(info.q_segment_ids, [[0, 0, 7, -1]])
         np.testing.assert_array_equal(info.kv_segment_ids, [[0, 7]])
 
-    def test_one_array_serves_both_sides(self) -> None:
-        info = MaskInfo.from_segments([[1, 2]])
-        np.testing.assert_array_equal(info.kv_segment_ids, [[1, 2]])
-
     @pytest.mark.parametrize(
         ("ids", "fact"),
         [
@@ -209,16 +205,3 @@ class TestSpecs:
         out = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs)(info)
         assert shapes[0].q_segment_ids == (1, 2)
         jax.tree.map(np.testing.assert_array_equal, out, info)
-
-
-def test_it_is_a_pytree_that_keeps_absent_fields() -> None:
-    info = MaskInfo.from_segments([[1, 2]])
-    leaves, structure = jax.tree.flatten(info)
-    assert len(leaves) == 2
-    assert given(jax.tree.unflatten(structure, leaves)) == given(info)
-
-
-def test_one_form_is_added_to_another_without_loss() -> None:
-    segments, dense = MaskInfo.from_segments([[0, 1]]), MaskInfo.from_mask([[True, False], [True, True]])
-    both = dataclasses.replace(segments, attention_mask=dense.attention_mask)
-    assert given(both) == given(segments) | given(dense)

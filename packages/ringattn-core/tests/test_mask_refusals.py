@@ -34,11 +34,7 @@ ARRAY = "wrap an array in masks.Numpy"
 JNP = "Use `&`, `|`, `~` and functions of jax.numpy in it"
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "and": (lambda: Causal() and Full(), "mask: Causal has no truth value", AND),
-    "or": (lambda: (Causal() & Full()) or Full(), "mask: And has no truth value", AND),
-    "not": (lambda: not Causal(), "mask: Causal has no truth value", AND),
-    "if": (lambda: 1 if Causal() else 2, "mask: Causal has no truth value", AND),
     "negative left": (lambda: Local(-1), "Local(left=...): got -1", "at least 0"),
-    "negative right": (lambda: Local(1, -2), "Local(right=...): got -2", "at least 0"),
     "a number": (lambda: Predicate(3), "Predicate: got 3", "It needs a function"),  # pyright: ignore[reportArgumentType]
     "an argument less": (
         lambda: Predicate(lambda i: i > 0),
@@ -48,9 +44,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "nothing returned": (lambda: traced(lambda i, j: None), "returned NoneType", "It needs booleans"),
     "text returned": (lambda: traced(lambda i, j: "all"), "returned str", "It needs booleans"),
     "NumPy and": (lambda: HOST & Causal(), "mask: got ndarray", ARRAY),
-    "NumPy or": (lambda: HOST | Causal(), "mask: got ndarray", ARRAY),
-    "JAX and": (lambda: DEVICE & Causal(), "mask: got ArrayImpl", ARRAY),
-    "JAX or": (lambda: DEVICE | Causal(), "mask: got ArrayImpl", ARRAY),
     "a truth value": (lambda: True & Causal(), "mask: got bool", ARRAY),
     "arity": (lambda: built(lambda q, kv: Causal()), "takes 2 positional arguments but 5 were given", "(q_len, kv_len"),
     "raises": (lambda: built(fails), "mask_builder: called with (4, 4, 2, 0, 2) it raised KeyError", "-> mask"),

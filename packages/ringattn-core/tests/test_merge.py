@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ringattn_core.contract.merge import combined, merge, merged_over, merging, with_sinks
+from ringattn_core.contract.merge import merge, merged_over, merging, with_sinks
 from ringattn_core.contract.protocol import Block, Partial
 from ringattn_core.errors import InputError
 
@@ -145,30 +145,6 @@ class TestMeaning:
         got = with_sinks(partial(0.0), jnp.full((N, 2), large))
         assert not np.isnan(got.out).any()
         np.testing.assert_allclose(got.lse, max(large + np.log(2), 0), rtol=1e-6)
-
-
-class TestCombined:
-    @pytest.mark.parametrize(
-        ("a", "b", "expected"),
-        [
-            (-INF, -INF, -INF),
-            (-INF, 3.0, 3.0),
-            (3.0, -INF, 3.0),
-            (0.0, 0.0, np.log(2)),
-            (1e30, -1e30, 1e30),
-            (np.nan, -INF, np.nan),
-            (0.0, np.nan, np.nan),
-        ],
-    )
-    def test_it_is_the_log_of_the_sum(self, a: float, b: float, expected: float) -> None:
-        np.testing.assert_allclose(combined(jnp.float32(a), jnp.float32(b))[0], np.float32(expected), rtol=1e-7)
-
-    @pytest.mark.parametrize(
-        ("a", "b", "shares"),
-        [(-INF, -INF, (0, 0)), (-INF, 3.0, (0, 1)), (3.0, -INF, (1, 0)), (1e4, 1e4, (0.5, 0.5)), (1e30, 0.0, (1, 0))],
-    )
-    def test_the_shares_add_up_to_one_unless_both_are_empty(self, a: float, b: float, shares: Any) -> None:
-        assert tuple(float(x) for x in combined(jnp.float32(a), jnp.float32(b))[1:]) == shares
 
 
 def block_with(kv: jax.Array) -> Block:

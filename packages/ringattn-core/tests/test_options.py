@@ -1,41 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promises of the options: each has one row, all work by keyword, and the error for a wrong name has the right one."""
 
-import dataclasses
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Float
 from ringattn_conformance.cases import NAMED, Case
 from ringattn_conformance.ranks import Placement, place
-from ringattn_core import Block, Feature, Gradients, per_shard, ring_attention
+from ringattn_core import Feature, per_shard, ring_attention
 from ringattn_core.backends.selection import select
 from ringattn_core.call import dispatch, options
 from ringattn_core.call.validation import validated
-from ringattn_core.contract.call import IN_BLOCK, Call
+from ringattn_core.contract.call import IN_BLOCK
 from ringattn_core.errors import InputError
 from ringattn_core.placement import arrays as letters
 
 T, N = 8, 2
 Q, K, V = (jax.random.normal(key, (1, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3))
 OPERANDS = {"query", "key", "value"}
-OF_OPERANDS = {"GROUPED_HEADS", "UNEQUAL_VALUE_DIM", "CROSS_LENGTHS", "FLOAT32", "FLOAT16", "BFLOAT16", "GRADIENTS"}
 OF_LAYOUTS = {"ZIGZAG", "STRIPED"}
-
-
-def test_each_option_of_a_canonical_call_has_one_row() -> None:
-    names = [option.name for option in options.OPTIONS]
-    assert sorted({*names, *OPERANDS}) == sorted([*names, *OPERANDS])
-    assert {*names, *OPERANDS} == {field.name for field in dataclasses.fields(Call)} - {"wide"}
-
-
-def test_the_rows_name_every_feature_that_an_option_needs() -> None:
-    named = {option.feature.name for option in options.OPTIONS if option.feature is not None}
-    assert named | OF_OPERANDS | OF_LAYOUTS == set(Feature.__members__)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +46,6 @@ def test_a_call_needs_the_features_that_the_conformance_suite_says(
     assert needed == [case.needs | placement.needs]
 
 
-def test_an_array_has_the_letters_of_its_row_in_the_canonical_call_too() -> None:
-    annotated = {name: kind for name, kind in Call.__annotations__.items() if name in options.ARRAYS}
-    for name, kind in annotated.items():
-        assert options.ARRAYS[name] in getattr(kind, "__args__", (kind,)), name
-
-
-def test_the_floating_arrays_are_those_with_a_gradient() -> None:
-    floating = {name for name, array in options.ARRAYS.items() if array.dtype is Float}
-    differentiable = {field.name.removeprefix("d") for field in dataclasses.fields(Gradients)} | {"sinks"}
-    assert {IN_BLOCK[name] for name in floating} == differentiable
-
-
 def test_a_call_is_a_pytree_of_its_arrays() -> None:
     assert set(IN_BLOCK) == set(options.ARRAYS)
     call = validated(Q, K, V, causal=True, alibi_slopes=jnp.ones(Q.shape[2]))
@@ -80,14 +53,6 @@ def test_a_call_is_a_pytree_of_its_arrays() -> None:
     assert len(leaves) == 4
     rebuilt = jax.tree.unflatten(tree, leaves)  # `==` would compare arrays, from Python 3.13 on also with themselves
     assert all(mine is given for mine, given in zip(vars(rebuilt).values(), vars(call).values(), strict=True))
-
-
-def test_the_user_call_takes_every_option_of_a_shard_but_the_parameters_that_cfg_holds() -> None:
-    shown = inspect.signature(ring_attention).parameters
-    wanted = {option.name for option in options.OPTIONS} - {"fwd_params", "bwd_params"}
-    assert wanted <= set(shown)
-    of_the_call = {"mesh", "in_specs", "out_specs", "mask_info", "backend", "cfg"}
-    assert set(shown) == OPERANDS | wanted | of_the_call
 
 
 def test_every_argument_goes_by_keyword() -> None:
@@ -112,12 +77,6 @@ def test_names_of_other_libraries_are_told_the_right_one(name: str) -> None:
 def test_a_misspelt_name_is_told_the_nearest_or_all_of_them(name: str, remedy: str) -> None:
     with pytest.raises(InputError, match=f"{name}: is not an argument of ring_attention. {remedy}"):
         ring_attention(Q, K, V, **{name: True})
-
-
-@pytest.mark.parametrize("name", ["q_position_ids", "kv_position_ids"])
-def test_a_later_alias_of_ejkernel_is_unknown_to_a_shard_call_too(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name}: is not an argument of ring_attention. Pass {name[:-4]}s"):
-        per_shard("xla")(Q, K, V, **{name: jnp.arange(T)})
 
 
 @pytest.mark.parametrize("attend", [ring_attention, per_shard("xla")])
@@ -149,16 +108,6 @@ def test_a_call_that_does_not_bind_is_pythons_type_error(attend: Any, arguments:
 def test_the_letters_say_how_an_array_is_split(array: Any, shape: tuple[int, ...], spec: tuple[Any, ...]) -> None:
     roles = letters.Roles(("dp", "fsdp"), ("sp",), ("tp",))
     assert roles.spec(array, shape) == jax.sharding.PartitionSpec(*spec)
-
-
-def test_the_letters_say_which_axis_is_which() -> None:
-    assert letters.letters(letters.QueryPositions, 1) == ("T",)
-    assert letters.axes_with(Call, "N", "n", "K") == {
-        "query": 2, "key": 2, "value": 2, "softmax_aux": 0, "bias": 1, "attention_mask": 1, "alibi_slopes": 0
-    }  # fmt: skip
-    assert letters.axes_with(Block, "T", "t")["mask"] == letters.axes_with(Block, "T", "t")["bias"] == 2
-    assert "kv" not in letters.axes_with(Block, "S")
-    assert set(letters.axes_with(Block, "b")) & {"q", "seed"} == set()
 
 
 @pytest.mark.parametrize("given", [True, 1, np.True_, np.int64(1), jnp.asarray(True)])

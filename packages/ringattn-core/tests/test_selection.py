@@ -2,7 +2,6 @@
 """Promises of selection: a name is final, a sequence falls back in order, and every refusal says why."""
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,6 @@ from ringattn_core.errors import (
     BackendUnavailableError,
     InputError,
     NoBackendError,
-    RingAttnError,
     UnsupportedFeatureError,
 )
 
@@ -82,10 +80,6 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.usefixtures("fast_and_safe")
 class TestAName:
-    @pytest.mark.parametrize("name", ["fast", "safe"])
-    def test_a_named_backend_is_taken_whatever_the_priorities(self, name: str) -> None:
-        assert chosen(name) == name
-
     @pytest.mark.parametrize(
         ("feature", "declared"),
         [(Feature.BIAS, "not declared: soon"), (Feature.ALIBI, "not declared")],
@@ -98,15 +92,6 @@ class TestAName:
         assert (caught.value.feature, caught.value.others) == (feature.name, ("safe",))
         assert f"does not support {feature.name} ({declared})" in str(caught.value)
         assert "backend=('fast', 'safe')" in str(caught.value)
-
-    def test_the_refusal_has_the_reason_that_the_backend_gives(self) -> None:
-        backend = Backend("thin", 1, ("cuda",), (), kernel="a:b", reasons={Feature.BIAS: "soon"})
-        assert backend.answer(Feature.BIAS) == "not declared: soon"
-        assert backend.answer(Feature.SINKS) == "not declared"
-
-    def test_everything_that_is_missing_is_named_at_once(self) -> None:
-        with pytest.raises(UnsupportedFeatureError, match=r"SINKS, BIAS \(not declared, not declared: soon\)"):
-            chosen("fast", BIAS | SINKS)
 
     def test_another_that_lacks_one_of_the_features_is_not_offered(self) -> None:
         with installed("half", "cuda", lacks=(Feature.SINKS,)), pytest.raises(UnsupportedFeatureError) as caught:
@@ -182,10 +167,6 @@ class TestASequence:
         assert chosen(("absent", "safe")) == "safe"
         assert chosen(("triton", "safe")) == "safe"
         assert [message.split(" passed")[0] for message in warnings(log)] == ["backend 'absent'", "backend 'triton'"]
-
-    def test_a_sequence_of_one_name_gives_the_error_of_that_name(self) -> None:
-        with pytest.raises(BackendUnavailableError):
-            chosen(("dead",))
 
     def test_where_all_fail_each_has_its_reason(self) -> None:
         with pytest.raises(NoBackendError) as caught:
@@ -269,15 +250,6 @@ class TestTheBest:
         assert "'dead' passed over: it cannot run here: no GPU is visible" in said[0]
         assert "'fast' passed over: it does not support BIAS (not declared: soon)" in said[1]
 
-    @pytest.mark.usefixtures("fast_and_safe", "dead")
-    def test_a_backend_for_another_platform_is_logged_once_but_not_as_a_warning(self, log: Any) -> None:
-        log.set_level(logging.INFO)
-        for _ in range(2):
-            assert chosen(None, platform="cpu") == "safe"
-        said = [record.getMessage() for record in log.records]
-        assert said.count("backend 'fast' passed over: it serves cuda, not cpu") == 1
-        assert warnings(log) == []
-
     @pytest.mark.usefixtures("fast_and_safe")
     def test_a_broken_one_is_logged_and_takes_no_other_along(self, log: Any) -> None:
         with (
@@ -315,15 +287,6 @@ class TestTheBest:
         put("tpu", "also-of-a-stranger")
         assert chosen(None, frozenset()) == "triton", "only ringattn's own distribution has precedence"
 
-    @pytest.mark.usefixtures("dead")
-    def test_where_none_can_each_has_its_reason(self) -> None:
-        with installed("fast", "tpu"), pytest.raises(NoBackendError) as caught:
-            chosen(None)
-        assert caught.value.reasons == {
-            "dead": "it cannot run here: no GPU is visible",
-            "fast": "it serves tpu, not cuda",
-        }
-
     @pytest.mark.usefixtures("install")
     def test_where_none_is_installed_the_command_that_adds_one_is_told(self) -> None:
         with pytest.raises(BackendNotFoundError, match=r"pip install \./packages/ringattn-xla"):
@@ -358,12 +321,6 @@ class TestEnvironmentVariables:
         assert len(warnings(log)) == 1
         assert "RINGATTN_BACKENDS is not known (did you mean 'RINGATTN_BACKEND'?)" in warnings(log)[0]
 
-    def test_a_known_variable_gives_no_warning(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        for variable in selection.VARIABLES[1:]:
-            monkeypatch.setenv(variable, "1")
-        chosen("safe")
-        assert warnings(log) == []
-
     def test_a_backend_declares_its_own(self, log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RINGATTN_MINE", "1")
         mine = Backend("mine", 1, ("tpu",), ALL, kernel="gone:KERNEL", variables=("RINGATTN_MINE",))
@@ -372,9 +329,3 @@ class TestEnvironmentVariables:
         assert warnings(log) == []
         chosen("safe")
         assert "RINGATTN_MINE is not known" in warnings(log)[0]
-
-
-def test_every_refusal_is_a_ringattn_error(install: Any) -> None:
-    for backend in (None, "absent", ("absent", "gone")):
-        with pytest.raises(RingAttnError):
-            chosen(backend)

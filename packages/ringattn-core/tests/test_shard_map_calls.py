@@ -61,20 +61,6 @@ def test_tokens_that_are_the_same_on_all_ranks_are_refused(argument: str) -> Non
         on_ranks(**NAMED, **REPLICATED[argument])
 
 
-def test_keys_and_values_that_are_the_same_on_all_ranks_are_refused() -> None:
-    q, k, v = arrays()
-    mesh = mesh_of(sp=2)
-    for specs, argument in (((P(None, "sp"), P(), P()), "key"), ((P(None, "sp"), P(None, "sp"), P()), "value")):
-        local = (q, k[:, :8], v[:, :8]) if argument == "key" else (q, k, v[:, :8])
-        with pytest.raises(InputError, match=rf"{argument}: is replicated over"):
-            jax.shard_map(
-                lambda q, k, v: ring_attention(q, k, v, axis_name="sp"),
-                mesh=mesh,
-                in_specs=specs,
-                out_specs=P(None, "sp"),
-            )(*local)
-
-
 def test_without_check_vma_nothing_is_refused() -> None:
     shape = on_ranks(**NAMED, check_vma=False, q_positions=lambda: jnp.arange(T // 2)).shape
     assert shape == (B, T, N, H)
@@ -106,10 +92,6 @@ def test_a_mesh_axis_that_the_call_does_not_name_is_refused(check_vma: bool, nam
     assert f"the mesh axes ({over}) of the surrounding shard_map may split the arrays" in str(error.value)
     assert f"Name them in {unsaid}; () means none" in str(error.value)
     assert ("axis_name=() that attention is local" in str(error.value)) == ("axis_name" not in named)
-
-
-def test_dropout_with_named_axes_is_that_of_one_device() -> None:
-    close(on_ranks(**DROPOUT, **NAMED), ring_attention(*arrays(), **DROPOUT))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

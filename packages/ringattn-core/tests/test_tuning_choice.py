@@ -121,13 +121,6 @@ class _WithoutTools:
 
 
 class TestTheOrder:
-    def test_by_default_the_backend_chooses(self, mine: Any) -> None:
-        assert ran(mine) == OWN
-
-    def test_what_was_tuned_comes_before_that(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        assert ran(mine) == TUNED
-
     def test_an_overlay_comes_before_what_was_tuned(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         ran(mine)
@@ -199,10 +192,6 @@ class TestAnOverlay:
 
 
 class TestThePolicy:
-    def test_by_default_nothing_is_tuned(self, mine: Any) -> None:
-        ran(mine)
-        assert mine.tunings == []
-
     def test_on_tunes_once_and_keeps_it_for_every_process(self, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
         assert ran(mine) == ran(mine) == TUNED
@@ -229,13 +218,6 @@ class TestThePolicy:
         assert ran(mine) == OWN
         with overlay(OVER):
             assert ran(mine) == OVER
-
-    def test_a_problem_without_a_result_is_tuned_when_the_policy_turns_on(
-        self, mine: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert ran(mine) == OWN
-        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        assert ran(mine) == TUNED
 
     def test_an_unknown_one_is_refused_with_those_that_there_are(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch
@@ -287,18 +269,6 @@ class TestThePolicy:
 
 
 class TestUnderATrace:
-    @pytest.mark.parametrize("said", ["cached", "on"])
-    def test_jit_gets_what_was_tuned(self, said: str, mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-        ran(mine)
-        monkeypatch.setenv("RINGATTN_AUTOTUNE", said)
-        forget()
-        mine.rules.clear()
-        forget_traced_calls()
-        jax.jit(lambda x: ring_attention(x, x, x, backend="mine"))(X)
-        assert {rule.fwd_params for rule in mine.rules} == {TUNED.fwd_params}
-        assert len(mine.tunings) == 1
-
     def test_jit_tunes_with_the_policy_on_for_the_shapes_of_the_tracers(
         self, mine: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn_core import MaskInfo, ring_attention
 from ringattn_core.call.validation import validated
 from ringattn_core.errors import InputError, MeshError
-from ringattn_core.masks import Causal, Document, Full, Mask, Numpy, Predicate
+from ringattn_core.masks import Causal, Document, Mask, Numpy, Predicate
 
 B, T, N, K, H = 2, 8, 4, 2, 8
 
@@ -71,12 +71,8 @@ OPTIONS = {
     "negative window": (dict(sliding_window=-1), "sliding_window: got -1"),
     "window of three sides": (dict(sliding_window=(1, 2, 3)), "sliding_window: got (1, 2, 3)"),
     "window of a fraction": (dict(sliding_window=(1.5, 2)), "sliding_window: got 1.5"),
-    "window of a truth value": (dict(sliding_window=True), "sliding_window: got True"),
     "chunk of zero": (dict(chunk_size=0), "chunk_size: got 0"),
     "soft cap of zero": (dict(logits_soft_cap=0.0), "logits_soft_cap: got 0.0"),
-    "negative soft cap": (dict(logits_soft_cap=-3), "logits_soft_cap: got -3"),
-    "infinite soft cap": (dict(logits_soft_cap=float("inf")), "logits_soft_cap: got inf"),
-    "soft cap beyond float32": (dict(logits_soft_cap=1e39), "logits_soft_cap: got 1e+39"),
     "soft cap that leaves float32 no digits": (
         dict(logits_soft_cap=1e31),
         "logits_soft_cap: got 1e+31. It must be from 1.18e-38 to 1e+30, or None for no cap",
@@ -86,7 +82,6 @@ OPTIONS = {
     "scale that is no number": (dict(softmax_scale=float("nan")), "softmax_scale: got nan"),
     "dropout of one": (dict(dropout_prob=1.0, dropout_seed=0), "dropout_prob: got 1.0"),
     "dropout below its resolution": (dict(dropout_prob=1e-5, dropout_seed=0), "dropout_prob: got 1e-05"),
-    "negative dropout": (dict(dropout_prob=-0.1, dropout_seed=0), "dropout_prob: got -0.1"),
     "dropout without a seed": (dict(dropout_prob=0.1), "dropout_seed: is missing with dropout_prob=0.1"),
     "a fraction as seed": (dict(dropout_prob=0.1, dropout_seed=0.5), "dropout_seed: has shape () and dtype float32"),
     "a seed that is a word, without dropout": (dict(dropout_seed="seven"), "dropout_seed: str is not an array"),
@@ -100,11 +95,8 @@ OPTIONS = {
         "dropout_seed: has the value 1099511",
     ),
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
-    "dropout of less than a step": (dict(dropout_prob=2.0**-17, dropout_seed=0), "dropout_prob: got 7.62939453125e-06"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
-    "a list of layouts": (dict(layout=["zigzag"]), "layout: got ['zigzag']"),
-    "an array as precision": (dict(precision=np.ones(2)), "precision: got array"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
     "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),
@@ -116,10 +108,6 @@ OPTIONS = {
         dict(q_segment_ids=jnp.full((B, T), 2**31 + 1, jnp.uint32)),
         "q_segment_ids: has the value 2147483649",
     ),
-    "rows of segment ids beyond int32": (
-        dict(q_segment_ids=[np.array([2**32 + 5] * T)] * B),
-        "q_segment_ids: has the value 4294967301",
-    ),
     "positions beyond int32": (dict(q_positions=[2**40] * T), "q_positions: has the value 1099511627776"),
     "positions of 2^30": (
         dict(q_positions=np.arange(T) + 2**30),
@@ -129,11 +117,6 @@ OPTIONS = {
         lambda: dict(q_positions=jnp.zeros(T, int), kv_positions=jnp.full(T, -(2**30))),
         "kv_positions: has the value -1073741824",
     ),
-    "mask_info with positions of 2^30": (
-        lambda: dict(mask_info=MaskInfo.from_positions(np.full(T, 2**30))),
-        "q_positions: has the value 1073741824",
-    ),
-    "short key positions": (dict(kv_positions=np.arange(3)), "kv_positions: has shape (3,)"),
     "short segment ids": (dict(kv_segment_ids=np.zeros((B, 3), int)), "kv_segment_ids: has shape (2, 3)"),
     "short positions": (dict(q_positions=np.arange(3)), "q_positions: has shape (3,)"),
     "slopes for key heads": (dict(alibi_slopes=ones(K)), "alibi_slopes: has shape (2,)"),
@@ -147,10 +130,6 @@ OPTIONS = {
         dict(mask_builder=lambda *_: Causal() & Document(np.zeros(5, int))),
         "returned a mask of shape (5, 5). The global lengths are (8, 8)",
     ),
-    "mask of another shape inside": (
-        dict(mask_builder=lambda *_: Full() | ~Numpy(np.ones((T, 3), bool))),
-        "returned a mask of shape (8, 3)",
-    ),
     "predicate of numbers": (
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))),
         "returned float32. It needs booleans",
@@ -162,10 +141,6 @@ OPTIONS = {
     "a stranger's mask of another shape": (
         dict(mask_builder=lambda *_: ~Strange()),
         "returned a mask of shape (3, 8)",
-    ),
-    "mask_info whose ids would wrap": (
-        lambda: dict(mask_info=MaskInfo.from_segments(jnp.full((B, T), 2**31 + 1, jnp.uint32))),
-        "has the value 2147483649",
     ),
     "mask_info and ids": (
         dict(mask_info=MaskInfo.from_segments(np.zeros((B, T), int)), q_segment_ids=np.zeros((B, T), int)),
@@ -230,12 +205,6 @@ def test_seeds_of_32_bits_are_kept_as_they_are():
 def test_a_scale_below_the_normal_numbers_of_float32_is_zero():
     scales = {1e-40: 0.0, -1e-50: 0.0, 0: 0.0, -1e-37: -1e-37}
     assert {x: validated(*arrays(), softmax_scale=x).softmax_scale for x in scales} == scales
-
-
-def test_scores_under_the_largest_soft_cap_are_as_without_one():
-    q, k, v = (jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate(arrays()))
-    capped, free = (ring_attention(q, k, v, logits_soft_cap=cap) for cap in (1e30, None))
-    np.testing.assert_allclose(capped, free, atol=2e-6)
 
 
 def test_a_traced_option_is_refused_by_name():
