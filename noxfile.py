@@ -39,12 +39,9 @@ SUPPORTED = (
     ("3.12", "0.11.2", ("triton-3-9",)),
     ("3.11", "0.10.0", ()),
 )
-# The tests that break first when JAX changes: meshes, `shard_map`, transforms, and the program of a whole ring.
-MOVING = ("batching", "meshes", "options", "pipelines", "remat", "ring*", "shard*", "strict_flags")
-ON_THE_NEWEST = (
-    *(path for name in MOVING for path in sorted(map(str, ROOT.glob(f"packages/ringattn-core/tests/test_{name}.py")))),
-    "packages/ringattn-xla",
-)
+# The tests of core that break first when JAX changes: meshes, `shard_map`, transforms, a whole ring.
+MOVING = ("batching", "meshes", "pipelines", "remat", "ring", "shard_map_calls", "sharding")
+ON_THE_NEWEST = tuple(f"packages/ringattn-core/tests/test_{name}.py" for name in MOVING)
 CPU = {"JAX_PLATFORMS": "cpu"}
 # The two workers of pytest fill two cores, so NumPy starts no threads for its matrix products.
 WORKERS = CPU | {"OPENBLAS_NUM_THREADS": "1"}
@@ -135,7 +132,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=SUPPORTED[1][0])
 def newest_jax(session: nox.Session) -> None:
-    """Those tests of core and xla that depend most on JAX, on the newest JAX."""
+    """The tests of core that depend most on JAX, on the newest JAX; the others run there in `exhaustive`."""
     install_for_tests(session, SUPPORTED[1][1], ())
     run_tests(session, ON_THE_NEWEST)
 
