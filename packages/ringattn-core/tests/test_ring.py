@@ -196,8 +196,8 @@ def sent_rows(ranks: int, layout: str, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_a_window_sends_only_the_rows_that_some_query_sees(layout: str):
-    """Forward once; backward the keys again, and their gradients. A stripe is seen from everywhere."""
-    sends = {"contiguous": [4] * 3, "zigzag": [4] * 6, "striped": [16] * 21}[layout]
+    """Forward once; backward the keys again, and their gradients. Of stripes, whole shards of the four ranks before."""
+    sends = {"contiguous": [4] * 3, "zigzag": [4] * 6, "striped": [16] * 12}[layout]
     assert sent_rows(8, layout, causal=True, sliding_window=4) == sends
 
 
