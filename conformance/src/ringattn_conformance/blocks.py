@@ -14,7 +14,7 @@ from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
-from ringattn_core.ring.sends import Keys
+from ringattn_core.ring.sends import KV
 
 from .cases import KEYWORDS, OPERANDS, Case, Inputs
 from .ranks import static_options
@@ -81,6 +81,6 @@ def blocks_of(case: Case, inputs: Inputs, shards: int) -> list[Block]:
     arrays = {KEYWORDS[name]: jnp.asarray(x) for name, x in given.items() if x is not None}
     call = validated(**arrays, **options, ranks=1)
     ring, location = engine.prepared(None, call, (0, 1))
-    whole = block(ring, call, location, Keys(packing.pack(call.key, call.value)), 0)
+    whole = block(ring, call, location, KV(packing.pack(call.key, call.value)), 0)
     size = whole.kv_length // shards
     return [whole.tile(0, whole.q_length, shard * size, size) for shard in range(shards)]

@@ -10,7 +10,7 @@ from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.visibility import position_masks
 from ringattn_core.masks import Coordinates
 from ringattn_core.placement.layout import LAYOUTS, Shards, order
-from ringattn_core.ring.plan import FINEST, Level, Send, levels, offsets, source, visits
+from ringattn_core.ring.plan import MOST_TILES, Level, Send, levels, offsets, source, visits
 
 RULES = {
     "full": Rule(1.0),
@@ -80,7 +80,7 @@ def test_of_a_window_only_the_rows_within_its_reach_travel(
     (level,) = levels(Rule(1.0, sliding_window=window), Shards(layout, 8), (16, 16), ("sp",), (8,))
     assert dict(zip(level.offsets[1:], level.rows[1:], strict=True)) == rows
     assert [step.keys for step in level.forward[:-1]] == [Send(offset, sent) for offset, sent in rows.items()]
-    back = [step.gradients for step in (*level.backward, level.home)]
+    back = [step.gradients for step in (*level.backward, level.own)]
     assert back == [None, *(Send(-offset) for offset in rows)]
 
 
@@ -93,7 +93,7 @@ def test_a_ring_of_two_sends_only_the_rows_that_its_window_sees():
 
 def test_long_shards_send_whole_tiles():
     (level,) = levels(Rule(1.0, sliding_window=(1000, 0)), Shards("contiguous", 4), (32768, 32768), ("sp",), (4,))
-    assert level.rows == ((0, 32768), (32768 - 1024, 32768)) and FINEST == 64
+    assert level.rows == ((0, 32768), (32768 - 1024, 32768)) and MOST_TILES == 64
 
 
 def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
@@ -132,8 +132,8 @@ def test_backward_brings_every_key_and_takes_every_gradient_home(made: tuple[int
     level = Level(("sp",), 8, made, rows=((0, 4),) * len(made) if straight else None)
     own = np.arange(8)
     keys, behind = travelled(level, own, level.first), None
-    for step in (*level.backward, level.home):
-        keys = own if step == level.home else keys
+    for step in (*level.backward, level.own):
+        keys = own if step == level.own else keys
         np.testing.assert_array_equal(keys, source([level], own, step.offset))
         if behind is not None:
             np.testing.assert_array_equal(travelled(level, behind, step.gradients), own if straight else keys)

@@ -16,7 +16,7 @@ from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
 from ringattn_core.ring.plan import Level, Send, offsets, source
-from ringattn_core.ring.sends import Keys
+from ringattn_core.ring.sends import KV
 from ringattn_core.ring.whole_keys import with_all_ids
 
 
@@ -123,7 +123,7 @@ def _backward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, 
     *inside, level = levels
     number, steps = len(inside), [Step(base, 0.0, tuple(_keys(len(inside), level.first, shard)))]
     rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.offsets) - 1)))
-    for step, rows in zip((*level.backward, level.home), rows_before, strict=True):
+    for step, rows in zip((*level.backward, level.own), rows_before, strict=True):
         messages = _keys(number, step.keys, shard)
         if step.gradients is not None:
             messages.append(Message("dk,dv", number, step.gradients.shift, shard.bytes(rows, True)))
@@ -146,7 +146,7 @@ def own_block(call: Call) -> Block:
     """The block of a rank's queries and its own keys, inside a trace that has the call's axis."""
     ring, location = engine.prepared(None, call)
     whole = with_all_ids(ring, call, location)
-    return block(ring, whole, location, Keys(packing.pack(call.key, call.value)), 0)
+    return block(ring, whole, location, KV(packing.pack(call.key, call.value)), 0)
 
 
 def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) -> tuple[Block, ...]:
@@ -161,5 +161,5 @@ def blocks_of_last_rank(kernel: BlockKernel, call: Call, ranks: int, most: int) 
         first, end = rows[hop] if rows else (0, call.key.shape[1])
         k, v = (jax.lax.slice_in_dim(x, first, end, axis=1) for x in pair)
         travelled = ring.passes_on or hop > 0
-        found.append(block(ring, call, location, Keys(packing.pack(k, v) if travelled else (k, v), first), offset))
+        found.append(block(ring, call, location, KV(packing.pack(k, v) if travelled else (k, v), first), offset))
     return tuple(dataclasses.replace(each, final=not ring.levels) for each in found)

@@ -18,10 +18,10 @@ from . import whole_keys
 from .blocks import BY_COLUMN, Ring, block, owner, put_columns, static_masks
 from .forward import Residuals, sinks_of
 from .plan import Level, Step
-from .sends import Keys, after, after_on_cpu, packed, sent, total
+from .sends import KV, after, after_on_cpu, packed, sent, total
 
-SUMMED: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
-"""The arrays whose gradients this file adds up; `dk` and `dv` travel."""
+LOCAL: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
+"""The arrays whose gradients each rank adds up here. Kernels continue `dq`; `dk` and `dv` travel."""
 
 
 class Sums(NamedTuple):
@@ -31,11 +31,11 @@ class Sums(NamedTuple):
     others: dict[str, jax.Array]
 
 
-Body = Callable[[Keys, Any, Sums], tuple[Keys, Sums]]
+Body = Callable[[KV, Any, Sums], tuple[KV, Sums]]
 """Returns the gradients of the keys that have travelled some offset to this rank, and continues the other gradients."""
 
 
-class Rows(NamedTuple):
+class PerQuery(NamedTuple):
     """Arrays with a value for each query, which the backward kernel reads beside the block."""
 
     dout: jax.Array
@@ -44,8 +44,8 @@ class Rows(NamedTuple):
     out: jax.Array | None
 
     @classmethod
-    def of(cls, kernel: BlockKernel, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "Rows":
-        """The rows, from the residuals and the cotangents of the results. Cotangents of padding count as zeros."""
+    def of(cls, kernel: BlockKernel, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> "PerQuery":
+        """These arrays, from the residuals and the cotangents of the results. Cotangents of padding count as zeros."""
         ids = kept.call.q_segment_ids
         dout, dlse = cleaned(dout, ids), jnp.swapaxes(cleaned(jnp.swapaxes(dlse, 1, 2), ids), 1, 2)
         # Not an einsum: on a GPU XLA would compile it to a separate vector product for every row.
@@ -56,29 +56,29 @@ class Rows(NamedTuple):
 
 def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dlse: jax.Array) -> Call:
     """The cotangents of the call's arrays, from the residuals of the forward pass and the cotangents of its result."""
-    call, location, rows = kept.call, kept.location, Rows.of(ring.kernel, kept, dout, dlse)
-    kernel, own = batching.backward(ring.kernel), Keys((call.key, call.value))
-    travel = ring.levels or ring.gathers
-    summed = travel or {*call.wide} - ({"bias"} if bias_fixed else set())
+    call, location, queries = kept.call, kept.location, PerQuery.of(ring.kernel, kept, dout, dlse)
+    kernel, own = batching.backward(ring.kernel), KV((call.key, call.value))
+    travel = bool(ring.levels) or ring.gathers
+    final = not travel and not {*call.wide} - ({"bias"} if bias_fixed else set())
 
-    def one_block(keys: Keys, offset: Any, sums: Sums) -> tuple[Keys, Sums]:
-        keys = packed(keys) if ring.passes_on else keys
-        visited = block(ring, call, location.after(keys) if ring.levels else location, keys, offset)
-        visited = dataclasses.replace(visited, bias_fixed=bias_fixed, out=rows.out, final=not summed)
-        found = kernel(visited, rows.dout, rows.lse, rows.delta, sums.dq)
-        kv = (found.dk, found.dv) if isinstance(keys.kv, tuple) else packing.pack(found.dk, found.dv)
-        others = _added(ring, call, sums.others, found, (owner(ring, location, offset), keys.first))
-        return Keys(kv, keys.first), Sums(found.dq, others)
+    def one_block(kv: KV, offset: Any, sums: Sums) -> tuple[KV, Sums]:
+        kv = packed(kv) if ring.passes_on else kv
+        visited = block(ring, call, location.after_on_cpu(kv) if ring.levels else location, kv, offset)
+        visited = dataclasses.replace(visited, bias_fixed=bias_fixed, out=queries.out, final=final)
+        found = kernel(visited, queries.dout, queries.lse, queries.delta, sums.dq)
+        dkv = (found.dk, found.dv) if isinstance(kv.arrays, tuple) else packing.pack(found.dk, found.dv)
+        others = _added(ring, call, sums.others, found, owner(ring, location, offset), kv.start)
+        return KV(dkv, kv.start), Sums(found.dq, others)
 
     body: Body = one_block
     for level in ring.levels:
         body = around(level, body, ring.tie)
     if ring.gathers:
         body = whole_keys.backward(ring, location, body)
-    # Tied to the raw cotangent: tying the first send to a derived array would make XLA compute that first.
-    gradients, sums = body(after(ring.tie, own, dout) if travel else own, 0, Sums(None, {}))
-    dk, dv = gradients.pair(call.query.shape[-1])
-    found = {"q": sums.dq, "k": dk, "v": dv, "sinks": _sink_gradients(kept, rows.delta), **sums.others}
+    # No send in the forward pass. Tied to the raw cotangent: a derived array would have to be computed first.
+    dkv, sums = body(after(ring.tie, own, dout) if travel else own, 0, Sums(None, {}))
+    dk, dv = dkv.pair(call.query.shape[-1])
+    found = {"q": sums.dq, "k": dk, "v": dv, "sinks": _sink_gradients(kept, queries.delta), **sums.others}
     return _cotangents(call, found)
 
 
@@ -86,52 +86,53 @@ def around(level: Level, body: Body, tie: Any) -> Body:
     """`body` for the keys of every rank that a level brings here. This rank's own come last, and hide the last send.
 
     Gradients leave one hop after the kernel that computed them. If keys are passed on, their gradients follow them, and
-    each rank adds its own (`total`). If rows came straight from their owner, the gradients go straight home (`home`).
+    each rank adds its contribution (`total`). If rows came straight from their owner, the gradients go straight home.
     """
 
-    def loop(own: Keys, base: Any, sums: Sums) -> tuple[Keys, Sums]:
-        def hop(carry: tuple[Keys, Keys | None, tuple[Keys, ...], Sums], step: Step) -> Any:
-            keys, behind, home, sums = carry
-            keys = after(tie, keys, sums.dq)  # no send, and no kernel, before the kernels of the hop before
-            behind = after(tie, behind, keys)
-            leaving = after(tie, own, sums.dq) if level.straight else keys
+    def loop(own: KV, base: Any, sums: Sums) -> tuple[KV, Sums]:
+        def hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], step: Step) -> Any:
+            kv, behind, returned, sums = carry
+            # The sends and the kernel of this hop start after the kernel of the hop before, and keys leave first.
+            kv = after(tie, kv, sums.dq)
+            leaving = after(tie, own, sums.dq) if level.straight else kv
+            behind = after(tie, behind, kv)
             arriving, returning = sent(level, leaving, step.keys), sent(level, behind, step.gradients)
-            if arriving is None:
-                keys = after(tie, keys, behind)  # the kernels of this hop hide the send of gradients alone
+            if arriving is None:  # the kernel must not start before the gradients can leave, which it hides
+                kv = after(tie, kv, behind)
             sums = sums._replace(dq=after_on_cpu(sums.dq, (arriving, returning)))
-            gradients, sums = body(keys, base + step.offset, sums)
-            returning = after(tie, returning, arriving)
+            dkv, sums = body(kv, base + step.offset, sums)
+            returning = after(tie, returning, arriving)  # keys are awaited first: the next hop needs them first
             if level.straight and returning is not None:
-                return arriving, gradients, (*home, returning), sums
-            return arriving, total(gradients, returning), home, sums
+                return arriving, dkv, (*returned, returning), sums
+            return arriving, total(dkv, returning), returned, sums
 
-        first = sent(level, after(tie, own, sums.dq), level.first)
-        _, behind, home, sums = level.each(hop, (first, None, (), sums), level.backward)
-        _, gradients, home, sums = hop((own, behind, home, sums), level.home)
-        return functools.reduce(total, home, gradients), sums
+        arriving = sent(level, after(tie, own, sums.dq), level.first)
+        _, behind, returned, sums = level.each(hop, (arriving, None, (), sums), level.backward)
+        _, dkv, returned, sums = hop((own, behind, returned, sums), level.own)
+        return functools.reduce(total, returned, dkv), sums
 
     return loop
 
 
 def _added(
-    ring: Ring, call: Call, sums: dict[str, jax.Array], found: Gradients, keys: tuple[Any, int]
+    ring: Ring, call: Call, sums: dict[str, jax.Array], found: Gradients, shard: Any, start: int
 ) -> dict[str, jax.Array]:
-    """The sums with the gradients of one hop. `keys` are the number of the shard of its keys, and their first row."""
+    """The sums with the gradients of one hop, whose keys are the rows of `shard` from `start` on."""
 
     def added(name: str, new: jax.Array) -> jax.Array:
         if name not in BY_COLUMN or ring.keys.count == 1:
             return sums[name] + new if name in sums else new
         shape = (*new.shape[:-1], getattr(call, name).shape[-1])
         whole = sums[name] if name in sums else align(jnp.zeros(shape, new.dtype), axes_of(new))
-        return put_columns(ring, whole, new, *keys)
+        return put_columns(ring, whole, new, shard, start)
 
-    return {name: added(name, x) for name in SUMMED if (x := getattr(found, f"d{name}")) is not None}
+    return {name: added(name, x) for name in LOCAL if (x := getattr(found, f"d{name}")) is not None}
 
 
 def _cotangents(call: Call, found: dict[str, Any]) -> Call:
     """The call with each array replaced by its gradient from `found`, or by `None` if it has none.
 
-    The keys of `found` are the names of the arrays in a block.
+    `found` has the names of the arrays in a block.
     """
 
     def of(name: str) -> Any:

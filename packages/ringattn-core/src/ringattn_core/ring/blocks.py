@@ -14,7 +14,7 @@ from ..contract.protocol import LETTERS, Block, BlockKernel
 from ..placement.arrays import axes_with
 from ..placement.layout import Shards
 from .plan import Level, source
-from .sends import Keys, after_on_cpu
+from .sends import KV, after_on_cpu
 
 CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
 """The name in a call of each array of a block."""
@@ -64,7 +64,7 @@ class Location:
     batch_index: Int32[Array, " B"]
     head_index: Int32[Array, " N"]
 
-    def after(self, tokens: Any) -> "Location":
+    def after_on_cpu(self, tokens: Any) -> "Location":
         """The location, whose rank XLA on CPU reads only after the tokens are computed.
 
         Positions and tile lists derive from the rank. Without this order XLA computes those of all hops at once.
@@ -77,33 +77,33 @@ def owner(ring: Ring, location: Location, offset: Any) -> Any:
     return 0 if ring.gathers else source(ring.levels, location.rank, offset)
 
 
-def block(ring: Ring, call: Call, location: Location, keys: Keys, offset: Any) -> Block:
-    """This rank's queries against `keys`, which have travelled `offset`.
+def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Block:
+    """This rank's queries against the keys in `kv`, which have travelled `offset`.
 
     The ids and positions of keys in `call` are those of all ranks.
     """
     origin, shard = owner(ring, location, offset), call.key.shape[1] * (ring.queries.count // ring.keys.count)
     q_index = ring.queries.indices(location.rank, call.query.shape[1])[None]
-    kv_index = _rows(ring.keys.indices(origin, shard)[None], keys)
+    kv_index = _rows(ring.keys.indices(origin, shard)[None], kv)
 
     def of_hop(name: str) -> Any:
         x = getattr(call, CALL_NAMES[name])
         if x is None:
             return None
         if name in BY_COLUMN:
-            return _rows(ring.keys.columns(x, origin), keys)
+            return _rows(ring.keys.columns(x, origin), kv)
         if name in OF_KEYS:
-            return jax.lax.dynamic_slice_in_dim(x, origin * shard + keys.first, keys.length, x.ndim - 1)
+            return jax.lax.dynamic_slice_in_dim(x, origin * shard + kv.start, kv.length, x.ndim - 1)
         return x
 
     arrays = {name: in_block_form(name, of_hop(name)) for name in HELD}
-    first = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
-    by_layout = {"q_positions": q_index + first, "kv_positions": kv_index}
+    query_offset = 0 if call.query_offset is None else call.query_offset.reshape(-1, 1)
+    by_layout = {"q_positions": q_index + query_offset, "kv_positions": kv_index}
     arrays |= {name: x for name, x in by_layout.items() if arrays[name] is None}
     if arrays["seed"] is not None:
         arrays["seed"] = jnp.broadcast_to(arrays["seed"], (call.query.shape[0],))
     return Block(
-        kv=keys.kv,
+        kv=kv.arrays,
         q_index=q_index,
         kv_index=kv_index,
         batch_index=location.batch_index,
@@ -114,18 +114,21 @@ def block(ring: Ring, call: Call, location: Location, keys: Keys, offset: Any) -
     )
 
 
-def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, origin: Any, first: int) -> jax.Array:
-    """`whole`, an array over all keys, with `part` in the columns of rows of shard `origin` from row `first` on."""
+def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start: int) -> jax.Array:
+    """`whole`, an array over all keys, with `part` in the columns of the rows of `shard` from `start` on.
+
+    Its other columns of the shard become 0: no other hop has that shard.
+    """
     missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
     if missing:
-        part = jnp.pad(part, ((0, 0),) * (part.ndim - 1) + ((first, missing - first),))
-    return ring.keys.put_columns(whole, part, origin)
+        part = jnp.pad(part, ((0, 0),) * (part.ndim - 1) + ((start, missing - start),))
+    return ring.keys.put_columns(whole, part, shard)
 
 
-def _rows(x: jax.Array, keys: Keys) -> jax.Array:
-    """The entries of the rows in `keys`, from a last axis over a shard."""
-    whole = x.shape[-1] == keys.length
-    return x if whole else jax.lax.slice_in_dim(x, keys.first, keys.first + keys.length, axis=x.ndim - 1)
+def _rows(x: jax.Array, kv: KV) -> jax.Array:
+    """The entries of the rows in `kv`, from a last axis over a shard."""
+    whole = x.shape[-1] == kv.length
+    return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
 
 
 def static_masks(kernel: BlockKernel) -> bool:

@@ -18,17 +18,17 @@ from . import whole_keys
 from .blocks import Location, Ring, block
 from .plan import Level, Step
 from .remat import LSE_NAME, OUT_NAME
-from .sends import Keys, after, packed, sent
+from .sends import KV, after, packed, sent
 
 Result = tuple[Float[Array, "B T N Hv"], Float32[Array, "B N T"]]
-Body = Callable[[Keys, Any, Partial | None], Partial]
+Body = Callable[[KV, Any, Partial | None], Partial]
 """Continues a partial result with the keys that have travelled some offset to this rank: a kernel, or a loop."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """What the backward pass reads: `out` and `lse` as returned. The key ids and positions in `call` are all ranks'."""
+    """What the backward pass reads: `out` and `lse` as returned. `call` has the key ids and positions of all ranks."""
 
     call: Call
     location: Location
@@ -39,11 +39,11 @@ class Residuals:
 def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residuals]:
     """`(out, lse)` of this rank's queries and the keys of all ranks, and the residuals for the backward pass."""
     call = whole_keys.with_all_ids(ring, call.narrowed(), location)
-    kernel, own = batching.forward(ring.kernel), Keys((call.key, call.value))
+    kernel, own = batching.forward(ring.kernel), KV((call.key, call.value))
 
-    def one_block(keys: Keys, offset: Any, partial: Partial | None) -> Partial:
-        here = location if partial is None else location.after(partial.lse)
-        visited = block(ring, call, here, keys, offset)
+    def one_block(kv: KV, offset: Any, partial: Partial | None) -> Partial:
+        here = location.after_on_cpu(partial and partial.lse)
+        visited = block(ring, call, here, kv, offset)
         return kernel(dataclasses.replace(visited, final=not ring.levels and call.softmax_aux is None), partial)
 
     body: Body = one_block
@@ -60,14 +60,14 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
 def around(level: Level, body: Body, tie: Any) -> Body:
     """`body` for the keys of every rank that a level brings here, this rank's own first."""
 
-    def loop(own: Keys, base: Any, partial: Partial | None) -> Partial:
-        def hop(carry: tuple[Keys, Partial | None], step: Step) -> Any:
-            keys, partial = carry
-            if partial is not None:
-                keys = after(tie, keys, partial.lse)  # no send, and no kernel, before the kernels of the hop before
-            leaving = after(tie, own, partial and partial.lse) if level.straight else keys
+    def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
+        def hop(carry: tuple[KV, Partial | None], step: Step) -> Any:
+            kv, partial = carry
+            # The send and the kernel of this hop start after the kernel of the hop before.
+            kv = after(tie, kv, partial and partial.lse)
+            leaving = after(tie, own, partial and partial.lse) if level.straight else kv
             arriving = sent(level, leaving, step.keys)
-            return arriving, body(keys, base + step.offset, partial)
+            return arriving, body(kv, base + step.offset, partial)
 
         return level.each(hop, (own, partial), level.forward)[1]
 

@@ -16,9 +16,10 @@ from ..masks import Coordinates, all_of, any_of
 from ..placement.layout import Shards, pieces
 
 UNROLLED: Final = 8
-"""The most hops that are unrolled, which XLA overlaps best. More hops run in a `scan`, which keeps programs small."""
-FINEST: Final = 64
-"""Rows that travel are counted in tiles: a shard has about this number of them."""
+"""The most hops with keys of others that are unrolled, which XLA overlaps best. More run in a `scan`, which keeps
+programs small, if their sends are alike: masks can leave out hops in the middle."""
+MOST_TILES: Final = 64
+"""Rows that travel are counted in tiles: a shard has at most this number of them."""
 
 
 class Send(NamedTuple):
@@ -32,8 +33,8 @@ class Send(NamedTuple):
 class Step(NamedTuple):
     """One hop: how far the keys that are here have travelled, and what is sent meanwhile.
 
-    `offset` counts ranks of the whole ring. `keys` sends the keys of the next hop, and `gradients` those of the keys of
-    the hop before; `None` sends nothing.
+    `offset` counts ranks of the whole ring. `keys` sends the keys of the next hop, and `gradients` those that the hop
+    before has computed; `None` sends nothing.
     """
 
     offset: Any
@@ -43,11 +44,12 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """Round which mesh axes keys travel: at hop `t`, rank `r` has keys of rank `r - offsets[t]`; its own come first.
+    """A ring over one mesh axis or several: at hop `t`, rank `r` has keys of rank `r - offsets[t]`; `offsets[0]` is 0.
 
     Without `rows`, shards are passed on from rank to rank. With `rows`, each hop's rows of a shard come straight from
-    their owner, and their gradients go straight home. `stride` is the distance of neighbours in the whole ring: the
-    product of the sizes of the levels inside this one.
+    their owner, and their gradients go straight home; such a level is the only one, and its hops are unrolled. `stride`
+    is the distance of neighbours in the whole ring: the product of the sizes of the levels inside this one. Ranks,
+    `offsets` and the shifts of sends are counted in the level.
     """
 
     axis: tuple[str, ...]
@@ -70,7 +72,7 @@ class Level:
     @property
     def first(self) -> Send:
         """The send before the first hop of the backward pass."""
-        return Send(self.offsets[1], None if self.rows is None else self.rows[1])
+        return Send(self.offsets[1], self.rows[1] if self.rows else None)
 
     @property
     def backward(self) -> tuple[Step, ...]:
@@ -79,7 +81,7 @@ class Level:
         return tuple(Step(self._travelled(hop), self._bringing(hop + 1), self._behind(hop)) for hop in hops)
 
     @property
-    def home(self) -> Step:
+    def own(self) -> Step:
         """The last hop of the backward pass, with a rank's own keys: the last gradients go home meanwhile."""
         last = self.offsets[-1]
         return Step(0, None, Send(self.ranks - last if self.rows is None else -last))
@@ -108,10 +110,10 @@ class Level:
     def each(self, hop: Callable[[Any, Step], Any], carry: Any, steps: Sequence[Step]) -> Any:
         """`carry = hop(carry, step)` for each of the `steps`: unrolled, or all but the first and the last in a `scan`.
 
-        A `scan` needs steps that send the same; a hop of this level is `stride` hops of the whole ring.
+        A `scan` needs steps that send the same. A hop of this level is `stride` hops of the whole ring.
         """
         between = steps[1:-1]
-        if (len(steps) - 1) * self.stride <= UNROLLED or len({step[1:] for step in between}) != 1:
+        if (len(self.offsets) - 1) * self.stride <= UNROLLED or len({step[1:] for step in between}) != 1:
             return functools.reduce(hop, steps, carry)
         offsets = jnp.asarray([step.offset for step in between], jnp.int32)
         carry = hop(carry, steps[0])
@@ -135,6 +137,7 @@ def levels(
     if len(made) < shards.count or {*made.values()} != {(0, lengths[1])}:
         rows = tuple(made.values()) if len(made) - 1 <= UNROLLED else None
         return (Level(axis, shards.count, tuple(made), rows=rows),)
+    # `visits` counts offsets round the whole ring, `source` digit by digit: the same only where no hop is left out.
     found, stride = [], 1
     for name, size in reversed([*zip(axis or ("",) * len(sizes), sizes, strict=True)]):
         if size > 1:
@@ -181,7 +184,7 @@ def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tu
 
 def _seen_rows(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int) -> tuple[int, int] | None:
     """The rows of a shard that some rank sees when keys have travelled `offset`, in whole tiles; `None` for no row."""
-    some, _ = visible_tiles(rule, shards, lengths, offset, FINEST)
+    some, _ = visible_tiles(rule, shards, lengths, offset, MOST_TILES)
     seen, tile = np.flatnonzero(some.any((0, 1))), lengths[1] // some.shape[-1]
     return (int(seen[0]) * tile, (int(seen[-1]) + 1) * tile) if seen.size else None
 

@@ -15,54 +15,55 @@ from .plan import Level, Send
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Keys:
-    """Consecutive rows of a shard of keys and values, or their gradients: a pair, or packed in one array to travel."""
+class KV:
+    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed in one array to travel."""
 
-    kv: packing.Packed | tuple[jax.Array, jax.Array]
-    first: int = dataclasses.field(default=0, metadata={"static": True})
+    arrays: packing.Packed | tuple[jax.Array, jax.Array]
+    start: int = dataclasses.field(default=0, metadata={"static": True})
     """The number of the first row in its shard."""
 
     @property
     def length(self) -> int:
         """The number of rows."""
-        return jax.tree.leaves(self.kv)[0].shape[-3]
+        return jax.tree.leaves(self.arrays)[0].shape[-3]
 
     def pair(self, key_dim: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values apart; `key_dim` is the head size of the keys."""
-        return self.kv if isinstance(self.kv, tuple) else packing.unpack(self.kv, key_dim)
+        return self.arrays if isinstance(self.arrays, tuple) else packing.unpack(self.arrays, key_dim)
 
 
-def packed(keys: Keys) -> Keys:
-    """Keys as they travel. The barrier keeps XLA from packing them twice, for the kernel and for the send."""
-    if not isinstance(keys.kv, tuple):
-        return keys
-    return dataclasses.replace(keys, kv=jax.lax.optimization_barrier(packing.pack_to_send(*keys.kv)))
+def packed(kv: KV) -> KV:
+    """Keys and values as they travel. The barrier keeps XLA from packing them twice, for the kernel and for the send."""
+    if not isinstance(kv.arrays, tuple):
+        return kv
+    return dataclasses.replace(kv, arrays=jax.lax.optimization_barrier(packing.pack_to_send(*kv.arrays)))
 
 
-def sent(level: Level, keys: Keys | None, send: Send | None) -> Keys | None:
-    """The keys, or gradients, that arrive at this rank by `send`; `None` if there is nothing to send."""
-    if keys is None or send is None:
+def sent(level: Level, kv: KV | None, send: Send | None) -> KV | None:
+    """What arrives at this rank by `send`, if every rank sends its `kv`; `None` if there is nothing to send.
+
+    Where `send` names rows, `kv` is a whole shard.
+    """
+    if kv is None or send is None:
         return None
-    first, end = send.rows or (0, keys.length)
-    if end - first < keys.length:
-        keys = Keys(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, first, end, axis=x.ndim - 3), keys.kv), first)
-    return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(keys))
+    start, end = send.rows or (0, kv.length)
+    if end - start < kv.length:
+        kv = KV(jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, end, axis=x.ndim - 3), kv.arrays), start)
+    return jax.tree.map(functools.partial(_permuted, level.axis, level.pairs(send.shift)), packed(kv))
 
 
-def total(gradients: Keys, arriving: Keys | None) -> Keys:
-    """The sum of `gradients` and those that arrive, which are of the same rows or of some of them."""
+def total(dkv: KV, arriving: KV | None) -> KV:
+    """The sum of the gradients `dkv` and those that arrive, which are of the same rows or of some of them."""
     if arriving is None:
-        return gradients
-    kv = gradients.kv
-    others = arriving.pair(kv[0].shape[-1]) if isinstance(kv, tuple) else arriving.kv
+        return dkv
+    mine = dkv.arrays
+    others = arriving.pair(mine[0].shape[-1]) if isinstance(mine, tuple) else arriving.arrays
+    start = arriving.start - dkv.start
 
     def add(x: jax.Array, y: jax.Array) -> jax.Array:
-        if x.shape == y.shape:
-            return x + y
-        start = arriving.first - gradients.first
-        return x.at[..., start : start + y.shape[-3], :, :].add(y)
+        return x + y if x.shape == y.shape else x.at[..., start : start + y.shape[-3], :, :].add(y)
 
-    return dataclasses.replace(gradients, kv=jax.tree.map(add, kv, others))
+    return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
 
 
 def after(tie: Any, x: Any, tokens: Any) -> Any:
@@ -81,7 +82,7 @@ def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array)
         return send(x)
 
     def as_integers(x: jax.Array) -> jax.Array:
-        """XLA on CPU would widen 16-bit floats."""
+        """As 16-bit integers: XLA on CPU would widen 16-bit floats. On a GPU the bits are the same."""
         return jax.lax.bitcast_convert_type(send(jax.lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
     if not axes.bound(axis):  # a branch of `platform_dependent` cannot use an axis name that is not bound

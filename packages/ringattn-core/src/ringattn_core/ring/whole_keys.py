@@ -14,7 +14,7 @@ from ..contract.call import Call
 from ..placement import axes
 from ..placement.layout import of_neighbours, to_neighbours
 from .blocks import Location, Ring
-from .sends import Keys, packed
+from .sends import KV, packed
 
 
 def with_all_ids(ring: Ring, call: Call, location: Location) -> Call:
@@ -28,7 +28,7 @@ def with_all_ids(ring: Ring, call: Call, location: Location) -> Call:
 
 def forward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
     """`body` for the keys of all ranks at once, which one all-gather brings."""
-    return lambda keys, *carry: body(_all_keys(ring, location, keys), *carry)
+    return lambda kv, *carry: body(_all_keys(ring, location, kv), *carry)
 
 
 def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,15 +41,15 @@ def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callab
         in_rank_order = to_neighbours(x, ring.queries.layout, ring.queries.count, x.ndim - 3)
         return axes.scattered_sum(in_rank_order, ring.axis, ring.queries.count, location.rank, x.ndim - 3)
 
-    def once(keys: Keys, offset: int, sums: Any) -> tuple[Keys, Any]:
-        gradients, sums = body(_all_keys(ring, location, keys), offset, sums)
-        return jax.tree.map(scatter, gradients), sums
+    def once(kv: KV, offset: int, sums: Any) -> tuple[KV, Any]:
+        dkv, sums = body(_all_keys(ring, location, kv), offset, sums)
+        return jax.tree.map(scatter, dkv), sums
 
     return once
 
 
-def _all_keys(ring: Ring, location: Location, keys: Keys) -> Keys:
-    return jax.tree.map(lambda x: _whole(ring, location, x, x.ndim - 3), packed(keys))
+def _all_keys(ring: Ring, location: Location, kv: KV) -> KV:
+    return jax.tree.map(lambda x: _whole(ring, location, x, x.ndim - 3), packed(kv))
 
 
 def _whole(ring: Ring, location: Location, x: jax.Array, axis: int) -> jax.Array:

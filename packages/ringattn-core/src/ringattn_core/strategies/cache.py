@@ -20,7 +20,7 @@ from ..placement.layout import order
 from ..ring.blocks import block
 from ..ring.engine import prepared, without_derivative
 from ..ring.forward import Result, sinks_of
-from ..ring.sends import Keys
+from ..ring.sends import KV
 
 SHORTEST_CHUNK: Final = 1024
 """The fewest keys in a chunk of a rank's cache."""
@@ -59,7 +59,7 @@ def _attend(kernel: BlockKernel, call: Call) -> Any:
     everyone = _with_all_queries(call) if sharded else call
     ring, location = prepared(kernel, everyone)
     here, location = align((everyone, location), axes_of(everyone, location))
-    own = block(ring, here, location, Keys((here.key, here.value)), 0)
+    own = block(ring, here, location, KV((here.key, here.value)), 0)
     group, chunks = (1, 1) if sharded else (_group(own), _chunks(own))
     asked = own if sharded else _chunked(_with_groups_as_rows(_with_increasing_positions(own), group), chunks)
     partial = merged_over(batching.forward(kernel)(asked, None), ring.axis, chunks, scattered=sharded)
