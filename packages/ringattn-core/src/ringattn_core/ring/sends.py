@@ -16,7 +16,7 @@ from .plan import Level, Send
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed in one array to travel."""
+    """Consecutive rows of a shard of keys and values, or of their gradients: a pair, or packed as they travel."""
 
     arrays: packing.Packed | tuple[jax.Array, jax.Array]
     start: int = dataclasses.field(default=0, metadata={"static": True})
@@ -33,7 +33,7 @@ class KV:
 
 
 def packed(kv: KV) -> KV:
-    """Keys and values as they travel. The barrier keeps XLA from packing them twice, for the kernel and for the send."""
+    """Keys and values in one array. The barrier keeps XLA from packing them twice, for the kernel and for the send."""
     if not isinstance(kv.arrays, tuple):
         return kv
     return dataclasses.replace(kv, arrays=jax.lax.optimization_barrier(packing.pack_to_send(*kv.arrays)))
