@@ -166,6 +166,10 @@ class TestWhatItRefuses:
         with pytest.raises(errors.InputError, match=r"key_: has shape \(2, 16, 3\)\. Its last axis must be the 32 of"):
             RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X)
 
+    def test_a_mask_of_another_shape(self):
+        with pytest.raises(errors.InputError, match=r"^mask: has shape"):
+            RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3])
+
 
 def test_modules_with_equal_settings_have_equal_tree_structures():
     """So that a program compiled for one module serves the other."""

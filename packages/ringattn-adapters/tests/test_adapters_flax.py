@@ -90,11 +90,6 @@ def test_the_mesh_of_set_mesh_is_the_mesh_of_a_layer():
     agree(found, of_linen(None, mask=KEYS))
 
 
-@BOTH
-def test_causal_of_the_ring_is_the_causal_mask_of_flax(of: Any):
-    agree(of(ring_attention_fn(causal=True)), of(None, mask=CAUSAL))
-
-
 @pytest.mark.parametrize("ring", [False, True])
 def test_nnx_is_causal_where_the_layer_or_the_ring_says_so(ring: bool):
     agree(of_nnx(ring_attention_fn(causal=ring), is_causal=not ring), of_nnx(None, is_causal=True))

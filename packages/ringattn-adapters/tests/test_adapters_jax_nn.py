@@ -74,12 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sides": {"local_window_size": (5, 2)},
     "causal-window": {"is_causal": True, "local_window_size": (4, 0)},
     "mask": {"mask": MASK},
-    "mask-of-one-head": {"mask": MASK[:, :1]},
-    "mask-of-one-example": {"mask": MASK[:1]},
     "mask-of-three-axes": {"mask": MASK[0]},
     "mask-of-keys": {"mask": MASK[:, :1, :1]},
-    "mask-of-keys-of-one-example": {"mask": MASK[:1, :1, :1]},
-    "mask-of-keys-by-head": {"mask": MASK[:, :, :1]},
     "mask-everywhere": {"mask": jnp.ones((1, 1, 1, 1), bool)},
     "key-lengths": {"key_value_seq_lengths": LENGTHS},
     "query-lengths": {"query_seq_lengths": LENGTHS},
@@ -118,6 +114,15 @@ def test_the_residual_has_the_shape_the_dtype_and_the_missing_gradient_of_jax(dt
     agree(*both(of_both, arrays, is_causal=True, return_residual=True), atol)
     got = dot_product_attention(*arrays, return_residual=True)[1]
     assert got.shape == arrays[0].shape[:-1] and got.dtype == dtype
+
+
+def test_a_row_of_biases_of_minus_1e9_gets_zero_where_jax_gives_it_the_mean():
+    query, key, value = operands()
+    bias = jnp.zeros((1, 1, T, S)).at[:, :, 0].set(-1e9)
+    out, theirs = dot_product_attention(query, key, value, bias), jax.nn.dot_product_attention(query, key, value, bias)
+    assert (out[:, 0] == 0).all()
+    np.testing.assert_allclose(out[:, 1:], theirs[:, 1:], atol=1e-5)
+    np.testing.assert_allclose(theirs[:, 0], jnp.repeat(value.mean(1), N // K, 1), atol=1e-5)
 
 
 def test_a_query_that_sees_no_key_gets_zero_where_jax_gives_it_the_mean():
@@ -253,6 +258,11 @@ class TestWhatItRefuses:
             errors.InputError, match=r"unheard_of: is no option of this adapter\. Options: alibi_slopes, "
         ):
             dot_product_attention(*operands(), unheard_of="sp")
+
+    @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
+    def test_a_misspelt_name_and_suggests_the_right_one(self, name: str, meant: str):
+        with pytest.raises(errors.InputError, match=rf"{name}: is no option .*'{meant}'\?"):
+            dot_product_attention(*operands(), **{name: True})
 
     def test_lengths_of_another_batch(self):
         with pytest.raises(errors.InputError, match=r"query_seq_lengths: has shape \(3,\) and dtype int32. It needs"):

@@ -54,21 +54,6 @@ def test_a_ring_function_gets_no_cotangent_of_padding():
 
 
 @pytest.mark.parametrize("ranks", MESHES)
-@pytest.mark.parametrize("operand", [0, 1, 2])
-def test_every_row_that_sees_nan_is_nan_and_so_are_its_gradients(ranks: int | None, operand: int):
-    x = arrays()
-    x[operand] = x[operand].at[0, BAD, :, 2].set(jnp.nan)
-    out, pull = jax.vjp(jax.jit(lambda *x: attend(ranks, *x, causal=True, sliding_window=3)), *x)
-    lost = {BAD} if operand == 0 else set(range(BAD, BAD + 4))
-    assert lost <= tokens_with_nan(out)
-    dq, dk, dv = pull(jnp.ones_like(out))
-    assert lost <= tokens_with_nan(dq)
-    seen = {key for row in lost for key in range(row - 3, row + 1)}
-    assert seen <= tokens_with_nan(dk)
-    assert operand == 2 or seen <= tokens_with_nan(dv)
-
-
-@pytest.mark.parametrize("ranks", MESHES)
 def test_nan_in_a_cotangent_reaches_all_that_its_row_sees(ranks: int | None):
     out, pull = jax.vjp(jax.jit(lambda *x: attend(ranks, *x, causal=True, sliding_window=3)), *arrays())
     dq, dk, dv = pull(jnp.ones_like(out).at[0, BAD, 1, 2].set(jnp.nan))
