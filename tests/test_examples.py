@@ -30,12 +30,6 @@ def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
     assert "on a 2 x 4 mesh, and equals that of one device" in result.stdout.splitlines()[-1]
 
 
-def test_every_training_example_is_run():
-    """`test_train_long_context.py` runs the one that is not about a library."""
-    names = {*LIBRARIES, "long_context"}
-    assert {path.stem for path in EXAMPLES.glob("train_*.py")} == {f"train_{name}" for name in names}
-
-
 @pytest.mark.parametrize(
     ("spread", "why"),
     [
@@ -71,26 +65,3 @@ def test_a_ring_that_computes_something_else_ends_with_status_1():
     result = run("-c", code)
     assert result.returncode == 1
     assert "sabotaged: the losses differ from those of one device" in result.stderr
-
-
-def test_the_quickstart_plots_the_even_split_as_a_mark_on_each_bar(tmp_path: Path):
-    code = "\n".join(
-        [
-            "import matplotlib.figure, pathlib, quickstart",
-            "quickstart.MIB = 1",
-            "runs = [quickstart.RingRun(ring, 1, 1, 80 // ring, 40, ()) for ring in (1, 2, 4)]",
-            "save = matplotlib.figure.Figure.savefig",
-            "def check(figure, *options, **named):",
-            "    (axes,) = figure.axes",
-            "    assert not axes.lines, 'a line joins categories'",
-            "    print([float(part[0, 1]) for part in axes.collections[0].get_segments()])",
-            "    assert quickstart.EXCESS == figure.get_supxlabel()",
-            "    save(figure, *options, **named)",
-            "matplotlib.figure.Figure.savefig = check",
-            f"quickstart.plot(runs, 64, pathlib.Path({str(tmp_path / 'plot.png')!r}))",
-        ]
-    )
-    result = run("-c", code)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "[60.0, 30.0]\n"
-    assert (tmp_path / "plot.png").stat().st_size > 10_000

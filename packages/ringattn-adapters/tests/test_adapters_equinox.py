@@ -166,10 +166,6 @@ class TestWhatItRefuses:
         with pytest.raises(errors.InputError, match=r"key_: has shape \(2, 16, 3\)\. Its last axis must be the 32 of"):
             RingMultiheadAttention(N, C, key=KEY)(X, X[..., :3], X)
 
-    def test_a_layer_without_heads(self):
-        with pytest.raises(errors.InputError, match=r"num_heads: got 0\. It needs an integer of 1 or more"):
-            RingMultiheadAttention(0, C, key=KEY)
-
     def test_a_mask_of_another_shape(self):
         with pytest.raises(errors.InputError, match=r"^mask: has shape"):
             RingMultiheadAttention(N, C, key=KEY)(X, X, X, CAUSAL[:3])

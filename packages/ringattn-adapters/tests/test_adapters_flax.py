@@ -90,28 +90,9 @@ def test_the_mesh_of_set_mesh_is_the_mesh_of_a_layer():
     agree(found, of_linen(None, mask=KEYS))
 
 
-@BOTH
-def test_causal_of_the_ring_is_the_causal_mask_of_flax(of: Any):
-    agree(of(ring_attention_fn(causal=True)), of(None, mask=CAUSAL))
-
-
 @pytest.mark.parametrize("ring", [False, True])
 def test_nnx_is_causal_where_the_layer_or_the_ring_says_so(ring: bool):
     agree(of_nnx(ring_attention_fn(causal=ring), is_causal=not ring), of_nnx(None, is_causal=True))
-
-
-@pytest.mark.parametrize("batch", [(), (3,), (2, 1, 3)], ids=str)
-@BOTH
-def test_there_may_be_any_number_of_batch_axes(of: Any, batch: tuple[int, ...]):
-    x = jax.random.normal(jax.random.key(2), (*batch, T, C))
-    mask = jax.random.bernoulli(jax.random.key(3), 0.7, (*batch, 1, T, T)).at[..., 0].set(True)
-    agree(of(ring_attention_fn(), x, mask=mask), of(None, x, mask=mask))
-
-
-@BOTH
-def test_half_precision_layers_give_half_precision(of: Any):
-    layer = {"dtype": jnp.bfloat16}
-    agree(of(ring_attention_fn(), layer=layer), of(None, layer=layer), 4e-2)
 
 
 def test_a_bias_and_mixed_dtypes_are_those_of_flax():
@@ -200,17 +181,6 @@ class TestDropout:
         plain = nnx_layer(ring_attention_fn())
         np.testing.assert_array_equal(layer(X, deterministic=True), plain(X))
 
-    def test_it_keeps_the_mean(self):
-        query = jnp.zeros((1, 2048, 1, 4))
-        value = jnp.ones((1, 2048, 1, 4))
-        options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.25, "broadcast_dropout": False}
-        assert abs(ring_attention_fn()(query, query, value, **options).mean() - 1) < 1e-2
-
-    def test_one_mask_for_all_heads_is_refused(self):
-        layer = linen(ring_attention_fn(), dropout_rate=0.5)
-        with pytest.raises(errors.InputError, match=r"broadcast_dropout: is True.*Pass broadcast_dropout=False to the"):
-            layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, deterministic=False)
-
     def test_it_needs_a_key(self):
         x = X.reshape(B, T, N, -1)
         with pytest.raises(errors.InputError, match=r"dropout_rng: is missing with a dropout of 0\.5"):
@@ -218,25 +188,11 @@ class TestDropout:
 
 
 class TestWhatItRefuses:
-    @BOTH
-    def test_weights_that_a_ring_never_holds(self, of: Any):
-        with pytest.raises(errors.InputError, match=r"module \(sow_weights=True\): needs the attention weights"):
-            of(ring_attention_fn(), sow_weights=True)
-
     @pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum", "einsum_dot_general"])
     def test_a_custom_einsum(self, name: str):
         x = X.reshape(B, T, N, -1)
         with pytest.raises(errors.InputError, match=f"{name}: needs the attention weights"):
             ring_attention_fn()(x, x, x, **{name: jnp.einsum})
-
-    def test_quantised_products_of_a_linen_layer(self):
-        layer = {"qk_attn_weights_einsum_cls": lambda: jnp.einsum, "attn_weights_value_einsum_cls": lambda: jnp.einsum}
-        with pytest.raises(errors.InputError, match="qk_attn_weights_einsum"):
-            of_linen(ring_attention_fn(), layer=layer)
-
-    def test_a_precision_that_it_does_not_know(self):
-        with pytest.raises(errors.InputError, match="precision: got 'tensorfloat32'"):
-            of_linen(ring_attention_fn(), layer={"precision": "tensorfloat32"})
 
     @pytest.mark.parametrize("name", ["dropout_rate", "mask", "bias"])
     def test_an_option_that_the_layer_passes(self, name: str):
@@ -273,15 +229,6 @@ class TestWhatItRefuses:
         parameters = linen(decode=True).init(jax.random.key(1), X)
         with pytest.raises(errors.InputError, match=r"one query against 16 keys, a decoding step\. Decode with"):
             layer.apply(parameters, X[:, :1], mutable=["cache"])
-
-
-def test_a_decoding_step_without_a_mask_by_position_agrees_with_flax():
-    parameters = linen(decode=True).init(jax.random.key(1), X)
-    got, want = (
-        linen(function, decode=True).apply(parameters, X[:, :1], mutable=["cache"])[0]
-        for function in (ring_attention_fn(mesh=mesh(), axis_name="sp"), None)
-    )
-    agree(got, want)
 
 
 def test_the_precision_option_overrides_that_of_the_layer():

@@ -74,12 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sides": {"local_window_size": (5, 2)},
     "causal-window": {"is_causal": True, "local_window_size": (4, 0)},
     "mask": {"mask": MASK},
-    "mask-of-one-head": {"mask": MASK[:, :1]},
-    "mask-of-one-example": {"mask": MASK[:1]},
     "mask-of-three-axes": {"mask": MASK[0]},
     "mask-of-keys": {"mask": MASK[:, :1, :1]},
-    "mask-of-keys-of-one-example": {"mask": MASK[:1, :1, :1]},
-    "mask-of-keys-by-head": {"mask": MASK[:, :, :1]},
     "mask-everywhere": {"mask": jnp.ones((1, 1, 1, 1), bool)},
     "key-lengths": {"key_value_seq_lengths": LENGTHS},
     "query-lengths": {"query_seq_lengths": LENGTHS},
@@ -96,11 +92,6 @@ def test_value_and_gradients_are_those_of_jax(options: dict[str, Any]):
 @pytest.mark.parametrize("shape", [(B, N, T, S), (1, N, T, S), (B, 1, 1, S), (1, 1, T, 1), (N, T, S)], ids=str)
 def test_a_bias_and_its_gradient_are_those_of_jax(shape: tuple[int, ...]):
     agree(*both(loss, (*operands(), normal(3, *shape)), is_causal=True))
-
-
-@pytest.mark.parametrize(("dtype", "atol"), [(jnp.bfloat16, 4e-2), (jnp.float16, 5e-3)], ids=["bfloat16", "float16"])
-def test_half_precision_is_that_of_jax(dtype: Any, atol: float):
-    agree(*both(loss, operands(dtype), is_causal=True), atol)
 
 
 def test_lengths_of_queries_and_keys_may_differ():

@@ -38,43 +38,31 @@ def jax_nn(query: Any = Q, **given: Any) -> Callable[[], Any]:
 
 FLAX = {
     "a mask that is text": (flax(mask="text"), f"mask: {NOT_ARRAY}"),
-    "a mask of text": (flax(mask=np.array(["text"])), "mask: ndarray is not an array"),
     "a bias that is text": (flax(bias="text"), f"bias: {NOT_ARRAY}"),
     "a query that is nothing": (flax(query=None), "query: NoneType is not an array"),
-    "a list for a query": (flax(query=[1.0, 2.0]), r"query: has shape \(2,\)"),
     "an unknown dtype": (flax(dtype="zz"), f"dtype: got 'zz'. {NOT_DTYPE}"),
-    "a number for a dtype": (flax(dtype=3), f"dtype: got 3. {NOT_DTYPE}"),
     "a dtype of integers": (flax(dtype=jnp.int32), f"dtype: got <class .*. {NOT_DTYPE}"),
     "a number for a key": (flax(dropout_rng=3, dropout_rate=0.5), f"dropout_rng: {NOT_KEY}"),
-    "two keys": (flax(dropout_rng=jax.random.split(KEY), dropout_rate=0.5), f"dropout_rng: {NOT_KEY}"),
     "a rate that is text": (flax(dropout_rng=KEY, dropout_rate="text"), "dropout_rate: got 'text'"),
-    "several rates": (flax(dropout_rng=KEY, dropout_rate=NUMBERS), r"dropout_rate: got Array"),
     "several flags": (flax(dropout_rng=KEY, dropout_rate=0.5, deterministic=NUMBERS), "deterministic: got Array"),
     "an option that is text": (flax(layer={"causal": "text"}), "causal: got 'text'"),
     "promotion to numbers": (flax(promote_dtype=lambda x, dtype: (1, 2, 3)), r"query: has shape \(\)"),
 }
 EQUINOX = {
     "a number for the key of parameters": (module(key=3), f"key: {NOT_KEY}"),
-    "no key of parameters": (module(key=None), f"key: {NOT_KEY}"),
-    "two keys of parameters": (module(key=jax.random.split(KEY)), f"key: {NOT_KEY}"),
+    
     "heads that are text": (module(num_heads="text"), "num_heads: got 'text'. It needs an integer of 1 or more"),
-    "half a head": (module(num_heads=2.5), "num_heads: got 2.5. It needs an integer"),
     "more heads than features": (module(num_heads=32), "num_heads: got 32 for a query_size of"),
-    "key heads that are text": (module(num_key_heads="text"), "num_key_heads: got 'text'"),
     "a negative size": (module(query_size=-4), "query_size: got -4"),
     "a size of keys that is text": (module(key_size="text"), "key_size: got 'text'"),
-    "a size of values that is broken": (module(vo_size=1.5), "vo_size: got 1.5"),
-    "a size of outputs that is text": (module(output_size="text"), "output_size: got 'text'"),
+    
     "an unknown dtype of parameters": (module(dtype="zz"), f"dtype: got 'zz'. {NOT_DTYPE}"),
-    "parameters that are integers": (module(dtype=jnp.int32), f"dtype: got <class .*. {NOT_DTYPE}"),
     "a query that is text": (equinox(query="text"), f"query: {NOT_ARRAY}"),
-    "no query": (equinox(query=None), "query: NoneType is not an array"),
     "a mask that is text": (equinox(mask="text"), f"mask: {NOT_ARRAY}"),
     "a number for a key": (equinox(dropout=0.5, key=3), f"key: {NOT_KEY}"),
     "a rate that is text": (equinox(dropout="text", key=KEY), "dropout_p: got 'text'"),  # pyright: ignore[reportArgumentType]
     "several flags": (equinox(dropout=0.5, key=KEY, inference=NUMBERS), "inference: got Array"),
     "no function of heads": (equinox(process_heads=3), "process_heads: does not turn query, key and value heads into"),
-    "a function that loses heads": (equinox(process_heads=lambda q, k, v: q), "process_heads: does not turn"),
     "ids that are text": (
         lambda: module()()(X[0], X[0], X[0], q_segment_ids="text"), f"q_segment_ids: {NOT_ARRAY}"
     ),
@@ -84,7 +72,6 @@ JAX_NN = {
     "a bias that is text": (jax_nn(bias="text"), f"bias: {NOT_ARRAY}"),
     "a mask of five axes": (jax_nn(mask=jnp.ones((1, 1, 1, 8, 8), bool)), r"mask: has shape \(1, 1, 1, 8, 8\)"),
     "lengths that are text": (jax_nn(query_seq_lengths="text"), f"query_seq_lengths: {NOT_ARRAY}"),
-    "lengths of nothing": (jax_nn(query_seq_lengths=[None]), "query_seq_lengths: list is not an array"),
     "a number for a mesh": (jax_nn(mesh=3, axis_name="sp", query_seq_lengths=LENGTHS), "mesh is int. Pass a jax"),
     "ids that are text": (jax_nn(q_segment_ids="text", query_seq_lengths=LENGTHS), f"q_segment_ids: {NOT_ARRAY}"),
     "ids of another shape": (

@@ -58,20 +58,6 @@ def test_a_vmapped_call_and_its_gradients_are_those_of_each_example(shared: tupl
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5), got, wanted)
 
 
-def test_a_gradient_may_be_vmapped_too():
-    x = inputs()
-    rest = {name: x[name] for name in ("ids", "positions")}
-    floats = {name: x[name] for name in FLOATS}
-
-    def gradient(floats: Any, rest: Any) -> Any:
-        return jax.grad(lambda f: (one({**f, **rest}) ** 2).sum())(floats)
-
-    got = jax.jit(jax.vmap(gradient))(floats, rest)
-    for i in range(V):
-        wanted = gradient(*jax.tree.map(lambda a: a[i], (floats, rest)))  # noqa: B023
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[i], b, atol=5e-5), got, wanted)  # noqa: B023
-
-
 def test_nested_vmaps_and_a_vmapped_seed_give_the_result_of_each_example():
     x = inputs()
     seeds = jnp.arange(V, dtype=jnp.uint32)

@@ -85,12 +85,6 @@ def test_one_traced_program_is_lowered_for_each_platform(x, monkeypatch):
     assert "stablehlo.sine" in compiled and "stablehlo.cosine" in compiled
 
 
-@pytest.mark.parametrize(("value", "allowed"), [("1", True), ("simulate", True), ("0", False), ("true", False)])
-def test_the_interpreter_is_on_for_its_values_alone(value, allowed, monkeypatch):
-    monkeypatch.setenv(INTERPRETER.variable, value)
-    assert INTERPRETER.allowed == allowed
-
-
 def test_a_cpu_without_the_variable_is_told_what_to_do(x, monkeypatch):
     monkeypatch.delenv(INTERPRETER.variable)
     with pytest.raises(RuntimeError) as caught:

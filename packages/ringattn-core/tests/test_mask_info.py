@@ -181,17 +181,6 @@ class TestSpecs:
             "attention_mask": P(("dp", "fsdp"), "tp", "sp", None),
         }
 
-    @pytest.mark.parametrize(
-        ("shape", "spec"),
-        [
-            ((1, 1, 4, 8), P(None, None, "sp", None)),
-            ((2, 1, 4, 8), P("dp", None, "sp", None)),
-            ((1, 3, 4, 8), P(None, "tp", "sp", None)),
-        ],
-    )
-    def test_broadcast_axes_of_the_mask_stay_whole(self, shape: tuple[int, ...], spec: P) -> None:
-        assert MaskInfo.from_mask(np.ones(shape, bool)).specs("dp", "sp", "tp").attention_mask == spec
-
     def test_they_match_the_structure_so_that_shard_map_takes_them(self) -> None:
         info = MaskInfo.from_documents([[4, 4], [8]], restart_positions=True)
         mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

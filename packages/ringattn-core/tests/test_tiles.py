@@ -146,18 +146,6 @@ def _without_promise(block: Block) -> Block:
     return dataclasses.replace(block, rule=dataclasses.replace(block.rule, increasing=False))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_causal_hop_to_later_keys_has_no_tiles_only_in_the_contiguous_layout(layout: str) -> None:
-    got = tiles(make(layout, 0, 2, Rule(1.0, causal=True)), 6, 6)
-    assert bool(got.some.any()) == (layout != "contiguous")
-
-
-def test_one_loop_evaluates_all_masks_without_bounds() -> None:
-    rule = Rule(1.0, **RULES["masks of heads without bounds"])
-    program = jax.make_jaxpr(lambda block: tiles(block, 8, 6))(make("zigzag", 0, 1, rule))
-    assert str(program).count("scan[") == 1
-
-
 def test_a_head_does_not_evaluate_the_masks_of_other_heads() -> None:
     def arrays_for_every_head(masks: tuple[Mask, ...]) -> int:
         program: Any = jax.make_jaxpr(visible)(make("zigzag", 0, 1, Rule(1.0, masks=masks, mask_of_head=(0, 1))))

@@ -71,6 +71,7 @@ OPTIONS = {
     "negative window": (dict(sliding_window=-1), "sliding_window: got -1"),
     "window of three sides": (dict(sliding_window=(1, 2, 3)), "sliding_window: got (1, 2, 3)"),
     "window of a fraction": (dict(sliding_window=(1.5, 2)), "sliding_window: got 1.5"),
+    "window of a truth value": (dict(sliding_window=True), "sliding_window: got True"),
     "chunk of zero": (dict(chunk_size=0), "chunk_size: got 0"),
     "soft cap of zero": (dict(logits_soft_cap=0.0), "logits_soft_cap: got 0.0"),
     "soft cap that leaves float32 no digits": (
@@ -97,6 +98,8 @@ OPTIONS = {
     "a key as seed": (lambda: dict(dropout_prob=0.1, dropout_seed=jax.random.key(0)), "dropout_seed: has shape ()"),
     "causal by word": (dict(causal="yes"), "causal: got 'yes'"),
     "unknown layout": (dict(layout="spiral"), "layout: got 'spiral'"),
+    "a list of layouts": (dict(layout=["zigzag"]), "layout: got ['zigzag']"),
+    "an array as precision": (dict(precision=np.ones(2)), "precision: got array"),
     "unknown precision": (dict(precision="sloppy"), "precision: got 'sloppy'"),
     "segment ids of floats": (dict(q_segment_ids=ones(B, T)), "q_segment_ids: has dtype float32"),
     "segment ids of one axis": (dict(q_segment_ids=np.zeros(T, int)), "q_segment_ids: has shape (8,)"),

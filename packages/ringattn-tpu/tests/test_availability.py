@@ -8,7 +8,6 @@ import types
 import pytest
 from ringattn_core.backends import discovery
 from ringattn_core.backends.selection import candidates
-from ringattn_core.contract.features import Feature
 from ringattn_tpu import availability
 from ringattn_tpu.plugin import BACKEND
 
@@ -72,7 +71,3 @@ def test_the_descriptor_is_registered_and_imports_no_kernel():
     code = "import sys, ringattn_tpu.plugin; print([name for name in sys.modules if 'pallas' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_float16_alone_is_not_supported():
-    assert {feature for feature in Feature if not BACKEND.supports(feature)} == {Feature.FLOAT16}

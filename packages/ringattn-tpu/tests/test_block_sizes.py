@@ -29,11 +29,6 @@ def test_sizes_asked_for_are_rounded_up_to_whole_registers(asked: int, got: int)
     assert (sizes.q_tile, sizes.kv_tile, sizes.q_length, sizes.kv_length) == (got, 256, 8192, 8192)
 
 
-def test_one_size_asked_for_leaves_the_other_to_the_backend():
-    sizes = chosen(shaped(8192, params={"kv_blocksize": 256}))
-    assert (sizes.q_tile, sizes.kv_tile) == (1024, 256)
-
-
 @pytest.mark.parametrize(
     ("length", "tile", "padded"),
     [(1, 128, 128), (128, 128, 128), (129, 256, 256), (1024, 1024, 1024), (1025, 640, 1280), (2000, 1024, 2048),
@@ -45,45 +40,10 @@ def test_tiles_are_near_equal_and_padding_is_less_than_a_register_a_tile(length:
     assert padded % tile == 0 and padded - length < 128 * (padded // tile)
 
 
-@pytest.mark.parametrize(
-    ("options", "tile"),
-    [
-        ({}, 1024),
-        ({"dtype": jnp.float32}, 512),
-        ({"dim": 256}, 512),
-        ({"causal": True, "window": (1023, None)}, 512),
-        ({"causal": True, "window": (1000, 30)}, 384),
-        ({"window": (256, 255)}, 256),
-        ({"causal": True, "window": (10, None)}, 256),
-        ({"window": (10, None)}, 1024),
-        ({"chunk": 1024}, 512),
-        ({"chunk": 8192, "window": (255, 256)}, 256),
-    ],
-)
-def test_tiles_are_shorter_for_wide_heads_and_narrow_windows(options, tile: int):
-    sizes = chosen(shaped(8192, **options))
-    assert (sizes.q_tile, sizes.kv_tile) == (tile, tile)
-
-
 def test_tiles_grow_with_the_shard_until_the_list_of_steps_fits():
     sizes = chosen(shaped(2**20))
     assert (sizes.q_tile, sizes.kv_tile) == (4096, 4096)
     assert steps.fits(1, 2**20 // 4096, 2**20 // 4096) and not steps.fits(1, 2**20 // 2048, 2**20 // 2048)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_tiles_so_short_that_their_list_has_no_room_are_refused_in_a_sentence(batch: int):
-    block = shaped(2**17, batch=batch, params={"q_blocksize": 128, "kv_blocksize": 128})
-    with pytest.raises(InputError) as caught:
-        chosen(block)
-    message = str(caught.value)
-    assert f"tiles of 128 and 128 make more than 131072 steps of {batch} x 131072 queries and 131072 keys" in message
-    assert "scalar memory" in message and "Ask for longer tiles" in message
-
-
-def test_the_longest_list_that_is_allowed_is_not_refused():
-    sizes = chosen(shaped(2**17, 2**14, params={"q_blocksize": 128, "kv_blocksize": 128}))
-    assert (sizes.q_length // sizes.q_tile) * (sizes.kv_length // sizes.kv_tile) == steps.MOST_STEPS
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,6 @@ def x() -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(-9, 9, (1, HEADS, 8, LENGTH)), jnp.float32)
 
 
-def test_a_launch_runs_with_and_without_jit(x):
-    given = steps(causal=True)
-    np.testing.assert_array_equal(sums(x, given), expected(x, TRIANGLE))
-    np.testing.assert_array_equal(jax.jit(lambda x: sums(x, given))(x), expected(x, TRIANGLE))
-
-
 def test_each_batch_row_makes_the_steps_of_its_own_list():
     x = jnp.asarray(np.random.default_rng(1).integers(-9, 9, (2, HEADS, 8, LENGTH)), jnp.float32)
     documents = np.int32([[0] * LENGTH, [0] * TILE + [1] * TILE + [2] * TILE])
@@ -191,24 +185,12 @@ def test_outputs_vary_over_the_mesh_axes_of_the_inputs_and_of_the_steps():
     np.testing.assert_array_equal(found, jnp.where(jnp.arange(2 * LENGTH) < LENGTH, TILES * x, x))
 
 
-def test_a_cpu_without_the_variable_is_told_what_to_do(x, monkeypatch):
-    monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
-    with pytest.raises(RuntimeError, match=r"kernel summed was launched on a CPU.*RINGATTN_TPU_INTERPRET=1"):
-        jax.jit(lambda x: sums(x, steps(causal=True)) * 2)(x)
-
-
 def test_one_traced_program_is_interpreted_here_and_compiled_for_a_tpu(x):
     traced = jax.jit(lambda x: sums(x, steps(causal=True)) * 3).trace(x)
     np.testing.assert_array_equal(traced.lower().compile()(x), 3 * expected(x, TRIANGLE))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and 'kernel_name = "summed"' in text
     assert "tpu_custom_call" not in traced.lower().as_text()
-
-
-def test_what_is_lowered_for_a_tpu_needs_no_variable(x, monkeypatch):
-    monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
-    traced = jax.jit(lambda x: sums(x, steps(causal=True)) * 5).trace(x)
-    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_an_alias_is_one_buffer_of_the_program_for_a_tpu(x):

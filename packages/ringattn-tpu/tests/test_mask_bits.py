@@ -29,7 +29,6 @@ MASKS = {
     "of heads": masks_of_heads,
     "of heads and dense": lambda t, s: {**masks_of_heads(t, s), "mask": dense_mask(2, 4, t, s)},
 }
-WHERE = [(256, 32), (512, 32), (128, 16), (384, 16)]
 
 
 def block_of(mask: str, q_length: int = 768, kv_length: int = 256) -> Block:
@@ -54,12 +53,6 @@ def test_bits_hold_the_truth_of_every_pair_along_the_kernels_own_side(mask: str,
 )  # fmt: skip
 def test_rows_and_heads_that_see_the_same_share_their_bits(mask: str, rows: int, heads: int):
     assert mask_bits.of(block_of(mask), False, 256).shape == (rows, heads, 768 // 32, 256)
-
-
-@pytest.mark.parametrize(("tile", "count"), [(128, 16), (256, 32), (384, 16), (512, 32), (640, 16), (1024, 32)])
-def test_the_bits_of_a_tile_fill_whole_registers(tile: int, count: int):
-    assert mask_bits.bits(tile) == count
-    assert tile % count == 0 and (tile // count) % 8 == 0
 
 
 def test_what_a_kernel_computes_by_itself_is_not_in_the_bits():

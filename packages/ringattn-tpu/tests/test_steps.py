@@ -12,7 +12,7 @@ from ringattn_core.contract.tiles import tiles
 from ringattn_tpu import block_sizes
 from ringattn_tpu import steps as listing
 from ringattn_tpu.steps import FIRST, IDLE, LAST, MASKED, OPENS, PAIRED, Numbering, Steps
-from tpu_blocks import OPTIONS, make_block, seen_pairs, with_option
+from tpu_blocks import OPTIONS, make_block, with_option
 
 TILE = 16
 
@@ -39,35 +39,6 @@ def read(found: Steps) -> list[Read]:
 
 def whole(block: Block, kv_tile: int = TILE) -> Block:
     return block.padded_to(-(-block.q_length // TILE) * TILE, -(-block.kv_length // kv_tile) * kv_tile)
-
-
-def by_tile(pairs: np.ndarray, kv_tile: int, by_keys: bool) -> np.ndarray:
-    """`[rows, own, visiting, pairs]`."""
-    rows, q_length, kv_length = pairs.shape
-    cut = pairs.reshape(rows, q_length // TILE, TILE, kv_length // kv_tile, kv_tile)
-    found = cut.transpose(0, 1, 3, 2, 4).reshape(rows, q_length // TILE, kv_length // kv_tile, -1)
-    return found.swapaxes(1, 2) if by_keys else found
-
-
-@pytest.mark.parametrize("kv_tile", [16, 32])
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
-def test_a_visible_pair_of_tiles_is_visited_once_and_masked_unless_seen_whole(option: str, by_keys: bool, kv_tile: int):
-    block = whole(with_option(option), kv_tile)
-    pairs = seen_pairs(block)
-    some = by_tile(pairs.any(1), kv_tile, by_keys).any(-1)
-    full = by_tile(pairs.all(1), kv_tile, by_keys).all(-1)
-    found = listing.steps(block, TILE, kv_tile, by_keys)
-    steps = read(found)
-    assert found.rows in (1, 2) and {step.row for step in steps} <= set(range(found.rows))
-    for row in range(2):
-        mine = [step for step in steps if step.row == (row if found.rows == 2 else 0)]
-        visited = {(step.own, step.visiting): step for step in mine}
-        assert len(visited) == len(mine), "a pair of tiles is visited twice"
-        missed = {(int(own), int(visiting)) for own, visiting in np.argwhere(some[row])} - set(visited)
-        assert not missed, f"visible tiles are not visited: {sorted(missed)}"
-        unmasked = [place for place, step in visited.items() if not step.has(MASKED)]
-        assert all(full[row][place] for place in unmasked), "a tile that is not seen whole is not masked"
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -155,12 +126,6 @@ def test_rows_share_draws_only_where_both_indices_come_in_runs_of_16(index, pair
     assert len(steps) == 9 and sum(step.has(PAIRED) for step in steps) == 3 * sum(paired)
 
 
-def test_a_causal_list_is_the_triangle():
-    block = make_block(1, 64, 64, causal=True)
-    places = [(step.own, step.visiting, step.has(MASKED)) for step in read(listing.steps(block, TILE, TILE))]
-    assert places == [(own, visiting, own == visiting) for own in range(4) for visiting in range(own + 1)]
-
-
 def test_the_list_of_documents_is_made_on_the_device():
     """Ids that are known only when the program runs decide how long the list is."""
 
@@ -189,12 +154,3 @@ def test_a_number_holds_every_field_up_to_its_bound():
         assert step < 2**31
         assert (numbering.batch(step), numbering.own(step), numbering.visiting(step)) == (batch, own, visiting)
         assert step & 63 == flags
-
-
-@pytest.mark.parametrize(
-    ("batch", "own", "visiting", "fits"),
-    [(1, 256, 512, True), (1, 257, 512, False), (128, 32, 32, True), (129, 32, 32, False), (1, 1, 1, True)],
-)
-def test_a_list_has_room_for_131072_steps(batch: int, own: int, visiting: int, fits: bool):
-    assert listing.MOST_STEPS == 131072
-    assert listing.fits(batch, own, visiting) is fits

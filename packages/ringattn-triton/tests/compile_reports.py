@@ -170,27 +170,3 @@ def for_amd(call: Any, operands: list[Any], architecture: str) -> Report:
         spilled=count("vgpr_spill_count"),
         matrix="mfma" if "v_mfma" in code else "",
     )
-
-
-def needed(jaxpr: Any) -> set[str]:
-    """The names of the kernels that a program launches for what it returns: the others XLA leaves out."""
-    names: set[str] = set()
-    _used(jaxpr, [True] * len(jaxpr.outvars), names)
-    return names
-
-
-def _used(jaxpr: Any, results: list[bool], names: set[str]) -> list[bool]:
-    """Which arguments such results depend on, through calls too; names of launches on the way are added."""
-    alive = {id(x) for x, wanted in zip(jaxpr.outvars, results, strict=True) if wanted}
-    for step in reversed(jaxpr.eqns):
-        wanted = [id(x) in alive for x in step.outvars]
-        if not any(wanted):
-            continue
-        inner = step.params.get("jaxpr", step.params.get("call"))
-        if hasattr(inner, "jaxpr"):
-            read = _used(inner.jaxpr, wanted, names)
-        else:
-            read = [True] * len(step.invars)
-            names.update([inner.name] if hasattr(inner, "name") else [])
-        alive.update(id(x) for x, used in zip(step.invars, read, strict=True) if used)
-    return [id(x) in alive for x in jaxpr.invars]

@@ -38,12 +38,6 @@ def forbidding(*shape: int) -> np.ndarray:
     return np.where(forbidden, lows[np.arange(np.prod(shape)).reshape(shape) % len(lows)], bias(*shape))
 
 
-def nearly_forbidding(*shape: int) -> np.ndarray:
-    """A bias that is the same on a whole row. By turns it forbids only just, and allows all keys of the row."""
-    rows = np.array([0.0, np.nextafter(np.float32(-1e5), -np.inf), -1e5, -9e4], np.float32)
-    return np.broadcast_to(rows[np.arange(shape[2]) % len(rows)][:, None], shape)
-
-
 def _masks(length: int, keys: int) -> dict[str, Any]:
     masks = tuple(Numpy(dense_mask(2, length, keys)[n]) for n in range(2))
     return {"masks": masks, "mask_of_head": (1, 0, 0, 1)}

@@ -2,17 +2,10 @@
 # pyright: basic
 """Kernels of a few lines, each of which shows one thing that the backend's kernels rely on."""
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 TWO: tl.constexpr = tl.constexpr(2)
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 @triton.jit
@@ -74,35 +67,6 @@ def by_pairs(X, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     even, odd = tl.split(tl.reshape(tl.load(X + i), [SIZE // 2, 2]))
     tl.store(OUT + i, tl.reshape(tl.join(twice(even), -odd), [SIZE]))
-
-
-@triton.jit
-def ranges(BOUNDS, X, OUT, SIZE: tl.constexpr):
-    """Sums each program's own range of rows, by loops of every kind."""
-    p = tl.program_id(0)
-    i = tl.arange(0, SIZE)
-    lo = tl.load(BOUNDS + 2 * p)
-    hi = tl.load(BOUNDS + 2 * p + 1)
-    pair = Pair(tl.zeros([SIZE], tl.float32), 0)
-    for j in range(lo, hi):
-        pair = Pair(pair.first + tl.load(X + j * SIZE + i), pair.second + 1)
-    total, count = pair
-    for j in tl.static_range(2):
-        total += j
-    while count > 0:
-        total += 1.0
-        count -= 1
-    tl.store(OUT + p * SIZE + i, total)
-
-
-@triton.jit
-def rows(X, OUT, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The sum, the maximum and an exclusive choice of every row."""
-    r = tl.arange(0, ROWS)
-    x = tl.load(X + r[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
-    tl.store(OUT + r, tl.sum(x, 1))
-    tl.store(OUT + ROWS + r, tl.max(x, 1))
-    tl.store(OUT + 2 * ROWS + r, tl.sum(tl.exp2(tl.minimum(x, 0.0)), 1))
 
 
 @triton.jit

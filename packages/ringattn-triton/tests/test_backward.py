@@ -103,55 +103,6 @@ def test_whole_tiles_longer_on_either_side_are_right(option: str, tiles: tuple[i
     check(with_option(option, 64, 64, tiles=tiles), f"{option} {tiles}")
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 17), (17, 1), (7, 5)], ids=str)
-def test_a_block_smaller_than_a_tile_is_right(lengths: tuple[int, int]) -> None:
-    check(with_option("all at once", *lengths), str(lengths))
-
-
-def test_the_gradients_are_those_of_float64() -> None:
-    slopes = np.array([[0.25, 0.03]], np.float32)
-    block = make_block(
-        1, 40, 24, kv_heads=1, dim=16, tiles=(16, 16), soft_cap=4.0, offset=8, causal=True, bias=bias(1, 2, 40, 24),
-        slopes=slopes,
-    )  # fmt: skip
-    q, k, v, added = (np.asarray(x, np.float64) for x in (block.q, block.k, block.v, block.bias))
-    k, v = k[0, :, 0], v[0, :, 0]
-    distance = np.arange(40)[:, None] - np.arange(24)[None] - 8
-    bend = np.tanh(np.einsum("btnh,sh->bnts", q, k) * block.rule.softmax_scale / 4)
-    s = np.where(distance >= 0, 4 * bend + added - slopes[..., None, None] * np.abs(distance), -np.inf)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lse = np.log(np.exp(s).sum(-1))
-        p = np.nan_to_num(np.exp(s - lse[..., None]))
-    draw = np.random.default_rng(2)
-    dout, dlse, dq = (draw.normal(size=x.shape) for x in (q, lse, q))
-    dout = np.asarray(dout, np.float32).astype(np.float64)
-    delta = np.einsum("btnh,bnts,sh->bnt", dout, p, v) - dlse
-    ds = p * (np.einsum("btnh,sh->bnts", dout, v) - delta[..., None])
-    by_product = ds * (1 - bend**2) * block.rule.softmax_scale
-    want = {
-        "dq": dq + np.einsum("bnts,sh->btnh", by_product, k),
-        "dk": np.einsum("bnts,btnh->bsh", by_product, q)[:, :, None],
-        "dv": np.einsum("bnts,btnh->bsh", p, dout)[:, :, None],
-        "dbias": ds,
-        "dslopes": -(ds * np.abs(distance)).sum((2, 3)),
-    }
-    given = (jnp.asarray(x, jnp.float32) for x in (dout, lse, delta, dq))
-    compare("float64", backward(KERNEL, block, *given), want, 2e-6)
-
-
-@pytest.mark.parametrize(
-    ("option", "dtype"),
-    [
-        ("causal", jnp.float16),
-        ("bias of heads", jnp.bfloat16),
-        ("all at once", jnp.float16),
-        ("all at once", jnp.bfloat16),
-    ],
-)
-def test_half_precision_stays_within_its_tolerance(option: str, dtype: Any) -> None:
-    check(with_option(option, 48, 40, dim=32, dtype=dtype, tiles=(16, 32)), option)
-
-
 @pytest.mark.parametrize(
     ("heads", "dims"),
     [((4, 4), (16, 16)), ((6, 2), (8, 24)), ((4, 1), (33, 5)), ((2, 2), (1, 1)), ((2, 1), (64, 128)),
@@ -218,23 +169,6 @@ def test_a_block_that_nobody_sees_leaves_every_gradient_as_it_is() -> None:
     assert set(got) == {"dk", "dv", "dbias", "dslopes"} and not any(x.any() for x in got.values())
 
 
-@pytest.mark.parametrize("option", ["causal", "segments", "all at once"])
-def test_the_keys_may_come_in_parts(option: str) -> None:
-    block = with_option(option, 41, 48, tiles=(16, 16))
-    dout, lse, delta, dq = given_to(block)
-    parts = []
-    for start, size in ((32, 16), (0, 32)):
-        parts.insert(0, backward(KERNEL, block.tile(0, 41, start, size), dout, lse, delta, dq))
-        dq = jnp.asarray(parts[0]["dq"])
-    want = backward(KERNEL, block, *given_to(block))
-    joined = {"dq": parts[0]["dq"]}
-    joined |= {name: np.concatenate([part[name] for part in parts], 1) for name in ("dk", "dv")}
-    if "dbias" in want:
-        joined["dbias"] = np.concatenate([part["dbias"] for part in parts], 3)
-        joined["dslopes"] = sum(part["dslopes"] for part in parts)
-    compare(option, joined, want)
-
-
 @pytest.mark.parametrize("option", ["causal", "all at once"])
 def test_final_gradients_have_the_dtypes_of_the_inputs_and_others_float32(option: str) -> None:
     block = with_option(option, 24, 40, dtype=jnp.bfloat16)
@@ -260,24 +194,6 @@ def test_two_runs_give_the_same_bits_and_the_choice_of_a_fused_backward_changes_
             np.testing.assert_array_equal(x, other[name], name)
 
 
-def test_scores_of_thousands_overflow_nowhere() -> None:
-    block = make_block(1, 24, 40, scale=1e3, causal=True, offset=4, tiles=(16, 16))
-    given = given_to(block)
-    largest = np.abs(np.asarray(given[1][..., 4:])).max()
-    got, want = (backward(kernel, block, *given) for kernel in (KERNEL, ringattn_xla.block.KERNEL))
-    compare("the largest score decides", got, want, 5e-5 * largest / 32)
-    assert all(np.isfinite(x).all() for x in got.values()) and largest > 2e3
-
-
-def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
-    block = make_block(1, 24, 24, dim=32)
-    given, exact = given_to(block), check(block, "exact")
-    for precision, least, most in (("default", 1e-5, 1e-2), ("highest", 0.0, 1e-6)):
-        other = dataclasses.replace(block, rule=dataclasses.replace(block.rule, precision=precision))
-        for name, x in backward(KERNEL, other, *given).items():
-            assert least <= np.abs(x - exact[name]).max() <= most, (precision, name)
-
-
 @pytest.mark.parametrize("option", ["causal", "segments"])
 def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = with_option(option, 40, 52, dim=24, dtype=jnp.bfloat16, tiles=(32, 64))
@@ -288,28 +204,6 @@ def test_keys_that_are_held_in_registers_give_the_same_bits(option: str, monkeyp
     jax.clear_caches()
     for name, x in backward(KERNEL, block, *given).items():
         np.testing.assert_array_equal(x, want[name], name)
-
-
-@pytest.mark.parametrize(("capability", "fields", "held"), [
-    (90, {"segments": True}, True), (90, {}, False), (90, {"segments": True, "soft_cap": 9.0}, False),
-    (100, {"segments": True}, False),
-])  # fmt: skip
-def test_documents_on_hopper_have_two_small_programs_on_a_multiprocessor(
-    capability: int, fields: dict[str, Any], held: bool
-) -> None:
-    ids = np.zeros((1, 512), np.int32)
-    fields = {**fields, "q_segments": ids, "kv_segments": ids} if fields.pop("segments", False) else fields
-    block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, causal=True, **fields)
-    found = schedules.backward_keys(kernel_inputs.of_block(block).constants, 2, BwdParams(), Target("cuda", capability))
-    assert found == (Schedule(32, 64, 4, 3, in_registers=True) if held else Schedule(64, 128, 8, 3))
-
-
-@pytest.mark.parametrize("asked", [{"kv_blocksize": 128}, {"q_blocksize": 64}, {"num_warps": 8}], ids=str)
-def test_who_asks_for_tiles_of_documents_has_the_others_of_a_large_program(asked: dict[str, int]) -> None:
-    ids = np.zeros((1, 512), np.int32)
-    block = make_block(1, 512, 512, dim=128, dtype=jnp.bfloat16, q_segments=ids, kv_segments=ids)
-    found = schedules.backward_keys(kernel_inputs.of_block(block).constants, 2, BwdParams(**asked), Target("cuda", 90))
-    assert found == Schedule(64, 128, 8, 3)
 
 
 @pytest.mark.parametrize(

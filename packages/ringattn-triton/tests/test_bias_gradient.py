@@ -44,12 +44,6 @@ def test_that_sum_leaves_out_what_each_batch_row_does_not_see(shape: tuple[int, 
     check(make_block(2, 40, 37, heads=4, tiles=(16, 16), bias=bias(*shape, 37), **segments), str(shape))
 
 
-def test_the_gradient_of_a_bias_of_half_precision_is_float32() -> None:
-    block = with_option("bias", 24, 24)
-    assert block.bias is not None
-    check(dataclasses.replace(block, bias=block.bias.astype(jnp.bfloat16)), "bfloat16 bias")
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("option", ["causal", "segments"])
 def test_it_is_right_in_strips_of_one_tile(option: str, shape: tuple[int, int, int], short_strips: None) -> None:

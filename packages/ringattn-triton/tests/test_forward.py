@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ringattn_xla.block
-from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, nearly_forbidding, with_option
+from given_blocks import OPTIONS, TOLERANCE, dense_mask, make_block, mask_in_tiles, near, with_option
 from ringattn_core.config import FwdParams
 from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.visibility import visible
 from ringattn_core.errors import InputError
 from ringattn_triton import kernel_inputs
 from ringattn_triton.block_kernel import KERNEL, _forward
@@ -36,46 +35,6 @@ def test_every_option_is_right_in_one_tile_in_ragged_tiles_and_in_whole_ones(opt
     check(with_option(option, q_length, kv_length, tiles=tiles), f"{option} {lengths}")
 
 
-@pytest.mark.parametrize("option", ["causal", "segments", "dropout", "all at once"])
-def test_a_single_query_or_key_is_enough(option: str) -> None:
-    for lengths in ((1, 1), (1, 17), (17, 1)):
-        check(with_option(option, *lengths), f"{option} {lengths}")
-
-
-def test_the_output_is_that_of_float64() -> None:
-    block = make_block(1, 40, 24, heads=2, kv_heads=1, dim=16, tiles=(16, 16), causal=True, soft_cap=20.0, offset=8)
-    q, k, v = (np.asarray(x, np.float64) for x in (block.q, block.k, block.v))
-    s = 20 * np.tanh(np.einsum("btnh,bskh->bnts", q, k) * block.rule.softmax_scale / 20)
-    s = np.where(np.arange(40)[:, None] >= np.arange(24)[None] + 8, s, -np.inf)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lse = np.log(np.exp(s).sum(-1))
-        p = np.nan_to_num(np.exp(s - lse[..., None]))
-    got = KERNEL.forward(block, None)
-    near("out", got.out, np.einsum("bnts,bskh->btnh", p, v), 1e-6)
-    near("lse", got.lse, lse, 2e-6)
-
-
-def test_a_bias_of_minus_100000_on_a_whole_row_is_the_lowest_that_allows_its_keys() -> None:
-    block = make_block(1, 40, 24, dim=16, tiles=(16, 16), bias=nearly_forbidding(1, 2, 40, 24))
-    got, plain = KERNEL.forward(block, None), KERNEL.forward(dataclasses.replace(block, bias=None), None)
-    sees = np.arange(40) % 4 != 1
-    assert not got.out[:, ~sees].any() and np.isneginf(got.lse[..., ~sees]).all()
-    # A score near -1e5 has 7 bits after the point in float32.
-    near("out", got.out[:, sees], plain.out[:, sees], 2e-2)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("option", ["causal", "bias", "soft cap", "dropout", "all at once"])
-def test_half_precision_stays_within_its_tolerance(option: str, dtype: Any) -> None:
-    check(with_option(option, 48, 40, dim=32, dtype=dtype, tiles=(16, 32)), option)
-
-
-def test_a_bias_may_have_a_dtype_of_its_own() -> None:
-    block = with_option("bias", 24, 24)
-    assert block.bias is not None
-    check(dataclasses.replace(block, bias=block.bias.astype(jnp.bfloat16)), "bfloat16 bias")
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (8, 24), (33, 5), (1, 1), (64, 128), (200, 256)], ids=str)
 def test_any_grouping_of_heads_and_any_head_size(heads: tuple[int, int], dims: tuple[int, int]) -> None:
@@ -91,54 +50,6 @@ def test_keys_and_values_are_read_from_either_packing_and_where_they_are() -> No
     stacked = check(block, "stacked")
     for kv in (jnp.concatenate([block.k, block.v], -1), (block.k, block.v)):
         np.testing.assert_array_equal(check(dataclasses.replace(block, kv=kv), "packed").out, stacked.out)
-
-
-def test_a_pair_may_have_values_of_another_size() -> None:
-    block = make_block(2, 20, 24, heads=4, kv_heads=2, value_dim=24, causal=True)
-    check(dataclasses.replace(block, kv=(block.k, block.v)), "a pair")
-
-
-def test_rows_that_see_nothing_are_zero_with_an_lse_of_minus_infinity() -> None:
-    block = make_block(1, 40, 40, heads=2, causal=True, offset=20, tiles=(16, 16), dtype=jnp.bfloat16)
-    got = check(block, "half of the rows see nothing")
-    assert not np.asarray(got.out[:, :20]).any()
-    assert np.isneginf(got.lse[..., :20]).all() and np.isfinite(got.lse[..., 20:]).all()
-    unseen = dataclasses.replace(block, kv_positions=block.kv_positions + 99)
-    got = KERNEL.forward(unseen, None)
-    assert not np.asarray(got.out).any() and np.isneginf(got.lse).all()
-
-
-@pytest.mark.parametrize("option", ["causal", "segments", "dense mask", "mask of the algebra"])
-def test_a_nan_in_a_key_or_query_reaches_every_row_that_sees_it(option: str) -> None:
-    block = with_option(option, 40, 40, tiles=(16, 16))
-    seen = np.broadcast_to(visible(block), (2, 4, 40, 40))
-    for bad in (
-        dataclasses.replace(block, kv=block.kv.at[0, :, 31].set(NAN)),
-        dataclasses.replace(block, kv=block.kv.at[1, :, 31].set(NAN)),
-        dataclasses.replace(block, q=block.q.at[:, 20].set(NAN)),
-    ):
-        got, rows = KERNEL.forward(bad, None), np.isnan(bad.q).any(-1).swapaxes(1, 2)
-        lost = (rows & seen.any(-1)) | (seen[..., 31] & ~rows & np.isnan(bad.kv).any())
-        assert lost.any() and np.isnan(np.asarray(got.out).swapaxes(1, 2)[lost]).all()
-
-
-@pytest.mark.parametrize("option", ["causal", "window", "segments", "bias that forbids", "all at once"])
-def test_the_keys_may_come_in_parts(option: str) -> None:
-    block = with_option(option, 41, 48, tiles=(16, 16))
-    whole, partial = check(block, option), None
-    for start in (32, 0):
-        size = 48 - start if start else 32
-        partial = KERNEL.forward(block.tile(0, 41, start, size), partial)
-    near("out", partial.out, whole.out, TOLERANCE["float32"])
-    near("lse", partial.lse, whole.lse, TOLERANCE["float32"])
-
-
-def test_what_keys_that_nobody_sees_continue_stays_as_it_was() -> None:
-    block = make_block(2, 40, 24, heads=2, causal=True, tiles=(16, 16))
-    before = KERNEL.forward(block, None)
-    after = KERNEL.forward(dataclasses.replace(block, kv_positions=block.kv_positions + 99), before)
-    np.testing.assert_array_equal(after.out, before.out)
-    np.testing.assert_allclose(after.lse, before.lse, rtol=3e-7)
 
 
 def test_a_final_output_has_the_dtype_of_the_queries() -> None:
@@ -181,20 +92,6 @@ def test_two_runs_give_the_same_bits() -> None:
     first, second = (KERNEL.forward(block, None) for _ in range(2))
     np.testing.assert_array_equal(first.out, second.out)
     np.testing.assert_array_equal(first.lse, second.lse)
-
-
-def test_scores_of_thousands_overflow_nowhere() -> None:
-    block = make_block(1, 24, 40, heads=2, scale=1e4, causal=True, offset=4, tiles=(16, 16))
-    got = KERNEL.forward(block, None)
-    assert np.isfinite(got.out).all() and np.abs(np.asarray(got.lse[..., 4:])).max() > 1e4
-    near("the largest score decides", got.out, ringattn_xla.block.KERNEL.forward(block, None).out, 1e-2)
-
-
-def test_products_of_float32_are_exact_unless_asked_otherwise() -> None:
-    exact = check(make_block(1, 24, 24, dim=32), "exact")
-    for precision, least, most in (("default", 1e-5, 1e-2), ("highest", 0.0, 1e-6)):
-        got = KERNEL.forward(make_block(1, 24, 24, dim=32, precision=precision), None)
-        assert least <= np.abs(np.asarray(got.out - exact.out)).max() <= most, precision
 
 
 @pytest.mark.parametrize(

@@ -324,18 +324,6 @@ def test_what_it_does_not_take_goes_to_the_portable_kernel(reason: str, fields: 
     assert kernels(make_block(1, **(usual | fields))) == ["ringattn_forward"], reason
 
 
-def test_the_reason_names_the_options_that_it_does_not_combine() -> None:
-    usual: dict[str, Any] = {"q_length": 200, "kv_length": 200, "dim": 128, "dtype": HALF}
-    block = make_block(1, **usual, bias=half_bias(1, 2, 200, 200), slopes=SLOPES[:, :2], dropout=0.1, seed=SEEDS[:1])
-    forward, backward = (f(block, TARGET) for f in (family.why_not_forward, family.why_not_backward))
-    assert forward == "the forward kernel does not combine a bias, ALiBi and dropout"
-    assert backward == "the one-pass backward kernel does not combine a bias, ALiBi and dropout"
-    capped = make_block(1, **usual, soft_cap=3.0, slopes=SLOPES[:, :2])
-    assert family.why_not_backward(capped, TARGET) == (
-        "the one-pass backward kernel does not combine a soft cap and ALiBi"
-    )
-
-
 @pytest.mark.parametrize("target", [Target("cuda", 80), Target("cuda", 100), Target("rocm"), Target("interpreter")])
 def test_other_devices_have_the_portable_kernels(target: Target) -> None:
     block = half("causal", 128)
@@ -352,35 +340,6 @@ def test_a_triton_whose_gluon_may_be_another_has_the_portable_kernels(
     for _ in range(2):
         assert kernels(half("causal", 128)) == [f"ringattn_{name}forward"]
     assert [version in record.getMessage() for record in caplog.records] == [True] * (name == "")
-
-
-@pytest.mark.parametrize(
-    ("fields", "heads"),
-    [
-        ({}, {128, 64}),
-        ({"window": (2048, 0)}, {128, 64}),
-        ({"window": (2047, 0)}, {128, 64}),
-        ({"window": (2046, 0)}, {128}),
-        ({"window": (0, 4000)}, {128, 64}),
-        ({"window": (0, 4000), "causal": True}, {128}),
-        ({"window": (9, None)}, {128, 64}),
-        ({"window": (None, 0)}, {128, 64}),
-        ({"chunk": 1024}, {128}),
-        ({"chunk": 512}, {128}),
-        ({"q_length": 2048}, {128, 64}),
-        ({"q_length": 2000}, {128}),
-        ({"q_segments": np.zeros((1, 4096), np.int32), "kv_segments": np.zeros((1, 4096), np.int32)}, {128}),
-        ({"mask": np.ones((1, 1, 1, 1), bool)}, {128}),
-    ],
-)
-def test_it_takes_what_has_enough_to_do_in_each_tile(
-    fields: dict[str, Any], heads: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    usual: dict[str, Any] = {"heads": 1, "kv_heads": 1, "q_length": 4096, "kv_length": 4096, "dtype": HALF}
-    blocks = {dim: make_block(1, **(usual | fields), dim=dim) for dim in DIMS}
-    taken = {dim for dim, block in blocks.items() if family.why_not_forward(block, TARGET) is None}
-    assert taken == heads
 
 
 @pytest.mark.parametrize("growth", [5.0, 12.0])

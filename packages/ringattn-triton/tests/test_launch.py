@@ -43,11 +43,6 @@ def x():
     return jnp.asarray(np.random.default_rng(0).standard_normal(100), jnp.float32)
 
 
-def test_a_launch_runs_with_and_without_jit(x):
-    np.testing.assert_array_equal(scaled(x), 2 * x)
-    np.testing.assert_array_equal(jax.jit(scaled)(x), 2 * x)
-
-
 def test_an_operand_that_is_none_is_absent(x):
     np.testing.assert_array_equal(scaled(x, jnp.ones(1, jnp.float32)), 2 * x + 1)
     np.testing.assert_array_equal(scaled(x, None), 2 * x)
@@ -57,14 +52,6 @@ def test_an_aliased_operand_keeps_its_value(x):
     total = jnp.ones_like(x)
     np.testing.assert_array_equal(jax.jit(added)(x, total), x + 1)
     np.testing.assert_array_equal(total, jnp.ones_like(x))
-
-
-def test_a_launch_runs_in_loops_branches_and_remat(x):
-    def step(i, total):
-        return jax.lax.cond(i % 2 == 0, lambda: added(x, total), lambda: total)
-
-    total = jax.jit(jax.checkpoint(lambda x: jax.lax.fori_loop(0, 6, step, jnp.zeros_like(x))))(x)
-    np.testing.assert_allclose(total, 3 * x, rtol=1e-6)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -125,21 +112,6 @@ def test_an_error_on_one_device_of_a_ring_is_logged_and_does_not_hang_the_others
     assert jnp.isnan(got[:16]).all() and (got[16:] == 0).all()
     assert "kernel jumping failed on one of 2 devices" in caplog.text
     assert "program (0, 0, 0) loads element 99 of operand 'X'" in caplog.text
-
-
-def test_a_cpu_without_the_variable_is_told_what_to_do(x, monkeypatch):
-    monkeypatch.delenv("RINGATTN_TRITON_INTERPRET")
-    assert not interpreting()
-    with pytest.raises(RuntimeError, match=r"kernel scaled was launched on a CPU.*RINGATTN_TRITON_INTERPRET=1"):
-        jax.jit(lambda x: scaled(x, scale=5.0))(x)
-
-
-def test_one_traced_program_is_interpreted_here_and_compiled_for_a_gpu(x):
-    traced = jax.jit(lambda x: scaled(x, scale=3.0)).trace(x)
-    np.testing.assert_array_equal(traced.lower().compile()(x), 3 * x)
-    with compiling_for(90):
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton_kernel_call" in text and "callback" not in text
 
 
 def test_an_alias_is_one_buffer_of_the_compiled_program(x):

@@ -16,7 +16,6 @@ from ringattn_core.config import BwdParams
 from ringattn_core.contract.protocol import Block, Gradients
 from ringattn_triton.block_kernel import KERNEL
 from ringattn_triton.hopper import backward as one_pass
-from ringattn_triton.hopper import backward_plan, schedules
 from ringattn_triton.launch.target import compiling_for
 
 HALF = jnp.bfloat16
@@ -128,80 +127,6 @@ def test_rows_and_keys_that_see_nothing_have_gradients_of_zero(dim: int, ordered
     assert np.asarray(got.dq[:, 151:]).any() and np.isfinite(got.dq).all()
 
 
-def test_a_rank_counts_the_earlier_key_tiles_that_see_a_query_tile() -> None:
-    block = make_block(1, 384, 512, dim=128, dtype=HALF, causal=True)
-    inputs, plan = one_pass.kernel_inputs.of_block(block, fast=True), backward_plan.PLANS[128]
-    ranks: Any = one_pass.visited_tiles.table(inputs, block, plan.q_tile, plan.kv_tile, True, ranked=True).ranks
-    rows, columns = np.indices((4, 6))
-    seen = columns * 64 + 63 >= rows * 128
-    np.testing.assert_array_equal(np.where(seen, ranks[0], 0), np.where(seen, rows, 0))
-
-
-@pytest.mark.parametrize(
-    ("length", "group", "heads"),
-    [(2048, 1, 16), (8192, 1, 16), (16384, 1, 8), (65536, 1, 2), (8192, 16, 4), (16384, 16, 2), (32768, 4, 1)],
-)
-def test_the_longer_the_turns_the_fewer_heads_take_them_side_by_side(length: int, group: int, heads: int) -> None:
-    block = make_block(1, 1, 1, dim=128, dtype=HALF)
-    constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
-    long = dataclasses.replace(constants, q_length=length, kv_length=length, heads=group, kv_heads=1)
-    assert one_pass._heads_in_order(long, backward_plan.PLANS[128]) == heads
-
-
-def test_heads_of_all_batch_rows_take_turns_side_by_side() -> None:
-    block = make_block(4, 256, 256, dim=128, dtype=HALF, causal=True, heads=8, kv_heads=2)
-    rows = jax.ShapeDtypeStruct((4, 8, 256), jnp.float32)
-    program = jax.make_jaxpr(lambda *x: one_pass.backward(*x, None))(block, block.q, rows, rows)
-    tables = [dict(call.constants)["T"] for call, _ in launches(program.jaxpr) if "hopper_backward" in call.name]
-    assert [table.together for table in tables] == [4 * 2]
-
-
-@pytest.mark.parametrize(
-    ("fields", "ordered"),
-    [
-        ({"q_length": 4096}, False),
-        ({"q_length": 4096, "heads": 128, "kv_heads": 16}, True),
-        ({"q_length": 8192, "q_segments": True}, True),
-        ({"q_length": 2048, "batch": 4}, True),
-        ({"q_length": 2048}, False),
-    ],
-    ids=["long", "groups of 8", "documents", "short", "short with few heads"],
-)
-def test_dq_is_added_in_order_where_that_is_faster_even_if_any_order_is_allowed(
-    fields: dict[str, Any], ordered: bool
-) -> None:
-    made = {"batch": 1, "heads": 16, "kv_heads": 16} | fields
-    block = make_block(made["batch"], 8, 8, dim=128, dtype=HALF, heads=made["heads"], kv_heads=made["kv_heads"])
-    constants = one_pass.kernel_inputs.of_block(block, fast=True).constants
-    constants = dataclasses.replace(constants, q_length=made["q_length"], segments="q_segments" in made)
-    rule = dataclasses.replace(block.rule, fused_backward=True)
-    found = one_pass._in_order(dataclasses.replace(block, rule=rule), constants, backward_plan.PLANS[128])
-    assert found == ordered
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "length", "dim", "kernel"),
-    [
-        (16, 16, 8192, 128, "ringattn_hopper_backward"),
-        (4, 4, 8192, 128, "ringattn_backward_keys"),
-        (64, 8, 8192, 128, "ringattn_hopper_backward"),
-        (16, 2, 8192, 128, "ringattn_hopper_backward"),
-        (8, 1, 8192, 128, "ringattn_backward_keys"),
-        (4, 4, 8192, 256, "ringattn_hopper_backward"),
-        (2, 2, 8192, 256, "ringattn_backward_keys"),
-        (140, 140, 64, 128, "ringattn_hopper_backward"),
-    ],
-)
-def test_by_default_one_pass_adds_in_order_unless_turns_of_few_heads_would_queue(
-    heads: int, kv_heads: int, length: int, dim: int, kernel: str
-) -> None:
-    block = make_block(1, 1, 1, dim=dim, dtype=HALF, heads=heads, kv_heads=kv_heads)
-    q, k = (jax.ShapeDtypeStruct((1, length, n, dim), HALF) for n in (heads, kv_heads))
-    index = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    fields = dict.fromkeys(("q_positions", "kv_positions", "q_index", "kv_index"), index)
-    assert kernel in launched(dataclasses.replace(block, q=q, kv=(k, k), **fields))
-
-
 def launched(block: Block) -> list[str]:
     """The names of the kernels of a block's backward pass on Hopper."""
     rows = jax.ShapeDtypeStruct((block.q.shape[0], block.q.shape[2], block.q.shape[1]), jnp.float32)
@@ -229,10 +154,6 @@ def test_other_blocks_take_two_passes(fields: dict[str, Any]) -> None:
     usual: dict[str, Any] = {"q_length": 200, "kv_length": 200, "dim": 128, "dtype": HALF, "fused_backward": True}
     assert "ringattn_hopper_backward" in launched(make_block(1, **usual))
     assert "ringattn_backward_keys" in launched(make_block(1, **(usual | fields)))
-
-
-def test_as_many_programs_run_as_the_largest_hopper_has_multiprocessors() -> None:
-    assert one_pass.PROGRAMS == schedules.PROGRAMS == 132
 
 
 MASKS = ("plain", "causal", "causal segments")

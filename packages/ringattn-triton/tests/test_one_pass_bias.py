@@ -103,19 +103,6 @@ def test_no_strip_is_kept_before_the_one_before_it_is_summed(short_strips: None)
     assert after_bias_sums(program.jaxpr, "ringattn_hopper_backward") == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("heads", "length", "rows"),
-    [((16, 16), 16384, 33), ((20, 20), 16384, 26), ((64, 8), 16384, 16), ((16, 16), 65536, 33), ((16, 16), 2048, 16)],
-)
-def test_a_strip_has_four_turns_for_each_program_but_fewer_with_groups(
-    heads: tuple[int, int], length: int, rows: int
-) -> None:
-    q, k = (jax.ShapeDtypeStruct((1, length, n, 128), HALF) for n in heads)
-    block = dataclasses.replace(make_block(1, 1, 1, dim=128, dtype=HALF), q=q, kv=(k, k))
-    table = one_pass.visited_tiles.TableShape(False, True, length // 128, length // 64, False, 16)
-    assert one_pass._strips(block, table).rows == rows
-
-
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 def test_dq_continues_what_other_keys_gave(ordered: bool, short_strips: None) -> None:
     block = with_bias("causal", 1, 4, fused_backward=not ordered)

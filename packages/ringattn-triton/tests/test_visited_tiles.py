@@ -121,13 +121,6 @@ def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int
         np.testing.assert_array_equal(ranks, np.cumsum(seen, 1) - seen)
 
 
-@pytest.mark.parametrize("ranked", [False, True])
-@pytest.mark.parametrize("count", [1, 2, ELEMENTS, 3 * ELEMENTS + 1, 100 * ELEMENTS])
-def test_as_many_counters_as_asked_for_are_zero(count: int, ranked: bool) -> None:
-    counters = of_bitmap(bitmap(2, 40), True, True, False, False, ranked, count).counters
-    assert counters.shape == (count,) and not np.asarray(counters).any()
-
-
 def test_causal_queries_visit_no_tile_after_them_and_mask_the_diagonal_alone() -> None:
     block = make_block(1, 64, 64, causal=True)
     found = table(kernel_inputs.of_block(block), block, 16, 16)
