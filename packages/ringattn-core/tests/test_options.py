@@ -36,9 +36,9 @@ def test_a_call_needs_the_features_that_the_conformance_suite_says(
 ) -> None:
     needed: list[frozenset[Feature]] = []
 
-    def spy(backend: str, required: frozenset[Feature], platform: str) -> Any:
+    def spy(backend: str, required: frozenset[Feature], *rest: Any) -> Any:
         needed.append(required)
-        return select(backend, required, platform)
+        return select(backend, required, *rest)
 
     monkeypatch.setattr(dispatch, "select", spy)
     placed = place(case, placement, "xla")

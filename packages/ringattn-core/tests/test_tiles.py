@@ -51,8 +51,9 @@ MASKS: tuple[Mask, ...] = (
 )  # fmt: skip
 
 RULES = {
-    "nothing": {}, "causal": {"causal": True}, "window": {"window": (6, 3)}, "one side": {"window": (None, 2)},
-    "causal window": {"causal": True, "window": (9, 9)}, "chunk": {"chunk": 10},
+    "nothing": {}, "causal": {"causal": True},
+    "window": {"sliding_window": (6, 3)}, "one side": {"sliding_window": (None, 2)},
+    "causal window": {"causal": True, "sliding_window": (9, 9)}, "chunk": {"chunk_size": 10},
     **{f"mask {n} {type(mask).__name__}": {"masks": (mask,), "mask_of_head": (0, 0)} for n, mask in enumerate(MASKS)},
     "masks of heads": {"masks": (Local(4, 4), Numpy(PAIRS)), "mask_of_head": (1, 0), "causal": True},
     "masks of heads without bounds": {"masks": (Numpy(PAIRS), MASKS[11], Causal(), ~MASKS[11]), "mask_of_head": (3, 1)},
@@ -108,7 +109,7 @@ def test_no_visible_pair_is_skipped_and_no_invisible_one_unmasked(name: str, lay
         assert not (got_full & ~got_some).any(), case + "whole but not seen at all"
 
 
-STRUCTURED = ({"causal": True}, {"window": (6, 3)}, {"window": (None, 2)}, {"chunk": 12}, {})
+STRUCTURED = ({"causal": True}, {"sliding_window": (6, 3)}, {"sliding_window": (None, 2)}, {"chunk_size": 12}, {})
 
 
 @pytest.mark.parametrize("options", STRUCTURED, ids=str)
@@ -121,7 +122,7 @@ def test_tiles_are_exact_for_consecutive_positions(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", [*STRUCTURED, {"causal": True, "window": (9, 9)}], ids=str)
+@pytest.mark.parametrize("options", [*STRUCTURED, {"causal": True, "sliding_window": (9, 9)}], ids=str)
 def test_increasing_positions_have_the_tiles_that_the_same_positions_have_without_that_promise(
     options: dict[str, Any], layout: str
 ) -> None:
