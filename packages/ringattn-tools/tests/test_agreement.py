@@ -168,17 +168,20 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
         jax.effects_barrier()
     q_length, kv_length = found.lengths
     layout = request.options["layout"]
-    starts = [order(layout, request.ring, request.ring * n)[::n].tolist() for n in (q_length, kv_length)]
+    tokens = [order(layout, request.ring, request.ring * n).tolist() for n in (q_length, kv_length)]
     got: dict[tuple[int, int], list[np.ndarray]] = {}
     for row, column, states in recorder.noted:
-        got.setdefault((starts[0].index(row), starts[1].index(column)), []).append(states)
+        got.setdefault((tokens[0].index(row) // q_length, tokens[1].index(column) // kv_length), []).append(states)
     expected = set()
     for rank in range(request.ring):
         for number in range(len(found.hops)):
             place = rank, int(found.shard.hops.sources[number, rank])
             expected.add(place)
             for row in np.concatenate(got[place]):
-                np.testing.assert_array_equal(row, found.states[rank, number], f"rank {rank}, hop {number}")
+                states = found.states[rank, number]
+                if row.shape != states.shape:  # only the rows that are seen came, and their tiles begin elsewhere
+                    row, states = ((x > 0).any(-1) for x in (row, states))
+                np.testing.assert_array_equal(row, states, f"rank {rank}, hop {number}")
             assert found.tiles[number, rank] == (found.states[rank, number] > 0).sum()
     assert got.keys() == expected, "blocks that nobody told of"
     assert all(len(blocks) == 1 for blocks in got.values())
@@ -201,8 +204,11 @@ def test_the_memory_listed_is_most_of_what_xla_plans(dtype: str) -> None:
     found = analysis.analyse(request, "cpu", "xla", compiled=True)
     assert found.compiled and found.compiled["devices"] == "4 x cpu"
     for phase, planned in (("forward", found.compiled["forward"]), ("backward", found.compiled["both"])):
-        *parts, named = (row["bytes"] for row in found.memory if row["pass"] == phase)
-        assert sum(parts) == named
+        listed = {row["arrays"]: row["bytes"] for row in found.memory if row["pass"] == phase}
+        named = listed.pop(memory.TOGETHER)
+        assert sum(listed.values()) == named
+        # On CPU a send ends before the kernel begins, and the gradients of the hop take the place of those that left.
+        named -= listed.get("dk, dv of the hop, float32", 0)
         assert 0.7 * planned <= named <= 1.15 * planned, f"{phase}: {named} is named and XLA plans {planned}"
 
 
