@@ -20,7 +20,7 @@ def problem(**changes: Any) -> Problem:
     fields: dict[str, Any] = {
         "backend": "mine", "batch": 1, "q_length": 64, "kv_length": 64, "heads": 2, "kv_heads": 1, "head_dim": 8,
         "value_dim": 8, "dtype": "float32", "platform": "cpu", "device": "a cpu", "versions": (("jax", "1"),),
-        "window": (3, None), "options": (("bias", "float32[1, 1, 64, 64]"),),
+        "sliding_window": (3, None), "options": (("bias", "float32[1, 1, 64, 64]"),),
     }  # fmt: skip
     return Problem(**{**fields, **changes})
 

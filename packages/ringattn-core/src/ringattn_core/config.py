@@ -155,8 +155,6 @@ class RingAttentionConfig:
     @classmethod
     def of(cls, value: Any, argument: str) -> Self:
         """Returns a configuration as it is, and makes one of a mapping of its fields. Errors name the `argument`."""
-        if value is None:
-            return cls()
         if isinstance(value, Mapping):
             return cls.from_dict(value)
         if not isinstance(value, cls):

@@ -132,7 +132,7 @@ def ring_attention(
         ringattn_core.errors.UnsupportedFeatureError: The named backend does not support an option of the call.
         ringattn_core.errors.NoBackendError: No installed backend can run the call.
     """
-    given, config = options_in(locals()), RingAttentionConfig.of(cfg, "cfg")
+    given, config = options_in(locals()), RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
     given |= _held(mask_info, given) | {"fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     backend = config.backend_name if backend is None else backend
     mesh = mesh_of(mesh, given, (query, key, value))

@@ -182,7 +182,8 @@ def _checked(variables: dict[str, Any], sharded: bool) -> tuple[Call, Lengths, A
     all of them. Returns also the position of each row's first query, which may be negative; the backend asked for; and
     the mesh, which is `None` where the arrays are local.
     """
-    config, backend = RingAttentionConfig.of(variables["cfg"], "cfg"), variables["backend"]
+    cfg, backend = variables["cfg"], variables["backend"]
+    config = RingAttentionConfig.of({} if cfg is None else cfg, "cfg")
     given = options_in(variables) | {"causal": True, "fwd_params": config.fwd_params, "bwd_params": config.bwd_params}
     operands = {name: variables[name] for name in ("query", "key_cache", "value_cache")}
     mesh = mesh_of(variables["mesh"], given, operands.values())
