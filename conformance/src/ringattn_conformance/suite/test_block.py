@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block kernel without a ring continues from earlier keys, and its gradients are the oracle's."""
 
+import dataclasses
 from typing import Any
 
 import jax
