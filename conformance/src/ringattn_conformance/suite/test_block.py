@@ -51,7 +51,7 @@ def _forward_and_backward(kernel: BlockKernel, blocks: list[Any], dout: Any, dls
     return partial, dq, found
 
 
-@tiers.mark(tiers.CORE, *(point.case.name for point in points() if point.tier == tiers.CORE))
+@tiers.mark(tiers.CORE, *(point.case.name for point in points() if point.tier == tiers.CORE and point.case in CHOSEN))
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_two_blocks_in_a_row_give_the_oracle_s_output_and_gradients(ringattn_backend: str, case: Case):
     kernel = _kernel(ringattn_backend)
