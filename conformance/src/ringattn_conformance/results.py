@@ -33,6 +33,8 @@ SPOILING: Final = {
 FAILING: Final = ("failed", "unexpected_pass", "unknown", "crashed")
 """Those that are failures."""
 WORDS: Final = {"passed": "passed", "expected_failure": "failed as expected"} | SPOILING
+FEW: Final = 3
+"""The most names of a reason in the verdict."""
 LISTED: Final = 20
 """The most test ids that are printed of a list; the file has all of them."""
 _COMPLETE: Final = (0, 1)
@@ -138,8 +140,9 @@ def judged(backend: Results, run: Results) -> Results:
     options, platform = run["options"], run["devices"]["platform"]
     found = [(len(backend[key]), what) for key, what in SPOILING.items() if backend[key]]
     reasons = [f"{count} test{'s' * (count > 1)} {what}" for count, what in found]
-    reasons += ["declared, not tried: " + ", ".join(backend["untried"])] if backend["untried"] else []
-    reasons += [f"{module} was not collected" for module in backend["uncollected"]]
+    for key, what in {"untried": "declared, not tried", "uncollected": "not collected"}.items():
+        first, others = backend[key][:FEW], len(backend[key]) - FEW
+        reasons += [f"{what}: " + ", ".join(first) + (f" and {others} more" if others > 0 else "")] if first else []
     if (factor := options["tolerance_factor"]) > 1:
         reasons.append(f"every tolerance was multiplied by {factor:g}")
     if (largest := options["largest_ring"]) < RINGS[-1]:
