@@ -209,7 +209,8 @@ def test_a_vmapped_call_with_a_mesh_and_its_gradients_are_those_of_each_example(
         return jax.tree.leaves([(jax.jit(call) if jit else call)(q, k, v) for call in calls])
 
     for got, wanted in zip(of(mesh=mesh_of(sp=4), axis_name="sp"), of(), strict=True):
-        close(got, wanted)
+        # Queries and keys of the third example are three times as large, and so are its gradients.
+        np.testing.assert_allclose(got, wanted, atol=2e-5 * max(1.0, float(jnp.abs(wanted).max())))
 
 
 def test_arrays_that_are_committed_to_one_device_are_sharded():
