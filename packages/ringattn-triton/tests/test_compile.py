@@ -157,7 +157,7 @@ def for_hopper(block, fresh, monkeypatch):
 PLAIN, CAUSAL, RAGGED = (
     (LENGTH, {}, True),
     (LENGTH, {"causal": True}, False),
-    (LENGTH - 24, {"causal": True, "window": (300, 0)}, False),
+    (LENGTH - 24, {"causal": True, "sliding_window": (300, 0)}, False),
 )
 
 
