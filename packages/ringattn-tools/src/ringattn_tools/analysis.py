@@ -13,7 +13,7 @@ from ringattn_core.call.cache import bytes_to_send
 from ringattn_core.call.options import head_sizes
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
-from ringattn_core.strategies import choose
+from ringattn_core.strategies import run
 
 from .abstract_call import AbstractCall
 from .engine import Hops
@@ -121,7 +121,7 @@ def analyse(
     bare = shard(call)
     heads = head_sizes(bare.call)
     chosen, refusal = _choice(backend, bare.needs, platform, heads)
-    strategy = choose.strategy_on(chosen, bare.call, call.ring, call.inner)
+    strategy = run.strategy_on(chosen, bare.call, call.ring, call.inner)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     hops, size = local.hops, tile_size(local, tile)
@@ -137,7 +137,7 @@ def analyse(
         refusal=refusal,
         own_ring=own_ring,
         strategy=strategy,
-        not_possible=choose.refusals(chosen, bare.call, call.ring, call.inner),
+        not_possible=run.refusals(chosen, bare.call, call.ring, call.inner),
         lengths=local.lengths,
         tile=size,
         hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
 from ..placement.arrays import axes_with, letters_of
 from .packing import Packed, unpack
 from .rule import Rule
-from .tile_padding import padded
 
 
 @jax.tree_util.register_dataclass
@@ -142,6 +142,17 @@ class Block:
     def _mapped(self, f: Callable[[jax.Array, int], jax.Array], axes: dict[str, int], length: int) -> "Block":
         given = {name: (x, axis) for name, axis in axes.items() if (x := getattr(self, name)) is not None}
         return dataclasses.replace(self, **{n: f(x, axis) for n, (x, axis) in given.items() if x.shape[axis] == length})
+
+
+def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None = 0) -> Shaped[Array, "..."]:
+    """Pads `x` at the end of `axis` to `length`, with `value`, or with copies of its last entry if that is `None`.
+
+    Returns `x` itself if it has that length already.
+    """
+    if length == x.shape[axis]:
+        return x
+    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, mode="edge") if value is None else jnp.pad(x, widths, constant_values=value)
 
 
 LETTERS: Final = letters_of(Block)

@@ -13,7 +13,7 @@ from ..contract import batching, packing
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import BlockKernel, Gradients
 from ..contract.varying import align, axes_of
-from ..placement.padding import cleaned
+from ..placement.arrays import cleaned
 from . import whole_keys
 from .blocks import BY_COLUMN, Ring, block, owner, put_columns, static_masks
 from .forward import Residuals, sinks_of
