@@ -20,7 +20,7 @@ from . import mask_bits
 LOG2_E: Final = math.log2(math.e)
 _INT32: Final = 2**31
 ENOUGH_HEADS: Final = 4
-"""How many heads, counted over all batch rows, must share each head's bias for a transposed copy of the bias to pay."""
+"""How many heads, counted over all batch rows, must share a bias matrix `[T, S]` for a transposed copy of it to pay."""
 
 INPUTS: Final = (
     "q", "k", "v", "q_positions", "kv_positions", "q_index", "kv_index", "q_counters", "kv_counters", "q_segments",

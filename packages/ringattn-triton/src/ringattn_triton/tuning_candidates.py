@@ -10,8 +10,8 @@ from ringattn_core.tuning import Problem
 from .kernel_inputs import padded_dim
 
 Tiles = tuple[tuple[int, int, int], ...]
-"""Tuples `(queries, keys, warps)`: the tile sizes and warps of a program. The first keep tensor cores busiest, the last
-need the fewest registers."""
+"""Tuples `(queries, keys, warps)`: the tile sizes and warps of a program. The first tuples keep tensor cores busiest,
+the last need the fewest registers."""
 
 _FORWARD: Final[Tiles] = ((128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 32, 4))
 _BACKWARD_KEYS: Final[Tiles] = ((64, 128, 8), (64, 64, 4), (32, 128, 8), (32, 64, 4))

@@ -2,8 +2,8 @@
 """Which tiles each program visits, and which of them need a mask.
 
 A table holds a range of tiles for each program where the visible tiles form runs, and a list where masks scatter them.
-Segment ids may scatter them too, but the tiles that need no mask still form one run as a rule: then only the tiles that
-need a mask are listed. A loop over a range prefetches further ahead than a loop that loads tile numbers.
+Segment ids may scatter visible tiles too, but the tiles that need no mask usually still form one run: then only the
+tiles that need a mask are listed. A loop over a range prefetches further ahead than a loop that loads tile numbers.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ time until the last long one ends."""
 ELEMENTS: Final = 512
 """How many elements of a bitmap one warp reads at a time: few enough to stay in registers."""
 RANK_ROWS: Final = 64
-"""The most rows of a bitmap that a program reads at a time to compute ranks. Its columns are few, so programs are
-many."""
+"""The most rows of a bitmap that a program reads at a time to compute ranks. Each program has few columns, so that
+there are many programs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,8 @@ from .schedules import PROGRAMS
 TARGET: Final = Target("cuda", 90)
 """The only device for which the kernels of this family are made."""
 _TOGETHER: Final = 512
-"""How many turns, over all heads that run side by side, there are to be where turns do not wait for each other: few
-enough for the queries to stay in the cache."""
+"""The wanted number of turns (key tiles) in the heads that run side by side, where turns do not wait for each other:
+few enough for the queries to stay in the cache."""
 _TOGETHER_IN_ORDER: Final = 16
 """The most key heads whose turns run side by side where turns wait for each other. With 64, 8 rows of 2k tokens take
 1.3 times as long as with 16, because the cache does not hold so many heads."""
@@ -42,7 +42,7 @@ gives 1.3 times the steps; two passes (one for dk and dv, one for dq) take 1.4 t
 _WIDE_STEPS: Final = 2
 """Like `_STEPS`, for heads of more than 128, for which two passes take 2.2 times as long."""
 _TURNS_IN_STRIP: Final = 4
-"""How many turns each program takes in a launch for a strip, if heads are not grouped."""
+"""How many turns (key tiles) each program takes in a launch for a strip, if every query head has its own key head."""
 _REGISTERS_AT_START: Final = 168
 
 
@@ -141,7 +141,7 @@ def backward(
     bias = None if block.bias_fixed else block.bias
     counters = table.counters
     pieces = plan.pieces(dim)
-    # In order, the first turn of a tile of dq writes it, and the others add to it.
+    # If turns add in order, the first turn of a tile of dq overwrites the tile, and the others add to it.
     zeros = None if ordered else jnp.zeros((batch * heads * q_tiles * pieces * 4096,), jnp.float32)
     arrays = [
         *inputs.in_tiles(plan.q_tile, plan.kv_tile), table.bounds, table.tiles, dout.astype(block.q.dtype),
@@ -174,7 +174,7 @@ def backward(
         HEADS=heads,
         DIM=dim,
         Q_TILES=q_tiles,
-        SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put it into ds
+        SCALE=1.0 if block.q.dtype == jnp.float16 else constants.scale,  # `narrowed` has put the scale into ds
         FRESH=dq is None,
         Q_TILE=plan.q_tile,
         PIECES=pieces,
@@ -192,7 +192,7 @@ def _strips(block: Block, tiles: visited_tiles.TableShape) -> bias_gradient.Stri
     """
     batch, _, heads, _ = block.q.shape
     turns = max(_TURNS_IN_STRIP * block.kv_heads // heads, 1) * PROGRAMS
-    # Not a turn more: a program that takes one turn more than the others keeps them waiting.
+    # Rounded down: a program that takes one turn more than the others keeps them waiting.
     rows = max(turns // (batch * block.kv_heads), -(-tiles.rows // bias_gradient.MOST_STRIPS), 1)
     return bias_gradient.Strips(min(rows, tiles.rows), tiles.together, heads, tiles.columns)
 

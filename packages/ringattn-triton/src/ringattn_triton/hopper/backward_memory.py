@@ -130,7 +130,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.constexpr_function
 def first_place(KIND, PLAN):
-    """The first place in `BackwardMemory.rows` for one kind of `PLAN.of_queries`; for `None`, the length of `rows`."""
+    """The first place in `BackwardMemory.rows` for numbers of `KIND`; if `KIND` is `None`, the length of `rows`."""
     kinds = PLAN.of_queries
     return PLAN.dout_stages + PLAN.stages * (1 + (len(kinds) if KIND is None else kinds.index(KIND)))
 
@@ -183,9 +183,9 @@ def finished_turn(shared, taken, T: gl.constexpr, KV_HEADS: gl.constexpr):
 
 @gluon.jit
 def next_turn(shared, taken, WARPS: gl.constexpr):
-    """Waits for turn number `taken` (from 0) of this program, a key tile to work on. Returns its number in the launch.
+    """Waits for turn number `taken` (from 0) of this program, and returns its number among all turns of the launch.
 
-    If no turn is left, the result is at least the number of all turns.
+    A turn is the work on one key tile. If no turn is left, the result is at least the number of all turns.
     """
     mbarrier.wait(shared.barriers.index(TURN_FULL + taken % 2), (taken // 2) & 1)
     return read_number(shared.numbers.index(TURN + taken % 2), WARPS)

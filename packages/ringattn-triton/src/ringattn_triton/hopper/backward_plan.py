@@ -43,12 +43,12 @@ class BackwardPlan:
 
     @property
     def dout_first(self) -> int:
-        """The number of the first place of dout in its allocation. Unless `wide`, dout is in that of the queries."""
+        """The number of the first place of dout in its allocation. Unless `wide`, that is the queries' allocation."""
         return 0 if self.wide else self.stages
 
     @property
     def v_first(self) -> int:
-        """The number of the place of values in its allocation. Unless `wide`, values are in that of the keys."""
+        """The number of the place of values in its allocation. Unless `wide`, that is the allocation of the keys."""
         return 0 if self.wide else 1
 
     def pieces(self, dim: int) -> int:

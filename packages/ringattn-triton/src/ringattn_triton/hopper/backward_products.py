@@ -128,7 +128,7 @@ def compute_gradients(
 def write_gradient(
     sums, GRADIENT, first, batch, kv_head, F: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Writes dk or dv of 64 keys, from key `first` and dimension `FIRST_DIM` on; the heads of `GRADIENT` have `DIM`."""
+    """Writes dk or dv of 64 keys from key `first` on, dimensions from `FIRST_DIM` on; `DIM` is the whole head size."""
     PADDED: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = layout_of(PADDED)
     written = gl.convert_layout(sums.to(GRADIENT.dtype.element_ty), SUMS)
@@ -167,7 +167,7 @@ def _step_of(
     place = step % PLAN.stages
     phase = (step // PLAN.stages) & 1
     ds_place = step % PLAN.ds_places
-    # Heads are one piece here.
+    # In this kernel a head is one piece (`head_tiles`).
     k = shared.k[0].index(opaque_zero())
     v = shared.v[0].index(PLAN.v_first + opaque_zero())
     q = shared.q[0].index(place)
@@ -196,12 +196,12 @@ def _step_of(
     ds = narrowed(exact, shared.ds, F)
     shared.ds.index(ds_place).slice(NUMBER * 64, 64, dim=0).store(ds)
     hardware_barrier("sync", DS_FULL, 256)
-    fence_async_shared()  # for both consumers' ds; all stores have ended at the barrier, so it waits for none
+    fence_async_shared()  # for both consumers' ds, whose stores have ended at the barrier: it waits for none
     both = shared.ds.index(ds_place)
     k = again(k, shared.k, 0)
     if DIM == 128:  # a consumer's half of dq is 64 columns
         dq = warpgroup_mma(both.permute((1, 0)), k.slice(NUMBER * 64, 64, dim=1), zero_dq, use_acc=False, is_async=True)
-    else:  # or 64 rows
+    else:  # a consumer's half of dq is 64 rows
         dq = warpgroup_mma(both.slice(NUMBER * 64, 64, dim=1).permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, LEFT), again(q, shared.q, place), dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])

@@ -145,7 +145,7 @@ def fetch_tiles(shared, tiles, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl
             if begins:
                 if PLAN.wide:
                     mbarrier.wait(shared.barriers.index(KV_EMPTY), (taken & 1) ^ 1)
-                else:  # a consumer that is done with the last dout is done with keys and values too
+                else:  # a consumer that is done with a turn's last dout is done with its keys too
                     if emptied < done:
                         hardware_barrier("sync", DOUT_EMPTY + (done - 1) % PLAN.dout_stages, 288)
                         emptied += 1

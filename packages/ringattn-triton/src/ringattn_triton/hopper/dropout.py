@@ -94,7 +94,7 @@ def kept(first, second, F: gl.constexpr, COLUMNS: gl.constexpr, SCORES: gl.const
     The tile has `COLUMNS` columns and the result the register layout `SCORES`. `BY_KEYS`: the rows of the tile are
     keys.
     """
-    # A half is compared as the upper half of a word. The bits below change nothing: LEAST has zeros there.
+    # Each 16-bit half is compared as the upper half of a word. The lower half changes nothing: LEAST has zeros there.
     LEAST: gl.constexpr = F.threshold << 16
     in_first = gl.join((first << 16) >= LEAST, first >= LEAST)
     in_second = gl.join((second << 16) >= LEAST, second >= LEAST)

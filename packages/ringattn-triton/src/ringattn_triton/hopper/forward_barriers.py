@@ -38,7 +38,7 @@ def pass_order(NUMBER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @builtin
 def softmax_first(step, _semantic=None):
-    """Keeps the assembler from waiting for the weighted values of the last tile before it takes exponentials.
+    """Keeps the assembler from placing the wait for the last tile's weighted values before the exponentials.
 
     The assembler places that wait as early as it may, but not before a preceding barrier instruction, and it places
     barrier instructions late. So this function adds a barrier arrival that is never executed, because no `step` is

@@ -317,5 +317,5 @@ def next_turn(shared, done):
 
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
-    """A number of turn `done`: first query (0), batch row (1), head (2), key tiles with (3) or without a mask (4)."""
+    """Number `NUMBER` of a turn: 0 first query, 1 batch row, 2 head, 3 count of masked key tiles, 4 of others."""
     return read_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)

@@ -62,7 +62,7 @@ def scored(
 
 @gluon.jit
 def weighed(s, base, shrink, total, drawn, F: gl.constexpr, PLAN: gl.constexpr, SCORES: gl.constexpr):
-    """The softmax weights of a tile after dropout, and updated row sums of the weights before it (`sums_of_parts`)."""
+    """The softmax weights of a tile after dropout, and each row's updated sum of weights before dropout (in parts)."""
     if PLAN.bounded:
         p = gl.exp2(s * F.fold - base[:, None])
         total = total + sums_of_parts(p)

@@ -51,7 +51,7 @@ from .sums import finished, first_of, no_sums, pieces, with_product
 
 @gluon.jit
 def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """The first consumer: computes dv of the 64 keys of each turn over all heads of the group, and two pieces of dq."""
+    """The first consumer: computes dv of a turn's 64 keys, summed over all heads of the group, and two pieces of dq."""
     INSIDE: gl.constexpr = heads_inside(F, PLAN)
     HEADS: gl.constexpr = 1 if INSIDE else F.group
     TIMES: gl.constexpr = F.group if INSIDE else 1
@@ -90,7 +90,7 @@ def compute_dv(shared, P, DV, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.
 
 @gluon.jit
 def compute_dk(shared, DK, turns, F: gl.constexpr, T: gl.constexpr, PLAN: gl.constexpr):
-    """The second consumer: computes dk of the 64 keys of each turn over all heads of the group, and the rest of dq."""
+    """The second consumer: computes dk of a turn's 64 keys, summed over all heads of the group, and the rest of dq."""
     hardware_barrier("arrive", WEIGHTS_EMPTY, 256)
     taken = 0
     done = 0
@@ -158,7 +158,7 @@ def _step_of_dv(
 
 @gluon.jit
 def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
-    """One query tile: `dp = v dout^T - delta`; `ds = p dp`, handed over; `dk += ds q`; the rest of `dq = ds^T k`."""
+    """One query tile: `dp = v dout^T - delta`; `ds = p dp`, which both consumers read; `dk += ds q`; the rest of dq."""
     Q_TILE: gl.constexpr = PLAN.q_tile
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_TILE, 16])
     PIECES: gl.constexpr = PLAN.pieces(F.head_dim)
@@ -174,7 +174,7 @@ def _step_of_dk(dk, shared, step, F: gl.constexpr, PLAN: gl.constexpr):
     dp = warpgroup_mma_wait(0, deps=[dp])
     hardware_barrier("arrive", DOUT_EMPTY + dout_place, 288)
     ds = narrowed(p * (dp + minus_delta), shared.ds, F)
-    _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait for each other between the two
+    _ds_place(shared).store(ds)  # all warps have read p: Triton makes them wait between the load and this
     fence_async_shared()
     hardware_barrier("arrive", DS_FULL, 256)
     place = step % PLAN.stages
@@ -225,7 +225,7 @@ def _hand_over(dq, shared, step):
 
 @gluon.constexpr_function
 def register_order():
-    """The register layout of the results of `in_register_order`."""
+    """The register layout in which threads hold the results of `in_register_order`."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
         lane_bases=[[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],

@@ -110,9 +110,9 @@ class Barrier:
             current.team.look_again()
 
     def has_completed(self, parity: int) -> bool:
-        """Whether the phase that was completed last has this parity; with none completed, that is parity 1.
+        """Whether the last completed phase has this parity; before any is completed, only parity 1 gives true.
 
-        Until it has, queued fetches arrive one after the other.
+        Queued fetches arrive, one after the other, until it is true.
         """
         self._need_begun()
         if parity not in (0, 1):

@@ -29,7 +29,7 @@ def num_programs(axis: int) -> Tensor:
 
 
 def load(pointer: Any, mask: Any = None, other: Any = None, volatile: bool = False) -> Tensor:
-    """Loads elements; gives `other` where `mask` is false, or `types.poison` if `other` is `None`."""
+    """Loads elements. Where `mask` is false, gives `other`, or if that is `None` NaN or the largest integer."""
     dtype, allowed = pointer.buffer.dtype, _mask(mask)
     if allowed is None:
         return Tensor(pointer.buffer.load(pointer.data, None, None), dtype)

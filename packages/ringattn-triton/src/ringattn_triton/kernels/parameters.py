@@ -22,7 +22,7 @@ def by_parameter(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
 
 
 def paths(names: Sequence[str], pointers: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The path of each pointer in Triton's signature: the parameter's number, and the field's for a field of `P`."""
+    """The path of each pointer in Triton's signature: its parameter's number, and in `P` its field's number too."""
     found: list[tuple[int, ...]] = []
     for number, name in enumerate(names):
         if name in pointers:

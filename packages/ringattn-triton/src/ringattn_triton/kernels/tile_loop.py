@@ -66,7 +66,7 @@ def visit(BOUNDS, TILES, batch, row, T: tl.constexpr):
 
 @triton.jit
 def masked_tile(visited, step, T: tl.constexpr):
-    """The number of visited tile `step` (from 0 on) of those that need a mask; past the last, an arbitrary number.
+    """The number of the tile with a mask that a program visits at `0 <= step < masked`; arbitrary past the last step.
 
     Kernels load the number of a listed tile one step ahead, so that fetching the tile does not wait for the number.
     """
@@ -78,7 +78,7 @@ def masked_tile(visited, step, T: tl.constexpr):
 
 @triton.jit
 def full_tile(visited, step, T: tl.constexpr):
-    """The number of the tile without a mask at `full_from <= step < full_to`; past the last, an arbitrary number."""
+    """The number of the tile without a mask visited at `full_from <= step < full_to`; arbitrary past the last step."""
     if T.run:
         return step
     else:

@@ -130,7 +130,7 @@ def _lines(
 
 @triton.jit
 def _of_chunk(rows, inside, start, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
-    """The numbers of `CHUNK` columns from `start` on; then for each row: is the tile visible; does it need no mask?"""
+    """For `CHUNK` columns from `start` on: their numbers; whether each row sees the tile; whether it needs no mask."""
     number = start + tl.arange(0, CHUNK)[None, :]
     seen = tl.load(rows + number, mask=inside & (number < COLUMNS), other=0)
     return number, seen > 0, (seen > 1) & (number < WHOLE)

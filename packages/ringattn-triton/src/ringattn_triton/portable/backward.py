@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward pass for any GPU: a kernel that owns queries, one that owns keys, and the sums of the bias gradient.
 
-Both kernels compute the scores. In return, results are the same bits at every run, because no program adds to what
-another one writes.
+Each of the two kernels computes the scores. In return, results are the same bits at every run, because no program adds
+to what another one writes.
 """
 
 import jax
@@ -29,7 +29,7 @@ def backward(
     dq: Float32[Array, "B T N H"] | None,
     target: Target,
 ) -> Gradients:
-    """The gradients of `block`, its dq added to the argument `dq`, the sum of the blocks before (`None`: zero)."""
+    """The gradients of `block`. The dq that it returns includes `dq`, the sum over the blocks before (`None`: zero)."""
     inputs = kernel_inputs.of_block(block, fast=target.kind == "cuda")
     # All scores of a row that sees nothing are -inf: with a finite lse its probabilities are 0.
     rows = [dout, jnp.where(lse == -jnp.inf, 0.0, lse * kernel_inputs.LOG2_E), delta]

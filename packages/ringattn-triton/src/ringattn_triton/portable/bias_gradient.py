@@ -48,8 +48,8 @@ def strips(block: Block, rows: int, columns: int) -> Strips:
 def first_tile(number: int, token: jax.Array | None) -> Int32[Array, " 1"]:
     """The number of a strip's first tile, as an array that depends on `token`.
 
-    `token` is a result of the strip before (`None`: there is none). So a strip starts only when the strip before is
-    summed, and only one strip at a time is in memory.
+    `token` is an array that the previous strip computes, or `None` in the first strip. So a strip starts only when the
+    previous strip is summed, and only one strip at a time is in memory.
     """
     tile = jnp.full((1,), number, jnp.int32)
     return tile if token is None else ordering.tie(tile, token)
@@ -67,10 +67,10 @@ def summed(
 ) -> jax.Array:
     """The gradient of the bias over all strips so far: this strip's `ds`, and `before` over the earlier strips.
 
-    `before` is `None` in the first strip. `ds` and `first` are the gradients of scores and the first tile of this
-    strip, `seen` says which tiles of the block are visible, and `tiles` are the queries and keys of a tile. `by_keys`:
-    strips are ranges of key tiles. Then the rows of `seen` and of each tile of `ds` are keys, and the bias must have a
-    row for each query.
+    `before` is `None` in the first strip. `ds` and `first` are the gradients of scores and the number of the first tile
+    of this strip, `seen` says which tiles of the block are visible, and `tiles` is how many queries and keys a tile
+    has. `by_keys`: strips are ranges of key tiles. Then the rows of `seen` and of each tile of `ds` are keys, and the
+    bias must have a row for each query.
     """
     assert block.bias is not None
     batch, heads, length, _ = block.bias.shape

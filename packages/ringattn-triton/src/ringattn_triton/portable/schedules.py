@@ -88,7 +88,7 @@ def backward_keys(constants: BlockConstants, itemsize: int, params: BwdParams, t
 
 
 def _backward_keys_by_family(constants: BlockConstants, itemsize: int, dim: int, target: Target) -> Schedule:
-    """The default for dk and dv. A program holds k, v, dk and dv of its keys: few tiles have more queries than keys."""
+    """The dk and dv kernel's default. A program holds k, v, dk, dv of its keys, so few tiles are longer in queries."""
     if target.kind == "interpreter":
         return _INTERPRETED
     if itemsize == 4:
