@@ -33,7 +33,7 @@ there are many programs."""
 
 @dataclasses.dataclass(frozen=True)
 class TableShape:
-    """How a kernel reads a `Table`: `rows` are the tiles that its programs own, `columns` the tiles that they visit.
+    """How a kernel reads a `Table` of `rows` tiles that its programs own and `columns` tiles that the programs visit.
 
     `grouped`: every batch row has its own table. `listed`: the tiles that need a mask are listed by number. `run`: the
     tiles that need no mask form one run in each row; otherwise they are listed too. The programs of `together` heads

@@ -51,7 +51,7 @@ TURN_EMPTY: gl.constexpr = gl.constexpr(2)
 KV_EMPTY: gl.constexpr = gl.constexpr(4)
 """A barrier for `wide_products`: both consumers are done with the keys and values of a turn."""
 DOUT_FULL: gl.constexpr = gl.constexpr(5)
-"""The first of the barriers of the places of dout, one each: the place is filled."""
+"""The first of the barriers of the places of dout, one for each place: it says that the place is filled."""
 
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 """Whether `reinterpret` is public, as in Triton 3.9; in earlier versions it is private."""
