@@ -30,7 +30,7 @@ def of_block(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"]
 
 
 def of_rule(block: Block) -> tuple[UInt32[Array, "b m T W"], Int32[Array, " N"] | None]:
-    """The packed words of each mask of the rule, and for each head the number of its mask (`None` if there is one)."""
+    """The packed words of each mask of the rule, and each head's number of a mask (`None` if the rule has one mask)."""
     rule = block.rule
     q = Coordinates(block.q_positions, block.q_index)
     kv = Coordinates(*(_by_word(x, "edge") for x in (block.kv_positions, block.kv_index)))

@@ -111,7 +111,7 @@ def backward(
     dq: Float32[Array, "B T N H"] | None,
     target: Target = TARGET,
 ) -> Gradients:
-    """The gradients of a block that the kernel takes; dq is added to the argument `dq` (`None`: zero).
+    """The gradients of a block that the kernel takes. The dq that it returns includes `dq` (`None`: zero).
 
     Every run gives the same bits unless `rule.fused_backward` is set; see `_in_order`.
     """

@@ -17,8 +17,8 @@ from .hardware_barriers import FIRST_FREE, read_number
 from .head_tiles import places_of_heads
 
 DS_FULL: gl.constexpr = gl.constexpr(FIRST_FREE)
-"""A hardware barrier, as all names down to `DQ_FULL`. Both consumers have written ds; in `wide_products`, the one that
-computes ds has."""
+"""The hardware barrier at which consumers learn that ds is written: by both of them, or in `wide_products` by the
+consumer that computes ds. All names down to `DQ_FULL` are numbers of hardware barriers."""
 Q_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 1)
 """The first of two hardware barriers, one for each place of queries: both consumers have read the place."""
 DOUT_EMPTY: gl.constexpr = gl.constexpr(FIRST_FREE + 3)
@@ -35,7 +35,7 @@ DQ_FULL: gl.constexpr = gl.constexpr(FIRST_FREE + 8)
 
 TURN: gl.constexpr = gl.constexpr(0)
 """The first of two places in `BackwardMemory.numbers`, used alternately: the number of a turn (one key tile of one
-head). So are the names down to `AFTER`."""
+head). The names down to `AFTER` are such places too."""
 BEFORE: gl.constexpr = gl.constexpr(2)
 """How many steps with a mask come first in a turn; `WHOLE` steps without a mask follow, then `AFTER` steps with a
 mask."""
@@ -130,7 +130,7 @@ def allocated(TYPE: gl.constexpr, F: gl.constexpr, PLAN: gl.constexpr):
 
 @gluon.constexpr_function
 def first_place(KIND, PLAN):
-    """The first place in `BackwardMemory.rows` for numbers of `KIND`; if `KIND` is `None`, the length of `rows`."""
+    """The first place in `BackwardMemory.rows` for `KIND`, one of `PLAN.of_queries`; `None`: the number of places."""
     kinds = PLAN.of_queries
     return PLAN.dout_stages + PLAN.stages * (1 + (len(kinds) if KIND is None else kinds.index(KIND)))
 

@@ -169,7 +169,7 @@ def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
 
 @gluon.jit
 def _announce(shared, taken, turn, before, whole, after):
-    """Tells the other warps the next turn and its numbers of steps, when they no longer need the turn before last."""
+    """Tells the other warps the next turn and its numbers of steps, once those are done with the turn before last."""
     place = taken % 2
     mbarrier.wait(shared.barriers.index(TURN_EMPTY + place), ((taken // 2) & 1) ^ 1)
     write_number(shared.numbers.index(TURN + place), turn)

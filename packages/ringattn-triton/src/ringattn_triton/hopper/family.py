@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The family of Gluon kernels for Hopper GPUs: which blocks it takes, and the launch of its forward pass.
 
-Its backward pass is in `backward`.
+The module `backward` has the backward pass.
 """
 
 import dataclasses

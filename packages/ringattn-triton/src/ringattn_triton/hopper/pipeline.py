@@ -317,5 +317,5 @@ def next_turn(shared, done):
 
 @gluon.jit
 def of_turn(shared, done, NUMBER: gl.constexpr):
-    """Number `NUMBER` of a turn: 0 first query, 1 batch row, 2 head, 3 count of masked key tiles, 4 of others."""
+    """Reads a number of turn `done`: 0 first query, 1 batch row, 2 head, 3 count of masked key tiles, 4 of others."""
     return read_number(shared.turns.index(done % 2 * 5 + NUMBER), 4)

@@ -122,7 +122,7 @@ def places(
     """The offsets of a `[64, WIDTH]` tile in an array `[B, LENGTH, HEADS, DIM]`.
 
     The tile is 64 tokens from `start` on and `WIDTH` dimensions from `FIRST` on, of one batch row and head. The second
-    result says which of them are inside the array.
+    result says which offsets are inside the array.
     """
     rows = start + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
     dims = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
