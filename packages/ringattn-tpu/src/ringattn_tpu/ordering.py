@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a send from starting before the kernel of the hop before it is done.
+"""Keeps a send from starting before the kernel of the previous hop is done.
 
 XLA for TPUs drops barriers before it schedules, and then runs every send a hop too early, which takes the memory of one
-more shard. It keeps the order of a kernel that takes both arrays, does nothing, and returns one of them in place.
+more shard. XLA keeps the order of a kernel that takes both arrays, does nothing, and returns one of them in place.
 """
 
 from typing import Any, Final
