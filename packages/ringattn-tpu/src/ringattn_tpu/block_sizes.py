@@ -14,7 +14,7 @@ from ringattn_core.errors import InputError
 from . import steps
 
 LANES: Final = 128
-"""The lanes of a vector register. Tile lengths are multiples of them: a tile lies along the lanes where it visits."""
+"""The lanes of a vector register. Tile lengths are multiples of it, because visiting tiles lie along the lanes."""
 SUBLANES: Final = 8
 _LONGEST: Final = 1024
 _SHORTEST: Final = 256

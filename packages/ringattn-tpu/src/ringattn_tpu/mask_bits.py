@@ -22,7 +22,7 @@ PAIRS_AT_ONCE: Final = 2**26
 
 
 def bits(tile: int) -> int:
-    """The number of rows in a word, 32 or 16, so that the words of of `tile` rows fill whole vector registers."""
+    """The number of rows in a word, 32 or 16, so that the words of `tile` rows fill whole vector registers."""
     return 32 if tile % (32 * SUBLANES) == 0 else 16
 
 

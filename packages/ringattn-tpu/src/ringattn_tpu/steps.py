@@ -19,7 +19,7 @@ FIRST: Final = 1
 LAST: Final = 2
 """The step is the last with its own tile, the tile that the kernel keeps: the kernel writes its outputs."""
 MASKED: Final = 4
-"""Some query of the two tiles of the step does not see some key: the kernel must mask."""
+"""Some pair of query and key of the two tiles of the step is not visible: the kernel applies the masks."""
 IDLE: Final = 8
 """No pair of query and key of the own tile is visible: the kernel only writes its outputs."""
 PAIRED: Final = 16

@@ -55,7 +55,7 @@ def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
 
 
 def longest(rule: Rule | Problem, group: int) -> tuple[int, int]:
-    """`(queries, keys)`: the longest tiles that `choose` takes on its own; `group` is the query heads of a key head."""
+    """`(queries, keys)`: the longest tiles that `choose` takes by itself, if `group` query heads read a key head."""
     target = max(_SHORTEST, min(_LONGEST, span(rule.causal, rule.sliding_window, rule.chunk_size) // 4 // 64 * 64))
     return max(target // group, 16), target
 

@@ -23,7 +23,7 @@ class Derivatives(NamedTuple):
 
 
 def derivatives(part: Part, row_values: Any, masked: bool) -> Derivatives:
-    """The probabilities and gradients of `part`. `masked`: some of its pairs of query and key are masked out.
+    """The probabilities and gradients of `part`. `masked` says whether to apply the masks.
 
     `row_values` holds lse and delta as columns if the kernel keeps queries. Else it is `None`: the inputs have them.
     """

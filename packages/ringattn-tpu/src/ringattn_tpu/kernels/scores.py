@@ -66,7 +66,7 @@ class Part(NamedTuple):
         return slice(self.start, self.start + self.width)
 
     def rows(self, name: str) -> jax.Array:
-        """The rows of `q`, `dout`, `k` or `v`: of the tile that the kernel keeps all, else those of this part."""
+        """The rows of `q`, `dout`, `k` or `v` in this part: the whole kept tile, or `width` of the visiting rows."""
         visiting = (name in ("q", "dout")) == self.by_keys
         return self.inputs[name][self.lanes if visiting else slice(None), :]
 
@@ -83,7 +83,7 @@ class Part(NamedTuple):
 
 
 def keep_columns(rows: Any, columns: Any) -> None:
-    """Writes each of `rows`, with a value for each token of the kept tile, to `columns`; `None` holds no row."""
+    """Turns each of `rows [n, tile]` into a column, and stores it in `columns`; does nothing if `columns` is `None`."""
     if columns is None:
         return
     for row in range(columns.shape[0]):
@@ -109,7 +109,7 @@ def products(part: Part, of_query: str, of_key: str) -> jax.Array:
 
 
 def scores(part: Part, product: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The scores before any mask, and the tanh of the soft cap (without a cap, the scaled products)."""
+    """The scores before any mask, in units of log2, and `tanh` of the soft cap (without one, scaled products)."""
     settings, rule = part.settings, part.settings.rule
     bent = product * settings.product_scale
     s = bent
