@@ -94,9 +94,9 @@ def ranks_of(mesh: Any, names: tuple[str, ...]) -> int:
 
 
 def named_roles(call: Call, mesh: Any) -> Roles:
-    """The roles that the call names. Where it names no axes for batch or heads, `BATCH_AXES` and `HEAD_AXES` do.
+    """The roles that the call gives to mesh axes. If it gives none for batch or heads, axes with usual names get them.
 
-    Warns of mesh axes that split nothing.
+    The usual names are `BATCH_AXES` and `HEAD_AXES`. Warns of mesh axes that split nothing.
     """
     sequence, batch, heads = call.axis_name or (), call.batch_axis_name, call.head_axis_name
     all_named = None not in (call.axis_name, batch, heads)

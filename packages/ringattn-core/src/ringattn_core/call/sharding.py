@@ -97,7 +97,7 @@ def over_shards(
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What is static about a call on global arrays: equal ones compile once.
+    """What is static about a call on global arrays. Calls for which it is equal compile once.
 
     `options` is the call without its arrays. The parameters of kernels are chosen when it is traced, so a change of
     policy, overlay or tuned result, which `state` tells, traces again.

@@ -63,5 +63,5 @@ def _opaque_zero(token: jax.Array) -> Int32[Array, ""]:
 
 
 def of(kernel: Any) -> Any:
-    """The `tie` of `kernel`, or the default."""
+    """The function `tie` of `kernel`, or the `tie` of this module if the kernel has none."""
     return getattr(kernel, "tie", tie)

@@ -21,7 +21,7 @@ from .plan import Level, Step
 from .sends import KV, after, after_on_cpu, packed, sent, total
 
 LOCAL: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
-"""The arrays whose gradients each rank adds up here. Kernels continue `dq`; `dk` and `dv` travel."""
+"""The arrays of a block whose gradients a rank adds up over its hops. Kernels continue `dq`; `dk` and `dv` travel."""
 
 
 class Sums(NamedTuple):
@@ -83,10 +83,11 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
 
 def around(level: Level, body: Body, tie: Any) -> Body:
-    """`body` for the keys of every rank that a level brings here. This rank's own come last, and hide the last send.
+    """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own last.
 
-    Gradients leave one hop after the kernel that computed them. If keys are passed on, their gradients follow them, and
-    each rank adds its contribution (`total`). If rows came straight from their owner, the gradients go straight home.
+    The kernel with this rank's own keys hides the last send. Gradients leave one hop after the kernel that computed
+    them. If keys are passed on, their gradients follow the keys, and each rank adds its contribution (`total`). If rows
+    came straight from their owner, the gradients go straight home.
     """
 
     def loop(own: KV, base: Any, sums: Sums) -> tuple[KV, Sums]:

@@ -19,7 +19,7 @@ from .sends import KV, after_on_cpu
 CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
 """The name in a call of each array of a block."""
 HELD: Final = tuple(name for name in LETTERS if name in CALL_NAMES)
-"""The arrays of a call that its blocks hold, by their names there; keys and values are passed apart."""
+"""The arrays of a call that its blocks hold, by their names in a block; keys and values are passed apart."""
 OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
 
 
@@ -31,7 +31,7 @@ class Ring:
     axis: tuple[str, ...]
     queries: Shards
     keys: Shards
-    """One shard if a rank gathers the keys of all ranks, in natural order; else as the queries."""
+    """The shards of keys: as of queries, or one in natural order if a rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
     """Innermost first; none if a rank needs no other rank's keys, or gathers them."""
 
@@ -115,9 +115,9 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
 
 def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start: int) -> jax.Array:
-    """`whole`, an array over all keys, with `part` in the columns of the rows of `shard` from `start` on.
+    """`whole`, whose last axis is over all keys, with `part` written to the keys of `shard` from its row `start` on.
 
-    Its other columns of the shard become 0: no other hop has that shard.
+    Columns for other rows of this shard become 0: no other hop has the shard.
     """
     missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
     if missing:
@@ -126,7 +126,7 @@ def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start
 
 
 def _rows(x: jax.Array, kv: KV) -> jax.Array:
-    """The entries of the rows in `kv`, from a last axis over a shard."""
+    """The entries of `x` for the rows in `kv`; the last axis of `x` is over the rows of the whole shard."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
 

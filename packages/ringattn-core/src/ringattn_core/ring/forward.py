@@ -58,7 +58,7 @@ def forward(ring: Ring, call: Call, location: Location) -> tuple[Result, Residua
 
 
 def around(level: Level, body: Body, tie: Any) -> Body:
-    """`body` for the keys of every rank that a level brings here, this rank's own first."""
+    """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own first."""
 
     def loop(own: KV, base: Any, partial: Partial | None) -> Partial:
         def hop(carry: tuple[KV, Partial | None], step: Step) -> Any:
@@ -75,6 +75,6 @@ def around(level: Level, body: Body, tie: Any) -> Body:
 
 
 def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
-    """The sinks. +inf becomes NaN, because an infinite sink would silently hide every key."""
+    """The attention sinks of the call. A sink of +inf becomes NaN, because it would silently hide every key."""
     sinks = call.softmax_aux
     return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)

@@ -32,7 +32,7 @@ def forward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callabl
 
 
 def backward(ring: Ring, location: Location, body: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the backward pass. A reduce-scatter adds up the gradients of keys, in float32.
+    """`body` for the keys of all ranks at once, in the backward pass. A reduce-scatter sums `dk` and `dv` in float32.
 
     Keys are gathered again: keeping them from the forward pass would cost the memory of all shards.
     """
