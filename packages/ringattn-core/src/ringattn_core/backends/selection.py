@@ -40,10 +40,11 @@ def select(
 ) -> Registration:
     """The backend for a call that needs `required` on devices of `platform`, with its implementation imported.
 
-    `head_size` is the size of the call's largest query or value head. One name allows no fallback. A sequence is tried in
-    order; an unknown name in it raises if it resembles a known one. `None` defers to `use_backend`, then to
-    `RINGATTN_BACKEND`, then to the priorities of the installed backends; of two with the same priority, ringattn's own
-    goes first, then the first by name.
+    `head_size` is the size of the call's largest query or value head.
+
+    One name allows no fallback. A sequence is tried in order; an unknown name in it raises if it resembles a known one.
+    `None` defers to `use_backend`, then to `RINGATTN_BACKEND`, then to the priorities of the installed backends; of two
+    with the same priority, ringattn's own goes first, then the first by name.
     """
     for sentence in unknown_variables():
         _log_once(logging.WARNING, sentence)
