@@ -30,8 +30,6 @@ def test_only_1_asks_for_the_interpreter(value, monkeypatch):
     assert availability.why_unavailable() is not None
 
 
-
-
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5p", "TPU7x", "TPU next"])
 def test_a_tpu_of_a_supported_generation_is_enough_without_the_variable(kind, monkeypatch):
     monkeypatch.delenv("RINGATTN_TPU_INTERPRET")
@@ -44,8 +42,6 @@ def test_an_older_tpu_is_named_with_what_is_needed(kind):
     assert reason == f"device 3 is a {kind}; the kernels are for TPU v5e, v5p, v6e, 7x and later"
 
 
-
-
 def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
     on_cpu, on_tpu = (
         {registration.name: reason for registration, reason in candidates(frozenset(), platform)}
@@ -54,8 +50,6 @@ def test_the_backend_is_no_default_on_a_cpu_and_is_there_by_name():
     assert "it serves tpu, not cpu" in (on_cpu["tpu"] or "") and on_tpu["tpu"] is None
     assert next(iter(on_tpu)) == "tpu", "on a TPU it is the default"
     assert discovery.get("tpu").why_unavailable() is None
-
-
 
 
 def test_the_descriptor_is_registered_and_imports_no_kernel():

@@ -87,7 +87,8 @@ OPTIONS: dict[str, Any] = {
     },
     "all at once": lambda t, s: {
         "causal": True, "sliding_window": (40, None), "logits_soft_cap": 3.0, "bias": bias(2, 4, t, s),
-        "dropout_prob": 0.2, "seed": np.array([1, 2], np.uint32), "slopes": np.array([[0.01, 0.02, 0.03, 0.04]], np.float32),
+        "dropout_prob": 0.2, "seed": np.array([1, 2], np.uint32),
+        "slopes": np.array([[0.01, 0.02, 0.03, 0.04]], np.float32),
         "q_segments": ids(2, t), "kv_segments": ids(2, s),
     },
 }  # fmt: skip
