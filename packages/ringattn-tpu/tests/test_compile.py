@@ -60,7 +60,7 @@ def test_every_program_compiles(chip: str, reports: dict[str, Report | str]):
 
 
 def test_a_ring_sends_once_less_than_it_hops(chip: str, reports: dict[str, Any]):
-    """Keys travel on every hop but the last; in the backward pass their gradients follow them and go home at the end."""
+    """Keys travel on every hop but the last. Their gradients follow them in the backward pass, and go home last."""
     sends, hops = {name: len(reports[name].permutes) for name in RINGS}, HOPS[chip]
     assert sends == {"forward": hops - 1, "gradients": 3 * (hops - 1)}
     assert reports["forward"].kernels == {"ringattn_forward": hops}

@@ -10,10 +10,10 @@ import numpy as np
 from ringattn_core.backends import selection
 from ringattn_core.backends.discovery import Registration
 from ringattn_core.call.cache import bytes_to_send
-from ringattn_core.call.options import head_sizes
+from ringattn_core.call.options import head_size
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import BackendNotFoundError, RingAttnError
-from ringattn_core.strategies import choose
+from ringattn_core.strategies import run
 
 from .abstract_call import AbstractCall
 from .engine import Hops
@@ -119,9 +119,9 @@ def analyse(
     Raises what the call raises, unless no backend can run it: then `refusal` gives the reason.
     """
     bare = shard(call)
-    heads = head_sizes(bare.call)
-    chosen, refusal = _choice(backend, bare.needs, platform, heads)
-    strategy = choose.strategy_on(chosen, bare.call, call.ring, call.inner)
+    size_of_heads = head_size(bare.call)
+    chosen, refusal = _choice(backend, bare.needs, platform, size_of_heads)
+    strategy = run.strategy_on(chosen, bare.call, call.ring, call.inner)
     own_ring = chosen is not None and chosen.descriptor().kernel is None
     local = shard(call, None if chosen is None or own_ring else chosen.implementation())
     hops, size = local.hops, tile_size(local, tile)
@@ -132,12 +132,12 @@ def analyse(
         call=call,
         platform=platform,
         needs=tuple(feature.name for feature in Feature if feature in bare.needs),
-        backends=[_answer(chosen, *answer) for answer in selection.candidates(bare.needs, platform, heads)],
+        backends=[_answer(chosen, *answer) for answer in selection.candidates(bare.needs, platform, size_of_heads)],
         choice=None if chosen is None else chosen.name,
         refusal=refusal,
         own_ring=own_ring,
         strategy=strategy,
-        not_possible=choose.refusals(chosen, bare.call, call.ring, call.inner),
+        not_possible=run.refusals(chosen, bare.call, call.ring, call.inner),
         lengths=local.lengths,
         tile=size,
         hops=tuple(Hop(number, offset, _origin(hops, offset)) for number, offset in enumerate(hops.offsets)),
@@ -153,11 +153,11 @@ def analyse(
 
 
 def _choice(
-    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, heads: selection.Heads
+    backend: str | Sequence[str] | None, needs: frozenset[Feature], platform: str, size_of_heads: int
 ) -> tuple[Registration | None, str | None]:
     """The backend that runs the call, or `None` and the reason. Raises for a name that is not registered."""
     try:
-        return selection.select(backend, needs, platform, heads), None
+        return selection.select(backend, needs, platform, size_of_heads), None
     except RingAttnError as error:
         if isinstance(error, BackendNotFoundError) and error.name is not None:
             raise

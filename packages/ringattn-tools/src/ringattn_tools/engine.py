@@ -15,7 +15,7 @@ from ringattn_core.contract.call import Call
 from ringattn_core.contract.protocol import Block, BlockKernel
 from ringattn_core.ring import engine
 from ringattn_core.ring.blocks import block
-from ringattn_core.ring.plan import Level, Send, offsets, source
+from ringattn_core.ring.plan import Level, Send, source
 from ringattn_core.ring.sends import KV
 from ringattn_core.ring.whole_keys import with_all_ids
 
@@ -92,6 +92,14 @@ class _Shard(NamedTuple):
         """The bytes of some rows, by default all, of keys and values, or of their gradients in float32."""
         first, end = rows or (0, self.rows)
         return self.elements * (end - first) // self.rows * (4 if gradients else self.itemsize)
+
+
+def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
+    """How far keys have travelled at each hop of the forward pass."""
+    if not levels:
+        return (0,)
+    *inside, level = levels
+    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
 
 
 def _hops(levels: Sequence[Level], ranks: int, shard: _Shard) -> Hops:

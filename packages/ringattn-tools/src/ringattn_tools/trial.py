@@ -14,7 +14,7 @@ from ringattn_core.contract.checks import backward, forward
 from ringattn_core.contract.protocol import Block, BlockKernel, Partial
 from ringattn_core.errors import TuningError
 from ringattn_core.placement.arrays import letters_of
-from ringattn_core.placement.layout import indices
+from ringattn_core.placement.layout import Shards
 from ringattn_core.tuning.problem import UNSEEN, Problem
 
 from .engine import blocks_of_last_rank
@@ -102,7 +102,7 @@ def _array(name: str, x: Any, problem: Problem, key: jax.Array) -> jax.Array:
     of_keys = letters_of(Call)[name][-1] == "S"
     ranks = range(problem.ranks) if of_keys else [problem.ranks - 1]
     call: Any = problem.call
-    tokens = jnp.concatenate([indices(call.layout, problem.ranks, rank, x.shape[-1]) for rank in ranks])
+    tokens = jnp.concatenate([Shards(call.layout, problem.ranks).indices(rank, x.shape[-1]) for rank in ranks])
     document = max(problem.kv_length // DOCUMENTS, 1) if name.endswith("segment_ids") else 1
     return jnp.broadcast_to(tokens // document, (*x.shape[:-1], tokens.size))
 

@@ -14,8 +14,7 @@ from ringattn_core.config import BwdParams, FwdParams
 from ringattn_core.contract.call import Call
 from ringattn_core.errors import InputError
 from ringattn_core.placement.axes import size
-from ringattn_core.strategies.choose import settled
-from ringattn_core.strategies.run import tuned_as
+from ringattn_core.strategies.run import settled, tuned_as
 from ringattn_core.tuning import cache
 from ringattn_core.tuning.problem import Problem, of_call
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.contract.protocol import Block, Gradients
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Gradients, padded
 from ringattn_core.contract.varying import align, axes_of
 
 from . import block_sizes

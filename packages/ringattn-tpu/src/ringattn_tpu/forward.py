@@ -4,8 +4,7 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
-from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Partial, padded
 
 from . import block_sizes
 from .block_sizes import LANES

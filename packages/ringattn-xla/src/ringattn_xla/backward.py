@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 from ringattn_core.contract import ordering
 from ringattn_core.contract.dropout import kept
-from ringattn_core.contract.protocol import Block, Gradients
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Gradients, padded
 from ringattn_core.contract.varying import align, axes_of
 
 from .scores import like_scores, product, row_values, rows, scores, term_gradients, terms, unrows

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 from ringattn_core.contract.dropout import kept
 from ringattn_core.contract.merge import empty
-from ringattn_core.contract.protocol import Block, Partial
-from ringattn_core.contract.tile_padding import padded
+from ringattn_core.contract.protocol import Block, Partial, padded
 from ringattn_core.contract.varying import align, axes_of
 
 from .scores import from_row_values, like_scores, product, row_values, rows, scores, unrows

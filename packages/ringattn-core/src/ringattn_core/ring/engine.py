@@ -98,7 +98,7 @@ first_derivative_only = without_derivative(
 )
 
 
-def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
+def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Residuals]]:
     """The forward rule. JAX passes each input together with whether it is differentiated.
 
     The backward pass must know whether the bias is differentiated. The length of the first residual says so: 1 for a
@@ -111,7 +111,9 @@ def _differentiated(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, R
     return result, (jnp.zeros(int(bias_fixed), jnp.int8), residuals)
 
 
-def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]) -> tuple[Call, None]:
+def _backward_rule(
+    ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]
+) -> tuple[Call, None]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     bias_fixed, kept = residuals
 
@@ -123,6 +125,6 @@ def _cotangents(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: 
     return backward(ring, bias_fixed.size == 1, kept, dout, dlse), None
 
 
-attend.defvjp(_differentiated, _cotangents, symbolic_zeros=True)
+attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 _attend = jax.jit(attend, static_argnums=0)
 """Equal calls compile once, even if the caller does not use `jax.jit`."""

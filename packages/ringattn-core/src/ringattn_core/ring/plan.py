@@ -146,14 +146,6 @@ def levels(
     return tuple(found)
 
 
-def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
-    """How far keys have travelled at each hop of the forward pass."""
-    if not levels:
-        return (0,)
-    *inside, level = levels
-    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
-
-
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; either may be an array.
 
