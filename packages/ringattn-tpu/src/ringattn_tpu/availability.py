@@ -9,7 +9,7 @@ import jax
 from .launch import INTERPRETER
 
 OLDEST: Final = 5
-"""The first generation of TPUs whose kernels are compiled in the tests."""
+"""The oldest generation of TPUs for which the tests compile the kernels."""
 
 
 def why_unavailable() -> str | None:
