@@ -302,39 +302,6 @@ def test_zeros_after_a_token_are_zero_whatever_the_token():
         assert (jax.jit(lambda t: ordering.zeros((2, 2), t))(token) == 0).all()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("where", ["outside", "inside"])
-def test_gradients_of_replicated_inputs_mean_what_the_documentation_says(check_vma: bool, where: str):
-    q, k, v = arrays(16)
-    sinks, slopes = jnp.arange(4.0), jnp.linspace(0.1, 0.4, 4)
-    bias = jax.random.normal(jax.random.key(5), (1, 1, 1, 16))
-    weight = jax.random.normal(jax.random.key(6), q.shape)
-
-    def local(w: Any, *x: Any, axis: Any = "sp") -> Any:
-        return (ring_attention(*x[:5], alibi_slopes=x[5], axis_name=axis, causal=True) * w).sum()
-
-    wanted = jax.grad(local, range(1, 7))(weight, q, k, v, sinks, bias, slopes, axis=None)
-    tokens = P(None, "sp")
-    specs = (tokens,) * 4 + (P(), P(), P())
-    mesh = mesh_of(4)
-    if where == "outside":
-        total = jax.shard_map(
-            lambda *x: jax.lax.psum(local(*x), "sp"), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
-        )
-        got = jax.jit(jax.grad(total, range(1, 7)))(weight, q, k, v, sinks, bias, slopes)
-    else:
-
-        def gradients(*x: Any) -> Any:
-            mine = jax.grad(local, range(1, 7))(*x)
-            return mine if check_vma else (*mine[:3], *(jax.lax.psum(g, "sp") for g in mine[3:]))
-
-        got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=check_vma))(
-            weight, q, k, v, sinks, bias, slopes
-        )
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(a, b, atol=5e-5)
-
-
 def _weighed(weight: Any, x: Any) -> Any:
     return (weight * ring_attention(x, x, x, causal=True)).sum()
 

@@ -60,7 +60,7 @@ def test_every_program_compiles(chip: str, reports: dict[str, Report | str]):
 
 
 def test_a_ring_sends_once_less_than_it_hops(chip: str, reports: dict[str, Any]):
-    """Keys travel on every hop but the last. Their gradients follow them in the backward pass, and go home last."""
+    """Keys travel on every hop but the last; in the backward pass their gradients follow, and go home at the end."""
     sends, hops = {name: len(reports[name].permutes) for name in RINGS}, HOPS[chip]
     assert sends == {"forward": hops - 1, "gradients": 3 * (hops - 1)}
     assert reports["forward"].kernels == {"ringattn_forward": hops}
@@ -117,7 +117,7 @@ def test_a_kernel_too_large_for_the_vector_memory_is_refused(once: Any):
 
 
 def test_a_synchronous_send_is_exposed():
-    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, {}, {}, 0, 0, 0.0)
+    report = Report((Permute("a", True), Permute("b", False, ("k",))), {}, {}, {}, 0)
     assert report.exposed == ["a"]
     assert Report.from_dict(report.as_dict()) == report
 

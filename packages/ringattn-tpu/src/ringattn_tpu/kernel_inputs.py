@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32
 from ringattn_core.contract import dropout
 from ringattn_core.contract.protocol import Block
 from ringattn_core.contract.rule import Rule
+from ringattn_core.contract.visibility import bounds
 
 from . import mask_bits
 from .block_sizes import LANES, Sizes
@@ -22,7 +23,6 @@ from .launch import At, Grid, Operand, launch
 from .steps import Steps
 
 LOG2_E: Final = math.log2(math.e)
-_LARGEST: Final = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ def prepared(block: Block, sizes: Sizes) -> KernelInputs:
 def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The integers of queries and of keys, `[b, T]` and `[b, S]`, that some score depends on."""
     rule = block.rule
-    low, high = bounds(block)
+    low, high = bounds(rule, block.q_positions)
     q = {name: x for name, x in (("low", low), ("high", high)) if x is not None}
     kv: dict[str, jax.Array] = {}
     if block.slopes is not None:
@@ -191,23 +191,6 @@ def _integers(block: Block) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]
         kv_ids = jnp.zeros_like(block.kv_index) if kv_ids is None else jnp.where(kv_ids < 0, -2, kv_ids)
         q["segment"], kv["segment"] = ids, jnp.where(block.kv_index < 0, -2, kv_ids)
     return q, kv
-
-
-def bounds(block: Block) -> tuple[Int32[Array, "b T"] | None, Int32[Array, "b T"] | None]:
-    """The first and the last position that each query sees; `None` if there is no bound. Sums are kept within int32."""
-    rule, position = block.rule, block.q_positions
-    lows, highs = [], []
-    left, right = (None, None) if rule.sliding_window is None else rule.sliding_window
-    if left is not None:
-        lows.append(jnp.maximum(position, left - _LARGEST) - left)
-    if right is not None:
-        highs.append(jnp.minimum(position, _LARGEST - right) + right)
-    if rule.causal or rule.chunk_size is not None:
-        highs.append(position)
-    if rule.chunk_size is not None:
-        lows.append(position - jnp.remainder(position, rule.chunk_size))
-    low = jnp.stack(lows).max(0) if lows else None
-    return low, jnp.stack(highs).min(0) if highs else None
 
 
 def _stacked(side: dict[str, jax.Array]) -> Int32[Array, "b rows T"]:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from ..contract import ordering
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import LETTERS, Block, BlockKernel
 from ..placement.arrays import axes_with
@@ -44,11 +43,6 @@ class Ring:
     def passes_on(self) -> bool:
         """Whether keys are passed on from rank to rank, packed; a rank's own keys are then packed too."""
         return any(not level.straight for level in self.levels)
-
-    @property
-    def tie(self) -> Any:
-        """The kernel's `tie`, which orders work that has no data dependence."""
-        return ordering.of(self.kernel)
 
 
 @jax.tree_util.register_dataclass

@@ -111,7 +111,9 @@ def _forward_rule(ring: Ring, *given: Any) -> tuple[Result, tuple[jax.Array, Res
     return result, (jnp.zeros(int(bias_fixed), jnp.int8), residuals)
 
 
-def _backward_rule(ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]) -> tuple[Call, None]:
+def _backward_rule(
+    ring: Ring, residuals: tuple[jax.Array, Residuals], cotangents: tuple[Any, Any]
+) -> tuple[Call, None]:
     """The backward rule. JAX gives a `SymbolicZero` for a result that the loss does not depend on."""
     bias_fixed, kept = residuals
 

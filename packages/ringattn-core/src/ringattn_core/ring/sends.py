@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,14 +67,18 @@ def total(dkv: KV, arriving: KV | None) -> KV:
     return dataclasses.replace(dkv, arrays=jax.tree.map(add, mine, others))
 
 
-def after(tie: Any, x: Any, tokens: Any) -> Any:
+def after(x: Any, tokens: Any) -> Any:
     """The arrays `x`, ordered after the arrays `tokens`: nothing that reads the result starts before these."""
-    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(tokens), x), x)
+    return _tied(ordering.tie, x, tokens)
 
 
 def after_on_cpu(x: Any, tokens: Any) -> Any:
     """The arrays `x`, on CPU ordered after the arrays `tokens`, because sends block there; unchanged elsewhere."""
-    return after(ordering.tie_on_cpu, x, tokens)
+    return _tied(ordering.tie_on_cpu, x, tokens)
+
+
+def _tied(tie: Callable[..., Any], x: Any, tokens: Any) -> Any:
+    return jax.tree.map(lambda x: functools.reduce(tie, jax.tree.leaves(tokens), x), x)
 
 
 def _permuted(axis: tuple[str, ...], pairs: list[tuple[int, int]], x: jax.Array) -> jax.Array:
