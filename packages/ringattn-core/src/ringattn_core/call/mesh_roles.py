@@ -178,7 +178,7 @@ def _of_specs(call: Call, in_specs: Any, sequence: tuple[str, ...], mesh: Any) -
 
 
 def _check_out_specs(call: Call, roles: Roles, out_specs: Any) -> None:
-    """Raises unless `out_specs` is the spec of the output, alone or in a tuple, where that of the lse may follow."""
+    """Raises unless `out_specs` is the spec of the output, or a tuple of it that may end with the spec of the lse."""
     given = tuple(out_specs) if isinstance(out_specs, (tuple, list)) and not isinstance(out_specs, P) else (out_specs,)
     wanted = [roles.spec(result) for result in (arrays.Output, arrays.LogSumExp)][: 1 + call.return_lse]
     fit = all(

@@ -28,8 +28,8 @@ def _by_barrier(x: jax.Array, token: jax.Array) -> jax.Array:
 def _by_bits(x: jax.Array, token: jax.Array) -> jax.Array:
     """`x | 0`, where the zero depends on `token` as far as a compiler can see.
 
-    XLA on CPU drops barriers before it schedules. What XLA compiles and reads the result fuses with this, so it costs
-    no copy there; another kernel that reads it needs a copy.
+    XLA on CPU drops barriers before it schedules. Where XLA compiles the reader of the result, it fuses the `|` into
+    the reader, and nothing is copied; where another kernel reads the result, `x` is copied.
     """
     width = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     bits = jax.lax.bitcast_convert_type(x, width) | _opaque_zero(token).astype(width)
@@ -62,7 +62,7 @@ def _in_place(x: jax.Array, token: jax.Array) -> list[jax.Array]:
 
 
 def _batched(arrays: Any, axes: Any) -> Any:
-    """Ties the whole arrays, which orders each example."""
+    """The batching rule: one tie of the whole batches orders every example."""
     return _tie.bind(*arrays), axes[:1]
 
 
@@ -71,7 +71,7 @@ batching.primitive_batchers[_tie] = _batched
 
 
 def tie_on_cpu(x: Shaped[Array, "*x"], token: Shaped[Array, "*t"]) -> Shaped[Array, "*x"]:
-    """`x`, on CPU ordered after `token`: there a send blocks, so that work beside it saves no time and takes memory.
+    """`x`, on CPU ordered after `token`: on CPU a send blocks, so that work beside it saves no time and takes memory.
 
     If `x` is a number, such as an index, arrays that are computed from it are not allocated before `token` either.
     """

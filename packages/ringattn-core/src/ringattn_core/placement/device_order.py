@@ -124,7 +124,7 @@ def _tiled(grid: dict[Cell, Any], ranks: int) -> list[list[Any]]:
 def _tile(box: Cell, ranks: int) -> Cell:
     """The best box of `ranks` devices that tiles the grid: shortest hops first, then whole chips, then compactness.
 
-    Every divisor of the number of devices has such a box.
+    If `ranks` divides the number of devices, there is such a box.
     """
     sides = [[n for n in range(1, size + 1) if size % n == 0] for size in box]
     fitting = [tile for tile in itertools.product(*sides) if math.prod(tile) == ranks]

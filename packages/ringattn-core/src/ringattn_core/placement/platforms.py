@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which platform a call will run: that of its mesh before that of the default device. And whether devices differ."""
+"""On which platform a call will run: that of its mesh, else of its arrays, else of the default device."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -136,5 +136,5 @@ def _keys_from(layout: str, offset: Any) -> str:
 
 
 def in_block_form(name: str, x: jax.Array | None) -> Any:
-    """An array of a call with all axes that it has in a `Block`; missing leading ones become 1."""
+    """`x`, a call's array, with all axes that `name` has in a `Block`: missing leading axes are added with length 1."""
     return None if x is None else x.reshape((1,) * (len(LETTERS[name]) - x.ndim) + x.shape)
