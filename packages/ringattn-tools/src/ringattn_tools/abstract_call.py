@@ -109,7 +109,7 @@ class AbstractCall:
         return Mesh(np.array(devices[: self.ring]).reshape(-1, self.inner), (GROUPS, AXIS))
 
     def attend(self, floating: dict[str, jax.Array], mesh: Any, backend: str) -> Any:
-        """Calls `ring_attention` on `mesh`, a result of `mesh_of`, with arrays like those of `floating`."""
+        """Calls `ring_attention` on `mesh`, a result of `mesh_of`, with arrays of the shapes in `floating`."""
         options = self.options | {"axis_name": mesh.axis_names}
         return ring_attention(**floating, **self.integers, **options, mesh=mesh, backend=backend)
 

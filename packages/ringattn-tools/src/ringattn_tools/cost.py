@@ -108,7 +108,7 @@ def of_strategies(work: Work, device: Device, inner: int, refusals: Mapping[str,
 
 
 def ring(work: Work, device: Device) -> Cost:
-    """The cost of "ring": sends of a hop overlap with its kernel; sends between groups, with a round in a group."""
+    """The cost of "ring": a hop's sends overlap with its kernel; sends between groups, with all hops in a group."""
     kernels = _Kernels(work, device)
     return Cost(
         strategy="ring",

@@ -119,7 +119,7 @@ def rates_of(
     """The rates of kernels for a dtype of `itemsize` bytes and this head size, with a phrase that says their source.
 
     `name` is the name of a device. `here` is JAX's `device_kind` if this machine has such a device, else `None`. Rates
-    that tuning measured on this machine go before those in `MEASURED`. `None` if there are neither.
+    that tuning measured on this machine go before those in `MEASURED`. Returns `None` if there are neither.
     """
     tuned = None if here is None else tuned_rates(here, backend, itemsize, head_dim)
     if tuned is not None:

@@ -24,7 +24,7 @@ class Message(NamedTuple):
     """Arrays of `bytes` that every rank sends to the rank `distance` onward along one level of the ring.
 
     Level 0 is the innermost mesh axis of the ring. While the message travels, the kernels of the next `during` steps
-    run, beginning with that of the step that sends it.
+    run, the step that sends it included.
     """
 
     what: str
@@ -98,7 +98,7 @@ class _Shard(NamedTuple):
 
 
 def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
-    """How many ranks keys have travelled at each hop of the forward pass."""
+    """How many ranks keys have travelled, counted along the whole ring, at each hop of the forward pass."""
     if not levels:
         return (0,)
     *inside, level = levels
