@@ -28,6 +28,6 @@ def _why_not_on(device: Any) -> str | None:
 
 
 def _generation(kind: str) -> int:
-    """The number in a name such as "TPU v5 lite" or "TPU7x"; a name without a number counts as the newest."""
+    """The generation of a TPU: the digit in `kind`, such as "TPU v5 lite" or "TPU7x". Without a digit, `OLDEST`."""
     digits = [letter for letter in kind if letter.isdigit()]
     return int(digits[0]) if digits else OLDEST

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of keys and values: the kernel keeps a tile of keys while queries of every head that reads it visit."""
+"""The gradients of keys and values: the kernel keeps a tile of keys, and queries of all their heads visit the tile."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probabilities of a tile and the gradients of its scores, in every backward kernel."""
+"""The probabilities of a tile and the gradients of its scores, as every backward kernel computes them."""
 
 from typing import Any, Final, NamedTuple
 
