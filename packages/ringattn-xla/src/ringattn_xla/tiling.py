@@ -38,7 +38,7 @@ BLOCK_AXES: Final = {name: "".join(letter[0] for letter in letters).upper() for 
 
 
 def choose(block: Block, params: FwdParams | BwdParams) -> Cut:
-    """The sizes of a step: those of `params`, and a choice for each size that `params` leaves open.
+    """The sizes of a step: as `params` asks, and a choice for each size that `params` leaves open.
 
     Tiles have nearly equal sizes, so that padding wastes little. They are long, so that matrix products dominate, but
     at most a quarter of a window, because tiles at its edges are half masked. The rows of a tile are its queries times
