@@ -153,7 +153,7 @@ class TestADiskThatRefuses:
         assert cache.write(problem(), CONFIG) is None
         assert cache.entries() == []
         assert len(warnings(log)) == 2
-        assert "cannot read" in warnings(log)[0]
+        assert "cannot be used: NotADirectoryError" in warnings(log)[0]
 
 
 class TestWhereItIs:
