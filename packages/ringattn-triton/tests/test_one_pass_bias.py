@@ -197,12 +197,11 @@ COMPILED = ("plain", "causal", "causal segments", "dense mask")
     ("option", "fields"),
     [
         *((option, {}) for option in COMPILED),
-        *((option, {"fused_backward": True}) for option in COMPILED),
+        ("causal segments", {"fused_backward": True}),
         ("plain", {"final": False}),
         ("plain", {"dim": 72, "final": False}),
         ("causal segments", {"dim": 72}),
         ("causal segments", {"dim": 96}),
-        ("causal segments", {"bias_fixed": True}),
         ("causal segments", {"bias_fixed": True, "dtype": jnp.float16}),
     ],
 )
