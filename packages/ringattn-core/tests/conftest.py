@@ -11,7 +11,6 @@ import pytest
 COMPUTING = (
     *(f"contract.{name}" for name in ("dropout", "merge", "ordering", "packing", "tiles", "visibility")),
     "placement.layout",
-    "placement.padding",
     *(f"ring.{name}" for name in ("backward", "engine", "forward", "sends")),
 )
 jaxtyping.install_import_hook([f"ringattn_core.{name}" for name in COMPUTING], "beartype.beartype")

@@ -29,15 +29,15 @@ class TestWhereTokensAre:
     @NAMES
     @RANKS
     def test_the_ranks_hold_every_token_once(self, layout: str, ranks: int) -> None:
-        held = np.concatenate([layouts.indices(layout, ranks, rank, 6) for rank in range(ranks)])
+        held = np.concatenate([layouts.Shards(layout, ranks).indices(rank, 6) for rank in range(ranks)])
         np.testing.assert_array_equal(np.sort(held), np.arange(6 * ranks))
 
     @NAMES
     def test_the_rank_may_be_traced(self, layout: str) -> None:
         for rank in range(4):
-            traced = jax.jit(lambda r: layouts.indices(layout, 4, r, 6))(rank)
+            traced = jax.jit(lambda r: layouts.Shards(layout, 4).indices(r, 6))(rank)
             assert traced.dtype == jnp.int32
-            np.testing.assert_array_equal(traced, layouts.indices(layout, 4, rank, 6))
+            np.testing.assert_array_equal(traced, layouts.Shards(layout, 4).indices(rank, 6))
 
     def test_each_layout_is_the_one_that_its_name_says(self) -> None:
         expected = {
@@ -47,10 +47,10 @@ class TestWhereTokensAre:
             "striped": [0, 2, 4, 6, 1, 3, 5, 7],
         }
         for layout, order in expected.items():
-            np.testing.assert_array_equal(layouts.order(layout, 2, 8), order)
+            np.testing.assert_array_equal(layouts.Shards(layouts.canonical(layout), 2).order(8), order)
 
     def test_zigzag_gives_every_rank_the_same_causal_work(self) -> None:
-        work = [int(layouts.indices("zigzag", 4, rank, 8).sum()) for rank in range(4)]
+        work = [int(layouts.Shards("zigzag", 4).indices(rank, 8).sum()) for rank in range(4)]
         assert len(set(work)) == 1
 
 
@@ -76,7 +76,7 @@ class TestReordering:
         length = length_of(*shard)
         x = reorder.to_layout(np.arange(length, dtype=np.int32)[None], layout, ranks)
         for rank, part in enumerate(np.split(x[0], ranks)):
-            np.testing.assert_array_equal(part, layouts.indices(layout, ranks, rank, length // ranks))
+            np.testing.assert_array_equal(part, layouts.Shards(layout, ranks).indices(rank, length // ranks))
 
     @pytest.mark.parametrize(
         ("layout", "length", "parts", "following"), [("striped", 10, 4, 12), ("zigzag", 12, 8, 16)]
@@ -111,16 +111,17 @@ class TestShardsOfNeighbours:
         whole = jnp.asarray(np.random.default_rng(0).random((2, 6 * groups * shards)))
         for group in range(groups):
             ranks = range(group * shards, (group + 1) * shards)
-            each = jnp.concatenate([layouts.indices(layout, groups * shards, rank, 6) for rank in ranks])[:, None]
+            split = layouts.Shards(layout, groups * shards)
+            each = jnp.concatenate([split.indices(rank, 6) for rank in ranks])[:, None]
             one = layouts.of_neighbours(each, layout, shards, 0)
-            held = layouts.indices(layout, groups, group, 6 * shards, stripe=shards)
+            held = layouts.Shards(layout, groups, shards).indices(group, 6 * shards)
             np.testing.assert_array_equal(one[:, 0], held)
             np.testing.assert_array_equal(layouts.to_neighbours(one, layout, shards, 0), each)
-            columns = layouts.columns(whole, layout, groups, group, stripe=shards)
+            columns = layouts.Shards(layout, groups, shards).columns(whole, group)
             np.testing.assert_array_equal(columns, whole[:, held])
-            put = layouts.put_columns(jnp.zeros_like(whole), columns, layout, groups, group, stripe=shards)
+            put = layouts.Shards(layout, groups, shards).put_columns(jnp.zeros_like(whole), columns, group)
             np.testing.assert_array_equal(put, jnp.zeros_like(whole).at[:, held].set(columns))
         everything = np.concatenate(
-            [layouts.indices(layout, groups, group, 6 * shards, stripe=shards) for group in range(groups)]
+            [layouts.Shards(layout, groups, shards).indices(group, 6 * shards) for group in range(groups)]
         )
-        np.testing.assert_array_equal(layouts.order(layout, groups, len(everything), stripe=shards), everything)
+        np.testing.assert_array_equal(layouts.Shards(layout, groups, shards).order(len(everything)), everything)

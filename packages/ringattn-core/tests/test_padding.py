@@ -11,7 +11,7 @@ import pytest
 from ringattn_core import Backend, Feature, ring_attention
 from ringattn_core.backends import discovery
 from ringattn_core.errors import NoBackendError, UnsupportedFeatureError
-from ringattn_core.placement.padding import cleaned
+from ringattn_core.placement.arrays import cleaned
 from ringattn_xla.block import XlaKernel
 
 LENGTH, BAD = 12, 5

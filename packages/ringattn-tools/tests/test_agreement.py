@@ -16,7 +16,7 @@ from ringattn_core.contract.features import Feature
 from ringattn_core.contract.merge import empty
 from ringattn_core.contract.protocol import Block, Gradients, Partial
 from ringattn_core.contract.tiles import tiles
-from ringattn_core.placement.layout import order
+from ringattn_core.placement.layout import Shards
 from ringattn_tools import analysis, memory
 from ringattn_tools.abstract_call import AbstractCall
 from ringattn_tools.analysis import CallAnalysis
@@ -155,7 +155,7 @@ def test_the_tiles_are_those_of_the_blocks_that_a_kernel_is_given(name: str) -> 
         jax.effects_barrier()
     q_length, kv_length = found.lengths
     layout = request.options["layout"]
-    tokens = [order(layout, request.ring, request.ring * n).tolist() for n in (q_length, kv_length)]
+    tokens = [Shards(layout, request.ring).order(request.ring * n).tolist() for n in (q_length, kv_length)]
     got: dict[tuple[int, int], list[np.ndarray]] = {}
     for row, column, states in recorder.noted:
         got.setdefault((tokens[0].index(row) // q_length, tokens[1].index(column) // kv_length), []).append(states)

@@ -184,9 +184,9 @@ def test_a_head_size_that_a_backend_cannot_run_is_named_and_the_next_one_runs_it
             assert main([*call, "--json", "--backend", names]) == status
             found = json.loads(capsys.readouterr().out)
             reasons = {row["name"]: row["answer"] for row in found["backends"]}
-            assert reasons["narrow"] == "it takes heads of up to 64, and query has heads of size 576"
+            assert reasons["narrow"] == "it does not support heads of size 576 (the largest is 64)"
             assert found["choice"] == ("xla" if status == 0 else None)
-        assert "query: has heads of size 576" in found["refusal"]
+        assert "does not support heads of size 576" in found["refusal"]
 
 
 CHUNK = "explain --query 2,{tokens},4,16 --kv 64,2,8 --ring 4 --dtype bf16 --causal --query-offset 16"

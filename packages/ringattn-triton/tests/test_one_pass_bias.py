@@ -190,13 +190,10 @@ def test_other_biases_take_two_passes(case: str, fields: dict[str, Any]) -> None
     assert "ringattn_backward_keys" in launched(make_block(1, **(usual | fields))), case
 
 
-COMPILED = ("plain", "causal", "causal segments", "dense mask")
-
-
 @pytest.mark.parametrize(
     ("option", "fields"),
     [
-        *((option, {}) for option in COMPILED),
+        *((option, {}) for option in ("plain", "causal segments", "dense mask")),
         ("causal segments", {"fused_backward": True}),
         ("plain", {"final": False}),
         ("plain", {"dim": 72, "final": False}),
