@@ -33,7 +33,7 @@ def test_it_trains_on_the_mesh_to_the_losses_of_one_device(library: str):
 def test_losses_that_differ_or_do_not_fall_end_with_status_1():
     code = """
 import training
-training.judge("it", [4.0, 1.0], [4.0, 1.0])
+print(training.judge("it", [4.0, 1.0], [4.0, 1.0]))
 for one, spread in (([4.0, 1.0], [4.0, 1.0002]), ([4.0, 1.0], [4.0, float("nan")]), ([4.0, 1.4], [4.0, 1.4])):
     try:
         training.judge("it", one, spread)

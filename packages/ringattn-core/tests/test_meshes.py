@@ -168,8 +168,7 @@ def every_option(length: int) -> dict[str, Any]:
 SETTINGS: dict[str, Any] = dict(sliding_window=9, dropout_prob=0.3, dropout_seed=5, logits_soft_cap=20.0)
 
 
-@pytest.mark.parametrize(("kind", "length"), [("explicit", 16), ("explicit ring", 13)])
-@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("kind", "length", "manual"), [("explicit", 16, True), ("explicit ring", 13, False)])
 def test_every_option_works_on_explicit_axes_and_within_a_manual_axis(kind: str, manual: bool, length: int) -> None:
     x, more = arrays(length), every_option(length)
     floating = ("bias", "alibi_slopes", "softmax_aux")

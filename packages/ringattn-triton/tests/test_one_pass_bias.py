@@ -199,7 +199,6 @@ def test_other_biases_take_two_passes(case: str, fields: dict[str, Any]) -> None
         ("plain", {"dim": 72, "final": False}),
         ("causal segments", {"dim": 72}),
         ("causal segments", {"dim": 96}),
-        ("causal segments", {"bias_fixed": True}),
         ("causal segments", {"bias_fixed": True, "dtype": jnp.float16}),
     ],
 )
