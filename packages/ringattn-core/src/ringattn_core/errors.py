@@ -109,15 +109,12 @@ class BackendLoadError(RingAttnError, ImportError):
     `what` names the broken part, with its import path. Without a `distribution`, this process registered the backend.
     """
 
-    def __init__(self, name: str, distribution: str | None, what: str, reason: BaseException | str):
-        self.backend = name
-        told = in_one_line(reason) if isinstance(reason, BaseException) else reason
+    def __init__(self, name: str, distribution: str | None, what: str, cause: BaseException):
+        self.backend, self.__cause__ = name, cause
         owner = f" of {distribution}" if distribution else ""
         remedy = f"Reinstall or uninstall {distribution}" if distribution else "Correct it"
-        super().__init__(
-            f"backend {name!r}{owner} is broken: {what}: {told.rstrip('.')}. {remedy}, or name another backend."
-        )
-        self.__cause__ = reason if isinstance(reason, BaseException) else None
+        told = in_one_line(cause).rstrip(".")
+        super().__init__(f"backend {name!r}{owner} is broken: {what}: {told}. {remedy}, or name another backend.")
 
 
 class BackendVersionError(RingAttnError):

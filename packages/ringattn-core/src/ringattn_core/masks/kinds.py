@@ -34,16 +34,6 @@ def _columns(x: Any) -> Any:
     return x[..., None, :]
 
 
-def _minimum(x: Any) -> Any:
-    """The minimum of each tile. Two tokens it compares: a reduction would be one more kernel on a GPU."""
-    return x[..., 0].clip(max=x[..., 1]) if x.shape[-1] == 2 else x.min(-1)
-
-
-def _maximum(x: Any) -> Any:
-    """The maximum of each tile, like `_minimum`."""
-    return x[..., 0].clip(min=x[..., 1]) if x.shape[-1] == 2 else x.max(-1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
     """Every pair."""
@@ -75,8 +65,8 @@ class Causal(Mask):
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         i, j = q.positions, kv.positions
-        some = _columns(_minimum(j)) - _rows(_maximum(i)) <= self.offset
-        return some, _columns(_maximum(j)) - _rows(_minimum(i)) <= self.offset
+        some = _columns(j.min(-1)) - _rows(i.max(-1)) <= self.offset
+        return some, _columns(j.max(-1)) - _rows(i.min(-1)) <= self.offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +137,7 @@ class Prefix(Mask):
     @override
     def tiles(self, q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
         some, full = Full().tiles(q, kv)
-        return some & _columns(_minimum(kv.positions) < self.length), full & _columns(
-            _maximum(kv.positions) < self.length
-        )
+        return some & _columns(kv.positions.min(-1) < self.length), full & _columns(kv.positions.max(-1) < self.length)
 
 
 class _Held:
@@ -256,17 +244,12 @@ class Numpy(Mask):
 def same_segment(q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     """`Mask.tiles` for "equal ids, not negative", of tiles of `q_ids` `[g, nq, tq]` and of `kv_ids` `[g, nk, tk]`."""
     some, full = _same_span(q_ids, kv_ids)
-    some = some & _rows(_maximum(q_ids) >= 0) & _columns(_maximum(kv_ids) >= 0)
-    return some, full & _rows(_minimum(q_ids) >= 0)
+    some = some & _rows(q_ids.max(-1) >= 0) & _columns(kv_ids.max(-1) >= 0)
+    return some, full & _rows(q_ids.min(-1) >= 0)
 
 
 def _same_span(q: Any, kv: Any) -> tuple[Any, Any]:
-    q_low, q_high, kv_low, kv_high = (
-        _rows(_minimum(q)),
-        _rows(_maximum(q)),
-        _columns(_minimum(kv)),
-        _columns(_maximum(kv)),
-    )
+    q_low, q_high, kv_low, kv_high = _rows(q.min(-1)), _rows(q.max(-1)), _columns(kv.min(-1)), _columns(kv.max(-1))
     return (kv_low <= q_high) & (kv_high >= q_low), (q_low == q_high) & (kv_low == kv_high) & (q_low == kv_low)
 
 

@@ -25,7 +25,7 @@ def canonical(layout: Any) -> str:
 
 
 def pieces(layout: str) -> int:
-    """The number of equal parts into which the length of a shard must divide."""
+    """The number that must divide the length of a shard: 2 for "zigzag", else 1."""
     return 2 if layout == "zigzag" else 1
 
 
@@ -92,7 +92,7 @@ class Shards:
         return self._indices(np.arange(self.count, dtype=np.int32)[:, None], steps, np.where).reshape(-1)
 
     def columns(self, x: jax.Array, rank: Any) -> jax.Array:
-        """The entries of the tokens of `rank`, in its order, from a last axis over the sequence in natural order."""
+        """The entries of `x` for the tokens of `rank`, in its order. The last axis of `x` is in natural order."""
         length = x.shape[-1] // self.count
         if self.layout == "striped":
             grid = x.reshape(*x.shape[:-1], length // self.stripe, self.count, self.stripe)
@@ -118,7 +118,7 @@ class Shards:
         return (rank, 2 * self.count - 1 - rank) if self.layout == "zigzag" else (rank,)
 
     def _indices(self, rank: Any, step: Any, where: Any) -> Any:
-        """The global index of each `step`, a number of a token in the shard of `rank`; `where` is NumPy's or JAX's."""
+        """The global index of each `step`, a token's number in the shard of `rank`; `where` is NumPy's or JAX's."""
         if self.layout == "contiguous":
             return rank * step.size + step
         if self.layout == "striped":

@@ -80,7 +80,7 @@ def _of_shards(x: jax.Array, layout: str, ranks: int, axis: int, inverse: bool, 
 
 
 def _sharding_of(x: jax.Array) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the spec of an array. Under `jax.jit` the spec has explicit axes only: JAX does not tell others."""
+    """The mesh and the spec of an array. Under `jax.jit`, JAX knows the explicit axes only."""
     known = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
     spec = tuple(known.spec) if isinstance(known, NamedSharding) else ()
     return getattr(known, "mesh", None), (*spec, *[None] * (x.ndim - len(spec)))

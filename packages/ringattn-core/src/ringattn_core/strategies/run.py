@@ -18,14 +18,17 @@ from . import STRATEGIES, ulysses
 
 
 def settled(registration: Registration, call: Call) -> str:
-    """The strategy that runs the call of one shard. Raises if the call or its backend cannot run the one it names."""
+    """The strategy that runs the call of one shard.
+
+    Raises `InputError` if the call names a strategy that it, or its backend, cannot run.
+    """
     axis = call.axis_name or ()
     ranks, inner = (axes.size("axis_name", names) for names in (axis, axis[-1:]))
     return strategy_on(registration, call, ranks, inner)
 
 
 def strategy_on(registration: Registration | None, call: Call, ranks: int, inner: int) -> str:
-    """`settled` on a ring of `ranks`, of which the last mesh axis has `inner`; `None` is a backend that can run all.
+    """`settled` on a ring of `ranks`, with `inner` along its last mesh axis; `registration=None` allows every strategy.
 
     Only shapes and static options decide, so all ranks decide alike. On one rank every strategy becomes "ring".
     """

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol
 
 import jax
 
@@ -83,7 +83,6 @@ class Problem:
         return hashlib.sha256(self.key.encode()).hexdigest()[:32]
 
 
-@runtime_checkable
 class Tunable(Protocol):
     """Two optional functions of a kernel, by which core chooses its parameters."""
 
@@ -97,8 +96,8 @@ class Tunable(Protocol):
 
 
 def tunable(registration: Registration) -> bool:
-    """Whether core can tune the backend: it is a block kernel with `candidate_configs`."""
-    return registration.descriptor().kernel is not None and hasattr(registration.implementation(), "candidate_configs")
+    """Whether core can tune the backend: its kernel has `candidate_configs`."""
+    return hasattr(registration.implementation(), "candidate_configs")
 
 
 UNSEEN: Final = (
