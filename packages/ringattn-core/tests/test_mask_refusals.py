@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a number": (lambda: Predicate(3), "Predicate: got 3", "It needs a function"),  # pyright: ignore[reportArgumentType]
     "an argument less": (
         lambda: Predicate(lambda i: i > 0),
-        "Predicate: got a function of (i)",
+        ": too many positional arguments",
         "(q_positions, kv_pos",
     ),  # pyright: ignore
     "nothing returned": (lambda: traced(lambda i, j: None), "returned NoneType", "It needs booleans"),

@@ -135,11 +135,11 @@ OPTIONS = {
     ),
     "predicate of numbers": (
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.where(i < j, -jnp.inf, 0.0))),
-        "returned float32. It needs booleans",
+        "It needs booleans, true where a query sees a key",
     ),
     "predicate of another shape": (
         dict(mask_builder=lambda *_: Predicate(lambda i, j: jnp.ones((3, 5), bool))),
-        "returned shape (3, 5). It must broadcast with the shape of the pairs",
+        "returned bool of shape (3, 5). It needs booleans",
     ),
     "a stranger's mask of another shape": (
         dict(mask_builder=lambda *_: ~Strange()),
