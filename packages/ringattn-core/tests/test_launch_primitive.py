@@ -41,14 +41,6 @@ def x() -> jax.Array:
     return jnp.arange(8, dtype=jnp.float32)
 
 
-def test_a_launch_runs_in_loops_branches_and_remat(x):
-    def step(i, total):
-        return jax.lax.cond(i % 2 == 0, lambda: total + sums(x, x), lambda: total)
-
-    total = jax.jit(jax.checkpoint(lambda x: jax.lax.fori_loop(0, 6, step, jnp.zeros_like(x))))(x)
-    np.testing.assert_array_equal(total, 12 * x)
-
-
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_a_launch_sees_no_mesh_and_its_results_are_aligned_with_all_operands(x, wrap, check_vma):

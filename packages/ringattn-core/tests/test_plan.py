@@ -106,19 +106,6 @@ def test_positions_of_the_callers_own_and_unbounded_masks_rule_out_nothing():
     assert visits(window, shards, (8, 8)) == visits(anything, shards, (8, 8)) == dict.fromkeys(range(4), (0, 8))
 
 
-def test_planning_a_long_ring_needs_nothing_of_the_size_of_its_square():
-    import tracemalloc
-
-    tracemalloc.start()
-    (level,) = levels(
-        Rule(1.0, causal=True, sliding_window=(4096, 0)), Shards("contiguous", 128), (8192, 8192), ("sp",), (128,)
-    )
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert level.offsets == (0, 1)
-    assert peak < 128 * 8192 * 64
-
-
 def travelled(level: Level, where: np.ndarray, send: Send) -> np.ndarray:
     """What each rank has after a send round a level, if rank `r` had `where[r]`."""
     rank, after = np.arange(where.size), where.copy()
