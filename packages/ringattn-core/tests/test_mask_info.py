@@ -137,9 +137,9 @@ class TestDenseMask:
     @pytest.mark.parametrize(
         ("mask", "fact"),
         [
-            (np.ones((2, 2), np.int32), "has dtype int32. Pass booleans"),
+            (np.ones((2, 2), np.int32), "has dtype int32 and shape .* Pass booleans"),
             (np.zeros((2, 2), np.float32), "scores to add go in bias="),
-            (np.ones(3, bool), r"has shape \(3,\)"),
+            (np.ones(3, bool), r"shape \(3,\)"),
         ],
     )
     def test_arrays_that_are_not_masks_are_refused(self, mask: Any, fact: str) -> None:
