@@ -41,26 +41,12 @@ def x() -> jax.Array:
     return jnp.arange(8, dtype=jnp.float32)
 
 
-def test_a_launch_runs_with_and_without_jit(x):
-    np.testing.assert_array_equal(sums(x, x + 1), 4 * x)
-    np.testing.assert_array_equal(jax.jit(sums)(x, x + 1), 4 * x)
-
-
 def test_a_launch_runs_in_loops_branches_and_remat(x):
     def step(i, total):
         return jax.lax.cond(i % 2 == 0, lambda: total + sums(x, x), lambda: total)
 
     total = jax.jit(jax.checkpoint(lambda x: jax.lax.fori_loop(0, 6, step, jnp.zeros_like(x))))(x)
     np.testing.assert_array_equal(total, 12 * x)
-
-
-def test_a_launch_serves_a_custom_derivative(x):
-    @jax.custom_vjp
-    def f(x):
-        return sums(x, x)
-
-    f.defvjp(lambda x: (f(x), None), lambda _, g: (sums(g, g),))
-    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: f(x).sum()))(x), jnp.full_like(x, 4))
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

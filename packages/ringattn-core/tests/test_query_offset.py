@@ -148,13 +148,10 @@ def test_another_offset_compiles_nothing() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beside positions": ({"query_offset": 1, "q_positions": jnp.arange(T)}, "is given beside q_positions"),
-    "too far": ({"query_offset": 2**30 - T + 1}, r"query_offset: has the value 1073741801\. .* to 1073741800: q"),
-    "too far back": ({"query_offset": [0, -(2**30)]}, "query_offset: has values from -1073741824 to 0"),
+    "too far": ({"query_offset": 2**30 - T + 1}, r"query_offset: has the value 1073741801\. .* to 1073741800"),
     "of another batch": ({"query_offset": [1, 2, 3]}, r"query_offset: has shape \(3,\)\. Pass one integer, or 2"),
-    "beyond 64 bits": ({"query_offset": 2**70}, "query_offset: has the value 1180591620717411303424. Pass offsets"),
-    "of tokens": ({"query_offset": jnp.zeros((B, T), int)}, r"query_offset: has shape \(2, 24\)"),
     "a fraction": ({"query_offset": 0.5}, "query_offset: has dtype float64. It needs integers"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

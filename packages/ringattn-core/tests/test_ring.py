@@ -214,11 +214,9 @@ WINDOWS: dict[str, dict[str, Any]] = {
     [
         (2, "contiguous", "causal"),
         (3, "zigzag", "causal"),
-        (3, "contiguous", "both sides, further than a shard"),
-        (4, "zigzag", "both sides, further than a shard"),
+        (4, "contiguous", "both sides, further than a shard"),
         (4, "contiguous", "a chunk of one and a half shards"),
         (3, "zigzag", "a builder's"),
-        (8, "zigzag", "causal"),
     ],
 )
 def test_a_window_with_every_array_by_key_computes_what_one_device_does(ranks: int, layout: str, window: str):
@@ -300,39 +298,6 @@ def test_float32_is_exact_whatever_precision_jax_is_set_to():
 def test_zeros_after_a_token_are_zero_whatever_the_token():
     for token in (jnp.full(3, jnp.nan), jnp.full(3, -jnp.inf), jnp.full(3, 1.5, jnp.bfloat16), jnp.arange(1, 3)):
         assert (jax.jit(lambda t: ordering.zeros((2, 2), t))(token) == 0).all()
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("where", ["outside", "inside"])
-def test_gradients_of_replicated_inputs_mean_what_the_documentation_says(check_vma: bool, where: str):
-    q, k, v = arrays(16)
-    sinks, slopes = jnp.arange(4.0), jnp.linspace(0.1, 0.4, 4)
-    bias = jax.random.normal(jax.random.key(5), (1, 1, 1, 16))
-    weight = jax.random.normal(jax.random.key(6), q.shape)
-
-    def local(w: Any, *x: Any, axis: Any = "sp") -> Any:
-        return (ring_attention(*x[:5], alibi_slopes=x[5], axis_name=axis, causal=True) * w).sum()
-
-    wanted = jax.grad(local, range(1, 7))(weight, q, k, v, sinks, bias, slopes, axis=None)
-    tokens = P(None, "sp")
-    specs = (tokens,) * 4 + (P(), P(), P())
-    mesh = mesh_of(4)
-    if where == "outside":
-        total = jax.shard_map(
-            lambda *x: jax.lax.psum(local(*x), "sp"), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma
-        )
-        got = jax.jit(jax.grad(total, range(1, 7)))(weight, q, k, v, sinks, bias, slopes)
-    else:
-
-        def gradients(*x: Any) -> Any:
-            mine = jax.grad(local, range(1, 7))(*x)
-            return mine if check_vma else (*mine[:3], *(jax.lax.psum(g, "sp") for g in mine[3:]))
-
-        got = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs[1:], check_vma=check_vma))(
-            weight, q, k, v, sinks, bias, slopes
-        )
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(a, b, atol=5e-5)
 
 
 def _weighed(weight: Any, x: Any) -> Any:

@@ -13,7 +13,7 @@ from ringattn_core.contract.rule import Rule
 from ringattn_core.contract.tiles import tiles
 from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Chunked, Document, Full, Local, Mask, Numpy, Predicate, Prefix
-from ringattn_core.placement.layout import LAYOUTS, indices
+from ringattn_core.placement.layout import LAYOUTS, Shards
 
 RANKS, LENGTH, BATCH, HEADS = 3, 24, 2, 2
 DRAW = np.random.default_rng(11)
@@ -30,7 +30,7 @@ def _ids(draw: np.random.Generator) -> np.ndarray:
 
 
 def make(layout: str, q_rank: int, kv_rank: int, rule: Rule, **fields: Any) -> Block:
-    q_index, kv_index = (jnp.asarray(indices(layout, RANKS, rank, LENGTH))[None] for rank in (q_rank, kv_rank))
+    q_index, kv_index = (jnp.asarray(Shards(layout, RANKS).indices(rank, LENGTH))[None] for rank in (q_rank, kv_rank))
     given: dict[str, Any] = {
         "q_positions": q_index, "kv_positions": kv_index,
         "q_segments": None, "kv_segments": None, "mask": None, **fields,

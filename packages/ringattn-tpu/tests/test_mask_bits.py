@@ -56,7 +56,7 @@ def test_rows_and_heads_that_see_the_same_share_their_bits(mask: str, rows: int,
 
 
 def test_what_a_kernel_computes_by_itself_is_not_in_the_bits():
-    given = {"causal": True, "window": (9, 3), "q_segments": np.zeros((2, 256), np.int32)}
+    given = {"causal": True, "sliding_window": (9, 3), "q_segments": np.zeros((2, 256), np.int32)}
     given["kv_segments"] = np.ones((2, 256), np.int32)
     block = make_block(q_length=256, kv_length=256, heads=4, **MASKS["dense"](256, 256), **given)
     found = unpacked(mask_bits.of(block, False, 256), 32)

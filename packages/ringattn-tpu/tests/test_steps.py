@@ -118,7 +118,7 @@ def test_one_list_has_what_any_batch_row_sees_and_is_whole_where_all_rows_are():
 @pytest.mark.parametrize("by_keys", [False, True])
 def test_rows_share_draws_only_where_both_indices_come_in_runs_of_16(index, paired, by_keys: bool, of_keys: bool):
     given = {"kv_index" if of_keys else "q_index": np.int32(index)[None]}
-    block = make_block(q_length=48, kv_length=48, dropout=0.1, seed=np.uint32([1, 2]), **given)
+    block = make_block(q_length=48, kv_length=48, dropout_prob=0.1, seed=np.uint32([1, 2]), **given)
     steps = read(listing.steps(block, TILE, TILE, by_keys))
     assert {(step.own if by_keys == of_keys else step.visiting): step.has(PAIRED) for step in steps} == dict(
         enumerate(paired)
@@ -140,7 +140,7 @@ def test_the_list_of_documents_is_made_on_the_device():
 @pytest.mark.parametrize(("window", "tiles_of_a_query"), [(512, 3), (4096, 5)])
 def test_a_window_visits_one_tile_more_than_it_fills(window: int, tiles_of_a_query: int):
     length = 16384
-    block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, window=(window, None))
+    block = make_block(1, length, length, 1, dtype=jnp.bfloat16, causal=True, sliding_window=(window, None))
     sizes = block_sizes.choose(block, block.rule.fwd_params)
     assert window == (tiles_of_a_query - 1) * sizes.kv_tile
     visited = np.bincount([step.own for step in read(listing.steps(block, sizes.q_tile, sizes.kv_tile))])

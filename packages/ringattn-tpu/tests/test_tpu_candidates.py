@@ -35,13 +35,13 @@ def test_no_two_cut_a_block_alike(length: int) -> None:
 
 
 def test_every_candidate_computes_the_same() -> None:
-    q, k, v, dout = (jax.random.normal(key, (1, 700, 2, 8)) for key in jax.random.split(jax.random.key(3), 4))
+    q, k, v, dout = (jax.random.normal(key, (1, 300, 2, 8)) for key in jax.random.split(jax.random.key(3), 4))
 
     def of(config: object) -> list[np.ndarray]:
         out, back = jax.vjp(lambda *x: ring_attention(*x, causal=True, backend="tpu", cfg=config), q, k, v)
         return [np.asarray(x) for x in (out, *back(dout))]
 
     wanted = of(None)
-    for config in KERNEL.candidate_configs(problem(700))[1::7]:
+    for config in KERNEL.candidate_configs(problem(300))[1::4]:
         for got, want in zip(of(config), wanted, strict=True):
             np.testing.assert_allclose(got, want, atol=3e-5)

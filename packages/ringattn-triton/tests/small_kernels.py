@@ -14,31 +14,9 @@ def twice(x):
 
 
 @triton.jit
-def binary(X, Y, OUT, OP: tl.constexpr, SIZE: tl.constexpr):
+def maximum(X, Y, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
-    x = tl.load(X + i)
-    y = tl.load(Y + i)
-    if OP == "add":
-        z = x + y
-    elif OP == "sub":
-        z = x - y
-    elif OP == "mul":
-        z = x * y
-    elif OP == "div":
-        z = x / y
-    elif OP == "floordiv":
-        z = x // y
-    elif OP == "mod":
-        z = x % y
-    elif OP == "and":
-        z = x & y
-    elif OP == "shift":
-        z = (x << y) >> 1
-    elif OP == "less":
-        z = tl.where(x < y, x, y)
-    else:
-        z = tl.maximum(x, y)
-    tl.store(OUT + i, z)
+    tl.store(OUT + i, tl.maximum(tl.load(X + i), tl.load(Y + i)))
 
 
 @triton.jit
@@ -138,14 +116,3 @@ def unknown_instruction(X, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     y = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [tl.load(X + i)], dtype=tl.uint32, is_pure=True, pack=1)
     tl.store(OUT + i, y)
-
-
-@triton.jit
-def words(X, OUT, SIZE: tl.constexpr, FROM: tl.constexpr):
-    """Writes pairs of numbers of 16 bits as words of 32."""
-    i = tl.arange(0, SIZE)
-    word = tl.load(X + i)
-    tl.inline_asm_elementwise(
-        "st.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [OUT + (FROM + 2 * i), word],
-        dtype=tl.uint32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -69,13 +69,12 @@ def seen_pairs(block: Block) -> np.ndarray:
     return np.broadcast_to(True if seen is None else np.asarray(seen), shape)
 
 
-@pytest.mark.parametrize("kv_tile", [16, 32])
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_whole(
-    option: str, by_keys: bool, kv_tile: int
+    option: str, by_keys: bool
 ) -> None:
-    block = with_option(option, 41, 53)
+    block, kv_tile = with_option(option, 41, 53), 32 if by_keys else 16
     padding = [(0, 0), (0, 7), (0, 11)]
     seen, whole = (np.pad(pairs, padding) for pairs in (seen_pairs(block).any(1), seen_pairs(block).all(1)))
     whole[:, 41:, :53] = not by_keys
@@ -91,7 +90,7 @@ def test_every_visible_pair_is_visited_once_and_masked_unless_its_tile_is_seen_w
         assert set(unmasked) <= set(np.flatnonzero(full[group, row])), "a tile that is not seen whole is not masked"
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 31, 64, 100, 300, 2 * ELEMENTS, 2 * ELEMENTS + 100])
+@pytest.mark.parametrize("columns", [1, 3, 64, 300, 2 * ELEMENTS + 100])
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int) -> None:
@@ -111,7 +110,7 @@ def test_a_table_says_what_its_bitmap_says(kind: str, groups: int, columns: int)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("columns", [1, 7, 8, 100, 300])
+@pytest.mark.parametrize("columns", [1, 8, 300])
 def test_ranks_count_the_rows_before_that_see_a_column(columns: int, groups: int) -> None:
     rows = bitmap(groups, columns)
     of_few, of_many = rows, Tiles(*(jnp.concatenate([x] * 12, 1)[:, : 3 * RANK_ROWS + 5] for x in rows))

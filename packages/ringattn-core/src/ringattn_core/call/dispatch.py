@@ -14,10 +14,9 @@ from ..backends.selection import refusal, select
 from ..contract.call import Call
 from ..contract.features import Feature
 from ..errors import DerivativeError
-from ..placement.padding import cleaned
+from ..placement.arrays import cleaned
 from ..placement.platforms import platform_of
-from ..strategies.choose import settled
-from ..strategies.run import run
+from ..strategies.run import run, settled
 from ..tuning.choice import with_parameters
 from .options import head_size, needs
 

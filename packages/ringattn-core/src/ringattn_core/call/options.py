@@ -136,7 +136,7 @@ _Result = TypeVar("_Result")
 
 
 def named(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """The function, which raises `InputError` for an unknown keyword; the error names the right one if it can."""
+    """Wraps `function` so that an unknown keyword raises `InputError`, which names the right keyword if it can."""
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)

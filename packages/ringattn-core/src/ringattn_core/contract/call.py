@@ -61,7 +61,10 @@ class Call:
     wide: tuple[str, ...] = ()
 
     def widened(self, **arrays: jax.Array) -> "Call":
-        """The call with these `arrays`: its own ones, or others made of them, by `with_wide_gradient`."""
+        """The call with these float32 `arrays`, made by `with_wide_gradient`.
+
+        `wide` gains the names of the arrays that were narrower before.
+        """
         dtype = self.query.dtype
         wide = {name for name in arrays if dtype != jnp.float32 and getattr(self, name).dtype == dtype}
         return dataclasses.replace(self, **arrays, wide=tuple(sorted({*self.wide, *wide})))

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
 from ..placement.arrays import axes_with, letters_of
 from .packing import Packed, unpack
 from .rule import Rule
-from .tile_padding import padded
 
 
 @jax.tree_util.register_dataclass
@@ -91,17 +91,17 @@ class Block:
 
     @property
     def q_length(self) -> int:
-        """The number of queries."""
+        """The number of queries in this block."""
         return self.q.shape[1]
 
     @property
     def kv_length(self) -> int:
-        """The number of keys."""
+        """The number of keys in this block, not in the whole sequence."""
         return self.kv_index.shape[1]
 
     @property
     def kv_heads(self) -> int:
-        """The number of key heads."""
+        """The number of key heads in this block."""
         return jax.tree.leaves(self.kv)[0].shape[-2]
 
     @property
@@ -142,6 +142,17 @@ class Block:
     def _mapped(self, f: Callable[[jax.Array, int], jax.Array], axes: dict[str, int], length: int) -> "Block":
         given = {name: (x, axis) for name, axis in axes.items() if (x := getattr(self, name)) is not None}
         return dataclasses.replace(self, **{n: f(x, axis) for n, (x, axis) in given.items() if x.shape[axis] == length})
+
+
+def padded(x: Shaped[Array, "..."], length: int, axis: int, value: float | None = 0) -> Shaped[Array, "..."]:
+    """Pads `x` at the end of `axis` to `length`, with `value`, or with copies of its last entry if `value` is `None`.
+
+    Returns `x` itself if it has that length already.
+    """
+    if length == x.shape[axis]:
+        return x
+    widths = [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths, mode="edge") if value is None else jnp.pad(x, widths, constant_values=value)
 
 
 LETTERS: Final = letters_of(Block)
@@ -203,10 +214,9 @@ class Gradients:
 class BlockKernel(Protocol):
     """Two functions of one block. Core drives the ring, and owns differentiation, sinks, vmap, layouts and padding.
 
-    The object is hashable: JAX compiles once for each. Two attributes are optional. `tie(x, token) -> x` orders
-    `x` after `token`: nothing that reads the result starts before `token` is computed. The default is `ordering.tie`.
-    `static_masks = True` asks for `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own
-    keys then compile apart from the others.
+    The object is hashable: JAX compiles once for each. One attribute is optional: `static_masks = True` asks for
+    `Block.keys_from` and `Block.out`, as `from_flash` does; the blocks of a rank's own keys then compile apart from the
+    others.
     """
 
     def forward(self, block: Block, partial: Partial | None) -> Partial:

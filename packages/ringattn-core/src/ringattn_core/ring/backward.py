@@ -13,7 +13,7 @@ from ..contract import batching, packing
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import BlockKernel, Gradients
 from ..contract.varying import align, axes_of
-from ..placement.padding import cleaned
+from ..placement.arrays import cleaned
 from . import whole_keys
 from .blocks import BY_COLUMN, Ring, block, owner, put_columns, static_masks
 from .forward import Residuals, sinks_of
@@ -21,7 +21,7 @@ from .plan import Level, Step
 from .sends import KV, after, after_on_cpu, packed, sent, total
 
 LOCAL: Final = tuple(x.name[1:] for x in dataclasses.fields(Gradients) if x.name not in ("dq", "dk", "dv"))
-"""The arrays whose gradients each rank adds up here. Kernels continue `dq`; `dk` and `dv` travel."""
+"""The arrays of a block whose gradients a rank adds up over its hops. Kernels continue `dq`; `dk` and `dv` travel."""
 
 
 class Sums(NamedTuple):
@@ -72,41 +72,42 @@ def backward(ring: Ring, bias_fixed: bool, kept: Residuals, dout: jax.Array, dls
 
     body: Body = one_block
     for level in ring.levels:
-        body = around(level, body, ring.tie)
+        body = around(level, body)
     if ring.gathers:
         body = whole_keys.backward(ring, location, body)
     # No send in the forward pass. Tied to the raw cotangent: a derived array would have to be computed first.
-    dkv, sums = body(after(ring.tie, own, dout) if travel else own, 0, Sums(None, {}))
+    dkv, sums = body(after(own, dout) if travel else own, 0, Sums(None, {}))
     dk, dv = dkv.pair(call.query.shape[-1])
     found = {"q": sums.dq, "k": dk, "v": dv, "sinks": _sink_gradients(kept, queries.delta), **sums.others}
     return _cotangents(call, found)
 
 
-def around(level: Level, body: Body, tie: Any) -> Body:
-    """`body` for the keys of every rank that a level brings here. This rank's own come last, and hide the last send.
+def around(level: Level, body: Body) -> Body:
+    """The loop over a level: calls `body` with the keys of every rank that it brings here, this rank's own last.
 
-    Gradients leave one hop after the kernel that computed them. If keys are passed on, their gradients follow them, and
-    each rank adds its contribution (`total`). If rows came straight from their owner, the gradients go straight home.
+    The kernel with this rank's own keys hides the last send. Gradients leave one hop after the kernel that computed
+    them. If keys are passed on, their gradients follow the keys, and each rank adds its contribution (`total`). If rows
+    came straight from their owner, the gradients go straight home.
     """
 
     def loop(own: KV, base: Any, sums: Sums) -> tuple[KV, Sums]:
         def hop(carry: tuple[KV, KV | None, tuple[KV, ...], Sums], step: Step) -> Any:
             kv, behind, returned, sums = carry
             # The sends and the kernel of this hop start after the kernel of the hop before, and keys leave first.
-            kv = after(tie, kv, sums.dq)
-            leaving = after(tie, own, sums.dq) if level.straight else kv
-            behind = after(tie, behind, kv)
+            kv = after(kv, sums.dq)
+            leaving = after(own, sums.dq) if level.straight else kv
+            behind = after(behind, kv)
             arriving, returning = sent(level, leaving, step.keys), sent(level, behind, step.gradients)
             if arriving is None:  # the kernel must not start before the gradients can leave, which it hides
-                kv = after(tie, kv, behind)
+                kv = after(kv, behind)
             sums = sums._replace(dq=after_on_cpu(sums.dq, (arriving, returning)))
             dkv, sums = body(kv, base + step.offset, sums)
-            returning = after(tie, returning, arriving)  # keys are awaited first: the next hop needs them first
+            returning = after(returning, arriving)  # keys are awaited first: the next hop needs them first
             if level.straight and returning is not None:
                 return arriving, dkv, (*returned, returning), sums
             return arriving, total(dkv, returning), returned, sums
 
-        arriving = sent(level, after(tie, own, sums.dq), level.first)
+        arriving = sent(level, after(own, sums.dq), level.first)
         _, behind, returned, sums = level.each(hop, (arriving, None, (), sums), level.backward)
         _, dkv, returned, sums = hop((own, behind, returned, sums), level.own)
         return functools.reduce(total, returned, dkv), sums

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from ..contract import ordering
 from ..contract.call import IN_BLOCK, Call
 from ..contract.protocol import LETTERS, Block, BlockKernel
 from ..placement.arrays import axes_with
@@ -19,7 +18,7 @@ from .sends import KV, after_on_cpu
 CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
 """The name in a call of each array of a block."""
 HELD: Final = tuple(name for name in LETTERS if name in CALL_NAMES)
-"""The arrays of a call that its blocks hold, by their names there; keys and values are passed apart."""
+"""The arrays of a call that its blocks hold, by their names in a block; keys and values are passed apart."""
 OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
 
 
@@ -31,7 +30,7 @@ class Ring:
     axis: tuple[str, ...]
     queries: Shards
     keys: Shards
-    """One shard if a rank gathers the keys of all ranks, in natural order; else as the queries."""
+    """The shards of keys: as of queries, or one in natural order if a rank gathers the keys of all ranks."""
     levels: tuple[Level, ...]
     """Innermost first; none if a rank needs no other rank's keys, or gathers them."""
 
@@ -44,11 +43,6 @@ class Ring:
     def passes_on(self) -> bool:
         """Whether keys are passed on from rank to rank, packed; a rank's own keys are then packed too."""
         return any(not level.straight for level in self.levels)
-
-    @property
-    def tie(self) -> Any:
-        """The kernel's `tie`, which orders work that has no data dependence."""
-        return ordering.of(self.kernel)
 
 
 @jax.tree_util.register_dataclass
@@ -115,9 +109,9 @@ def block(ring: Ring, call: Call, location: Location, kv: KV, offset: Any) -> Bl
 
 
 def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start: int) -> jax.Array:
-    """`whole`, an array over all keys, with `part` in the columns of the rows of `shard` from `start` on.
+    """`whole`, whose last axis is over all keys, with `part` written to the keys of `shard` from its row `start` on.
 
-    Its other columns of the shard become 0: no other hop has that shard.
+    Columns for other rows of this shard become 0: no other hop has the shard.
     """
     missing = whole.shape[-1] // ring.keys.count - part.shape[-1]
     if missing:
@@ -126,7 +120,7 @@ def put_columns(ring: Ring, whole: jax.Array, part: jax.Array, shard: Any, start
 
 
 def _rows(x: jax.Array, kv: KV) -> jax.Array:
-    """The entries of the rows in `kv`, from a last axis over a shard."""
+    """The entries of `x` for the rows in `kv`; the last axis of `x` is over the rows of the whole shard."""
     whole = x.shape[-1] == kv.length
     return x if whole else jax.lax.slice_in_dim(x, kv.start, kv.start + kv.length, axis=x.ndim - 1)
 
@@ -142,5 +136,5 @@ def _keys_from(layout: str, offset: Any) -> str:
 
 
 def in_block_form(name: str, x: jax.Array | None) -> Any:
-    """An array of a call with all axes that it has in a `Block`; missing leading ones become 1."""
+    """`x`, a call's array, with all axes that `name` has in a `Block`: missing leading axes are added with length 1."""
     return None if x is None else x.reshape((1,) * (len(LETTERS[name]) - x.ndim) + x.shape)

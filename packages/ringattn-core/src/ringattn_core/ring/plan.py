@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..contract.rule import Rule
-from ..contract.visibility import position_masks
-from ..masks import Coordinates, all_of, any_of
+from ..contract.tiles import by_position
+from ..masks import Coordinates, any_of
 from ..placement.layout import Shards, pieces
 
 UNROLLED: Final = 8
@@ -146,14 +146,6 @@ def levels(
     return tuple(found)
 
 
-def offsets(levels: Sequence[Level]) -> tuple[int, ...]:
-    """How far keys have travelled at each hop of the forward pass."""
-    if not levels:
-        return (0,)
-    *inside, level = levels
-    return tuple(step.offset + more for step in level.forward for more in offsets(inside))
-
-
 def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
     """The rank whose keys have travelled `offset` to `rank`; either may be an array.
 
@@ -175,7 +167,7 @@ def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tu
     others, whole = range(1, shards.count), (0, lengths[1])
     if not rule.increasing:
         return dict.fromkeys((0, *others), whole)
-    others = [offset for offset in others if visible_tiles(rule, shards, lengths, offset, 1)[0].any()]
+    others = [offset for offset in others if _visible(rule, shards, lengths, offset, 1).any()]
     if len(others) > UNROLLED:
         return dict.fromkeys((0, *others), whole)
     rows = {offset: _seen_rows(rule, shards, lengths, offset) for offset in others}
@@ -184,36 +176,31 @@ def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tu
 
 def _seen_rows(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int) -> tuple[int, int] | None:
     """The rows of a shard that some rank sees when keys have travelled `offset`, in whole tiles; `None` for no row."""
-    some, _ = visible_tiles(rule, shards, lengths, offset, MOST_TILES)
+    some = _visible(rule, shards, lengths, offset, MOST_TILES)
     seen, tile = np.flatnonzero(some.any((0, 1))), lengths[1] // some.shape[-1]
     return (int(seen[0]) * tile, (int(seen[-1]) + 1) * tile) if seen.size else None
 
 
-def visible_tiles(
-    rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, parts: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which tiles of each rank's queries see which tiles of the keys that have travelled `offset`.
+def _visible(rule: Rule, shards: Shards, lengths: tuple[int, int], offset: int, parts: int) -> np.ndarray:
+    """Which tiles of each rank's queries may see which tiles of the keys that have travelled `offset`.
 
-    A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. Returns whether any
-    pair may be visible and whether all are, each `[ranks, query tiles, key tiles]`, by bounds of positions.
+    A shard is cut into up to `parts` tiles, and into at least as many as its layout has pieces. The result is
+    `[ranks, query tiles, key tiles]`. Positions increase in a tile, so its ends bound them; ids of documents need not.
     """
-    masks = [*position_masks(rule)]
-    if rule.masks and all(mask.bounded for mask in rule.masks):
-        masks.append(any_of(rule.masks))
     q, kv = (_tiles(shards, length, parts) for length in lengths)
-    shape = np.broadcast_shapes(q[:, :, :1].shape, (1, 1, kv.shape[1]))
-    kv = np.roll(kv, offset, 0)
-    found = [mask.tiles(Coordinates(q, q), Coordinates(kv, kv)) for mask in masks]
-    some, full = (
-        np.broadcast_to(np.asarray(all_of(x[which] for x in found) if found else True), shape) for which in (0, 1)
-    )
-    return some, full
+    q_ends, kv_ends = ((x[..., 0], x[..., -1]) for x in (q, kv))
+    found = by_position(rule, q_ends, np.roll(kv_ends, offset, 1))
+    if rule.masks and all(mask.bounded for mask in rule.masks):
+        kv = np.roll(kv, offset, 0)
+        found.append(any_of(rule.masks).tiles(Coordinates(q, q), Coordinates(kv, kv)))
+    some = np.ones((len(q), q.shape[1], kv.shape[1]), bool)
+    return functools.reduce(np.logical_and, (some_of_part for some_of_part, _ in found), some)
 
 
 @functools.lru_cache(maxsize=16)
 def _tiles(shards: Shards, length: int, parts: int) -> np.ndarray:
-    """The indices of the first and the last token of each tile of each rank, `[ranks, tiles, 2]`: its bounds."""
+    """The indices of the tokens of each tile of each rank, `[ranks, tiles, tokens]`."""
     count = pieces(shards.layout)
     while 2 * count <= parts and length % (2 * count) == 0:
         count *= 2
-    return shards.order(shards.count * length).reshape(shards.count, count, length // count)[..., [0, -1]]
+    return shards.order(shards.count * length).reshape(shards.count, count, length // count)

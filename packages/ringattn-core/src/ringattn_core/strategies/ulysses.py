@@ -77,7 +77,7 @@ def _moved(call: Call, name: str, x: jax.Array, axis: str, ranks: int) -> jax.Ar
         return x
 
     def move(x: jax.Array) -> jax.Array:
-        """With all tokens of the group: this rank's share of the heads, or what all heads share."""
+        """Gives `x` all tokens of the group, and this rank's share of the heads if `x` has an axis of heads."""
         if heads is not None:
             return _exchanged(x, tokens, heads, layout, axis, ranks)
         return of_neighbours(jax.lax.all_gather(x, axis, axis=tokens, tiled=True), layout, ranks, tokens)
