@@ -100,15 +100,7 @@ def tunable(registration: Registration) -> bool:
     return hasattr(registration.implementation(), "candidate_configs")
 
 
-UNSEEN: Final = (
-    "softmax_aux",
-    "axis_name",
-    "batch_axis_name",
-    "head_axis_name",
-    "return_lse",
-    "strategy",
-    "wide",
-)
+UNSEEN: Final = ("softmax_aux", "axis_name", "batch_axis_name", "head_axis_name", "return_lse", "strategy", "wide")
 """The arguments of a call that never reach a kernel."""
 LEFT_OUT: Final = {
     "query", "key", "value", "causal", "sliding_window", "chunk_size",
@@ -153,8 +145,8 @@ def machine(kind: str) -> str:
 @functools.cache
 def versions(registration: Registration) -> tuple[tuple[str, str], ...]:
     """The versions that may change the compiled program."""
-    core = importlib.metadata.version("ringattn-core")
-    return (("jax", jax.__version__), ("ringattn-core", core), (registration.distribution, registration.version))
+    core = ("ringattn-core", importlib.metadata.version("ringattn-core"))
+    return (("jax", jax.__version__), core, (registration.distribution, registration.version))
 
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
