@@ -15,12 +15,6 @@ from ..placement.layout import Shards
 from .plan import Level, source
 from .sends import KV, after_on_cpu
 
-CALL_NAMES: Final = {in_block: name for name, in_block in IN_BLOCK.items()}
-"""The name in a call of each array of a block."""
-HELD: Final = tuple(name for name in LETTERS if name in CALL_NAMES)
-"""The arrays of a call that its blocks hold, by their names in a block; keys and values are passed apart."""
-OF_KEYS, BY_COLUMN = ({IN_BLOCK[name] for name in axes_with(Call, letter)} for letter in ("S", "S_global"))
-
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
