@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..placement import axes
 from ..placement.layout import Shards
 from ..ring import engine
-from ..ring.blocks import static_masks
+from ..ring.blocks import wants_static_masks
 from ..ring.plan import visits
 from ..tuning.choice import with_parameters
 from . import STRATEGIES, ulysses
@@ -65,7 +65,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
     if registration is not None and registration.descriptor().kernel is None:
         own = f"backend {registration.name!r} drives its own ring"
         return {name: own for name in STRATEGIES if name not in ("ring", "auto")}
-    if registration is not None and call.causal and static_masks(registration.implementation()):
+    if registration is not None and call.causal and wants_static_masks(registration.implementation()):
         # In a striped ring of groups a shard has runs of consecutive tokens, for which there is no static mask.
         striped_groups = inner < ranks and call.layout == "striped"
         lacking = ("all_gather", "ulysses") if striped_groups else ("all_gather",)
