@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel launch is one operation of a JAX program: jitted, sharded, in a loop, in a derivative, on two platforms."""
+"""A kernel launch is one operation of a JAX program: eager, jitted, sharded, and lowered for two platforms."""
 
 import jax
 import jax.numpy as jnp

@@ -58,25 +58,6 @@ def agrees(got: Any, wanted: oracle.Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "kind"),
-    [
-        (3, "striped", AxisType.Explicit),
-        (8, "striped", AxisType.Auto),
-    ],
-)
-def test_a_traced_offset_of_each_row_gives_the_oracles_values_and_gradients(
-    ranks: int, layout: str, kind: AxisType
-) -> None:
-    mesh = mesh_of(ranks, kind)
-
-    def attend(offset: Any, slopes: Any, *operands: Any) -> Any:
-        options = MANY | {"alibi_slopes": slopes, "layout": layout, "mesh": mesh, "axis_name": "sp"}
-        return ring_attention(*operands, query_offset=offset, **options)
-
-    agrees(differentiated(attend, ranks, layout, OFFSETS), expected(OFFSETS, **MANY))
-
-
-@pytest.mark.parametrize(
     ("strategy", "layout", "kind"),
     [
         ("ring", "striped", AxisType.Auto),

@@ -14,7 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ringattn_core import masks, ring_attention, to_layout
-from ringattn_core.contract import ordering, packing
+from ringattn_core.contract import ordering
 from ringattn_core.errors import DerivativeError
 from ringattn_core.ring import plan
 
@@ -76,15 +76,6 @@ def test_what_travels_stays_split_over_the_other_axes_of_a_mesh(dtype: Any):
     operands = [jax.ShapeDtypeStruct((2, 64, 4, 8), dtype, sharding=split)] * 3
     gradients = jax.jit(jax.grad(lambda *x: ring(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
     assert "all-gather" not in gradients.lower(*operands).compile().as_text()
-
-
-@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 8), ("float16", 7), ("float32", 8)])
-def test_every_platform_packs_keys_and_values_in_the_same_way(dtype: str, dim: int):
-    """CUDA packs by `_in_pairs`, which no other test here would run."""
-    k, v = (jax.random.normal(jax.random.key(n), (2, 3, 2, dim)).astype(dtype) for n in range(2))
-    in_pairs, packed = jax.jit(packing._in_pairs)(k, v), packing.pack_to_send(k, v)
-    assert in_pairs.dtype == packed.dtype and (in_pairs == packed).all()
-    assert all((x == y).all() for x, y in zip(packing.unpack(in_pairs, dim), (k, v), strict=True))
 
 
 def compiled(ranks: int, length: int, gradient: bool) -> Any:
@@ -226,27 +217,6 @@ def test_the_tie_orders_two_computations_on_cpu(dtype: str):
     assert (jax.jit(ordering.tie)(x, token) == x).all()
     assert reads_the_token(ordering.tie)
     assert not reads_the_token(lambda x, token: jax.lax.optimization_barrier((x, token))[0])
-
-
-@pytest.mark.parametrize("bits", [0x7FC00001, 0xFF800000, 0x80000000, 0x00000001])
-def test_the_tie_keeps_every_bit_of_a_float(bits: int):
-    x = jax.lax.bitcast_convert_type(jnp.full(3, bits, jnp.uint32), jnp.float32)
-    tied = jax.jit(ordering.tie)(x, jnp.ones(2))
-    assert (jax.lax.bitcast_convert_type(tied, jnp.uint32) == jnp.uint32(bits)).all()
-
-
-@pytest.mark.parametrize("tie", [ordering.tie, ordering.tie_on_cpu])
-def test_a_number_may_wait_for_an_array_that_varies_over_the_mesh(tie: Any):
-    """On a mesh with `check_vma` the number then counts as varying too, on every platform."""
-    waiting = jax.shard_map(
-        lambda token: tie(jnp.int32(7), token)[None], mesh=mesh_of(4), in_specs=P("sp"), out_specs=P("sp")
-    )
-    assert (jax.jit(waiting)(jnp.ones(8)) == 7).all()
-
-
-def test_zeros_after_a_token_are_zero_whatever_the_token():
-    for token in (jnp.full(3, jnp.nan), jnp.full(3, -jnp.inf), jnp.full(3, 1.5, jnp.bfloat16), jnp.arange(1, 3)):
-        assert (jax.jit(lambda t: ordering.zeros((2, 2), t))(token) == 0).all()
 
 
 def _weighed(weight: Any, x: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks that no kernel computes arrive bit by bit, along whichever side the kernel keeps."""
+"""Masks that no kernel computes arrive bit by bit, and rows and heads that see the same share their bits."""
 
 import jax
 import numpy as np

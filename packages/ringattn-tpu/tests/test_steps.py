@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every visible pair of tiles is visited exactly once, and every step says the truth about itself."""
+"""Every visible pair of tiles is visited exactly once, and no other."""
 
 from typing import NamedTuple
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises of the candidates: each cuts the block in a way of its own, and every one computes the same numbers."""
+"""Every candidate for tuning computes the same numbers."""
 
 import jax
 import numpy as np

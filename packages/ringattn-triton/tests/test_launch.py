@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel is one operation of a JAX program: jitted, sharded, in a loop, in a derivative, on a CPU or for a GPU."""
+"""A kernel is one operation of a JAX program: in a ring, with errors that name it, on a CPU or for a GPU."""
 
 import jax
 import jax.numpy as jnp
