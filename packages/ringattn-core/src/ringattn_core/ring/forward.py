@@ -74,7 +74,7 @@ def around(level: Level, body: Body) -> Body:
     return loop
 
 
-def sinks_of(call: Call) -> Float32[Array, "N n"] | None:
+def sinks_of(call: Call) -> Float32[Array, "N sinks"] | None:
     """The attention sinks of the call. A sink of +inf becomes NaN, because it would silently hide every key."""
     sinks = call.softmax_aux
     return None if sinks is None else jnp.where(jnp.isposinf(sinks), jnp.nan, sinks)

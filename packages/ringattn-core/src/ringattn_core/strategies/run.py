@@ -78,7 +78,7 @@ def refusals(registration: Registration | None, call: Call, ranks: int, inner: i
 
 def run(registration: Registration, call: Call) -> Any:
     """The output of one shard, or `(out, lse)`. `call.strategy` is one that `settled` returns."""
-    moved = _moved(call)
+    moved = _that_runs(call)
     tuned = with_parameters(registration, moved.narrowed())
     moved = dataclasses.replace(moved, fwd_params=tuned.fwd_params, bwd_params=tuned.bwd_params)
     # After "ulysses" in the striped layout, a run of consecutive tokens has one token of each rank of the last axis.
@@ -92,9 +92,9 @@ def run(registration: Registration, call: Call) -> Any:
 
 def tuned_as(call: Call) -> Call:
     """The call for which tuning chooses parameters, as kernels read it."""
-    return _moved(call).narrowed()
+    return _that_runs(call).narrowed()
 
 
-def _moved(call: Call) -> Call:
+def _that_runs(call: Call) -> Call:
     """The call that the engine runs: with "ulysses", it has some heads and all tokens of a group."""
     return ulysses.by_heads(call) if call.strategy == "ulysses" else call
