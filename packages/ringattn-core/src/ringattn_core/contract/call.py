@@ -116,6 +116,11 @@ class Call:
             bwd_params=self.bwd_params,
         )
 
+    @property
+    def rule_of_hops(self) -> Rule:
+        """The rule by which hops are planned. `query_offset` may be traced, so with it masks leave out no hop."""
+        return self.rule if self.query_offset is None else dataclasses.replace(self.rule, increasing=False)
+
 
 def is_off(option: Any) -> bool:
     """Whether `option`, a value in a call, says that the call does not use it: `None`, `False` or 0.0."""

@@ -162,9 +162,9 @@ def source(levels: Sequence[Level], rank: Any, offset: Any) -> Any:
 def visits(rule: Rule, shards: Shards, lengths: tuple[int, int]) -> dict[int, tuple[int, int]]:
     """The offsets at which some query may see some key, each with the rows of a shard that some rank sees.
 
-    Masks leave out hops and rows only if they have bounds by position and `rule.increasing` is true; the engine sets it
-    to false for a call with `query_offset`. Segment ids leave out none, because they are known only at run time. More
-    than `UNROLLED` hops have the rows of whole shards.
+    `rule` is the `rule_of_hops` of a call. Masks leave out hops and rows only if they have bounds by position and
+    `rule.increasing` is true. Segment ids leave out none, because they are known only at run time. More than `UNROLLED`
+    hops have the rows of whole shards.
     """
     others, whole = range(1, shards.count), (0, lengths[1])
     if not rule.increasing:

@@ -53,9 +53,7 @@ def _suits_ulysses(call: Call, ranks: int, inner: int) -> bool:
 
 def _leaves_out_keys(call: Call, ranks: int) -> bool:
     """Whether the ring would leave out hops, or rows of keys, because by their positions no query sees them."""
-    # The offset of queries may be traced, so the masks then leave out none.
-    rule = call.rule if call.query_offset is None else dataclasses.replace(call.rule, increasing=False)
-    rows = visits(rule, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
+    rows = visits(call.rule_of_hops, Shards(call.layout, ranks), (call.query.shape[1], call.key.shape[1]))
     return len(rows) < ranks or {*rows.values()} != {rows[0]}
 
 
