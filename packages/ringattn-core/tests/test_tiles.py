@@ -53,6 +53,8 @@ RULES = {
     "nothing": {}, "causal": {"causal": True},
     "window": {"sliding_window": (6, 3)}, "one side": {"sliding_window": (None, 2)},
     "causal window": {"causal": True, "sliding_window": (9, 9)}, "chunk": {"chunk_size": 10},
+    "widest window": {"sliding_window": (2**31 - 1, 2**31 - 1)}, "chunk of one": {"chunk_size": 1},
+    "widest chunk in a window": {"chunk_size": 2**30, "sliding_window": (2**31 - 1, 0)},
     **{f"mask {n} {type(mask).__name__}": {"masks": (mask,), "mask_of_head": (0, 0)} for n, mask in enumerate(MASKS)},
     "masks of heads": {"masks": (Local(4, 4), Numpy(PAIRS)), "mask_of_head": (1, 0), "causal": True},
     "masks of heads without bounds": {"masks": (Numpy(PAIRS), MASKS[11], Causal(), ~MASKS[11]), "mask_of_head": (3, 1)},
@@ -63,6 +65,10 @@ FIELDS = {
     "of the caller": lambda draw: {
         "q_positions": draw.integers(-20, 60, (BATCH, LENGTH)).astype(np.int32),
         "kv_positions": draw.integers(-20, 60, (BATCH, LENGTH)).astype(np.int32),
+    },
+    "of the farthest tokens": lambda draw: {
+        name: draw.choice([1 - 2**30, 2 - 2**30, 0, 2**30 - 2, 2**30 - 1], (BATCH, LENGTH)).astype(np.int32)
+        for name in ("q_positions", "kv_positions")
     },
     "restarting": lambda draw: dict.fromkeys(("q_positions", "kv_positions"), np.arange(LENGTH)[None] % 7),
     "with segments": lambda draw: {"q_segments": _ids(draw), "kv_segments": _ids(draw)},
