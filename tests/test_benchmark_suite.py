@@ -86,17 +86,10 @@ QUICK, SLOW = (1.0, 1.1, 1.2, 1.0, 1.1), (1.3, 1.4, 1.5, 1.3, 1.4)
     [
         ({"ours": QUICK}, {"ours": QUICK}, 0, "0 of 3 measurements"),
         ({"ours": QUICK}, {"ours": SLOW}, 1, "slower   1.273 x  length 64, forward: ours"),
-        ({"ours": SLOW}, {"ours": QUICK}, 0, "faster   0.786 x  length 64, forward: ours"),
         ({"ours": QUICK}, {"ours": (1.0, 1.3, 1.4, 1.5, 1.6)}, 0, "0 of 3 measurements"),
         ({"ours": QUICK, "flax": QUICK}, {"ours": SLOW, "flax": SLOW}, 0, "0 of 6 measurements"),
-        (
-            {"ours": QUICK, "flax": QUICK},
-            {"ours": QUICK, "flax": SLOW},
-            0,
-            "faster   0.786 x  length 64, forward: ours",
-        ),
     ],
-    ids=["equal", "slower", "faster", "noise", "a slow machine", "a slow machine and a faster kernel"],
+    ids=["equal", "slower", "noise", "a slow machine"],
 )
 def test_only_differences_beyond_the_noise_and_the_drift_of_the_machine_count(
     suite: Any, capsys: pytest.CaptureFixture[str], before: Any, after: Any, status: int, says: str

@@ -169,24 +169,13 @@ class TestWhatItRefuses:
     @pytest.mark.parametrize("name", ["qk_attn_weights_einsum", "attn_weights_value_einsum", "einsum_dot_general"])
     def test_a_custom_einsum(self, name: str):
         x = X.reshape(B, T, N, -1)
-        with pytest.raises(errors.InputError, match=f"{name}: needs the attention weights"):
+        with pytest.raises(errors.InputError, match=f"{name}: is set, and"):
             ring_attention_fn()(x, x, x, **{name: jnp.einsum})
 
     @pytest.mark.parametrize("name", ["dropout_rate", "mask", "bias"])
     def test_an_option_that_the_layer_passes(self, name: str):
         with pytest.raises(errors.InputError, match=f"{name}: is no option of this adapter"):
             ring_attention_fn(**{name: None})
-
-    @pytest.mark.parametrize(
-        ("shape", "fact"),
-        [((3, 2, T, N, 8), r"batch axes \(3, 2\) but query has \(2, 3\)"), ((T, N), r"shape \(16, 4\)")],
-        ids=["other order", "too few"],
-    )
-    @pytest.mark.parametrize("name", ["key", "value"])
-    def test_batch_axes_that_differ(self, name: str, shape: tuple[int, ...], fact: str):
-        arrays = {each: jnp.ones((2, 3, T, N, 8)) for each in ("query", "key", "value")}
-        with pytest.raises(errors.InputError, match=f"^{name}: has {fact}"):
-            ring_attention_fn()(**arrays | {name: jnp.ones(shape)})
 
     @pytest.mark.parametrize("option", [{"causal": True}, {"sliding_window": 0}], ids=str)
     def test_a_decoding_step_with_a_mask_by_position(self, option: dict[str, Any]):

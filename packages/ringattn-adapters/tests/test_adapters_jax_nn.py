@@ -234,18 +234,10 @@ def test_a_wrong_argument_is_named(name: str):
 
 
 class TestWhatItRefuses:
-    def test_an_option_under_its_name_in_ring_attention(self):
-        with pytest.raises(errors.InputError, match=r"causal: has another name here\. Pass is_causal"):
-            dot_product_attention(*operands(), causal=True)
-
     @pytest.mark.parametrize(("name", "meant"), [("axisname", "axis_name"), ("return_residuals", "return_residual")])
     def test_a_misspelt_name_and_suggests_the_right_one(self, name: str, meant: str):
         with pytest.raises(errors.InputError, match=rf"{name}: is no option .*'{meant}'\?"):
             dot_product_attention(*operands(), **{name: True})
-
-    def test_a_mask_of_numbers(self):
-        with pytest.raises(errors.InputError, match=r"^mask: has dtype float32"):
-            dot_product_attention(*operands(), mask=jnp.ones((1, 1, T, S)))
 
 
 def test_the_adapters_of_functions_import_no_other_library():

@@ -188,15 +188,6 @@ def test_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated(opti
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_under_vmap_too_the_gradient_of_a_bias_is_computed_only_where_it_is_differentiated():
-    kernel, q, bias = Remembering(), jnp.linspace(-1, 1, 96).reshape(3, 1, 8, 2, 2), jnp.ones((1, 2, 8, 8))
-    with discovery.registered(EVERYTHING, kernel):
-        for by in (0, 1):
-            grad = jax.grad(lambda q, bias: ring_attention(q, q, q, None, bias, backend="odd").sum(), by)
-            jax.vmap(grad, (0, None))(q, bias)
-    assert sorted(set(kernel.fixed)) == [False, True] and kernel.fixed == sorted(kernel.fixed, reverse=True)
-
-
 def loss_of_two_calls(ring: int, fixed_first: bool, axis: str) -> Any:
     """A loss with two calls; the bias of the first one is `constant` if `fixed_first`, else that of the second."""
     mesh = jax.make_mesh((ring,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))

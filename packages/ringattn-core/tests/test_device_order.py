@@ -98,13 +98,6 @@ def test_the_other_axis_goes_from_box_to_neighbouring_box():
         assert hops(list(mesh.devices[:, number])) == [2] * 16
 
 
-@pytest.mark.parametrize("ranks, shape", [(4, (2, 2)), (8, (2, 4)), (16, (4, 4)), (32, (4, 8))])
-def test_the_box_of_a_ring_is_as_compact_as_can_be(ranks: int, shape: tuple[int, ...]):
-    mesh = ring_mesh(devices(8, 8), axis_sizes={"data": 64 // ranks, "sp": ranks})
-    for ring in mesh.devices:
-        assert tuple(max(axis) - min(axis) + 1 for axis in zip(*(d.coords for d in ring), strict=True)) == shape
-
-
 def test_where_the_devices_were_listed_and_where_the_grid_begins_changes_nothing():
     everything = devices(4, 8, corner=5)
     shuffled = random.Random(0).sample(everything, len(everything))

@@ -80,12 +80,6 @@ class TestWhatIsInstalled:
         registration.implementation()
         assert "good_kernel" in sys.modules
 
-    def test_it_is_found_once_until_cleared(self, install: Any) -> None:
-        registration = good(install)
-        assert discovery.registrations()["good"] is registration
-        discovery.clear()
-        assert discovery.registrations()["good"] is not registration
-
 
 class TestBrokenOnes:
     def test_the_cause_of_a_failed_import_is_kept(self, install: Any) -> None:
@@ -117,13 +111,6 @@ class TestAvailability:
 
 
 class TestRegisteredInThisProcess:
-    def test_it_is_found_until_the_exit(self, install: Any) -> None:
-        kernel = Kernel()
-        with discovery.registered(backend(), kernel) as registration:
-            assert discovery.get("made") is registration
-            assert registration.implementation() is kernel
-        assert "made" not in discovery.registrations()
-
     def test_it_shadows_an_installed_one_and_restores_it_even_after_an_error(self, install: Any) -> None:
         installed = good(install)
         with discovery.registered(backend("good"), Kernel()) as outer:

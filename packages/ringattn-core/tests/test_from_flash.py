@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two functions of fused attention make a kernel whose rings agree with the xla backend in every layout."""
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ from ringattn_core.contract import ordering
 from ringattn_core.errors import KernelError
 from ringattn_core.ring import plan
 
-from_flash_module = importlib.import_module("ringattn_core.contract.from_flash")
 CALLS: list[tuple[Any, ...]] = []
 """The calls of the two functions in the programs traced so far: queries, keys, causal."""
 
@@ -125,23 +123,6 @@ def test_no_branch_surrounds_a_call(layout: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plan, "UNROLLED", 2)  # also those of a scan
     program = differentiated("flash", 4, causal=True, layout=layout)
     assert branches(jax.make_jaxpr(program)(*arrays(64), jnp.zeros(4)).jaxpr) == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout", "copies"), [(1, "zigzag", 0), (4, "zigzag", 1), (4, "striped", 4), (4, "contiguous", 4)]
-)
-def test_where_no_keys_are_cut_out_a_copy_lets_their_send_start_first(
-    ranks: int, layout: str, copies: int, monkeypatch: pytest.MonkeyPatch
-):
-    def marked(jaxpr: Any) -> int:
-        inner = [one for equation in jaxpr.eqns for one in jaxprs_in_params(equation.params)]
-        return sum(equation.primitive.name == "cumsum" for equation in jaxpr.eqns) + sum(map(marked, inner))
-
-    monkeypatch.setattr(from_flash_module, "later_than_its_send", jax.lax.cumsum)  # no other part of a call uses it
-    mesh = jax.make_mesh((ranks,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
-    options = {"causal": True, "layout": layout, "mesh": mesh, "axis_name": "sp", "backend": "flash"}
-    program = jax.make_jaxpr(lambda *operands: ring_attention(*operands, **options))(*arrays(24 * ranks))
-    assert marked(program.jaxpr) == copies
 
 
 def test_only_nvidia_gpus_copy():

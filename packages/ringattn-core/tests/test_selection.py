@@ -256,15 +256,6 @@ class TestTheBest:
         assert chosen(None, frozenset()) == "triton", "only ringattn's own distribution has precedence"
 
 
-@pytest.mark.usefixtures("fast_and_safe", "dead")
-class TestCandidates:
-    @pytest.mark.parametrize("platform", ["cuda", "cpu", "tpu"])
-    @pytest.mark.parametrize("required", [frozenset(), CAUSAL, BIAS, SINKS | CAUSAL])
-    def test_the_choice_is_the_first_that_has_no_reason_against_it(self, required: Any, platform: str) -> None:
-        able = [r.name for r, reason in selection.candidates(required, platform) if reason is None]
-        assert chosen(None, required, platform) == able[0]
-
-
 @pytest.mark.usefixtures("fast_and_safe")
 class TestEnvironmentVariables:
     def test_an_unknown_one_is_warned_about_once_with_the_nearest(

@@ -92,11 +92,6 @@ def test_a_warning_names_the_line_of_the_caller():
             assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_a_batch_axis_that_was_forgotten_beside_another_is_named_in_the_remedy():
-    with pytest.warns(UserWarning, match=r"'dp', .* Pass batch_axis_name=\('fsdp', 'dp'\) to split over them"):
-        ring_attention(*arrays(), mesh=mesh_of(dp=2, fsdp=2, sp=2), axis_name="sp", batch_axis_name="fsdp")
-
-
 @pytest.mark.parametrize(("axis", "named"), [("dp", "batch_axis_name"), ("tp", "head_axis_name")])
 def test_who_keeps_the_batch_or_the_heads_whole_is_not_warned_of_the_axis_for_them(axis: str, named: str):
     with warnings.catch_warnings():
@@ -110,19 +105,6 @@ def test_axes_with_the_usual_names_need_not_be_named(axis: str, spec: P):
     result = ring_attention(q, k, v, mesh=mesh_of(sp=2, **{axis: 2}), axis_name="sp")
     close(result, ring_attention(q, k, v))
     assert result.sharding.is_equivalent_to(NamedSharding(result.sharding.mesh, spec), 4)
-
-
-def test_all_names_given_or_specs_give_no_warning():
-    q, k, v = arrays()
-    mesh = mesh_of(other=2, sp=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ring_attention(q, k, v, mesh=mesh, axis_name="sp", batch_axis_name=(), head_axis_name=())
-        ring_attention(q, k, v, mesh=mesh, axis_name="sp", in_specs=(P(None, "sp"),) * 3)
-        close(
-            ring_attention(q, k, v, mesh=mesh, axis_name=(), batch_axis_name="other", head_axis_name=()),
-            ring_attention(q, k, v),
-        )
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (17, 17), (5, 23), (16, 13)])
@@ -179,11 +161,6 @@ def test_a_vmapped_call_with_a_mesh_and_its_gradients_are_those_of_each_example(
     for got, wanted in zip(of(mesh=mesh_of(sp=4), axis_name="sp"), of(), strict=True):
         # Queries and keys of the third example are three times as large, and so are its gradients.
         np.testing.assert_allclose(got, wanted, atol=2e-5 * max(1.0, float(jnp.abs(wanted).max())))
-
-
-def test_arrays_that_are_committed_to_one_device_are_sharded():
-    q, k, v = (jax.device_put(x, jax.devices()[3]) for x in arrays())
-    close(ring_attention(q, k, v, mesh=mesh_of(sp=4), axis_name="sp"), ring_attention(q, k, v))
 
 
 WITHOUT_A_RING: list[tuple[dict[str, int], dict[str, Any]]] = [

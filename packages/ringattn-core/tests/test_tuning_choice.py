@@ -22,7 +22,7 @@ from ringattn_core.contract.backend import Backend
 from ringattn_core.contract.features import Feature
 from ringattn_core.errors import InputError, ToolsNotFoundError, TuningError
 from ringattn_core.ring import engine
-from ringattn_core.tuning import cache, choice, forget, overlay
+from ringattn_core.tuning import choice, forget, overlay
 from ringattn_core.tuning.problem import of_call
 from traced_calls import forget_traced_calls
 
@@ -287,16 +287,6 @@ class TestUnderATrace:
         assert [traced_over_mesh(mine) for _ in range(2)] == [{TUNED.fwd_params}, set()]
 
 
-def test_a_miss_on_the_disk_does_not_replace_what_another_thread_tuned_meanwhile(
-    mine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(problem: Any) -> None:
-        choice.store(discovery.get("mine"), problem, TUNED, [])
-
-    monkeypatch.setattr(cache, "read", read)
-    assert ran(mine) == TUNED
-
-
 class TestABackendWithout:
     def test_both_functions_runs_with_the_parameters_of_the_call_and_no_cache(
         self, mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -307,19 +297,6 @@ class TestABackendWithout:
         assert ran(mine) == RingAttentionConfig()
         assert mine.tunings == []
         assert not (tmp_path / "kept").exists()
-
-
-def test_a_result_for_a_backend_of_this_process_is_not_stored(
-    mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has no version, so a stored result could be outdated; and another backend may take its name."""
-    monkeypatch.setenv("RINGATTN_AUTOTUNE", "on")
-    backend = discovery.get("mine").descriptor()
-    for tunings in (1, 2):
-        with discovery.registered(backend, mine):
-            assert ran(mine) == ran(mine) == TUNED
-        assert len(mine.tunings) == tunings
-    assert not (tmp_path / "kept").exists()
 
 
 def test_two_threads_tune_a_problem_once(mine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,20 +147,6 @@ def test_the_table_of_tiles_has_the_counts_of_each_rank_and_hop(found: CallAnaly
     assert "53% of all 256 tiles are computed" in said and "ranks are busy 59% of the time" in said
 
 
-def test_as_json_it_has_the_tables_of_the_text(found: CallAnalysis, capsys) -> None:
-    assert main([*CALL, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert "pass --rate and --link" in said.pop("not_reckoned"), "nobody has measured this machine"
-    assert said == json.loads(json.dumps(report.as_json(found)))
-    assert said["choice"] == "xla" and said["call"]["query"] == [1, 64, 4, 8] and said["call"]["causal"] is True
-    assert said["tiles"] == report.tiles(found) and said["memory"] == found.memory and said["sent"] == found.sent
-    assert said["tiles_of_ranks"] == [10, 26, 42, 58] and said["tiles_of_slowest"] == 58
-    assert list(said) == [
-        "call", "platform", "needs", "backends", "choice", "refusal", "own_ring", "strategy", "lengths", "tile",
-        "skipped", "sent", "gathered", "memory", "compiled", "tiles", "tiles_of_ranks", "tiles_of_slowest",
-    ]  # fmt: skip
-
-
 def test_each_candidate_is_accepted_or_refused_with_the_reason_that_selection_gives(capsys) -> None:
     features = frozenset(Feature) - {Feature.CAUSAL}
     for name, platforms in (("acausal", ("cpu",)), ("elsewhere", ("tpu",))):

@@ -4,7 +4,6 @@
 import concurrent.futures
 import dataclasses
 import io
-import math
 import os
 import sys
 import threading
@@ -146,13 +145,6 @@ class TestTheFastestIsChosen:
         rounds = {timed.params.q_blocksize: timed.rounds for timed in outcome.forward}
         assert rounds == {8: search.ROUNDS, 16: search.ROUNDS, 32: search.ROUNDS, 64: 1}
 
-    def test_the_kernel_itself_runs_with_what_is_measured(self, mine: Any, times: Any) -> None:
-        times(lambda *_: 1.0)
-        kernel = Kernel()
-        search.fastest(mine(kernel), problem(), DEFAULT)
-        assert {params.q_blocksize for part, params in kernel.traced if part == "forward"} == set(SIZES)
-        assert {params.q_blocksize for part, params in kernel.traced if part == "backward"} >= set(SIZES)
-
 
 class TestACandidateThatFails:
     @pytest.mark.parametrize("part", ["forward", "backward"])
@@ -165,11 +157,6 @@ class TestACandidateThatFails:
         assert timed[32].failure is None
         chosen = outcome.config.fwd_params if part == "forward" else outcome.config.bwd_params
         assert chosen.q_blocksize == 32
-
-    def test_may_be_the_default(self, mine: Any, times: Any) -> None:
-        times(steady({16: 1.0, 32: 0.5, 64: 1.0}, dict.fromkeys(SIZES, 1.0)))
-        outcome = search.fastest(mine(Kernel({("forward", 8): ValueError("not here")})), problem(), DEFAULT)
-        assert outcome.config.fwd_params == FwdParams(32)
 
     def test_with_all_others_is_an_error_that_says_why(self, mine: Any) -> None:
         failing = {("backward", size): ValueError(f"never {size}") for size in SIZES}
@@ -262,14 +249,6 @@ class TestTheProgressBar:
         monkeypatch.setattr(sys, "stderr", io.StringIO())
         search.fastest(mine(Kernel()), problem(), DEFAULT)
         assert sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_a_fast_program_is_called_often_enough_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(search, "_seconds", lambda run, calls: asked.append(calls) or search.LEAST_SECONDS / 10)
-    race = search._Race("mine", threading.Event(), None)
-    race.run("forward", [FwdParams(8)], lambda params: lambda: None)
-    assert asked == [1, *[math.ceil(10 - 1e-9)] * search.ROUNDS]
 
 
 def test_tuning_for_real_under_jit_gives_the_right_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,11 +119,6 @@ class TestTune:
         assert told in str(caught.value)
         assert tuned == []
 
-    def test_refuses_arrays_that_no_memory_holds(self, tuned: list[Any]) -> None:
-        with pytest.raises(RingAttnError, match=r"--query: the arrays of one rank take 24\.0 TiB, and the device has"):
-            ringattn("tune", "--query", "1,536870912,64,128")
-        assert not tuned
-
     def test_tunes_the_padded_length_of_a_rank_where_the_call_is_padded(self, tuned: list[Any]) -> None:
         ringattn("tune", "--query", "1,63,2,16", "--ring", "2", "--backend", "xla")
         assert (tuned[0].q_length, tuned[0].kv_length) == (32, 32)
@@ -145,13 +140,3 @@ class TestCache:
         assert ringattn("cache", "--clear") == 0
         assert capsys.readouterr().out == f"removed 1 from {cache.directory()}\n"
         assert kept() == []
-
-    def test_that_cannot_be_cleared_says_why(self, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        ringattn("tune", "--query", "1,64,2,16", "--backend", "xla")
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise OSError("Read-only file system")
-
-        monkeypatch.setattr(Path, "unlink", refuse)
-        assert ringattn("cache", "--clear") == 1
-        assert "Read-only file system" in capsys.readouterr().out

@@ -8,7 +8,6 @@ from ringattn_conformance import blocks
 from ringattn_conformance.blocks import random_ids as ids
 from ringattn_conformance.blocks import random_mask as dense_mask
 from ringattn_core.contract.protocol import Block
-from ringattn_core.contract.visibility import visible
 from ringattn_core.masks import Causal, Numpy, Prefix
 
 
@@ -74,10 +73,3 @@ OPTIONS: dict[str, Any] = {
 
 def with_option(option: str, q_length: int = 41, kv_length: int = 53, **fields: Any) -> Block:
     return make_block(q_length=q_length, kv_length=kv_length, **{**OPTIONS[option](q_length, kv_length), **fields})
-
-
-def seen_pairs(block: Block) -> np.ndarray:
-    """`[B, N, T, S]`."""
-    shape = (block.q.shape[0], block.q.shape[2], block.q_length, block.kv_length)
-    seen = visible(block)
-    return np.broadcast_to(True if seen is None else np.asarray(seen), shape)

@@ -14,18 +14,6 @@ def twice(x):
 
 
 @triton.jit
-def maximum(X, Y, OUT, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    tl.store(OUT + i, tl.maximum(tl.load(X + i), tl.load(Y + i)))
-
-
-@triton.jit
-def cast(X, OUT, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    tl.store(OUT + i, tl.load(X + i).to(OUT.dtype.element_ty))
-
-
-@triton.jit
 def product(A, B, OUT, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
     m = tl.arange(0, M)[:, None]
     n = tl.arange(0, N)[None, :]
@@ -98,21 +86,3 @@ def jumping(X, OUT, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     x = tl.load(X + i)
     tl.store(OUT + i, x + tl.load(X + tl.max(x, 0).to(tl.int32)))
-
-
-@triton.jit
-def wide_product(X, Y, HIGH, LOW, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    high, low = tl.inline_asm_elementwise(
-        "{.reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$1, $0}, product;}", "=r,=r,r,r",
-        [tl.load(X + i), tl.load(Y + i)], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
-    )  # fmt: skip
-    tl.store(HIGH + i, high)
-    tl.store(LOW + i, low)
-
-
-@triton.jit
-def unknown_instruction(X, OUT, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    y = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [tl.load(X + i)], dtype=tl.uint32, is_pure=True, pack=1)
-    tl.store(OUT + i, y)

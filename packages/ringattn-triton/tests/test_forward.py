@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promises on the forward kernel: it agrees with the XLA backend and with float64, whatever it is asked for."""
+"""Promises on the forward kernel that the suite cannot see: every schedule is right, and fits its device."""
 
 import dataclasses
 from typing import Any

@@ -10,7 +10,6 @@ from ringattn_triton.interpreter.programs import run
 from ringattn_triton.launch.kernel_call import KernelCall
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
-INTEGERS = (np.int32, np.uint32, np.int64)
 # What 64 terms summed in float32, in whatever order this processor's BLAS takes them, stay far below.
 FLOAT32_SUM = 2**-20
 
@@ -36,42 +35,6 @@ def error_of_product(got, a, b):
     """The largest error of ``a @ b.T``, in parts of what the sum of its terms without their signs is."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     return (np.abs(got - a @ b.T) / (np.abs(a) @ np.abs(b).T)).max()
-
-
-def test_inline_assembly_computes_what_ptx_says():
-    x, y = some(np.uint32), some(np.uint32, seed=1)
-    high, low = interpret(small_kernels.wide_product, [x, y], [(x.shape, np.uint32)] * 2, SIZE=x.size)
-    product = x.astype(np.uint64) * y.astype(np.uint64)
-    np.testing.assert_array_equal(high, (product >> np.uint64(32)).astype(np.uint32))
-    np.testing.assert_array_equal(low, product.astype(np.uint32))
-    with pytest.raises(NotImplementedError, match=r"popc\.b32"):
-        interpret(small_kernels.unknown_instruction, [x], [(x.shape, np.uint32)], SIZE=x.size)
-
-
-def test_a_maximum_ignores_nan_as_the_processor_does():
-    x, y = np.array([np.nan, 1.0, np.nan, -np.inf], np.float32), np.array([1.0, np.nan, np.nan, 0.0], np.float32)
-    (got,) = interpret(small_kernels.maximum, [x, y], [(x.shape, np.float32)], SIZE=4)
-    np.testing.assert_array_equal(got, [1.0, 1.0, np.nan, 0.0])
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_a_cast_to_a_narrow_float_rounds_to_nearest_even(dtype):
-    exponents = np.random.default_rng(2).integers(0x3000, 0x4700, 8192).astype(np.uint32) << np.uint32(16)
-    halfway = np.tile(np.array([0, 0x7FFF, 0x8000, 0x8001, 0x1000, 0x2000, 0x3000, 0xFFFF], np.uint32), 1024)
-    x = (exponents | halfway).view(np.float32)
-    x[:6] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38]
-    (got,) = interpret(small_kernels.cast, [x], [(x.shape, dtype)], SIZE=x.size)
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(got.view(np.uint16), x.astype(dtype).view(np.uint16))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_dot_sums_in_float32(dtype, accumulate):
-    a, b = some(dtype, (32, 64)), some(dtype, (16, 64), seed=1)
-    constants = {"M": 32, "N": 16, "K": 64, "PRECISION": "ieee", "ACC": accumulate}
-    (got,) = interpret(small_kernels.product, [a, b], [((32, 16), np.float32)], **constants)
-    assert error_of_product(got - np.float64(accumulate), a, b) < FLOAT32_SUM
 
 
 def test_a_dot_of_float32_is_tf32_unless_asked_to_be_exact():

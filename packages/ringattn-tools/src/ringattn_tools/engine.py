@@ -133,7 +133,7 @@ def _backward(levels: Sequence[Level], shard: _Shard, base: int) -> tuple[Step, 
         return (Step(base, True, ()),)
     *inside, level = levels
     number, steps = len(inside), [Step(base, False, tuple(_keys(len(inside), level.first, shard)))]
-    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.offsets) - 1)))
+    rows_before = (None, *(level.rows[1:] if level.rows else (None,) * (len(level.distances) - 1)))
     for step, rows in zip((*level.backward, level.own), rows_before, strict=True):
         messages = _keys(number, step.keys, shard)
         if step.gradients is not None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
-"""Which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
+"""Decides which probabilities of a tile dropout keeps, on Hopper. The random numbers are computed before the scores.
 
-The entries of query `i` and key `j`, `(i, j)`, `(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)`, share a draw: the two
-words of one Philox call. One thread holds all four entries in the result of a product. The first word is for query `i`,
-the second for `i + 8`; the low half of a word is for key `j`, the high half for `j + 8`. Entries share a draw only if
-the indices of the tile's queries and keys are consecutive and begin at multiples of 16. In a striped shard they are
-not. This is known only at run time, so both cases are compiled. The forward kernel has one copy of its loops for each
-case; a consumer picks the copy at the start of a turn.
+Four entries take their bits from one draw, the two words of one Philox call: those of the global indices `(i, j)`,
+`(i, j + 8)`, `(i + 8, j)` and `(i + 8, j + 8)` of query and key. The first word is for query `i`, the second for
+`i + 8`; the low half of a word is for key `j`, the high half for `j + 8`. One thread holds all four entries in the
+result of a product, and computes the draw once for them, if the indices of the tile's queries and keys are consecutive
+and begin at multiples of 16. In a striped shard they are not: the thread then computes the draw of every entry, with
+the same bits. This is known only at run time, so both cases are compiled. The forward kernel has one copy of its loops
+for each case; a consumer picks the copy at the start of a turn.
 """
 
 from triton.experimental import gluon

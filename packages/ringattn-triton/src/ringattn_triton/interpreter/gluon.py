@@ -80,7 +80,7 @@ class Shared:
         return Tensor(self.data.copy(), self.dtype)
 
     def store(self, value: Tensor) -> None:
-        """Stores `value` as a partition does: products must not read stored floats before a fence."""
+        """Stores `value`. A product that reads stored floats before the next fence raises: a GPU may misread."""
         self.fill(value)
         if self.dtype.is_floating():
             current.unfenced.append(self.data)
