@@ -136,7 +136,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "total: got 6.0. It needs an integer",
     ),
     "numbers for a mask": (lambda: MaskInfo.from_mask(np.zeros((2, 2), np.float32)), "scores to add go in bias="),
-    "a mask of one axis": (lambda: MaskInfo.from_mask(np.ones(3, bool)), r"attention_mask: has shape \(3,\)"),
+    "a mask of one axis": (
+        lambda: MaskInfo.from_mask(np.ones(3, bool)),
+        r"attention_mask: .*shape \(3,\)",
+    ),
     "far positions": (lambda: MaskInfo.from_positions([0], np.array([2**30])), r"kv_positions: has the value .* 2\^30"),
 }
 

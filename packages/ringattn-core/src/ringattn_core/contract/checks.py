@@ -7,24 +7,25 @@ or a constant.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..errors import KernelError
 from .protocol import Block, BlockKernel, Gradients, Partial
 from .varying import align, axes_of
 
-Expected = tuple[tuple[int, ...], Any]
-"""The shape of a result, and the dtype that it may have instead of float32 if the block is final."""
-
 
 def forward(kernel: BlockKernel, block: Block, partial: Partial | None) -> Partial:
     """`kernel.forward(block, partial)`; raises unless the result is a `Partial` of the right shapes and dtypes."""
     result = kernel.forward(block, partial)
     batch, length, heads = block.q.shape[:3]
-    rows = ((batch, heads, length), jnp.dtype(jnp.float32))
-    wanted: dict[str, Expected] = {"out": ((batch, length, heads, block.value_dim), block.q.dtype), "lse": rows}
+    wanted = {
+        "out": jax.ShapeDtypeStruct((batch, length, heads, block.value_dim), block.q.dtype),
+        "lse": jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
+    }
     return align(_checked(kernel, "forward", result, Partial, wanted, block.final), axes_of(block, partial))
 
 
@@ -37,8 +38,7 @@ def backward(kernel: BlockKernel, block: Block, *arrays: Any) -> Gradients:
     result = kernel.backward(block, *arrays)
     inputs = {field.name: getattr(block, field.name[1:]) for field in dataclasses.fields(Gradients)}
     unasked = {"dbias"} if block.bias_fixed else set()
-    given = {name: x for name, x in inputs.items() if x is not None and name not in unasked}
-    wanted: dict[str, Expected] = {name: (x.shape, jnp.dtype(x.dtype)) for name, x in given.items()}
+    wanted = {name: x for name, x in inputs.items() if x is not None and name not in unasked}
     checked = _checked(kernel, "backward", result, Gradients, wanted, block.final)
     return in_input_dtypes(block, align(checked, axes_of(block, arrays)))
 
@@ -51,17 +51,17 @@ def in_input_dtypes(block: Block, found: Gradients) -> Gradients:
     return dataclasses.replace(found, **{name: x.astype(getattr(block, name[1:]).dtype) for name, x in given.items()})
 
 
-def _checked(
-    kernel: BlockKernel, method: str, result: Any, kind: type, wanted: dict[str, Expected], final: bool
-) -> Any:
-    """Raises if an array in `wanted` has a wrong shape or dtype; returns `result` with `None` for all other arrays."""
+def _checked(kernel: BlockKernel, method: str, result: Any, kind: type, wanted: Mapping[str, Any], final: bool) -> Any:
+    """Raises unless the arrays of `result` have the shapes in `wanted`, and float32, or if `final` the dtypes there.
+
+    Returns `result` with `None` for all other arrays.
+    """
     if not isinstance(result, kind):
         raise KernelError(kernel, method, f"returned {type(result).__name__}", f"Return a {kind.__name__}")
-    for name, (shape, narrow) in wanted.items():
-        dtypes = {jnp.dtype(jnp.float32), *([narrow] if final else [])}
+    for name, like in wanted.items():
         x = getattr(result, name)
-        if getattr(x, "shape", None) != shape or x.dtype not in dtypes:
+        if getattr(x, "shape", None) != like.shape or not (x.dtype == jnp.float32 or (final and x.dtype == like.dtype)):
             got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
-            raise KernelError(kernel, method, f"returned {name} = {got}", f"Return float32{list(shape)}")
+            raise KernelError(kernel, method, f"returned {name} = {got}", f"Return float32{list(like.shape)}")
     unasked = {field.name: None for field in dataclasses.fields(kind) if field.name not in wanted}
     return dataclasses.replace(result, **unasked)

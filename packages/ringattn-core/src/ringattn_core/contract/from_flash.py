@@ -130,12 +130,8 @@ class _FlashKernel:
         known = {name: getattr(rule, name) for name in ("fused_backward", "fwd_params", "bwd_params")}
         unequal = rule.causal and block.q_length != block.kv_length
         if rule != Rule(rule.softmax_scale, rule.causal, **known) or unequal or given:
-            raise KernelError(
-                self,
-                method,
-                "got a call that needs a feature which no kernel of from_flash has",
-                "Declare only features that the documentation of from_flash lists",
-            )
+            fact = "got a call that needs a feature which no kernel of from_flash has"
+            raise KernelError(self, method, fact, "Declare only features that the documentation of from_flash lists")
 
 
 def _operands(block: Block, piece: Piece) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -85,11 +85,9 @@ class Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
-        raise InputError(
-            "mask",
-            f"{type(self).__name__} has no truth value, so `and`, `or`, `not` and `if` cannot use it",
-            "Combine masks with `&`, `|` and `~`, and ask with `is None` whether there is one",
-        )
+        fact = f"{type(self).__name__} has no truth value, so `and`, `or`, `not` and `if` cannot use it"
+        remedy = "Combine masks with `&`, `|` and `~`, and ask with `is None` whether there is one"
+        raise InputError("mask", fact, remedy)
 
 
 def _mask(x: Any) -> Mask:
@@ -149,8 +147,6 @@ def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[An
 
     One loop evaluates all masks that are not `bounded`.
     """
-    if len(masks) == 1:
-        return masks[0].tiles(q, kv)
     found, loose = [mask.tiles(q, kv) for mask in masks if mask.bounded], [mask for mask in masks if not mask.bounded]
     found += [_evaluated(loose, q, kv)] if loose else []
     return any_of(some for some, _ in found), all_of(full for _, full in found)
@@ -158,16 +154,15 @@ def tiles_of(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[An
 
 def _evaluated(masks: Sequence[Mask], q: Coordinates, kv: Coordinates) -> tuple[Any, Any]:
     """`tiles_of` from the value of every pair, one row of tiles at a time."""
+    groups = np.broadcast_shapes(*(x.shape[:1] for x in (*q, *kv)))
+    pairs = *groups, kv.index.shape[1], q.index.shape[2], kv.index.shape[2]
+    columns = Coordinates(*(x[:, :, None, :] for x in kv))
 
     def row(tile: Coordinates) -> tuple[jax.Array, jax.Array]:
-        rows, columns = Coordinates(*(x[:, None, :, None] for x in tile)), Coordinates(*(x[:, :, None, :] for x in kv))
-        pairs = tile.index.shape[0], kv.index.shape[1], tile.index.shape[1], kv.index.shape[2]
+        rows = Coordinates(*(x[:, None, :, None] for x in tile))
         seen = [jnp.broadcast_to(mask.visible(rows, columns), pairs) for mask in masks]
         return any_of(seen).any((-2, -1)), all_of(seen).all((-2, -1))
 
-    groups = np.broadcast_shapes(q.index.shape[:1], kv.index.shape[:1], q.positions.shape[:1], kv.positions.shape[:1])
-    q = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in q))
-    kv = Coordinates(*(jnp.broadcast_to(x, (*groups, *x.shape[1:])) for x in kv))
     some, full = jax.lax.map(row, Coordinates(*(jnp.swapaxes(x, 0, 1) for x in q)))
     return jnp.swapaxes(some, 0, 1), jnp.swapaxes(full, 0, 1)
 

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -139,22 +139,18 @@ class Chunked(Mask):
         return some & same[0], full & same[1]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Held:
-    """A host array in a mask. It is hashed by content, once, so that the mask can be a static argument."""
+    """A host array in a mask. It is compared and hashed by its digest, so that the mask can be a static argument."""
 
-    __slots__ = ("array", "digest")
+    array: np.ndarray = dataclasses.field(compare=False)
+    digest: bytes
 
-    def __init__(self, array: np.ndarray):
-        self.array = np.ascontiguousarray(array)
-        self.array.flags.writeable = False
-        header = f"{self.array.shape}{self.array.dtype}".encode()
-        self.digest = hashlib.sha256(header + self.array.tobytes()).digest()
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and self.digest == other.digest
+    @classmethod
+    def of(cls, array: np.ndarray) -> Self:
+        array = np.ascontiguousarray(array)
+        array.flags.writeable = False
+        return cls(array, hashlib.sha256(f"{array.shape}{array.dtype}".encode() + array.tobytes()).digest())
 
     def __repr__(self) -> str:
         return f"array{self.array.shape}"
@@ -173,7 +169,7 @@ def _document_ids(name: str, x: Any) -> _Held:
         remedy = "It needs one integer for each token. Pass ids that differ between batch rows as q_segment_ids"
         raise InputError(argument, f"got {ids.dtype} of shape {ids.shape}", remedy)
     fitting(argument, ids)
-    return _Held(ids.astype(np.int32, copy=False))
+    return _Held.of(ids.astype(np.int32, copy=False))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -223,7 +219,7 @@ class Numpy(Mask):
         if held.ndim != 2 or np.issubdtype(held.dtype, np.inexact):
             fact = f"got {held.dtype} of shape {held.shape}"
             raise InputError("Numpy", fact, "It needs booleans [T, S]; pass numbers as bias=")
-        object.__setattr__(self, "held", _Held(held.astype(bool, copy=False)))
+        object.__setattr__(self, "held", _Held.of(held.astype(bool, copy=False)))
 
     @property
     def shape(self) -> tuple[int, ...]:
